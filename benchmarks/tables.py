@@ -75,6 +75,16 @@ def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"peak memory of it, {name}", f"{result['peak_nbytes'] / _MIB:.0f} MiB", ""
     beyond = content["peak_beyond_bare_in_weights"]
     yield "peak memory beyond the bare build, over the weights", f"{beyond:.2f}", f"{content['limit']:g}"
+    for name, found in content.get("packed", {}).items():
+        peaks = {which: result["peak_nbytes"] / _MIB for which, result in found["results"].items()}
+        weights = found["results"]["ours"]["weights_nbytes"] / _MIB
+        yield (
+            f"the same build with {weights:.0f} MiB of weights ({name}), peak memory, bare and ours",
+            f"{peaks['bare']:.0f} and {peaks['ours']:.0f} MiB",
+            "",
+        )
+        beyond = found["peak_beyond_bare_in_weights"]
+        yield "beyond the bare build, over the packed weights", f"{beyond:.2f}", f"{content['packed_limit']:g}"
 
 
 def _build_estimate(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -230,10 +240,57 @@ def _torch_engine_gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]
         yield f"PyTorch engine, decode step of {row['model']}, batch {row['batch']}: share of the limit that reading sets", share, ""
 
 
+def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in content["rows"]:
+        at_once = f"{row['at_once']} at once" if row["at_once"] > 1 else "one at a time"
+        limit = f"at least {content['limit']:g}" if row["at_once"] == content["slots"] else ""
+        what = f"tokens per second of the server over those of `submit` and `step`, {at_once}"
+        yield f"{what}, streams", f"{row['stream_over_session']:.2f} ({row['stream']['tokens_per_second']:.0f})", limit
+        yield "the same, whole answers", f"{row['whole_over_session']:.2f} ({row['whole']['tokens_per_second']:.0f})", limit
+        first = f"{row['stream']['first_token_ms']:.0f} ms, session {row['session']['first_token_ms']:.0f} ms"
+        yield f"first token at the client, {at_once}", first, ""
+
+
+def _attention_quantized_decode(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    limits, rows = content["limits"], of_table(content["rows"])
+    for what, chosen in (
+        ("one new token", [row for row in rows if row["width"] == 1]),
+        ("2 to 8 new tokens", [row for row in rows if row["width"] > 1]),
+    ):
+        for name in chosen[0]["faster_than_16_bits"]:
+            kind, scales = name.split()
+            label = f"{what}, {kind} K/V with a scale for each {scales}"
+            shares = [row["of_copy"][name] for row in chosen if row["kv_mb"][name] >= 64]
+            yield f"{label}: share of the copy bandwidth, from 64 MB", f"{min(shares):.2f} to {max(shares):.2f}", f"{limits['of_copy']}"
+            times = [row["faster_than_16_bits"][name] for row in chosen if row["kv_mb"]["16 bits"] >= 128]
+            yield (
+                f"{label}: speed over that of 16 bits, from 128 MB of those",
+                f"{min(times):.2f} to {max(times):.2f}",
+                f"{limits['of_16_bits']}",
+            )
+
+
+def _attention_quantized_prefill(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    limits, rows = content["limits"], of_table(content["rows"])
+    for what, chosen, limit in (
+        ("prompts of 512 tokens", [row for row in rows if not row["past"] and row["width"] < 2048], ""),
+        ("prompts of 2048 tokens and more", [row for row in rows if not row["past"] and row["width"] >= 2048], f"{limits['prefill']:.2f}"),
+        ("16 to 512 tokens over a past", [row for row in rows if row["past"]], f"{limits['chunk']:.2f}"),
+    ):
+        for scales in ("head", "token"):
+            shares = [share for row in chosen for name, share in row["of_16_bits"].items() if name.endswith(scales)]
+            yield (
+                f"{what}, quantized K/V with a scale for each {scales}: time over that of 16 bits",
+                f"{min(shares):.2f} to {max(shares):.2f}",
+                limit,
+            )
+
+
 _FILES = {
     "host_step": _host_step,
     "sampling": _sampling,
     "sampling_gpu": _sampling_gpu,
+    "serving": _serving,
     "build": _build,
     "build_estimate": _build_estimate,
     "import_time": _import_time,
@@ -244,6 +301,8 @@ _FILES = {
     "attention": _attention,
     "attention_chunks": _attention,
     "attention_prefill": _attention,
+    "attention_quantized_decode": _attention_quantized_decode,
+    "attention_quantized_prefill": _attention_quantized_prefill,
     "states": _states,
     "compare_kernels": _compare_kernels,
     "gpu": _gpu,

@@ -45,18 +45,20 @@ struct MappedMoves {
     const int *mapping, *lengths;
     int count;
     long long max_sequence_length;  // lengths are cut to it
+    long long tokens_per_row;       // a move counts rows
     long long max_tokens;
 
     __device__ __forceinline__ Move operator[](int index) const {
         const int destination = mapping[index];
         const bool moves = 0 <= destination && destination < index;
-        const long long tokens = moves ? lengths[index] : 0;
+        const long long tokens = moves ? (lengths[index] + tokens_per_row - 1) / tokens_per_row : 0;
         return {index, moves ? destination : index, tokens < max_sequence_length ? tokens : max_sequence_length};
     }
 };
 
-__device__ __forceinline__ MappedMoves read_mapping(const int* mapping, const int* lengths, long long count, long long max_sequence_length) {
-    MappedMoves moves{mapping, lengths, static_cast<int>(count), max_sequence_length, 0};
+__device__ __forceinline__ MappedMoves read_mapping(const int* mapping, const int* lengths, long long count, long long max_sequence_length,
+                                                    long long tokens_per_row = 1) {
+    MappedMoves moves{mapping, lengths, static_cast<int>(count), max_sequence_length, tokens_per_row, 0};
     for (int i = 0; i < moves.count; i++) {
         const long long tokens = moves[i].tokens;
         moves.max_tokens = tokens > moves.max_tokens ? tokens : moves.max_tokens;

@@ -1,8 +1,9 @@
 // K/V of batch slots: save, instantiate and compact, for all layers of a head-dim group in one launch.
 // Launched by trt_kvcache/kernels/cuda/kv.py.
 //
-// Rows (one token of one head) are multiples of 16 bytes and start at multiples of 16 bytes, so whatever the dtype, vectors of 16 bytes are
-// moved. Grid: x along the tokens of a head, y over K and V of all heads, z over layers. y is as large as the layer with the most heads needs.
+// Rows (one token of one head, or the scales of four) are multiples of 16 bytes and start at multiples of 16 bytes, so whatever the dtype,
+// vectors of 16 bytes are moved. Grid: x along the rows of a head, y over K and V of all heads, z over layers. y is as large as the layer with the most heads
+// needs.
 
 #include "argument_lists.cuh"
 #include "compaction.cuh"
@@ -12,7 +13,7 @@
 struct KVLayer {
     unsigned char* data;
     long long slot_stride, kv_stride;  // bytes
-    long long num_kv_heads, max_sequence_length;
+    long long num_kv_heads, max_sequence_length;  // the latter in rows
 };
 
 // K or V of one head of one layer: what a block works on.
@@ -35,7 +36,7 @@ struct LayerHead {
     }
 };
 
-// Copies the first `tokens` tokens of a slot of each layer to the layer's saved tensor [2, H, saved_tokens, D].
+// Copies the first `tokens` rows of a slot of each layer to the layer's saved tensor [2, H, saved_tokens, D].
 extern "C" __global__ void __launch_bounds__(kThreads) save_layers(const KVLayer* layers, long long row_nbytes, long long slot,
                                                                   long long tokens, long long saved_tokens, LIST_64(long long saved)) {
     const long long addresses[] = {LIST_64(saved)};
@@ -98,10 +99,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_96(const K
     compact_listed(layers, row_nbytes, max_tokens, count, packed);
 }
 
-// The same by a mapping and lengths that are read on the device: int32 [old_batch] each.
-extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_mapped(const KVLayer* layers, long long row_nbytes, const int* mapping,
+// The same by a mapping and lengths that are read on the device: int32 [old_batch] each. A row belongs to `tokens_per_row` tokens.
+extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_mapped(const KVLayer* layers, long long row_nbytes,
+                                                                            long long tokens_per_row, const int* mapping,
                                                                             const int* lengths, long long old_batch) {
     const LayerHead head(layers);
     if (!head.exists()) return;
-    compact(head, read_mapping(mapping, lengths, old_batch, head.layer.max_sequence_length), row_nbytes);
+    compact(head, read_mapping(mapping, lengths, old_batch, head.layer.max_sequence_length, tokens_per_row), row_nbytes);
 }

@@ -30,7 +30,7 @@ def test_table(name, nbytes, dtype, code):
 
 def test_what_a_cache_can_hold():
     assert dtypes.KV_DTYPES == ("float16", "bfloat16", "float32", "float8_e4m3fn", "int8")
-    assert dtypes.SCALED_KV_DTYPES == ("float8_e4m3fn", "int8")
+    assert dtypes.SCALED_KV_DTYPES == {"float8_e4m3fn": 448, "int8": 127}
     assert dtypes.MODEL_DTYPES == ("float16", "bfloat16", "float32")
 
 

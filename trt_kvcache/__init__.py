@@ -18,7 +18,8 @@ logging.getLogger("trt_kvcache").addHandler(logging.NullHandler())  # silent unl
 if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.builder.build_engine import BuildReport as BuildReport, build_engine as build_engine
     from trt_kvcache.builder.estimate import BuildEstimate as BuildEstimate, estimate_build as estimate_build
-    from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig, KVLayerConfig as KVLayerConfig
+    from trt_kvcache.builder.what_fits import Fit as Fit, what_fits as what_fits
+    from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig
     from trt_kvcache.cache.estimate import (
         estimate_memory as estimate_memory,
         largest_batch as largest_batch,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.cache.hybrid_config import HybridCacheConfig as HybridCacheConfig, LayerType as LayerType
     from trt_kvcache.cache.kv_cache_manager import KVCacheManager as KVCacheManager
     from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup as KVHeadDimGroup
+    from trt_kvcache.cache.kv_layer_config import KVLayerConfig as KVLayerConfig
     from trt_kvcache.cache.layout import KVLayout as KVLayout
     from trt_kvcache.cache.lengths import Lengths as Lengths
     from trt_kvcache.cache.linear_kv_cache import LinearKVCache as LinearKVCache
@@ -106,6 +108,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.session.session_options import SessionOptions as SessionOptions
     from trt_kvcache.session.session_source import SessionSource as SessionSource
     from trt_kvcache.session.statistics import SessionStatistics as SessionStatistics
+    from trt_kvcache.session.text_perplexity import TextPerplexity as TextPerplexity, text_perplexity as text_perplexity
     from trt_kvcache.session.timeline import Timeline as Timeline
     from trt_kvcache.session.token_stream import TokenStream as TokenStream
     from trt_kvcache.trt.segmented_engine import SegmentedEngine as SegmentedEngine
@@ -138,6 +141,7 @@ _MODULE_OF = {
     "EngineFallbackWarning": "session.open_model",
     "EngineInspection": "engine_folder.inspection",
     "EngineProfile": "engine.protocol",
+    "Fit": "builder.what_fits",
     "GeneratedToken": "generation.request",
     "HostMemory": "memory.host_memory",
     "HybridCacheConfig": "cache.hybrid_config",
@@ -147,7 +151,7 @@ _MODULE_OF = {
     "KVCacheError": "errors",
     "KVCacheManager": "cache.kv_cache_manager",
     "KVHeadDimGroup": "cache.kv_head_dim_group",
-    "KVLayerConfig": "cache.config",
+    "KVLayerConfig": "cache.kv_layer_config",
     "KVLayout": "cache.layout",
     "LayerIndexError": "errors",
     "LayerType": "cache.hybrid_config",
@@ -182,6 +186,7 @@ _MODULE_OF = {
     "SessionOptions": "session.session_options",
     "SessionRunner": "polygraphy.runners",
     "SessionSource": "session.session_source",
+    "TextPerplexity": "session.text_perplexity",
     "Timeline": "session.timeline",
     "SessionStatistics": "session.statistics",
     "ShapeError": "errors",
@@ -214,7 +219,9 @@ _MODULE_OF = {
     "register_operation": "ops.registry",
     "run_on_host": "ops.custom_op",
     "save_snapshot": "sequences.snapshot",
+    "text_perplexity": "session.text_perplexity",
     "unregister_operation": "ops.registry",
+    "what_fits": "builder.what_fits",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

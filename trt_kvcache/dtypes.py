@@ -49,11 +49,14 @@ _TABLE = {
 }
 _NAME_OF_NUMPY = {row.numpy: row.name for row in _TABLE.values()}
 
-#: What K and V can be stored as. The last two stand for ``stored * scale``; no kernel computes in them.
+#: What K and V can be stored as. The last two stand for ``stored * scale``.
 KV_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "int8")
 
-#: The K/V dtypes that carry a scale per layer.
-SCALED_KV_DTYPES = ("float8_e4m3fn", "int8")
+#: The K/V dtypes that need scales, and the largest value that is stored in each.
+SCALED_KV_DTYPES = {"float8_e4m3fn": 448.0, "int8": 127.0}
+
+#: What of K and V, in one of these, shares a scale: a layer, a head of a layer (both static), or one token of a head.
+KV_SCALES = ("tensor", "head", "token")
 
 #: What a model can be computed in.
 MODEL_DTYPES = ("float16", "bfloat16", "float32")

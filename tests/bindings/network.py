@@ -75,7 +75,7 @@ class Layer(CppObject):
         kinds = {"attention": ["IAttention"], "attention_v2": ["IAttention"], "shuffle": ["ILayer", "IShuffleLayer"]}
         kinds |= {"gather": ["ILayer", "IGatherLayer"], "gather_v2": ["ILayer", "IGatherLayer"]}
         kinds |= {"softmax": ["ILayer", "ISoftMaxLayer"], "slice": ["ILayer", "ISliceLayer"]}
-        kinds |= {"concatenation": ["ILayer", "IConcatenationLayer"]}
+        kinds |= {"concatenation": ["ILayer", "IConcatenationLayer"], "dequantize": ["ILayer", "IDequantizeLayer"]}
         own: dict[str, Place] = {}
         for interface in kinds.get(values.kind, ["ILayer"]):
             own |= places[interface]
@@ -135,6 +135,10 @@ class Layer(CppObject):
     @function(None, c_int32)
     def setMode(self, mode: int) -> None:
         self._set("mode", mode)
+
+    @function(c_bool, POINTER(Dims))
+    def setBlockShape(self, block: Any) -> bool:
+        return self._set("block", block.contents.shape)
 
     @function(None, c_uint32)
     def setAxes(self, axes: int) -> None:
@@ -269,7 +273,21 @@ def _matrix_multiply(given: Values) -> list[tuple[Shape, int]]:
 
 def _reduce(given: Values) -> list[tuple[Shape, int]]:
     axes, shape = given.settings["axes"], given.inputs[0].shape
-    return [(tuple(1 if axes >> axis & 1 else size for axis, size in enumerate(shape)), given.inputs[0].type)]
+    kept = (1 if axes >> axis & 1 else size for axis, size in enumerate(shape) if given.settings["keep"] or not axes >> axis & 1)
+    return [(tuple(kept), given.inputs[0].type)]
+
+
+def _dequantize(given: Values) -> list[tuple[Shape, int]]:
+    codes, scales = given.inputs
+    if "block" in given.settings:
+        blocks = tuple(size // length for size, length in zip(codes.shape, given.settings["block"], strict=True))
+        assert blocks == scales.shape, f"codes {codes.shape} and scales {scales.shape} do not fit"
+    elif len(scales.shape) == 1:
+        assert scales.shape == (codes.shape[given.settings["axis"]],)
+    elif scales.shape:
+        assert codes.shape[given.settings["axis"]] % scales.shape[1] == 0
+        assert codes.shape[0] == scales.shape[0]
+    return [(codes.shape, given.settings["type"])]
 
 
 def _fill(given: Values) -> list[tuple[Shape, int]]:
@@ -349,8 +367,7 @@ class Network(CppObject):
 
     @function(c_void_p, c_void_p, c_int32, c_uint32, c_bool)
     def addReduce(self, tensor: int, operation: int, axes: int, keep_dimensions: bool) -> Layer:
-        assert keep_dimensions
-        return self._add("reduce", _reduce, (tensor,), operation=operation, axes=axes)
+        return self._add("reduce", _reduce, (tensor,), operation=operation, axes=axes, keep=keep_dimensions)
 
     @function(c_void_p, c_void_p, c_int32)
     def addUnary(self, tensor: int, operation: int) -> Layer:
@@ -359,6 +376,10 @@ class Network(CppObject):
     @function(c_void_p, c_void_p, c_int32)
     def addCast(self, tensor: int, kind: int) -> Layer:
         return self._add("cast", lambda given: [(given.inputs[0].shape, kind)], (tensor,))
+
+    @function(c_void_p, c_void_p, c_void_p, c_int32)
+    def addDequantize(self, codes: int, scales: int, kind: int) -> Layer:
+        return self._add("dequantize", _dequantize, (codes, scales), type=kind)
 
     @function(c_void_p, c_void_p, c_int32)
     def addActivation(self, tensor: int, kind: int) -> Layer:

@@ -31,6 +31,7 @@ _LAYERS: dict[str, tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = {
     "addFillV2": ("fill", lambda trt, t: ((1,), trt.FillOperation.LINSPACE, trt.DataType.INT32)),
     "addSlice": ("slice", lambda trt, t: (t, (1,), (1,), (1,))),
     "addConcatenation": ("concatenation", lambda trt, t: ([t],)),
+    "addDequantize": ("dequantize", lambda trt, t: (t, t, trt.DataType.HALF)),
     "addSelect": ("select", lambda trt, t: (t, t, t)),
     "addSoftMax": ("softmax", lambda trt, t: (t,)),
     "addRotaryEmbedding": ("rotary_embedding", lambda trt, t: (t, t, t, False, 0)),
@@ -152,6 +153,10 @@ def _find_network(watch: _Watch, trt: Any, network: Any) -> None:
     find("IGatherLayer", "setGatherAxis", lambda: setattr(gather, "axis", 1))
     find("ISliceLayer", "setMode", lambda: setattr(layers["addSlice"], "mode", trt.SampleMode.FILL))
     find("IConcatenationLayer", "setAxis", lambda: setattr(layers["addConcatenation"], "axis", 1))
+    dequantize = layers["addDequantize"]
+    find("IDequantizeLayer", "setAxis", lambda: setattr(dequantize, "axis", 1))
+    if hasattr(trt.IDequantizeLayer, "block_shape"):
+        find("IDequantizeLayer", "setBlockShape", lambda: setattr(dequantize, "block_shape", (1, 16)), 1)
     softmax = layers["addSoftMax"]
     find("ISoftMaxLayer", "setAxes", lambda: setattr(softmax, "axes", 1))
     if "addAttention" in layers:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fake_tensorrt import FakeGpuMemory
+from tests.helpers.quantized_models import ALL_CASES, write_quantized
 from tests.helpers.small_model import write_model
 from tests.helpers.tensorrt_engines import enqueue, make_ready, set_shapes, tensor
 from tests.paths import GOLDEN
@@ -19,7 +20,7 @@ from trt_kvcache.builder import options
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.errors import BindingError, ConfigError, EngineError, ShapeError
+from trt_kvcache.errors import BindingError, BuildError, ConfigError, EngineError, ShapeError
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin import plugin as plugin_module
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
@@ -105,6 +106,30 @@ def test_networks_of_other_families(stand_in: Any, full: TensorRT, tmp_path: Pat
     assert network.tensors() == {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in config.tensors}
     names = [layer.name for layer in network.layers]
     assert len(set(names)) == len(names)
+
+
+#: Quantized checkpoints, of each form of dequantize layers.
+QUANTIZED = {name: ALL_CASES[name] for name in ("gptq-order", "awq", "compressed-int8", "compressed-fp8-tensor", "modelopt-nvfp4")}
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*are not")
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_networks_with_packed_weights(stand_in: Any, full: TensorRT, tmp_path: Path, case: str) -> None:
+    source = write_model(tmp_path / "dense", head_dim=64, hidden_size=32, intermediate_size=64)
+    quantize, config = QUANTIZED[case]
+    write_quantized(tmp_path / "model", str(source), quantize, {**config, "modules_to_not_convert": []})
+
+    def build() -> None:
+        build_engine(tmp_path / "model", tmp_path / "engine", **SIZES, attention="plugin", flavour="tensorrt")
+
+    if case == "modelopt-nvfp4" and not hasattr(full.module.IDequantizeLayer, "block_shape"):
+        with pytest.raises(BuildError, match=r"q_proj/dequantize`: expected a TensorRT with scales of blocks, tensorrt .* has none"):
+            build()
+        return
+    build()
+    kinds = [layer.values.kind for layer in stand_in.networks[-1].layers]
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        assert kinds.count("dequantize") == len(checkpoint.quantized_names) > 0
 
 
 #: Golden models with states, one of each kind of layer.

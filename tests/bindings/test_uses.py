@@ -26,6 +26,7 @@ SINCE: dict[str, tuple[tuple[int, int] | None, str]] = {
     "CausalMaskKind": ((11, 0), _NATIVE),
     "IAttention.key_value_lengths": ((11, 0), _NATIVE),
     "INetworkDefinition.add_attention_v2": ((11, 0), _NATIVE),
+    "IDequantizeLayer.block_shape": ((10, 15), "projection.dequantized"),
     "ComputeCapability": (None, _RTX),
     "CudaGraphStrategy": (None, _RTX),
     "DynamicShapesKernelSpecializationStrategy": (None, _RTX),

@@ -35,6 +35,7 @@ OBJECTS = {
     "builder/network/causal_mask.py": {"layer": "IShuffleLayer"},
     "builder/network/graph.py": {"layer": "IShuffleLayer", "self.network": "INetworkDefinition", "tensor": "ITensor"},
     "builder/network/head.py": {"layer": "IGatherLayer"},
+    "builder/network/projection.py": {"layer": "IDequantizeLayer"},
     "builder/network/rope.py": {"layer": "IRotaryEmbeddingLayer"},
     "builder/network/self_attention.py": {"layer": "IAttention"},
     "builder/network/sizes.py": {"fill": "IFillLayer", "section": "ISliceLayer", "shuffle": "IShuffleLayer"},

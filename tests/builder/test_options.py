@@ -12,7 +12,8 @@ from tests.helpers.small_model import SMALL, with_layers, with_mixer
 from tests.helpers.tensorrt_modules import fake_module
 from trt_kvcache.builder import options as options_module
 from trt_kvcache.builder.options import BuildOptions
-from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig, KVLayout
+from trt_kvcache.cache.config import KVCacheConfig, KVLayout
+from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig, RopeConfig
 from trt_kvcache.trt.log import TensorRTLog

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.quantized_models import AWQ_CONFIG, CT_FP8, GPTQ_CONFIG, awq, floats, gptq, write_quantized
+from tests.helpers.quantized_models import AWQ_CONFIG, CT_FP8, FP4_CASES, GPTQ_CONFIG, awq, floats, gptq, write_quantized
 from tests.helpers.small_model import write_model
 from trt_kvcache import InferenceSession, build_engine, estimate_build
 from trt_kvcache.builder.build_engine import BuildReport
@@ -18,7 +18,8 @@ from trt_kvcache.errors import CheckpointError, ConfigError
 
 pytestmark = [pytest.mark.trt, pytest.mark.filterwarnings("ignore:(?s).*are not")]
 
-SIZES: dict[str, Any] = {"max_batch_size": 2, "max_sequence_length": 32, "max_prefill_length": 8, "flavour": "tensorrt_rtx"}
+BATCH: dict[str, Any] = {"max_batch_size": 2, "max_sequence_length": 32, "max_prefill_length": 8}
+SIZES: dict[str, Any] = {**BATCH, "flavour": "tensorrt_rtx"}
 
 #: Linear layers of 26 MB in 16 bits, and little else.
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 16384, "head_dim": 64}
@@ -62,6 +63,20 @@ def test_weights_stay_packed(wide: Path, dense: BuildReport, tmp_path: Path, qua
 def test_checkpoints_stay_packed(wide: Path, dense: BuildReport, tmp_path: Path, quantize: Any, config: dict[str, Any]) -> None:
     write_quantized(tmp_path / "model", str(wide), quantize, config)
     assert_packed(build_engine(tmp_path / "model", tmp_path / "engine", **SIZES), dense)
+
+
+@pytest.mark.parametrize("case", ["modelopt-nvfp4", "mxfp4"])
+def test_fp4_takes_half_of_int8(wide: Path, tmp_path: Path, case: str) -> None:
+    quantize, config = FP4_CASES[case]
+    write_quantized(tmp_path / "model", str(wide), quantize, {**config, "modules_to_not_convert": ["lm_head"]})
+    sizes = [
+        build_engine(tmp_path / "model", tmp_path / "engine", **SIZES, compute_capabilities=capabilities).plan_nbytes
+        for capabilities in (("12.0",), ("8.9", "12.0"))
+    ]
+    weights = 3 * WIDE["hidden_size"] * WIDE["intermediate_size"]  # of the MLP
+    assert sizes[1] - sizes[0] > 0.45 * weights
+    estimates = [estimate_build(tmp_path / "model", **BATCH, compute_capabilities=capabilities) for capabilities in (("12.0",), None)]
+    assert [one.plan_nbytes for one in estimates] == [pytest.approx(size, rel=0.2) for size in sizes]
 
 
 def small(tmp_path: Path) -> Path:

@@ -93,7 +93,7 @@ NBYTES = [
     ("bfloat16", KVLayout.COMBINED, [(2, 16), (3, 8)], [2816, 2048], 0),
     ("float32", KVLayout.COMBINED, [(2, 16)], [5376], 0),
     ("float8_e4m3fn", KVLayout.SEPARATE, [(2, 16)], [1536], 256),
-    ("int8", KVLayout.COMBINED, [(2, 16)] * 33, [1536] * 33, 512),  # 33 * 2 * 4 = 264 -> 512
+    ("int8", KVLayout.COMBINED, [(2, 16), (33, 16)], [1536, 22272], 256 + 512),  # 33 * 2 * 4 = 264 -> 512
 ]
 
 
@@ -171,7 +171,57 @@ def test_the_stored_form():
         "max_sequence_length": 7,
         "dtype": "int8",
         "layout": "combined",
+        "scales": "tensor",
     }
+
+
+def test_scales_by_head_are_stored_and_read_back():
+    layer = KVLayerConfig(num_kv_heads=2, head_dim=16, k_scale=np.array([0.5, 2], np.float32), v_scale=(1, 3))
+    assert (layer.k_scale, layer.v_scale, layer.head_scales) == ((0.5, 2.0), (1.0, 3.0), ((0.5, 2.0), (1.0, 3.0)))
+    kv = KVCacheConfig(**{**KV, "layers": [layer, LAYER]}, dtype="int8")
+    assert kv.scales == "head"
+    assert KVCacheConfig.from_dict(json.loads(json.dumps(kv.to_dict()))) == kv
+
+
+def test_what_was_stored_without_a_choice_of_scales_is_read():
+    for dtype, scales in (("float16", None), ("int8", "tensor")):
+        stored = KVCacheConfig(**KV, dtype=dtype).to_dict()
+        del stored["scales"]
+        assert KVCacheConfig.from_dict(stored).scales == scales
+
+
+@pytest.mark.parametrize("owner", ["KVCacheConfig", "CacheConfig"])
+def test_scales_that_do_not_fit(owner):
+    def make(**fields):
+        layer = {name: fields.pop(name) for name in ("k_scale", "v_scale") if name in fields}
+        if owner == "CacheConfig":
+            return CacheConfig(**LINEAR, **layer, **fields)
+        return KVCacheConfig(**{**KV, "layers": [dataclasses.replace(LAYER, **layer)]}, **fields)
+
+    for fields, text in (
+        ({"scales": "token"}, "expected None for K and V in float16, got 'token'."),
+        ({"scales": "row", "dtype": "int8"}, "expected one of tensor, head, token, got 'row'."),
+        ({"scales": 3, "dtype": "int8"}, "expected one of tensor, head, token, got 3."),
+        (
+            {"scales": "tensor", "dtype": "int8", "k_scale": [1, 2]},
+            "expected 'head' for layers with a scale for each head, got 'tensor'.",
+        ),
+        (
+            {"scales": "token", "dtype": "int8", "v_scale": 2},
+            "expected 'tensor' or 'head' for layers with scales, got 'token', which are computed.",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make(**fields)
+        assert str(caught.value) == f"{owner}.scales: {text}"
+    for value, text in (
+        ([1.0], "k_scale: expected a number, or one for each of 2 heads, got 1."),
+        ([1.0, 0.0], "k_scale[1]: expected a finite float32 above 0, got 0.0."),
+        (np.ones((2, 2)), "k_scale[0]: expected a finite float32 above 0, got [1.0, 1.0]."),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make(dtype="int8", k_scale=value)
+        assert str(caught.value) == f"KVLayerConfig.{text}"
 
 
 def test_a_linear_config_describes_its_recurrent_layers():
@@ -188,7 +238,7 @@ def test_a_linear_config_layer_by_layer():
         dtype="int8",
         layout=KVLayout.COMBINED,
     )
-    assert config.nbytes == 4 * 1536 + 256
+    assert config.nbytes == 4 * (1536 + 256)
 
 
 def _integers(name, high):

@@ -65,8 +65,20 @@ def test_padding_and_scales_count_in_the_total_and_not_in_a_sequence():
     assert estimate.bytes_per_token == 2 * (2 * 16 + 1 * 48)
     assert estimate.bytes_per_sequence == 7 * estimate.bytes_per_token
     assert estimate.bytes_per_layer == (2 * 768, 2 * 1024)  # K of a layer: 672 and 1008 bytes
-    assert estimate.scales_nbytes == 256
-    assert estimate.nbytes == 1536 + 2048 + 256 == MIXED.nbytes
+    assert estimate.scales_nbytes == 2 * 256  # of a layer: 16 and 8 bytes
+    assert estimate.nbytes == 1536 + 2048 + 512 == MIXED.nbytes
+
+
+def test_scales_by_token_count_in_a_sequence():
+    config = replace(MIXED, scales="token")
+    estimate = estimate_memory(config)
+    assert estimate.bytes_per_token == 2 * (2 * (16 + 4) + 1 * (48 + 4))
+    assert estimate.bytes_per_sequence == 7 * estimate.bytes_per_token
+    assert estimate.bytes_per_layer == estimate_memory(MIXED).bytes_per_layer
+    slots = config.max_batch_size
+    padded = [-(-slots * heads * 8 * 4 // 256) * 256 for heads in (2, 1)]  # K of a layer: 8 tokens, as 7 is no multiple of 4
+    assert estimate.scales_nbytes == 2 * sum(padded)
+    assert estimate.nbytes == 1536 + 2048 + estimate.scales_nbytes == config.nbytes
 
 
 def test_a_linear_cache():
@@ -96,7 +108,7 @@ class TestStates:
 
     def test_beside_k_and_v_leave_those_as_they_are(self):
         hybrid, kv = estimate_memory(HYBRID), estimate_memory(MIXED)
-        assert (hybrid.bytes_per_token, hybrid.bytes_per_layer, hybrid.scales_nbytes) == (kv.bytes_per_token, kv.bytes_per_layer, 256)
+        assert (hybrid.bytes_per_token, hybrid.bytes_per_layer, hybrid.scales_nbytes) == (kv.bytes_per_token, kv.bytes_per_layer, 512)
 
     def test_of_a_linear_cache(self):
         states = {"mamba_num_heads": 2, "mamba_head_dim": 3, "ssm_state_size": 5, "conv_dim": 7, "conv_kernel": 4}

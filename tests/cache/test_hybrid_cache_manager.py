@@ -236,14 +236,24 @@ def test_scales(memory):
     layers = [KVLayerConfig(num_kv_heads=h, head_dim=d, k_scale=0.5, v_scale=h) for h, d in HEADS]
     config = HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv_config(layers=layers, dtype="float8_e4m3fn"), mamba=mamba_config())
     with HybridCacheManager(config, memory=memory) as cache:
-        assert cache.kv_scales.numpy().tolist() == [[0.5, 2.0], [0.5, 1.0], [0.5, 3.0]]
-        assert cache.kv_scales.ptr == cache.kv_cache_manager.kv_scales.ptr
-    for other in (
-        make_cache("hybrid", memory),
-        HybridCacheManager(HybridCacheConfig(layer_types=[MAMBA] * 2, mamba=mamba_config()), memory=memory),
-    ):
-        assert other.kv_scales is None
-        other.close()
+        for index, layer in enumerate((1, 2, 4)):
+            heads = HEADS[index][0]
+            assert cache.get_kv_scales(layer).numpy().tolist() == [[0.5] * heads, [float(heads)] * heads]
+            assert cache.get_kv_scales(layer).ptr == cache.kv_cache_manager.get_kv_scales(index).ptr
+        assert cache.kv_scale_rows is None
+    with make_cache("hybrid", memory) as other:
+        assert other.get_kv_scales(1) is None
+    with HybridCacheManager(HybridCacheConfig(layer_types=[MAMBA] * 2, mamba=mamba_config()), memory=memory) as other:
+        assert other.kv_scale_rows is None
+
+
+def test_scales_by_token(memory):
+    config = HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv_config(dtype="int8", scales="token"), mamba=mamba_config())
+    with HybridCacheManager(config, memory=memory) as cache:
+        assert [cache.get_kv_scales(layer).shape for layer in (1, 2, 4)] == [(5, 2, heads, 8) for heads, _ in HEADS]
+        assert cache.kv_scale_rows is cache.kv_cache_manager.kv_scale_rows
+        with pytest.raises(LayerIndexError, match=r"^layer_idx 0: expected a layer of kind attention, got mamba\.$"):
+            cache.get_kv_scales(0)
 
 
 @pytest.mark.parametrize("config", [None, kv_config(), mamba_config()], ids=["None", "kv", "mamba"])

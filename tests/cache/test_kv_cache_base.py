@@ -132,22 +132,58 @@ def test_every_dtype_is_stored_and_read(memory, stream, kind, layout, dtype):
 
 
 @KINDS
-def test_scales(memory, kind):
+def test_static_scales(memory, kind):
     scales = {"k_scale": 0.5, "v_scale": 0.1}
     if kind is LinearKVCache:
         cache = make(kind, memory, dtype="float8_e4m3fn", **scales)
-        expected = [[0.5, 0.1]] * 2
+        expected = [[[0.5] * 2, [0.1] * 2]] * 2
     else:
         layers = [KVLayerConfig(num_kv_heads=2, head_dim=16, **scales), KVLayerConfig(num_kv_heads=1, head_dim=32, k_scale=3)]
         cache = KVCacheManager(kv_config(layers=layers, dtype="int8"), memory=memory)
-        expected = [[0.5, 0.1], [3.0, 1.0]]
+        expected = [[[0.5] * 2, [0.1] * 2], [[3.0], [1.0]]]
     with cache:
-        assert (cache.kv_scales.shape, cache.kv_scales.dtype) == ((2, 2), "float32")
-        assert np.array_equal(cache.kv_scales.numpy(), np.array(expected, np.float32))
-        assert cache.kv_scales.ptr % 256 == 0
-        assert cache.nbytes == estimate_memory(cache.config).nbytes == sum(x.nbytes for x in cache.kv_config.storages) + 256
+        assert cache.kv_config.scales == "tensor"
+        for layer, values in enumerate(expected):
+            tensor = cache.get_kv_scales(layer)
+            assert (tensor.dtype, tensor.is_contiguous, tensor.ptr % 256) == ("float32", True, 0)
+            assert np.array_equal(tensor.numpy(), np.array(values, np.float32))
+        assert cache.kv_scale_rows is None
+        assert cache.nbytes == estimate_memory(cache.config).nbytes == sum(x.nbytes for x in cache.kv_config.storages) + 2 * 256
     with make(kind, memory) as cache:
-        assert cache.kv_scales is None
+        assert cache.get_kv_scales(0) is None
+
+
+@KINDS
+def test_scales_by_head(memory, kind):
+    scales = {"k_scale": [0.5, 0.25], "v_scale": 3}
+    if kind is LinearKVCache:
+        cache = make(kind, memory, dtype="int8", **scales)
+    else:
+        cache = KVCacheManager(kv_config(layers=[KVLayerConfig(num_kv_heads=2, head_dim=16, **scales)] * 2, dtype="int8"), memory=memory)
+    with cache:
+        assert cache.kv_config.scales == "head"
+        assert [cache.get_kv_scales(layer).numpy().tolist() for layer in (0, 1)] == [[[0.5, 0.25], [3.0, 3.0]]] * 2
+
+
+@KINDS
+@LAYOUTS
+def test_scales_by_token_lie_as_k_and_v_do(memory, stream, kind, layout):
+    with make(kind, memory, dtype="int8", scales="token", layout=layout) as cache:
+        storages, extent = cache.kv_config.scale_storages, 0
+        for layer, storage in enumerate(storages):
+            scales, rows = cache.get_kv_scales(layer), cache.get_combined_kv_cache(layer)
+            slots, _, heads, tokens, _ = rows.shape
+            padded = -(-tokens // 4) * 4
+            assert (scales.shape, scales.dtype, scales.ptr % 256) == ((slots, 2, heads, padded), "float32", 0)
+            head = heads * padded
+            slot_and_kv = (2 * head, head) if layout is KVLayout.COMBINED else (head, storage.nbytes // 8)
+            assert scales.strides == (*slot_and_kv, padded, 1)
+            assert scales.offset == extent
+            extent += storage.nbytes
+        assert cache.kv_scale_rows.num_layers == len(storages)
+        assert extent == cache.kv_config.scales_nbytes == whole(cache.get_kv_scales(0)).nbytes
+        with pytest.raises(LayerIndexError, match=r"^attn_layer_idx 5: expected "):
+            cache.get_kv_scales(5)
 
 
 def infos_nbytes(cache):

@@ -65,12 +65,12 @@ def test_every_dtype(memory, stream, dtype):
     with make_cache("manager", memory, dtype=dtype, layout=KVLayout.COMBINED) as cache:
         cache.reset_for_new_sequences(lengths, stream=stream)
         fill_all(cache, stream)
-        scales = None if cache.kv_scales is None else cache.kv_scales.numpy().tobytes()
+        scales = [None if scale is None else scale.numpy().tobytes() for scale in map(cache.get_kv_scales, range(3))]
         expected = Image(cache)
         expected.compact(mapping, lengths)
         cache.compact_batch(mapping, len(mapping), len(after), stream=stream)
         expected.check(cache)
-        assert (None if cache.kv_scales is None else cache.kv_scales.numpy().tobytes()) == scales
+        assert [None if scale is None else scale.numpy().tobytes() for scale in map(cache.get_kv_scales, range(3))] == scales
 
 
 @st.composite
@@ -464,5 +464,7 @@ def test_neither_waits_nor_allocates_and_launches_once_per_group_and_kind(memory
             calls = standin.take_calls()
             if run:
                 assert not {*calls} & (WAITS | ALLOCATIONS)
-                groups, kinds = {"manager": (2, 0), "linear": (1, 2), "mamba": (0, 2), "hybrid": (2, 2), "conv": (2, 1)}[kind]
+                groups, kinds = {"manager": (2, 0), "linear": (1, 2), "mamba": (0, 2), "hybrid": (2, 2), "conv": (2, 1), "scaled": (3, 0)}[
+                    kind
+                ]
                 assert sum(call.startswith("cuLaunchKernel") for call in calls) == groups + kinds + 1

@@ -119,7 +119,7 @@ class TestClosed:
             getattr(cache, name)() if name == "__enter__" else getattr(cache, name)
 
     @pytest.mark.parametrize("kind", WITH_ROWS)
-    @pytest.mark.parametrize("name", ["kv_head_dim_groups", "kv_scales"])
+    @pytest.mark.parametrize("name", ["kv_head_dim_groups", "kv_scale_rows"])
     def test_groups_and_scales_are_not_told(self, memory, stream, kind, name):
         cache = cache_holding(kind, memory, stream, *HELD, dtype="int8")
         cache.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.small_model import write_model
+from trt_kvcache import what_fits
 
 from .conftest import CONFIG, GOLDEN, SHIPPED, TOKEN_NBYTES, Run
 
@@ -37,8 +38,16 @@ def test_slots_and_dtype_change_the_size(run: Run):
 def test_scales_add_to_the_size(run: Run):
     done = run("memory", *LLAMA_7B, "--dtype", "float8_e4m3fn")
     assert "per sequence: 536870912 B (512.0 MiB)" in done.out
-    assert "scales:       256 B" in done.out
-    assert "in all:       536871168 B" in done.out
+    assert "scales:       8192 B" in done.out
+    assert "in all:       536879104 B" in done.out
+
+
+def test_scales_of_tokens_add_to_each_token(run: Run):
+    done = run("memory", *LLAMA_7B, "--dtype", "int8", "--scales", "token")
+    assert f"per token:    {32 * 2 * 32 * (128 + 4)} B" in done.out
+    refused = run("memory", *LLAMA_7B, "--scales", "token")
+    assert (refused.code, refused.out) == (1, "")
+    assert "scales: expected None for K and V in float16, got 'token'" in refused.err
 
 
 def test_a_model_folder(run: Run):
@@ -120,6 +129,8 @@ def test_a_budget_too_small_for_one_token(run: Run):
         ([SHIPPED, "--gib", "inf"], "Invalid value for --gib: expected 0 to 1e+09, got inf."),
         ([SHIPPED, "--gib", -1], "Invalid value for --gib: expected 0 to 1e+09, got -1.0."),
         ([SHIPPED, "--dtype", "int4"], "'--dtype': expected one of float16, bfloat16, float32, float8_e4m3fn, int8, got 'int4'."),
+        ([SHIPPED, "--fit", "8 gallons"], "--fit: expected a size such as 8GB (10^9 bytes) or 7.5GiB (2^30), got '8 gallons'."),
+        ([*LLAMA_7B, "--fit", "8GB"], "--fit: expected a model folder with it"),
         (["--layers", 10**9], "Invalid value for '--layers'"),
     ],
     ids=str,
@@ -145,6 +156,22 @@ def test_sizes_and_folders_that_are_refused(run: Run, arguments: list[object], c
     done = run("memory", *arguments)
     assert (done.code, done.out) == (1, "")
     assert complaint in done.err
+
+
+def test_what_fits_into_a_gpu(run: Run, tmp_path: Path):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "max_position_embeddings": 4096}
+    model = write_model(tmp_path / "model", **sizes)
+    done = run("memory", model, "--fit", "6MB", "--max-batch-size", 2, "--max-sequence-length", 300)
+    found = json.loads(run("memory", model, "--fit", "6000000", "--max-batch-size", 2, "--max-sequence-length", 300, "--json").out)["fits"]
+    fits = what_fits(model, 6_000_000, max_batch_size=2, max_sequence_length=300)
+    assert [(one["weights"], one["kv_scales"], one["longest_sequence"]) for one in found] == [
+        (fit.weights, fit.kv_scales, fit.longest_sequence) for fit in fits
+    ]
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in done.out.splitlines() if line.startswith("│")][-len(fits) :]
+    assert [row[3:] for row in rows] == [[str(fit.longest_sequence), str(fit.largest_batch)] for fit in fits]
+    assert rows[1][:2] == ["float16", "8 bits, scale a head"]
+    assert "tokens of 2 slots" in done.out
+    assert "slots of 300 tokens" in done.out
 
 
 def test_json_is_one_document(run: Run):

@@ -15,7 +15,8 @@ def _observe(subject):
     tensors = [lengths.tensor]
     if lengths is not subject:
         tensors += [subject.get_combined_kv_cache(index) for index in range(subject.num_layers)]
-        tensors += [] if subject.kv_scales is None else [subject.kv_scales]
+        scales = [subject.get_kv_scales(index) for index in range(subject.num_layers)]
+        tensors += [one for one in scales if one is not None]
     try:
         host = lengths.host
     except LengthsUnknown as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tests.kernels.stored_kv import real, scale_of, stored
 from trt_kvcache import DeviceTensor
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
@@ -13,6 +14,9 @@ from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 
 #: max|error| / max|reference| over a (slot, head): probabilities and results are rounded to 11 and 8 bits.
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
+
+#: What dead rows of a cache hold, by its dtype if it is quantized. int8 has no NaN, but a scale for each token has.
+POISON = {None: np.nan, "float8_e4m3fn": np.nan, "int8": -128}
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Case:
     layout: str = "combined"
     packed: bool = False
     in_place: bool = False  # out is q
+    kv_dtype: str | None = None  # None: dtype
+    scales: str = "token"  # of a quantized cache; or "head"
 
 
 def _apply_rope(row, angles):
@@ -48,10 +54,12 @@ def inputs(case, seed=0):
     slots, heads, dim = len(case.lengths), case.kv_heads * case.group, case.head_dim
     qkv = random.standard_normal((slots, case.width, heads + 2 * case.kv_heads, dim)).astype(dtype)
     arrays = dict(zip("qkv", np.split(qkv, [heads, heads + case.kv_heads], axis=2), strict=True))
-    arrays["cache"] = np.full((slots, 2, case.kv_heads, case.tokens, dim), np.nan, dtype)
+    arrays["cache"] = np.full((slots, 2, case.kv_heads, case.tokens, dim), POISON[case.kv_dtype], numpy_dtype(case.kv_dtype or case.dtype))
     for slot, past in enumerate(case.lengths):
         live = arrays["cache"][slot, :, :, : max(past, 0)]
-        live[:] = random.standard_normal(live.shape)
+        live[:] = np.clip(random.standard_normal(live.shape) * (40 if case.kv_dtype else 1), -127, 127)
+    if case.kv_dtype:
+        arrays["kv_scales"] = _scales(case, random)
     arrays["lengths"] = np.array(case.lengths, np.int32)
     if rotary := dim if case.rotary_dim is None else case.rotary_dim:
         angle = np.arange(case.tokens)[:, None] * 100.0 ** -(np.arange(rotary // 2) / (rotary // 2))
@@ -61,9 +69,38 @@ def inputs(case, seed=0):
     return arrays
 
 
-def reference(case, q, k, v, cache, cos_sin=None, **_):
-    """Return what is in ``out`` (float64) and in the cache afterwards."""
-    out, cache = np.zeros(q.shape), cache.copy()
+def _scales(case, random):
+    """Return scales that all differ; those of dead rows are NaN, as are those of the tokens that make it a multiple of 4."""
+    if case.scales == "head":
+        return random.uniform(0.01, 0.04, (2, case.kv_heads)).astype(np.float32)
+    scales = np.full((len(case.lengths), 2, case.kv_heads, -(-case.tokens // 4) * 4), np.nan, np.float32)
+    for slot, past in enumerate(case.lengths):
+        live = scales[slot, :, :, : max(past, 0)]
+        live[:] = random.uniform(0.01, 0.04, live.shape)
+    return scales
+
+
+def _store(case, cache, scales, place, row):
+    """Write a row into the cache, and its scale."""
+    if scales is None:
+        cache[place] = row
+        return
+    if case.scales == "token":
+        scales[place] = scale_of(row, case.kv_dtype)
+    cache[place] = stored(row, scales[place if case.scales == "token" else place[1:3]], case.kv_dtype)
+
+
+def _live_rows(case, cache, scales, slot, head, window):
+    """Return K and V of the tokens of a window, in float64."""
+    rows = cache[slot, :, head, window]
+    if scales is not None:
+        rows = real(rows, scales[slot, :, head, window] if case.scales == "token" else scales[:, head, None])
+    return rows.astype(np.float64)
+
+
+def reference(case, q, k, v, cache, cos_sin=None, kv_scales=None, **_):
+    """Return what is in ``out`` (float64), in the cache and in the scales afterwards."""
+    out, cache, scales = np.zeros(q.shape), cache.copy(), None if kv_scales is None else kv_scales.copy()
     angles = np.zeros((case.tokens, 2, 0)) if cos_sin is None else cos_sin
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     for slot, past in enumerate(case.lengths):
@@ -72,16 +109,27 @@ def reference(case, q, k, v, cache, cos_sin=None, **_):
             token = position - past
             first = max(0, position - case.window + 1) if case.window else 0
             for head in range(case.kv_heads):
-                cache[slot, 0, head, position] = _apply_rope(k[slot, token, head], angles[position])
-                cache[slot, 1, head, position] = v[slot, token, head]
-                keys, values = cache[slot, :, head, first : position + 1].astype(np.float64)
+                _store(case, cache, scales, (slot, 0, head, position), _apply_rope(k[slot, token, head], angles[position]))
+                _store(case, cache, scales, (slot, 1, head, position), v[slot, token, head])
+                keys, values = _live_rows(case, cache, scales, slot, head, slice(first, position + 1))
                 for row in range(head * case.group, (head + 1) * case.group):
                     scores = keys @ _apply_rope(q[slot, token, row], angles[position]).astype(np.float64) * scale
                     if case.softcap:
                         scores = case.softcap * np.tanh(scores / case.softcap)
                     weights = np.exp(scores - scores.max())
                     out[slot, token, row] = weights @ values / weights.sum()
-    return out, cache
+    return out, cache, scales
+
+
+def _placed(array, layout, to_device):
+    """Return a tensor ``[B, 2, ...]`` over the bytes of a layout, and what reads all of them back in that order."""
+    if layout == "combined":
+        tensor = to_device(array)
+        return tensor, tensor.numpy
+    stored = to_device(array.swapaxes(0, 1))
+    strides = (stored.strides[1], stored.strides[0], *stored.strides[2:])
+    view = DeviceTensor(stored.allocation, shape=array.shape, dtype=stored.dtype, strides=strides)
+    return view, lambda: np.ascontiguousarray(stored.numpy().swapaxes(0, 1))
 
 
 def make_workspace(case, memory, stream):
@@ -93,16 +141,15 @@ def check(case, memory, stream, seed=0):
     """Run the call, twice on one workspace, over a cache whose dead rows are NaN, and compare."""
     arrays = inputs(case, seed)
     q, before, heads = arrays["q"], arrays["cache"], case.kv_heads * case.group
-    expected, expected_cache = reference(case, **arrays)
+    expected, expected_cache, expected_scales = reference(case, **arrays)
 
     def to_device(array):
         return memory.to_device(np.ascontiguousarray(array), stream=stream)
 
-    order = (0, 1, 2, 3, 4) if case.layout == "combined" else (1, 0, 2, 3, 4)
-    stored = to_device(before.transpose(order))
-    strides = stored.strides if case.layout == "combined" else (stored.strides[1], stored.strides[0], *stored.strides[2:])
-    cache = DeviceTensor(stored.allocation, shape=before.shape, dtype=case.dtype, strides=strides)
+    cache, read_cache = _placed(before, case.layout, to_device)
     tensors = {name: to_device(array) for name, array in arrays.items() if name != "cache"}
+    if expected_scales is not None and case.scales == "token":
+        tensors["kv_scales"], read_scales = _placed(arrays["kv_scales"], case.layout, to_device)
     if case.packed:
         qkv = to_device(np.concatenate([arrays[name] for name in "qkv"], axis=2))
         tensors.update(zip("qkv", split_qkv(qkv, heads, case.kv_heads), strict=True))
@@ -117,8 +164,10 @@ def check(case, memory, stream, seed=0):
         assert not np.isnan(got).any()
         error, size = (np.abs(x).max(axis=(1, 3)) for x in (got - expected, expected))
         assert (error <= TOLERANCE[case.dtype] * size).all(), (error.tolist(), size.tolist())
-        cache_bytes = np.ascontiguousarray(stored.numpy().transpose(order)).view(np.uint8)
-        assert np.array_equal(cache_bytes, np.ascontiguousarray(expected_cache).view(np.uint8))
+        assert np.array_equal(read_cache().view(np.uint8), np.ascontiguousarray(expected_cache).view(np.uint8))
+        if expected_scales is not None:
+            found = read_scales() if case.scales == "token" else tensors["kv_scales"].numpy()
+            assert np.array_equal(found.view(np.uint32), expected_scales.view(np.uint32))
         assert not workspace.partials.numpy().reshape(-1, 4)[: workspace.flagged_nbytes // 16, 3].any()
 
 
@@ -235,3 +284,12 @@ def random_prefill(seed):
         layout=one_of("combined", "separate"),
         packed=one_of(False, True),
     )
+
+
+#: What a quantized cache can be: its dtype and its scales.
+QUANTIZED = [(kv_dtype, scales) for kv_dtype in ("float8_e4m3fn", "int8") for scales in ("head", "token")]
+
+
+def quantized(case, kv_dtype, scales):
+    """Return the same call over a quantized cache."""
+    return replace(case, kv_dtype=kv_dtype, scales=scales)

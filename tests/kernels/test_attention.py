@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES, check, random_prefill
+from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES, QUANTIZED, check, quantized, random_prefill
 from tests.simt.standin import needs_standin
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import CudaError, KVCacheError
@@ -70,6 +70,40 @@ def test_random_prefill(memory, stream, seed, multiprocessors, monkeypatch):
     check(random_prefill(seed), memory, stream, seed)
 
 
+@pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
+@pytest.mark.parametrize("name", list(DECODE_CASES))
+def test_quantized_decode(memory, stream, name, kv_dtype, scales, monkeypatch):
+    if "parts" in name:
+        monkeypatch.setattr(memory, "multiprocessor_count", 12, raising=False)
+    check(quantized(DECODE_CASES[name], kv_dtype, scales), memory, stream)
+
+
+@pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
+@pytest.mark.parametrize("name", list(FEW_CASES))
+def test_quantized_few(memory, stream, name, kv_dtype, scales, monkeypatch):
+    monkeypatch.setattr(memory, "multiprocessor_count", 12, raising=False)
+    check(quantized(FEW_CASES[name], kv_dtype, scales), memory, stream)
+
+
+@pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
+@pytest.mark.parametrize("name", list(PREFILL_CASES))
+def test_quantized_prefill(memory, stream, name, kv_dtype, scales, monkeypatch):
+    monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
+    check(quantized(PREFILL_CASES[name], kv_dtype, scales), memory, stream)
+
+
+@pytest.mark.parametrize("name", list(PREFILL_CASES))
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+def test_quantized_prefill_forms(memory, stream, name, form, monkeypatch):
+    if memory.is_host:
+        pytest.skip("the forms are those of the kernel")
+    monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
+    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.decode_plan", lambda *_: None)
+    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.prefill_plan", lambda params: plan_of(params, form))
+    turn = list(PREFILL_CASES).index(name) + PREFILL_FORMS.index(form)  # each form has all kinds of caches
+    check(quantized(PREFILL_CASES[name], *QUANTIZED[turn % len(QUANTIZED)]), memory, stream)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(GRID))
 def test_grid(memory, stream, name):
@@ -114,7 +148,11 @@ ANGLES = "ShapeError: cos_sin: expected a dense tensor [5 or more, 2, rotary_dim
 # Argument, what is wrong with it, how the message starts.
 REFUSED = [
     ("cache", New(2, 2, 5, 64), "ShapeError: cache: expected a tensor [B, 2, H, S, D], got "),
-    ("cache", New(2, 2, 2, 5, 64, dtype="float32"), "DTypeError: cache: expected one of float16, bfloat16, got float32."),
+    (
+        "cache",
+        New(2, 2, 2, 5, 64, dtype="float32"),
+        "DTypeError: cache: expected one of float16, bfloat16, float8_e4m3fn, int8, got float32.",
+    ),
     ("cache", New(2, 2, 2, 5, 72), "ShapeError: cache: expected head_dim one of (64, 80, 96, 128, 256), got "),
     *[("q", New(*shape), Q) for shape in ((2, 3, 64), (2, 3, 3, 64), (2, 3, 34, 64), (2, 6, 4, 64), (2, 0, 4, 64))],
     ("q", New(3, 3, 4, 64), "ShapeError: q: expected shape (2, 3, 4, 64), got "),
@@ -153,12 +191,55 @@ for name in FITTING.keys() - {"workspace"}:
 
 @pytest.mark.parametrize(("argument", "wrong", "message"), sorted(REFUSED, key=lambda one: (one[0], one[2])))
 def test_refused(memory, stream, argument, wrong, message):
-    given = {name: new.on(memory) for name, new in FITTING.items()}
+    _check_refused(FITTING, memory, stream, argument, wrong, message)
+
+
+#: The same over a quantized cache.
+QUANTIZED_FITTING = {**FITTING, "cache": New(2, 2, 2, 5, 64, dtype="int8"), "kv_scales": New(2, 2, 2, 8, dtype="float32")}
+SCALES = "kv_scales: expected [2, 2] or [2, 2, 2, 5 or more, a multiple of 4], got "
+QUANTIZED_REFUSED = [
+    ("q", New(2, 3, 4, 64, dtype="float32"), "DTypeError: q: expected one of float16, bfloat16, got float32."),
+    *[(name, New(2, 3, 2, 64, dtype="bfloat16"), f"DTypeError: {name}: expected float16 as q, got bfloat16.") for name in "kv"],
+    ("out", New(2, 3, 4, 64, dtype="int8"), "DTypeError: out: expected float16 as q, got int8."),
+    ("cache", New(2, 2, 2, 5, 64), "DTypeError: kv_scales: expected None with a cache of float16, got "),
+    (
+        "kv_scales",
+        None,
+        "DTypeError: kv_scales: expected a tensor [2, 2] or [2, 2, 2, 5 or more, a multiple of 4] with a cache of int8, got",
+    ),
+    ("kv_scales", 3, "PlaceError: kv_scales: expected a DeviceTensor, got int."),
+    ("kv_scales", "closed", "ClosedError: kv_scales: "),
+    ("kv_scales", "elsewhere", "PlaceError: kv_scales: expected a tensor of "),
+    ("kv_scales", New(2, 2), "DTypeError: kv_scales: expected float32, got float16."),
+    ("kv_scales", New(2, 2, dtype="float32", strides=(4, 1)), "LayoutError: kv_scales: expected a dense tensor, got "),
+    *[
+        ("kv_scales", New(*shape, dtype="float32"), f"ShapeError: {SCALES}")
+        for shape in ((2, 3), (2, 2, 2, 4), (2, 2, 2, 7), (3, 2, 2, 8), (2, 1, 2, 8), (2, 2, 1, 8), (2, 2, 2, 8, 1))
+    ],
+    *[
+        ("kv_scales", New(2, 2, 2, 8, dtype="float32", strides=strides), f"LayoutError: kv_scales: {rule}")
+        for strides, rule in (
+            ((64, 32, 16, 2), "expected dense heads"),
+            ((64, 32, 12, 1), "expected dense heads"),
+            ((36, 18, 8, 1), "expected slots, K and V at multiples of 16 bytes"),
+            ((16, 16, 8, 1), "slots, or K and V, overlap"),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("argument", "wrong", "message"), QUANTIZED_REFUSED)
+def test_refused_of_a_quantized_cache(memory, stream, argument, wrong, message):
+    _check_refused(QUANTIZED_FITTING, memory, stream, argument, wrong, message)
+
+
+def _check_refused(fitting, memory, stream, argument, wrong, message):
+    given = {name: new.on(memory) for name, new in fitting.items()}
     if wrong == "closed":
         (given[argument] if argument == "workspace" else given[argument].allocation).close()
     else:
         elsewhere = HostMemory() if wrong == "elsewhere" else memory
-        wrong = FITTING[argument] if wrong == "elsewhere" else wrong
+        wrong = fitting[argument] if wrong == "elsewhere" else wrong
         given[argument] = wrong.on(elsewhere) if hasattr(wrong, "on") else wrong
     # Zeros in the cache and in out: whatever a call writes shows.
     left = [one for one in given.values() if isinstance(one, DeviceTensor) and not one.allocation.closed]

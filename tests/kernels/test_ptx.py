@@ -10,6 +10,7 @@ import pytest
 
 from tests.simt import run
 from tests.simt.standin import need_cuda_memory
+from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.sources import source_folder
 
 need_cuda_memory()
@@ -132,6 +133,46 @@ def test_pack_and_unpack(call, random, dtype):
         assert same(unpacked, halves)
 
 
+#: What K and V are stored as: its number in ptx.cu. The last one is by integer operations.
+CODES = {"int8": 0, "float8_e4m3fn": 1, "float8_e4m3fn by bits": 2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [*CODES, "float8_e4m3fn in order"])
+def test_widen(call, random, kind, dtype):
+    codes = np.concatenate([np.arange(256), random.integers(0, 256, 768)]).astype(np.uint8)
+    if kind.endswith("bits"):
+        codes[codes & 0x7F == 0x7F] = 0
+    number = CODES.get(kind, 3)
+    got, _ = call("widen_codes", np.zeros((256, 4), np.uint16), codes, number, int(dtype != np.float16), blocks=8)
+    stored = codes.view(numpy_dtype(kind.split()[0])).reshape(256, 4)[:, [0, 1, 2, 3] if number == 3 else [0, 2, 1, 3]]
+    assert same(got.view(dtype), stored)
+
+
+@pytest.mark.parametrize("kind", list(CODES))
+def test_quantize(call, random, kind):
+    stored = numpy_dtype(kind.split()[0])
+    largest = 127 if kind == "int8" else 448
+    levels = np.arange(256, dtype=np.uint8).view(stored).astype(np.float32)
+    levels = np.sort(levels[np.abs(levels) <= largest])
+    between = (levels[1:] + levels[:-1]) / 2
+    special = np.array([0, -0.0, np.nan, np.inf, -np.inf, 1e30, -3e38, 1e-45, 2.0**-10, largest + 0.5, -largest - 16], np.float32)
+    values = np.concatenate(
+        [levels, between, np.nextafter(between, np.float32(np.inf)), np.nextafter(between, np.float32(-np.inf)), special]
+    )
+    values = np.concatenate([values, (random.standard_normal(2048 - len(values)) * 2.0 ** random.integers(-12, 9)).astype(np.float32)])
+    scales = np.where(np.arange(512) < 300, 1, random.uniform(1e-3, 3, 512)).astype(np.float32)
+    got, _ = call("quantize_values", np.zeros((512, 4), np.uint8), values, scales, CODES[kind], blocks=16)
+    with np.errstate(over="ignore"):
+        quotients = np.clip(values.reshape(512, 4) / scales[:, None], -largest, largest)
+    if kind == "int8":
+        expected = np.rint(np.nan_to_num(quotients)).astype(np.int8)
+    else:
+        expected = quotients.astype(stored)
+        expected[np.isnan(quotients)] = np.nan
+    assert np.array_equal(got, expected.view(np.uint8))
+
+
 def test_functions(call, random):
     exponents = np.concatenate([random.uniform(-160, 127.9, 2040), [0, -0.0, 1e-40, -1e-40, np.inf, -np.inf, np.nan, -3e38]])
     values = bits(random, 2048).view(np.float32)
@@ -146,6 +187,28 @@ def test_functions(call, random):
         assert same(one[~finite], right[~finite])
         one, right = one[finite], right[finite]
         assert (np.abs(one - right) <= 2.0**-21 * np.abs(right) + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("size", [1.0, 3e-38, 1e38])
+def test_packed_values_of_a_quad(call, random, size):
+    values = (random.standard_normal((4, 8, 32)) * 10.0 ** random.integers(-3, 1, (4, 8, 32)) * size / 8).astype(np.float32)
+    values[1, 2], values[3, 1, :3], values[0, 3, 5] = 0, 0, size
+    larger, unpacked = call("pack_values", np.zeros((4, 32), np.float32), np.zeros_like(values), values, blocks=4)
+    pairs = values.reshape(4, 32, 8)[..., :2]
+    assert np.array_equal(larger, pairs.max(-1))
+    largest = np.abs(values).max(-1, keepdims=True)
+    assert (np.abs(unpacked.astype(np.float64) - values) <= largest * 2.0**-15.9 + 1e-34).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_packed_values_beside_one_that_is_no_number(call, random, bad):
+    values = random.standard_normal((4, 8, 32)).astype(np.float32)
+    values[2, 5, 8] = bad
+    larger, unpacked = call("pack_values", np.zeros((4, 32), np.float32), np.zeros_like(values), values, blocks=4)
+    assert np.array_equal(larger, values.reshape(4, 32, 8)[..., :2].max(-1), equal_nan=True)
+    finite = np.isfinite(unpacked).all(-1)
+    assert not np.isfinite(unpacked[2, 5]).any()
+    assert finite.sum() == 31
 
 
 def test_warp_reductions(call, random):

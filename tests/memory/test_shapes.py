@@ -11,7 +11,6 @@ from trt_kvcache.memory.shapes import (
     is_dense,
     row_major_strides,
     row_nbytes,
-    slot_kv_nbytes,
     span_elements,
 )
 
@@ -75,4 +74,3 @@ def test_sizes():
     assert dense_nbytes((3, 2, 7, 16), "float32") == 2688
     assert dense_nbytes((), "int64") == 8
     assert row_nbytes(16, "bfloat16") == 32
-    assert slot_kv_nbytes(2, 7, 16, "float8_e4m3fn") == 224

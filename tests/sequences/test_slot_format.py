@@ -13,7 +13,7 @@ BOTH = SlotFormat(kv=kv_config(), mamba=mamba_config())
 
 @pytest.mark.parametrize(
     ("kind", "attention", "recurrent"),
-    [("manager", 3, 0), ("linear", 2, 2), ("hybrid", 3, 2), ("conv", 3, 2), ("states", 0, 2)],
+    [("manager", 3, 0), ("linear", 2, 2), ("hybrid", 3, 2), ("conv", 3, 2), ("states", 0, 2), ("scaled", 3, 0)],
     ids=SEQUENCE_KINDS,
 )
 def test_every_cache_says_which_layers_its_slots_hold(kind, attention, recurrent):
@@ -38,14 +38,25 @@ def test_tensors_are_k_and_v_of_each_layer_then_states():
     ]
 
 
+def test_scales_by_token_come_after_k_and_v():
+    scaled = SlotFormat(kv=kv_config(dtype="int8", scales="token"), mamba=mamba_config())
+    assert list(scaled.tensors(5).items())[6:13] == [
+        *((f"{name}_{index}", ((h, 5), "float32")) for index, (h, _) in enumerate(HEADS) for name in ("k_scale", "v_scale")),
+        ("recurrent_state_0", ((1, 2, 3, 5), "float32")),
+    ]
+    states = BOTH.live_nbytes(1) - 512
+    assert scaled.live_nbytes(3) - states == 3 * 2 * (2 * 16 + 48 + 3 * 16 + 4 * 6)
+
+
 def test_layers_without_a_recurrent_state_have_no_tensors_of_it():
     conv = SlotFormat(kv=None, mamba=mamba_config(**NO_RECURRENT_STATE))
     assert conv.tensors(4) == {f"conv_state_{index}": ((1, 7, 3), "float16") for index in range(2)}
     assert conv.difference(SlotFormat(kv=None, mamba=mamba_config())) == "num_heads of recurrent layers: expected 0, got 2"
 
 
-def test_a_copy_takes_as_many_bytes_as_the_format_says(memory, stream):
-    with make_cache("hybrid", memory) as cache:
+@pytest.mark.parametrize("kind", ["hybrid", "scaled"])
+def test_a_copy_takes_as_many_bytes_as_the_format_says(memory, stream, kind):
+    with make_cache(kind, memory) as cache:
         cache.reset_for_new_sequences([5], stream=stream)
         before = memory.live_nbytes
         copy = SlotCopy.capture(cache, 0, 5, stream=stream)
@@ -91,10 +102,21 @@ def test_scales_count_only_where_the_dtype_has_them(dtype, same):
     assert (one.difference(two) is None) is same
 
 
+def test_scales_by_token_are_not_static_ones():
+    one, two = (SlotFormat(kv=kv_config(dtype="int8", scales=scales), mamba=None) for scales in ("tensor", "token"))
+    assert one.difference(two) == "scales of K and V: expected static, got by token"
+    assert two.difference(SlotFormat(kv=kv_config(dtype="int8", scales="head"), mamba=None)) == (
+        "scales of K and V: expected by token, got static"
+    )
+    head = SlotFormat(kv=kv_config(dtype="int8", scales="head"), mamba=None)
+    assert one.difference(head) is head.difference(one) is None  # each head has the scale of its layer
+
+
 @pytest.mark.parametrize(
     "slot_format",
     [
         BOTH,
+        SlotFormat(kv=kv_config(dtype="int8", scales="token"), mamba=None),
         SlotFormat(kv=kv_config(), mamba=None),
         SlotFormat(kv=None, mamba=mamba_config()),
         SlotFormat(kv=None, mamba=mamba_config(**NO_RECURRENT_STATE)),

@@ -20,8 +20,8 @@ def as_bytes(arrays):
 
 
 def held_by(image, slot, length):
-    """The bytes of the tensors of a slot in an image: K and V of each attention layer, then all states."""
-    rows = [rows[slot, which, :, :length] for rows in image.rows for which in (0, 1)]
+    """The bytes of the tensors of a slot in an image: K and V of each attention layer, their scales by token, then all states."""
+    rows = [rows[slot, which, :, :length] for parts in (image.rows, image.scales) for rows in parts for which in (0, 1)]
     return as_bytes([*rows, *(states[slot] for states in image.states)])
 
 
@@ -82,7 +82,8 @@ class TestUpload:
             transfer, expected = SlotTransfer(cache), Image(cache)
             arrays = transfer.download(3, length, stream=stream)
             memory.synchronize(stream)
-            for into, taken in zip(expected.rows, Image(cache).rows, strict=True):
+            before = Image(cache)
+            for into, taken in zip([*expected.rows, *expected.scales], [*before.rows, *before.scales], strict=True):
                 into[1, :, :, :length] = taken[3, :, :, :length]
             for states in expected.states:
                 states[1] = states[3]

@@ -57,7 +57,7 @@ class TestAnyReader:
         description = json.loads(metadata["description"])
         assert description.pop("producer") == {"name": "trt-kvcache", "version": __version__}
         assert (metadata["trt_kvcache_snapshot"], description) == (
-            "1",
+            "2",
             {
                 "model": {"fingerprint": MODEL.fingerprint, "rope": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
                 "sampler": {"seed": SAMPLER.seed, "counter": 12, "generated": 0},
@@ -163,7 +163,7 @@ UNKNOWN = "expected a snapshot that trt-kvcache saved, got "
 CONTRADICTS = "expected a snapshot, got a file with contradicting contents"
 
 CHANGES = [
-    (FORMAT, "2", "format: this package reads up to 1, got 2. A newer trt-kvcache saved it: upgrade."),
+    (FORMAT, "3", "format: this package reads up to 2, got 3. A newer trt-kvcache saved it: upgrade."),
     (FORMAT, "0", "format: expected a number of 1 or more, got '0'"),
     (FORMAT, "one", "format: expected a number of 1 or more, got 'one'"),
     (FORMAT, "9" * 5000, "format: expected a number of 1 or more, got '9999"),
@@ -198,8 +198,12 @@ class TestForeignFiles:
     """With a hash that is right: somebody made them so."""
 
     def test_a_header_that_is_only_written_differently(self, path, content):
-        path.write_bytes(rewritten(content, FORMAT, "1"))
+        path.write_bytes(rewritten(content, FORMAT, "2"))
         assert Snapshot.read(path).tokens == tuple(TOKENS)
+
+    def test_format_1_does_not_know_which_scales_there_are(self, path, content, target):
+        path.write_bytes(rewritten(rewritten(content, FORMAT, "1"), "description/slot/kv/scales", "del"))
+        assert load(path, target).reused_tokens == 5
 
     @pytest.mark.parametrize(("place", "value", "text"), CHANGES, ids=[f"{place}={value!r:.20}" for place, value, _ in CHANGES])
     def test_a_header_that_says_something_else(self, path, content, target, place, value, text):
@@ -207,7 +211,7 @@ class TestForeignFiles:
         refused(f"{path}: {text}", path, target)
 
     def test_bytes_that_no_tensor_has(self, path, content, target):
-        path.write_bytes(rewritten(content + bytes(32), FORMAT, "1"))
+        path.write_bytes(rewritten(content + bytes(32), FORMAT, "2"))
         refused(f"{path}: {CONTRADICTS}", path, target)
 
     def test_safetensors_of_somebody_else(self, path, target):

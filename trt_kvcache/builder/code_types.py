@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES
@@ -11,7 +11,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.trt.module import TensorRT
 
 #: The first compute capability with each type of TensorRT. int8 is on all.
-FIRST_CAPABILITY = {"int4": "8.0", "float8_e4m3fn": "8.9"}
+FIRST_CAPABILITY = {"int4": "8.0", "float8_e4m3fn": "8.9", "float4_e2m1fn": "12.0"}
 
 
 def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT) -> BuildOptions:
@@ -53,6 +53,20 @@ def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT) -
                 "Leave it out, or build with int8 weights."
             )
     return options
+
+
+def are_native(capabilities: Sequence[str] | None, *, is_rtx: bool = True) -> bool:
+    """Return whether all GPUs of a build have FP4, so that it need not be stored as int8.
+
+    Parameters
+    ----------
+    capabilities : sequence of str or None
+        The compute capabilities that are built for; None for all.
+    is_rtx : bool
+        False for full TensorRT, which builds for the GPU that it runs on.
+    """
+    first = _number(FIRST_CAPABILITY["float4_e2m1fn"])
+    return is_rtx and capabilities is not None and all(_number(name) >= first for name in capabilities)
 
 
 def _number(capability: str) -> tuple[int, ...]:

@@ -1,11 +1,15 @@
 """``estimate_build``: what a build will need and what it will give, in bytes, before it is started."""
 
+from __future__ import annotations
+
 import math
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from trt_kvcache.builder.code_types import are_native
 from trt_kvcache.builder.network.selective_scan import CHUNK_TOKENS
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.checkpoint import Checkpoint
@@ -15,13 +19,14 @@ from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import default_attention
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
 from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
 
-#: Bytes of compiled kernels in the plan: once, and for each layer.
+#: Bytes of compiled kernels in the plan: once if there is attention, for each layer, and for each one of an engine in segments.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
 
 #: The same for each layer whose soft-capped scores are built from plain layers.
@@ -37,10 +42,8 @@ _VERIFY_KERNELS_IN_SEGMENTS = (520_000, 1_050_000)
 #: The peak of the host: Python with TensorRT loaded, and what TensorRT keeps for each layer.
 _HOST, _HOST_PER_LAYER = 207_000_000, 12_000_000
 
-#: How often the host holds the weights at the peak: in pages of the checkpoint or converted, in TensorRT, and in the plan.
+#: How often the host holds the weights at the peak: in pages of the checkpoint, converted or packed, in TensorRT, and in the plan.
 _COPIES = 3.1
-#: Of packed weights, beside themselves and the files that are read: what TensorRT makes of them while it builds, in dense weights.
-_COPIES_OF_PACKED = 1.2
 #: The same of an engine in segments: of the embedding, which stands beside its plan, and of the rest.
 _COPIES_IN_SEGMENTS = (2.9, 2.07)
 
@@ -52,7 +55,7 @@ class BuildEstimate:
     Parameters
     ----------
     weights_nbytes : int
-        Weights of the model in the dtype of the engine.
+        Weights of the model in the dtype of the engine, or packed.
     plan_nbytes : int
         The serialised engine: weights and compiled kernels.
     constants_nbytes : int
@@ -98,6 +101,9 @@ def estimate_build(
     attention: str | None = None,
     flavour: str = "auto",
     quantize: str | None = None,
+    kv_dtype: str | None = None,
+    kv_scales: str | None = None,
+    compute_capabilities: Sequence[str] | None = None,
 ) -> BuildEstimate:
     """Estimate what ``build_engine`` would take and give. TensorRT is not needed.
 
@@ -117,15 +123,16 @@ def estimate_build(
         ``"native"``, ``"mask"`` or ``"plugin"``; chosen as by ``build_engine`` if left out.
     flavour : str
         ``"tensorrt"`` builds plugin attention into one network; otherwise it runs between the segments of the engine.
-    quantize : str, optional
+    quantize, kv_dtype, kv_scales : str, optional
         As for ``build_engine``.
+    compute_capabilities : sequence of str, optional
+        As for ``build_engine``. They say whether FP4 is stored as it is.
 
     Returns
     -------
     BuildEstimate
         The weights, and K, V and states, are exact. Plan and peak were within 10 % of the builds of ``benchmarks/build_estimate.py``:
-        TensorRT for RTX 1.7, all its GPUs, Linux, models without states and without quantized weights, and the peak of packed weights in a
-        build of 0.4 billion. The plan of a small model is mostly kernels, and less certain.
+        TensorRT for RTX 1.7, all its GPUs, Linux, models without states. The plan of a small model is mostly kernels, and less certain.
         Activations are not measured.
 
     Raises
@@ -142,61 +149,152 @@ def estimate_build(
     >>> estimate.cache_nbytes, estimate.weights_nbytes
     (262144, 60736)
     """
-    data = read_json(Path(model_path) / "config.json")
-    model, quantized = ModelConfig.from_dict(data), quantized_format(data, Path(model_path))
-    length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
-    options = BuildOptions(
+    source = PackedModel.read(model_path, quantize=quantize, compute_capabilities=compute_capabilities, flavour=flavour)
+    return source.estimate(
         max_batch_size=max_batch_size,
-        max_sequence_length=length,
-        max_prefill_length=min(length, DEFAULT_MAX_PREFILL_LENGTH) if max_prefill_length is None else max_prefill_length,
+        max_sequence_length=max_sequence_length,
+        max_prefill_length=max_prefill_length,
         max_logits_per_slot=max_logits_per_slot,
         dtype=dtype,
-        attention=attention or "native",
+        attention=attention,
         flavour=flavour,
-    )
-    if attention is None:
-        options = replace(options, attention=default_attention(model, options.max_sequence_length))
-    cache = options.cache_for(model)
-    options.check_kernels(model)
-    segmented = options.attention == "plugin" and flavour != "tensorrt"
-    sizes = _weight_sizes(Path(model_path), model, cache.dtype, quantize, is_quantized=quantized is not None)
-    embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(cache.dtype)
-    if segmented:
-        sizes[embedding_name(model)] = embedding_nbytes  # constants beside the plan are never packed
-    weights, embedding = sum(sizes.values()), embedding_nbytes if segmented else 0
-    kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
-    if options.attention == "mask":
-        kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
-    kernels += sum(_KERNELS_PER_SCAN.get(mixer.kind, 0) for mixer in model.recurrent_layers)
-    if len(options.profiles) > 2:
-        once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
-        kernels += once + model.num_layers * per_layer
-    return BuildEstimate(
-        weights_nbytes=weights,
-        plan_nbytes=weights - embedding + kernels,
-        constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in decoder_constants(model, cache)) if segmented else 0,
-        cache_nbytes=cache.nbytes,
-        activations_nbytes=_activations_nbytes(model, cache.dtype, options),
-        host_peak_nbytes=(
-            _host_peak_nbytes(model, cache.dtype, weights, embedding, segmented=segmented)
-            if quantize is None and quantized is None
-            else _packed_host_peak_nbytes(model, cache.dtype, weights, is_rounded=quantized is None)
-        ),
+        kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
     )
 
 
-def _weight_sizes(path: Path, model: ModelConfig, dtype: str, quantize: str | None, *, is_quantized: bool) -> dict[str, int]:
-    """Return the bytes of each weight in the engine, by name."""
-    shapes = tensor_shapes(model)
-    sizes = {name: math.prod(shape) * itemsize(dtype) for name, shape in shapes.items()}
-    if quantize is not None and not is_quantized:
-        schemes = rounding_schemes(model, Quantization.parse(quantize))
-        packed = {name: rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, model.dtype) for name, scheme in schemes.items()}
-        return sizes | packed
+@dataclass(frozen=True)
+class PackedModel:
+    """A model and the bytes of its packed weights: all that an estimate needs of a folder.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        Of ``config.json``.
+    packed : mapping of str to int
+        Bytes of each weight that the engine has packed, by name.
+    """
+
+    model: ModelConfig
+    packed: Mapping[str, int]
+
+    @classmethod
+    def read(
+        cls,
+        model_path: str | os.PathLike[str],
+        *,
+        quantize: str | None = None,
+        compute_capabilities: Sequence[str] | None = None,
+        flavour: str = "auto",
+    ) -> PackedModel:
+        """Read a folder.
+
+        Parameters
+        ----------
+        model_path, quantize, compute_capabilities, flavour
+            As for :func:`estimate_build`, with its errors.
+        """
+        path = Path(model_path)
+        data = read_json(path / "config.json")
+        model, quantized = ModelConfig.from_dict(data), quantized_format(data, path)
+        is_native = are_native(compute_capabilities, is_rtx=flavour != "tensorrt")
+        return cls(model, _packed_sizes(path, model, quantize, is_quantized=quantized is not None, is_native=is_native))
+
+    def estimate(
+        self,
+        *,
+        max_batch_size: int,
+        max_sequence_length: int | None,
+        max_prefill_length: int | None = None,
+        max_logits_per_slot: int | Literal["all"] = 1,
+        dtype: str | None = None,
+        attention: str | None = None,
+        flavour: str = "auto",
+        kv_dtype: str | None = None,
+        kv_scales: str | None = None,
+    ) -> BuildEstimate:
+        """Return the bytes of a build: see :func:`estimate_build`.
+
+        Parameters
+        ----------
+        max_batch_size, max_sequence_length, max_prefill_length, max_logits_per_slot, dtype, attention, flavour, kv_dtype, kv_scales
+            As for :func:`estimate_build`, with its errors.
+        """
+        model, packed = self.model, dict(self.packed)
+        length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
+        options = BuildOptions(
+            max_batch_size=max_batch_size,
+            max_sequence_length=length,
+            max_prefill_length=min(length, DEFAULT_MAX_PREFILL_LENGTH) if max_prefill_length is None else max_prefill_length,
+            max_logits_per_slot=max_logits_per_slot,
+            dtype=dtype,
+            attention=attention or ("plugin" if kv_dtype else "native"),
+            flavour=flavour,
+        )
+        if attention is None and kv_dtype is None:
+            options = replace(options, attention=default_attention(model, options.max_sequence_length))
+        computed = dtype or model.dtype
+        cache = options.cache_for(model, _any_scales(model, kv_dtype, kv_scales))
+        options.check_kernels(model)
+        segmented = options.attention == "plugin" and flavour != "tensorrt"
+        sizes = {name: math.prod(shape) * itemsize(computed) for name, shape in tensor_shapes(model).items()} | packed
+        embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(computed)
+        if segmented:
+            sizes[embedding_name(model)] = embedding_nbytes  # constants beside the plan are never packed
+            packed.pop(embedding_name(model), None)
+        weights, embedding = sum(sizes.values()), embedding_nbytes if segmented else 0
+        dense = weights - sum(packed.values())
+        twice = packed.get(embedding_name(model), 0) if model.tie_word_embeddings else 0  # TensorRT packs rows and columns apart
+        kernels = _kernels_nbytes(model, segmented=segmented)
+        if options.attention == "mask":
+            kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
+        if len(options.profiles) > 2:
+            once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
+            kernels += once + model.num_layers * per_layer
+        constants = decoder_constants(model, cache, dtype=computed)
+        return BuildEstimate(
+            weights_nbytes=weights,
+            plan_nbytes=weights + twice - embedding + kernels,
+            constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in constants) if segmented else 0,
+            cache_nbytes=cache.nbytes,
+            activations_nbytes=_activations_nbytes(model, computed, options),
+            host_peak_nbytes=(
+                _host_peak_nbytes(model, weights, embedding, segmented=segmented)
+                + twice
+                + (_converted_nbytes(model, computed, dense, packed) if computed != model.dtype else 0)
+            ),
+        )
+
+
+def _any_scales(model: ModelConfig, kv_dtype: str | None, kv_scales: str | None) -> QuantizedKV | None:
+    """Return how K and V are quantized, as far as bytes go: the values of static scales are in the checkpoint."""
+    if kv_dtype is None:
+        return None
+    return QuantizedKV(kv_dtype, kv_scales or "token", () if kv_scales in (None, "token") else [(1.0, 1.0)] * len(model.attention_layers))
+
+
+def _packed_sizes(path: Path, model: ModelConfig, quantize: str | None, *, is_quantized: bool, is_native: bool) -> dict[str, int]:
+    """Return the bytes of each weight that the engine has packed, by name. FP4 takes the bytes of int8 where it is not native."""
     if is_quantized:
         with Checkpoint.open(path, quantize=quantize) as checkpoint:
-            return sizes | {name: checkpoint.nbytes_of(name) for name in checkpoint.quantized_names}
-    return sizes
+            shapes = tensor_shapes(model)
+            codes = {name: 0 if is_native else math.prod(shapes[name]) // 2 for name in checkpoint.names_of_kind("e2m1")}
+            return {name: checkpoint.nbytes_of(name) + codes.get(name, 0) for name in checkpoint.quantized_names}
+    if quantize is None:
+        return {}
+    shapes, schemes = tensor_shapes(model), rounding_schemes(model, Quantization.parse(quantize))
+    return {name: rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, model.dtype) for name, scheme in schemes.items()}
+
+
+def _kernels_nbytes(model: ModelConfig, *, segmented: bool) -> int:
+    """Return the bytes of compiled kernels of all layers with two profiles. Attention cuts an engine into segments, nothing else does."""
+    scans = [_KERNELS_PER_SCAN[mixer.kind] for mixer in model.recurrent_layers if mixer.kind in _KERNELS_PER_SCAN]
+    kernels = model.num_layers * _KERNELS_PER_LAYER + sum(scans)
+    if not model.attention_layers:
+        return kernels
+    if not segmented:
+        return _KERNELS + kernels
+    return kernels + (len(model.attention_layers) + len(scans)) * (_KERNELS_PER_SEGMENT - _KERNELS_PER_LAYER)
 
 
 def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:
@@ -231,15 +329,14 @@ def _scan_nbytes(mixer: RecurrentConfig, width: int) -> int:
     return 4 * mixer.num_value_heads * width * itemsize("float32") if isinstance(mixer, GatedDeltaNetConfig) else 0
 
 
-def _host_peak_nbytes(model: ModelConfig, dtype: str, weights: int, embedding: int, *, segmented: bool) -> int:
-    """Return most memory of the host during the build of ``weights`` bytes in ``dtype``."""
+def _host_peak_nbytes(model: ModelConfig, weights: int, embedding: int, *, segmented: bool) -> int:
+    """Return most memory of the host during the build of ``weights`` bytes, of which ``embedding`` are beside the plan."""
     copies = _COPIES_IN_SEGMENTS[0] * embedding + _COPIES_IN_SEGMENTS[1] * (weights - embedding) if segmented else _COPIES * weights
-    stored = weights // itemsize(dtype) * itemsize(model.dtype) if dtype != model.dtype else 0  # pages beside the converted weights
-    return round(_HOST + model.num_layers * _HOST_PER_LAYER + copies + stored)
+    return round(_HOST + model.num_layers * _HOST_PER_LAYER + copies)
 
 
-def _packed_host_peak_nbytes(model: ModelConfig, dtype: str, packed: int, *, is_rounded: bool) -> int:
-    """Return most memory of the host during the build of ``packed`` bytes, which are rounded from dense weights or stored like that."""
-    elements = sum(math.prod(shape) for shape in tensor_shapes(model).values())
-    pages = elements * itemsize(model.dtype) if is_rounded else packed
-    return round(_HOST + model.num_layers * _HOST_PER_LAYER + pages + packed + _COPIES_OF_PACKED * elements * itemsize(dtype))
+def _converted_nbytes(model: ModelConfig, dtype: str, dense: int, packed: Iterable[str]) -> int:
+    """Return what is held beside weights in another dtype: pages of dense ones, and float32 values of one that is packed."""
+    shapes = tensor_shapes(model)
+    largest = max((math.prod(shapes[name]) for name in packed), default=0)
+    return dense // itemsize(dtype) * itemsize(model.dtype) + largest * itemsize("float32")

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trt_kvcache._util.freed_memory import give_back_freed_memory
+
 
 @dataclass
 class _Phase:
@@ -126,7 +128,7 @@ def make_monitor(module: Any, progress: BuildProgress) -> Any:
     Returns
     -------
     IProgressMonitor
-        For ``IBuilderConfig.progress_monitor``.
+        For ``IBuilderConfig.progress_monitor``. After each step it also gives memory that TensorRT has freed back to the system.
     """
 
     class Monitor(module.IProgressMonitor):  # type: ignore[misc]  # TensorRT is not imported when this is checked
@@ -137,6 +139,7 @@ def make_monitor(module: Any, progress: BuildProgress) -> Any:
             progress.start(phase_name, parent_phase, num_steps)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
+            give_back_freed_memory()  # of each weight that TensorRT has dequantized, or the peak is that of dense weights
             return progress.step(phase_name, step)
 
         def phase_finish(self, phase_name: str) -> None:

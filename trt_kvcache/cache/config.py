@@ -11,64 +11,24 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache._util.shown import shown
+from trt_kvcache.cache.kv_layer_config import KVLayerConfig, check_scales
 from trt_kvcache.cache.layout import KVLayerStorage, KVLayout, kv_layer_storage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION, MAX_LAYERS, ROW_GRANULE, align_up, dense_nbytes, row_nbytes
-
-# Scales are stored as float32: below the smallest normal one or above the largest they would become 0 or infinite.
-_SCALE_MIN, _SCALE_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVLayerConfig:
-    """K/V heads of one attention layer.
-
-    Parameters
-    ----------
-    num_kv_heads : int
-        Key-value heads, H.
-    head_dim : int
-        Elements of one K or V row, D. ``D * itemsize`` must be a multiple of 16 bytes.
-    k_scale, v_scale : float
-        For ``float8_e4m3fn`` and ``int8``: real value = stored value * scale. Finite and above 0, as float32. Other dtypes do not
-        use it.
-
-    Raises
-    ------
-    ConfigError
-        A field is out of range.
-
-    Notes
-    -----
-    ``KVLayerConfig`` of seed 000.
-
-    Examples
-    --------
-    >>> from trt_kvcache import KVLayerConfig
-    >>> KVLayerConfig(num_kv_heads=8, head_dim=128)
-    KVLayerConfig(num_kv_heads=8, head_dim=128, k_scale=1.0, v_scale=1.0)
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("num_kv_heads", "head_dim"):
-            object.__setattr__(self, name, int_in_range(f"KVLayerConfig.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError))
-        for name in ("k_scale", "v_scale"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not _SCALE_MIN <= value <= _SCALE_MAX:
-                raise ConfigError(f"KVLayerConfig.{name}: expected a finite float32 above 0, got {shown(value)}.")
-            object.__setattr__(self, name, float(value))
+from trt_kvcache.memory.shapes import (
+    MAX_BATCH_SIZE,
+    MAX_DIMENSION,
+    MAX_LAYERS,
+    ROW_GRANULE,
+    SCALES_GRANULE,
+    align_up,
+    dense_nbytes,
+    row_nbytes,
+)
 
 
 def _check_common(config: KVCacheConfig | CacheConfig) -> None:
@@ -102,7 +62,10 @@ class KVCacheConfig:
     max_sequence_length : int
         Tokens that a slot can hold, S.
     dtype : str
-        ``"float16"``, ``"bfloat16"``, ``"float32"``, or (storage only) ``"float8_e4m3fn"``, ``"int8"``.
+        ``"float16"``, ``"bfloat16"``, ``"float32"``, or quantized ``"float8_e4m3fn"``, ``"int8"``.
+    scales : str, optional
+        Of a quantized dtype: ``"tensor"``, one static scale for K and one for V of a layer; ``"head"``, one for each head of both; or
+        ``"token"``, one for each token and head, which is written with the row and stored beside it. By default what the layers have.
     layout : KVLayout
         COMBINED makes each layer ``[B, 2, H, S, D]``, SEPARATE ``[2, B, H, S, D]``.
 
@@ -129,6 +92,7 @@ class KVCacheConfig:
     max_sequence_length: int
     dtype: str = "float16"
     layout: KVLayout = KVLayout.SEPARATE
+    scales: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, KVLayerConfig | str | bytes):
@@ -147,6 +111,7 @@ class KVCacheConfig:
             if not isinstance(layer, KVLayerConfig):
                 raise ConfigError(f"KVCacheConfig.layers[{index}]: expected a KVLayerConfig, got {type(layer).__name__}.")
             _check_row("KVCacheConfig", index, layer, self.dtype)
+        object.__setattr__(self, "scales", check_scales("KVCacheConfig", self.scales, self.dtype, layers))
 
     @property
     def num_layers(self) -> int:
@@ -175,13 +140,45 @@ class KVCacheConfig:
 
     @property
     def has_scales(self) -> bool:
-        """Whether the dtype carries a k and a v scale per layer."""
+        """Whether K and V are quantized, with scales."""
         return self.dtype in SCALED_KV_DTYPES
 
     @property
+    def scales_by_token(self) -> bool:
+        """Whether each token has its own scales, which are part of what a slot holds."""
+        return self.scales == "token"
+
+    @cached_property
+    def scale_storages(self) -> tuple[KVLayerStorage, ...]:
+        """Where the scales by token of each layer lie inside its part of their allocation, as rows of four; empty without them.
+
+        They lie as K and V do, in heads of S rounded up to a multiple of 4.
+        """
+        if not self.scales_by_token:
+            return ()
+        return tuple(
+            kv_layer_storage(
+                max_batch_size=self.max_batch_size,
+                num_kv_heads=layer.num_kv_heads,
+                max_sequence_length=-(-self.max_sequence_length // SCALES_GRANULE),
+                head_dim=SCALES_GRANULE,
+                dtype="float32",
+                layout=self.layout,
+            )
+            for layer in self.layers
+        )
+
+    @property
+    def layer_scales_nbytes(self) -> tuple[int, ...]:
+        """Bytes of the float32 scales of each layer as allocated: static ``[2, H]``, or by token; empty without scales."""
+        if self.scales_by_token:
+            return tuple(storage.nbytes for storage in self.scale_storages)
+        return tuple(align_up(dense_nbytes((2, layer.num_kv_heads), "float32")) for layer in self.layers) if self.has_scales else ()
+
+    @property
     def scales_nbytes(self) -> int:
-        """Bytes of the float32 ``[L, 2]`` scales as allocated; 0 for a dtype without scales."""
-        return align_up(dense_nbytes((self.num_layers, 2), "float32")) if self.has_scales else 0
+        """Bytes of all scales as allocated; 0 without scales."""
+        return sum(self.layer_scales_nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -257,8 +254,10 @@ class CacheConfig:
         Of K and V, as in :class:`KVCacheConfig`.
     layout : KVLayout
         COMBINED makes the buffer ``[L, B, 2, H, S, D]``, SEPARATE ``[L, 2, B, H, S, D]``.
-    k_scale, v_scale : float
+    k_scale, v_scale : float, or sequence of float (H,)
         As in :class:`KVLayerConfig`, the same for all layers.
+    scales : str, optional
+        As in :class:`KVCacheConfig`.
     num_mamba_layers : int
         Recurrent layers. The fields below describe their states, and are ignored if there are none.
     mamba_num_heads, mamba_head_dim, ssm_state_size : int
@@ -295,8 +294,9 @@ class CacheConfig:
     head_dim: int
     dtype: str = "float16"
     layout: KVLayout = KVLayout.SEPARATE
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: float | Sequence[float] = 1.0
+    v_scale: float | Sequence[float] = 1.0
+    scales: str | None = None
     num_mamba_layers: int = 0
     mamba_num_heads: int = 0
     mamba_head_dim: int = 0
@@ -311,7 +311,11 @@ class CacheConfig:
         number = int_in_range("CacheConfig.num_attention_layers", self.num_attention_layers, 1, MAX_LAYERS, error=ConfigError)
         object.__setattr__(self, "num_attention_layers", number)
         _check_common(self)
-        _check_row("CacheConfig", 0, self._layer, self.dtype)
+        layer = self._layer
+        _check_row("CacheConfig", 0, layer, self.dtype)
+        for name in ("k_scale", "v_scale"):
+            object.__setattr__(self, name, getattr(layer, name))
+        object.__setattr__(self, "scales", check_scales("CacheConfig", self.scales, self.dtype, [layer]))
         number = int_in_range("CacheConfig.num_mamba_layers", self.num_mamba_layers, 0, MAX_LAYERS, error=ConfigError)
         object.__setattr__(self, "num_mamba_layers", number)
         _ = self.mamba  # whose own fields are checked when it is made
@@ -329,6 +333,7 @@ class CacheConfig:
             max_sequence_length=self.max_sequence_length,
             dtype=self.dtype,
             layout=self.layout,
+            scales=self.scales,
         )
 
     @cached_property

@@ -8,7 +8,7 @@ from trt_kvcache.cache.config import CacheConfig, KVCacheConfig
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.errors import CapacityError
-from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION, row_nbytes, slot_kv_nbytes
+from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION
 
 AnyCacheConfig = KVCacheConfig | CacheConfig | MambaCacheConfig | HybridCacheConfig
 
@@ -20,13 +20,13 @@ class MemoryEstimate:
     Parameters
     ----------
     bytes_per_token : int
-        K and V of one token over all layers.
+        K and V of one token over all layers, and its scales if tokens have them.
     bytes_per_sequence : int
-        K and V of one slot over all layers at ``max_sequence_length``, and its states, without padding.
+        The same of one slot at ``max_sequence_length``, and its states, without padding.
     bytes_per_layer : tuple of int
         K and V as allocated, padding included, one entry per attention layer.
     scales_nbytes : int
-        Scales as allocated; 0 for a dtype without scales.
+        Scales as allocated, static or by token; 0 for a dtype without scales.
     states_nbytes : int
         Recurrent and conv states as allocated, both buffers of ``ping_pong``; 0 without recurrent layers.
     nbytes : int
@@ -67,8 +67,8 @@ def estimate_memory(config: AnyCacheConfig) -> MemoryEstimate:
     kv, mamba = config.kv, config.mamba
     per_token = per_sequence = 0
     if kv is not None:
-        per_token = sum(2 * layer.num_kv_heads * row_nbytes(layer.head_dim, kv.dtype) for layer in kv.layers)
-        per_sequence = sum(2 * slot_kv_nbytes(layer.num_kv_heads, kv.max_sequence_length, layer.head_dim, kv.dtype) for layer in kv.layers)
+        per_token = sum(layer.token_nbytes(kv.dtype, scaled=kv.scales_by_token) for layer in kv.layers)
+        per_sequence = kv.max_sequence_length * per_token
     return MemoryEstimate(
         bytes_per_token=per_token,
         bytes_per_sequence=per_sequence + (0 if mamba is None else mamba.slot_nbytes),
@@ -109,7 +109,7 @@ def longest_sequence(config: AnyCacheConfig, nbytes: int) -> int:
     4096
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    length = _largest(MAX_DIMENSION, lambda n: config.with_max_sequence_length(n).nbytes <= budget)
+    length = largest_number(MAX_DIMENSION, lambda n: config.with_max_sequence_length(n).nbytes <= budget)
     if not length:
         raise CapacityError(f"{budget} bytes do not hold one token for each of {config.max_batch_size} slots. Lower max_batch_size.")
     return length
@@ -145,7 +145,7 @@ def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
     8
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    batch = _largest(MAX_BATCH_SIZE, lambda n: config.with_max_batch_size(n).nbytes <= budget)
+    batch = largest_number(MAX_BATCH_SIZE, lambda n: config.with_max_batch_size(n).nbytes <= budget)
     if not batch:
         kv = config.kv
         slot = "the states of one slot." if kv is None else f"one slot of {kv.max_sequence_length} tokens. Lower max_sequence_length."
@@ -153,8 +153,16 @@ def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
     return batch
 
 
-def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest n from 0 to ``limit`` with ``fits(n)``, for a condition that holds up to some n and then no more."""
+def largest_number(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest n from 0 to ``limit`` with ``fits(n)``, for a condition that holds up to some n and then no more.
+
+    Parameters
+    ----------
+    limit : int
+        The largest number that is tried.
+    fits : callable
+        Called as ``fits(n)`` with about log2 of ``limit`` numbers, none of them 0.
+    """
     low, high = 0, limit + 1
     while low + 1 < high:
         middle = (low + high) // 2

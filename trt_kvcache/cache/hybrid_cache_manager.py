@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range, layer_index, slot_index
-from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
+from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager
 from trt_kvcache.cache.recurrent_cache import RecurrentCache
 from trt_kvcache.errors import ConfigError, LayerIndexError, ShapeError
+from trt_kvcache.kernels import KVLayerInfos
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -113,10 +115,10 @@ class HybridCacheManager(RecurrentCache):
         return () if self._kv_manager is None else self._kv_manager.kv_head_dim_groups
 
     @property
-    def kv_scales(self) -> DeviceTensor | None:
-        """K and V scale of each attention layer, float32 ``[L, 2]``; None for a dtype without scales."""
+    def kv_scale_rows(self) -> KVLayerInfos | None:
+        """The scales by token of all attention layers, in rows of four tokens, as kernels move them; None without such scales."""
         self._check_open()
-        return None if self._kv_manager is None else self._kv_manager.kv_scales
+        return None if self._kv_manager is None else self._kv_manager.kv_scale_rows
 
     def get_layer_config(self, layer_idx: int) -> KVLayerConfig:
         """Return the heads of an attention layer.
@@ -180,6 +182,27 @@ class HybridCacheManager(RecurrentCache):
         """
         manager, index = self._attention(layer_idx)
         return manager.get_separate_kv_cache(index)
+
+    def get_kv_scales(self, layer_idx: int) -> DeviceTensor | None:
+        """Return the scales of an attention layer.
+
+        Parameters
+        ----------
+        layer_idx : int
+            Index among all decoder layers, from 0.
+
+        Returns
+        -------
+        DeviceTensor ``[2, H]`` or ``[B, 2, H, S']`` float32, or None
+            As of :meth:`KVCacheBase.get_kv_scales <trt_kvcache.cache.kv_cache_base.KVCacheBase.get_kv_scales>`.
+
+        Raises
+        ------
+        LayerIndexError
+            There is no such layer, or it is a Mamba layer.
+        """
+        manager, index = self._attention(layer_idx)
+        return manager.get_kv_scales(index)
 
     def get_recurrent_state(self, layer_idx: int) -> DeviceTensor:
         """Return the current recurrent state of a Mamba layer, which the next enqueue reads.

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range, layer_index, slot_index
-from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
+from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.kv_layers import KVLayers, LayerPlace
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.cache.slot_cache import SlotCache
+from trt_kvcache.kernels import KVLayerInfos
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -70,10 +72,10 @@ class KVCacheBase(SlotCache):
         return self._layers.groups
 
     @property
-    def kv_scales(self) -> DeviceTensor | None:
-        """K and V scale of each layer, float32 ``[L, 2]``; None for a dtype without scales."""
+    def kv_scale_rows(self) -> KVLayerInfos | None:
+        """The scales by token of all layers, in rows of four tokens, as kernels move them; None without such scales."""
         self._check_open()
-        return self._layers.scales
+        return self._layers.scale_rows
 
     def get_layer_config(self, attn_layer_idx: int) -> KVLayerConfig:
         """Return the heads of one attention layer.
@@ -137,6 +139,30 @@ class KVCacheBase(SlotCache):
         self._check_open()
         return self._layers.separate[layer_index(attn_layer_idx, self.num_layers)]
 
+    def get_kv_scales(self, attn_layer_idx: int) -> DeviceTensor | None:
+        """Return the scales of one attention layer: real value = stored value * scale.
+
+        Parameters
+        ----------
+        attn_layer_idx : int
+            Index among the attention layers, from 0.
+
+        Returns
+        -------
+        DeviceTensor ``[2, H]`` or ``[B, 2, H, S']`` float32, or None
+            Static scales of the heads of K and of V, which are written once; or with ``scales="token"`` one for each token and head,
+            which attention writes with the rows: strided like the combined view, with S' the smallest multiple of 4 from S on. None
+            for a dtype without scales.
+
+        Raises
+        ------
+        LayerIndexError
+            There is no such layer.
+        """
+        self._check_open()
+        index = layer_index(attn_layer_idx, self.num_layers)
+        return self._layers.scales[index] if self._layers.scales else None
+
     def capture_kv_cache(self, slot: int, sequence_length: int, *, stream: Any) -> list[DeviceTensor]:
         """Copy the first tokens of a slot into new tensors. This allocates.
 
@@ -147,13 +173,14 @@ class KVCacheBase(SlotCache):
         sequence_length : int
             Tokens, ``0 <= n <= S``.
         stream : cuda.core.Stream
-            The copies are ordered on it, one launch per head-dim group; the call does not wait.
+            The copies are ordered on it, one launch per head-dim group and one for scales by token; the call does not wait.
 
         Returns
         -------
         list of DeviceTensor ``[2, H_i, n, D_i]``
             One per attention layer: K, then V, contiguous, in the cache's dtype and memory, whatever the layout. They share one
-            allocation. Scales are not in them: they are part of the configuration.
+            allocation. With ``scales="token"`` as many more, ``[2, H_i, n']`` float32, hold the scales of each layer, with n' the
+            smallest multiple of 4 from n on. Static scales are not saved: they are part of the configuration.
 
         Raises
         ------
@@ -181,12 +208,13 @@ class KVCacheBase(SlotCache):
         ----------
         saved : sequence of DeviceTensor ``[2, H_i, n, D_i]``
             What ``capture_kv_cache`` returned, of this cache or of one with equal layers and dtype in the same memory; its layout
-            and sizes may differ. With float8 and int8 the scales should be the same, because the stored values are copied. The
-            tensors must stay open until the copies are done.
+            and sizes may differ. Static scales should be the same, because the stored values are copied. The tensors must stay open
+            until the copies are done.
         slot : int
             Any slot, active or not.
         stream : cuda.core.Stream
-            The copies are ordered on it, one launch per head-dim group; the call neither waits nor allocates.
+            The copies are ordered on it, one launch per head-dim group and one for scales by token; the call neither waits nor
+            allocates.
 
         Raises
         ------

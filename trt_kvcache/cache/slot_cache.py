@@ -17,6 +17,7 @@ from trt_kvcache.cache.recurrent_states import RecurrentStates
 from trt_kvcache.cache.resources import Resources
 from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import ConfigError, PlaceError
+from trt_kvcache.kernels import KVLayerInfos
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -98,6 +99,11 @@ class SlotCache(Closable):
     def kv_head_dim_groups(self) -> tuple[KVHeadDimGroup, ...]:
         """The attention layers by head dim, as kernels take them; empty if the cache has none."""
         return ()
+
+    @property
+    def kv_scale_rows(self) -> KVLayerInfos | None:
+        """The scales by token of the attention layers, in rows of four tokens, as kernels move them; None without such scales."""
+        return None
 
     @property
     def mamba_config(self) -> MambaCacheConfig | None:

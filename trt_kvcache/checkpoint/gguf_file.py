@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.extras import naming_the_extra
+from trt_kvcache._util.mapped_pages import release_pages
 from trt_kvcache._util.regular_file import open_regular
 from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.safetensors_file import StoredTensor
@@ -76,6 +77,7 @@ class GGUFFile:
                 f"{path}: expected a whole GGUF file, got one that cannot be read: {error}. Fetch or copy it again."
             ) from error
         self._fields = reader.fields
+        self._mapping = reader.data.base
         architecture = self._text("general.architecture")
         if architecture not in ARCHITECTURES:
             raise CheckpointError(
@@ -128,6 +130,17 @@ class GGUFFile:
         """
         self.tensors = {names.get(name, name): stored for name, stored in self.tensors.items()}
         self._data = {names.get(name, name): data for name, data in self._data.items()}
+
+    def release(self, name: str) -> None:
+        """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensors`.
+        """
+        stored = self.tensors[name]
+        release_pages(self._mapping, stored.offset, stored.nbytes)
 
     def _number(self, key: str) -> int:
         field = self._fields.get(key)

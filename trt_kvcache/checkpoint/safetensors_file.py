@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.extras import naming_the_extra
+from trt_kvcache._util.mapped_pages import release_pages
 from trt_kvcache._util.regular_file import open_regular
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
@@ -135,6 +136,17 @@ class SafetensorsFile:
             array = array.copy()
             array.flags.writeable = False
         return array
+
+    def release(self, name: str) -> None:
+        """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensors`.
+        """
+        stored = self.tensors[name]
+        release_pages(self._map, stored.offset, stored.nbytes)
 
 
 def _stored_tensors(file: mmap.mmap) -> dict[str, StoredTensor]:

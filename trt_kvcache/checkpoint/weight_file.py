@@ -31,6 +31,15 @@ class WeightFile(Protocol):
             One of :attr:`tensors`.
         """
 
+    def release(self, name: str) -> None:
+        """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensors`.
+        """
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Give tensors other names.
 

@@ -1,5 +1,6 @@
 """``trt-kvcache memory``: print how many bytes a cache takes, without allocating it."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -9,9 +10,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
-from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
+from trt_kvcache.builder.what_fits import Fit, what_fits
+from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
+from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli.build_sizes import print_build_sizes
@@ -28,12 +32,14 @@ from trt_kvcache.errors import CapacityError, CheckpointError
 from trt_kvcache.model import ModelConfig
 
 _GIB = 2**30
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _MAX_GIB = 1e9
 _DTYPE_HELP = "Data type of K and V: float16, bfloat16, float32, float8_e4m3fn or int8. Default: the folder's, or float16."
 _PANEL = "Without a folder"
 
 
 KVDTypeName = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
+KVScalesName = Literal["tensor", "head", "token"]
 
 
 def memory(
@@ -53,6 +59,10 @@ def memory(
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens that a slot can hold. Default: the folder's.")
     ] = None,
     dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
+    scales: Annotated[
+        KVScalesName | None,
+        choice(KVScalesName, "--scales", help="What shares a scale, with a --dtype of 8 bits: a layer, a head, or a token of a head."),
+    ] = None,
     gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
     engine: Annotated[
         bool, typer.Option("--engine", help="Also print what an engine of this model takes: plan, activations, peak memory of the build.")
@@ -61,12 +71,20 @@ def memory(
         Any, logits_per_slot(help="With --engine: most new tokens of a slot whose logits one enqueue returns.")
     ] = 1,
     quantize: Annotated[str | None, typer.Option(metavar="INT", help=f"With --engine. {QUANTIZE_HELP}")] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Also print what fits into a GPU of this memory, such as 8GB or 7.5GiB: formats of weights, K and V, lengths and slots.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Print the size of a cache in bytes.
 
     Per layer, per sequence and in total. Nothing is allocated.
     """
+    memory_nbytes = None if fit is None else _parsed_size(fit)
     if gib is not None and not 0 <= gib <= _MAX_GIB:
         raise typer.BadParameter(f"expected 0 to {_MAX_GIB:g}, got {gib}.", param_hint="--gib")
     config: DecoderCacheConfig
@@ -82,16 +100,20 @@ def memory(
         config = config.with_max_sequence_length(max_sequence_length)
     if dtype:
         config = _with_dtype(config, dtype)
+    if scales:
+        config = _with_scales(config, scales)
     estimate = estimate_memory(config)
     model = _model_of(folder)
     packed = None if folder is None else weights_format(located(folder, ["config.json"]))
     positions = None if model is None else model.max_position_embeddings
     build = _build_estimate(folder, config, dtype, max_logits_per_slot, quantize) if engine else None
+    fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length)
     if json:
         extra = {} if build is None else {"build": as_json(build)}
         fits = {} if gib is None else _what_fits(config, gib, positions)
         weights = {} if packed is None else {"weights_format": packed}
-        put_json({"config": as_json(config), "estimate": as_json(estimate), **weights, **extra, **fits})
+        formats = {} if fitting is None else {"fits": as_json(fitting)}
+        put_json({"config": as_json(config), "estimate": as_json(estimate), **weights, **extra, **fits, **formats})
         return
     _print_estimate(config, estimate, model)
     if packed is not None:
@@ -100,6 +122,38 @@ def memory(
         print_build_sizes(build)
     if gib is not None:
         _print_what_fits(config, gib, positions)
+    if fitting is not None and memory_nbytes is not None:
+        _print_fits(fitting, memory_nbytes, config, max_sequence_length)
+
+
+def _parsed_size(text: str) -> int:
+    """Return the bytes that a size such as ``8GB`` says."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B?)\s*", text, re.IGNORECASE)
+    if found is None:
+        raise typer.BadParameter(f"expected a size such as 8GB (10^9 bytes) or 7.5GiB (2^30), got {text!r}.", param_hint="--fit")
+    return int(float(found[1]) * _UNITS[found[2].upper().removesuffix("B")])
+
+
+def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: int | None) -> tuple[Fit, ...]:
+    if folder is None or is_engine_folder(folder):
+        raise typer.BadParameter("expected a model folder with it; the weights of an engine are built.", param_hint="--fit")
+    dtype = config.dtype if config.dtype in MODEL_DTYPES else None
+    return what_fits(
+        located(folder, ["config.json"]), nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype
+    )
+
+
+def _print_fits(fits: Sequence[Fit], nbytes: int, config: DecoderCacheConfig, length: int | None) -> None:
+    """Print a row for each format of weights, and of K and V."""
+    slots = f"tokens of {count(config.max_batch_size, 'slot')}"
+    batch = f"slots of {length or min(config.max_sequence_length, DEFAULT_MAX_SEQUENCE_LENGTH)} tokens"
+    numbers = ("weights take", slots, batch)
+    rows = table("weights", "K and V", *numbers, numbers=numbers, title=f"In {size(nbytes)} of a GPU ({nbytes} B), as an engine (estimate)")
+    for one in fits:
+        kv = one.kv_dtype if one.kv_scales is None else f"8 bits, scale a {one.kv_scales}"
+        found = (str(number) if number else "-" for number in (one.longest_sequence, one.largest_batch))
+        rows.add_row(one.weights, kv, size(one.weights_nbytes), *found)
+    results().print(rows)
 
 
 def _with_dtype(config: DecoderCacheConfig, dtype: str) -> DecoderCacheConfig:
@@ -109,6 +163,13 @@ def _with_dtype(config: DecoderCacheConfig, dtype: str) -> DecoderCacheConfig:
     kv = None if config.kv is None else replace(config.kv, dtype=dtype)
     mamba = replace(config.mamba, conv_dtype=dtype) if config.mamba is not None and dtype in MODEL_DTYPES else config.mamba
     return replace(config, kv=kv, mamba=mamba)
+
+
+def _with_scales(config: DecoderCacheConfig, scales: str) -> DecoderCacheConfig:
+    """Return a configuration with other scales of K and V."""
+    if not isinstance(config, HybridCacheConfig):
+        return replace(config, scales=scales)
+    return config if config.kv is None else replace(config, kv=replace(config.kv, scales=scales))
 
 
 def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int | None, max_sequence_length: int | None) -> KVCacheConfig:

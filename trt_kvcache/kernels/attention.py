@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.dtypes import itemsize
+from trt_kvcache.dtypes import SCALED_KV_DTYPES, itemsize
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, RangeError, ShapeError
-from trt_kvcache.kernels.attention_params import AttentionParams
+from trt_kvcache.kernels.attention_params import HEAD_SCALES_NDIM, TOKEN_SCALES_NDIM, AttentionParams
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP, MAX_SCORE_FACTOR, MIN_SCORE_FACTOR
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_memory, check_open
-from trt_kvcache.memory.shapes import ROW_GRANULE, is_dense
+from trt_kvcache.kernels.scale_views import scales_in_rows
+from trt_kvcache.memory.shapes import ROW_GRANULE, SCALES_GRANULE, is_dense
 from trt_kvcache.memory.tensor import DeviceTensor
 
 _Q_NDIM = 4
@@ -52,10 +53,10 @@ def split_qkv(qkv: DeviceTensor, num_heads: int, num_kv_heads: int) -> tuple[Dev
     return part(0, num_heads), part(num_heads, num_kv_heads), part(num_heads + num_kv_heads, num_kv_heads)
 
 
-def _check_rows(name: str, tensor: DeviceTensor, shape: Sequence[int], like: DeviceTensor) -> None:
+def _check_rows(name: str, tensor: DeviceTensor, shape: Sequence[int], like: DeviceTensor, dtype: str, what: str) -> None:
     _check_tensor(name, tensor, like)
-    if tensor.dtype != like.dtype:
-        raise DTypeError(f"{name}: expected {like.dtype} as the cache, got {tensor.dtype}.")
+    if tensor.dtype != dtype:
+        raise DTypeError(f"{name}: expected {dtype} as {what}, got {tensor.dtype}.")
     if tensor.shape != tuple(shape):
         raise ShapeError(f"{name}: expected shape {tuple(shape)}, got {tensor!r}.")
     apart = [stride for stride, size in zip(tensor.strides[:2], shape[:2], strict=True) if size > 1]
@@ -78,6 +79,28 @@ def _check_lengths(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
         raise DTypeError(f"{name}: expected int32, got {tensor.dtype}.")
     if tensor.shape != (len(like),) or not tensor.is_contiguous:
         raise ShapeError(f"{name}: expected a dense tensor of shape ({len(like)},), got {tensor!r}.")
+
+
+def _check_kv_scales(scales: DeviceTensor | None, cache: DeviceTensor) -> None:
+    if cache.dtype not in SCALED_KV_DTYPES:
+        if scales is not None:
+            raise DTypeError(f"kv_scales: expected None with a cache of {cache.dtype}, got {scales!r}.")
+        return
+    slots, _, heads, tokens, _ = cache.shape
+    expected = f"[2, {heads}] or [{slots}, 2, {heads}, {tokens} or more, a multiple of {SCALES_GRANULE}]"
+    if scales is None:
+        raise DTypeError(f"kv_scales: expected a tensor {expected} with a cache of {cache.dtype}, got None.")
+    _check_tensor("kv_scales", scales, cache)
+    if scales.dtype != "float32":
+        raise DTypeError(f"kv_scales: expected float32, got {scales.dtype}.")
+    if scales.ndim == HEAD_SCALES_NDIM and scales.shape == (2, heads):
+        if not scales.is_contiguous:
+            raise LayoutError(f"kv_scales: expected a dense tensor, got {scales!r}.")
+        return
+    fits = scales.ndim == TOKEN_SCALES_NDIM and scales.shape[:3] == (slots, 2, heads) and scales.shape[3] >= tokens
+    if not fits or scales.shape[3] % SCALES_GRANULE:
+        raise ShapeError(f"kv_scales: expected {expected}, got {scales!r}.")
+    check_layer("kv_scales", scales_in_rows(scales), CACHE_NDIM)
 
 
 def _check_cos_sin(tensor: DeviceTensor, cache: DeviceTensor) -> None:
@@ -107,6 +130,7 @@ def attend(
     workspace: AttentionWorkspace,
     new_lengths: DeviceTensor | None = None,
     cos_sin: DeviceTensor | None = None,
+    kv_scales: DeviceTensor | None = None,
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
@@ -123,7 +147,8 @@ def attend(
     k, v : DeviceTensor ``[B, s, num_kv_heads, D]``
         Before RoPE; ``num_heads`` is 1 to 16 times ``num_kv_heads``.
     cache : DeviceTensor ``[B, 2, num_kv_heads, S, D]``
-        Of either layout: a view by ``get_combined_kv_cache``. Keys are stored after RoPE. Rows that are not live are never used.
+        Of either layout: a view by ``get_combined_kv_cache``. Of the dtype of q, or of ``float8_e4m3fn`` or ``int8`` with ``kv_scales``.
+        Keys are stored after RoPE. Rows that are not live are never used.
     lengths : DeviceTensor (B,) int32
         Live rows of each slot. New tokens that do not fit into S are left out: not appended, and zeros in ``out``.
     out : DeviceTensor ``[B, s, num_heads, D]``
@@ -134,6 +159,10 @@ def attend(
         New tokens of each slot, at most s. The rest is padding: not appended, and zeros in ``out``. By default all s are new.
     cos_sin : DeviceTensor ``[S or more, 2, rotary_dim / 2]`` float32, optional
         Cosines and sines of each position; elements i and ``i + rotary_dim / 2`` are a pair (NeoX). Without it RoPE is not applied.
+    kv_scales : DeviceTensor ``[2, num_kv_heads]`` or ``[B, 2, num_kv_heads, S or more]`` float32, optional
+        Only with a quantized cache, and always with one: real value = stored value * scale. The first form has a scale for each head, of
+        K and then of V, and is dense. The second has one for each token and head, which the call writes with the new rows; its heads
+        are dense with a multiple of 4 tokens, and its slots and K and V start at multiples of 16 bytes, like those of the cache.
     scale : float, optional
         What products of q and k are multiplied with, 1e-6 to 1e6; ``1 / sqrt(D)`` by default.
     window : int
@@ -152,6 +181,11 @@ def attend(
     Notes
     -----
     Sums are float32. ``plugins/README.md`` describes the kernels.
+
+    In a quantized cache a row is stored as ``row / scale``, rounded to nearest (ties to even) and held within 448 (``float8_e4m3fn``) or
+    127 (``int8``) of zero, all in float32: keys after RoPE and rounded to the dtype of q. The scale of a token is its largest magnitude
+    divided by 448 or 127; 1 for a row of zeros. NaN stays NaN in ``float8_e4m3fn``, becomes 0 in ``int8``, and does not count for a
+    scale. New tokens attend to their own K and V as they are stored, so how a prompt is split makes no difference.
 
     Examples
     --------
@@ -173,18 +207,22 @@ def attend(
     """
     check_layer("cache", cache, CACHE_NDIM)
     slots, _, kv_heads, tokens, head_dim = cache.shape
-    if cache.dtype not in ELEMENT_TYPES:
-        raise DTypeError(f"cache: expected one of {', '.join(ELEMENT_TYPES)}, got {cache.dtype}.")
+    if cache.dtype not in (*ELEMENT_TYPES, *SCALED_KV_DTYPES):
+        raise DTypeError(f"cache: expected one of {', '.join((*ELEMENT_TYPES, *SCALED_KV_DTYPES))}, got {cache.dtype}.")
     if head_dim not in HEAD_DIMS:
         raise ShapeError(f"cache: expected head_dim one of {HEAD_DIMS}, got {cache!r}.")
     _check_tensor("q", q, cache)
     if q.ndim != _Q_NDIM or q.shape[2] % kv_heads or not 1 <= q.shape[2] // kv_heads <= MAX_GROUP or not 1 <= q.shape[1] <= tokens:
         raise ShapeError(f"q: expected [{slots}, 1 to {tokens}, {kv_heads} times 1 to {MAX_GROUP}, {head_dim}], got {q!r}.")
-    width = q.shape[1]
-    _check_rows("q", q, (slots, width, q.shape[2], head_dim), cache)
-    _check_rows("k", k, (slots, width, kv_heads, head_dim), cache)
-    _check_rows("v", v, (slots, width, kv_heads, head_dim), cache)
-    _check_rows("out", out, q.shape, cache)
+    quantized = cache.dtype in SCALED_KV_DTYPES
+    if quantized and q.dtype not in ELEMENT_TYPES:
+        raise DTypeError(f"q: expected one of {', '.join(ELEMENT_TYPES)}, got {q.dtype}.")
+    width, dtype, what = q.shape[1], *((q.dtype, "q") if quantized else (cache.dtype, "the cache"))
+    _check_rows("q", q, (slots, width, q.shape[2], head_dim), cache, dtype, what)
+    _check_rows("k", k, (slots, width, kv_heads, head_dim), cache, dtype, what)
+    _check_rows("v", v, (slots, width, kv_heads, head_dim), cache, dtype, what)
+    _check_rows("out", out, q.shape, cache, dtype, what)
+    _check_kv_scales(kv_scales, cache)
     if not out.is_contiguous:
         raise LayoutError(f"out: expected a dense tensor, got {out!r}.")
     _check_lengths("lengths", lengths, cache)
@@ -200,8 +238,8 @@ def attend(
     cache.memory.check_stream(stream)
     workspace.check("workspace", cache, q.shape[2])
     params = AttentionParams(
-        q=q, k=k, v=v, cache=cache, lengths=lengths, new_lengths=new_lengths, cos_sin=cos_sin,
-        out=out, scale=factor, window=window, softcap=float(softcap),
+        q=q, k=k, v=v, cache=cache, kv_scales=kv_scales, lengths=lengths, new_lengths=new_lengths,
+        cos_sin=cos_sin, out=out, scale=factor, window=window, softcap=float(softcap),
     )  # fmt: skip
     if slots:
         backend_of(cache.memory).attend(params, workspace, stream)

@@ -88,11 +88,11 @@ class Backend(Protocol):
     def copy_layer(self, destination: DeviceTensor, source: DeviceTensor, tokens: int, stream: Any) -> None:
         """Copy the first tokens of K and V from one view ``[2, H, n, D]`` to another."""
 
-    def save_layers(self, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
-        """Copy the first tokens of a slot of all layers into saved tensors."""
+    def save_layers(self, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, stream: Any) -> None:
+        """Copy the first rows of a slot of all layers into saved tensors."""
 
-    def instantiate_layers(self, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
-        """Copy the first tokens of saved tensors into a slot of all layers."""
+    def instantiate_layers(self, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, stream: Any) -> None:
+        """Copy the first rows of saved tensors into a slot of all layers."""
 
     def compact_layers(self, layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
         """Move the live tokens of the slots of all layers."""

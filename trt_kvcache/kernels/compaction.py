@@ -48,6 +48,7 @@ def compact_kv_cache_batched(layer_infos: KVLayerInfos, moves: AnyCompactionPlan
             raise RangeError(f"moves: expected lengths up to {layer_infos.shortest_sequence} tokens, got {moves.max_tokens}.")
         if not moves.max_tokens:
             return
+        moves = moves.of_rows(layer_infos.tokens_per_row)
     if moves.old_batch:
         backend_of(layer_infos.memory).compact_layers(layer_infos, moves, stream)
 

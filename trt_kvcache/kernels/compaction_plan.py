@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -76,6 +76,19 @@ class CompactionPlan:
     def is_identity(self) -> bool:
         """Whether no slot moves. Slots at the end may still be dropped."""
         return not self.move_lists
+
+    def of_rows(self, tokens_per_row: int) -> CompactionPlan:
+        """Return the plan that counts rows of so many tokens, the last of them partly used, instead of tokens.
+
+        Parameters
+        ----------
+        tokens_per_row : int
+            With 1 this plan is returned.
+        """
+        if tokens_per_row == 1:
+            return self
+        lists = tuple(tuple(move._replace(tokens=-(-move.tokens // tokens_per_row)) for move in moves) for moves in self.move_lists)
+        return replace(self, move_lists=lists, max_tokens=-(-self.max_tokens // tokens_per_row))
 
     @cached_property
     def launches(self) -> tuple[CompactionLaunch, ...]:

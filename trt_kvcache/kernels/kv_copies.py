@@ -78,7 +78,7 @@ def instantiate_kv_cache_layer_from_tensor(dst: DeviceTensor, src: DeviceTensor,
 
 
 def _check_batched(cache: KVLayerInfos, saved: KVLayerInfos, batch_idx: int, sequence_length: int, stream: Any) -> tuple[int, int]:
-    """Check the arguments of the batched variants; return slot and tokens."""
+    """Check the arguments of the batched variants; return slot and rows."""
     check_kind("cache layers", cache, saved=False)
     check_kind("saved tensors", saved, saved=True)
     if saved.memory is not cache.memory:
@@ -95,13 +95,15 @@ def _check_batched(cache: KVLayerInfos, saved: KVLayerInfos, batch_idx: int, seq
             raise ShapeError(f"saved tensors: layer {index} has {mine.num_kv_heads} heads, got a tensor of {other.num_kv_heads}.")
     slot = slot_index(batch_idx, cache.max_batch_size)
     tokens = int_in_range("sequence_length", sequence_length, 0)
+    if saved.tokens_per_row != cache.tokens_per_row:
+        raise ShapeError(f"saved tensors: expected rows of {cache.tokens_per_row} tokens, got those of {saved.tokens_per_row}.")
     for name, infos in (("the slots of the cache", cache), ("the saved tensors", saved)):
         if tokens > infos.shortest_sequence:
             raise RangeError(f"sequence_length: {name} hold at most {infos.shortest_sequence} tokens, got {tokens}.")
     cache.check_open()
     saved.check_open()
     cache.memory.check_stream(stream)
-    return slot, tokens
+    return slot, cache.rows(tokens)
 
 
 def save_kv_cache_batched(
@@ -132,9 +134,9 @@ def save_kv_cache_batched(
     ``saveKVCacheBatched`` of TensorRT Edge-LLM (seed 004). There ``numLayers``, ``headDim``, ``maxKVHeads`` and ``maxBatchSize`` are
     arguments; here the infos hold them.
     """
-    slot, tokens = _check_batched(src_layer_infos, dst_layer_infos, batch_idx, sequence_length, stream)
-    if tokens:
-        backend_of(src_layer_infos.memory).save_layers(src_layer_infos, dst_layer_infos, slot, tokens, stream)
+    slot, rows = _check_batched(src_layer_infos, dst_layer_infos, batch_idx, sequence_length, stream)
+    if rows:
+        backend_of(src_layer_infos.memory).save_layers(src_layer_infos, dst_layer_infos, slot, rows, stream)
 
 
 def instantiate_kv_cache_batched(
@@ -164,6 +166,6 @@ def instantiate_kv_cache_batched(
     -----
     ``instantiateKVCacheBatched`` of TensorRT Edge-LLM (seed 004). Lengths are not changed.
     """
-    slot, tokens = _check_batched(dst_layer_infos, src_layer_infos, batch_idx, sequence_length, stream)
-    if tokens:
-        backend_of(dst_layer_infos.memory).instantiate_layers(dst_layer_infos, src_layer_infos, slot, tokens, stream)
+    slot, rows = _check_batched(dst_layer_infos, src_layer_infos, batch_idx, sequence_length, stream)
+    if rows:
+        backend_of(dst_layer_infos.memory).instantiate_layers(dst_layer_infos, src_layer_infos, slot, rows, stream)

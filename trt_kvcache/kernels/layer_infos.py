@@ -22,7 +22,7 @@ class KVLayerInfo(NamedTuple):
     kv_stride: int
     #: Heads of this layer, H.
     num_kv_heads: int
-    #: Tokens from one head to the next, S.
+    #: Rows from one head to the next: S, or S divided by the tokens of a row.
     max_sequence_length: int
 
 
@@ -40,6 +40,9 @@ class KVLayerInfos(DeviceInfos[KVLayerInfo]):
     views : sequence of DeviceTensor ``[B, 2, H_i, S_i, D]``, or of saved tensors ``[2, H_i, n, D]``
         Of one head dim, dtype and memory. Cache layers share B; any layout: their slots and K/V may be strided. Saved tensors
         are dense and share n; they count as one slot.
+    tokens_per_row : int
+        Tokens that a row belongs to: 1 for K and V, 4 for scales (:func:`~trt_kvcache.kernels.scale_views.scales_in_rows`). Functions
+        that take tokens move every row that one of them is in.
     stream : cuda.core.Stream
         The device array is made on it, once. Saved tensors need none, so nothing is allocated for them: their addresses
         travel in the arguments of a launch.
@@ -56,7 +59,7 @@ class KVLayerInfos(DeviceInfos[KVLayerInfo]):
     ``KVHeadDimGroupView`` of seed 003 shows what is here.
     """
 
-    def __init__(self, views: Sequence[DeviceTensor], *, stream: Any) -> None:
+    def __init__(self, views: Sequence[DeviceTensor], *, tokens_per_row: int = 1, stream: Any) -> None:
         if isinstance(views, DeviceTensor) or not views:
             raise ShapeError("views: expected a sequence of layers, at least one.")
         first = views[0]
@@ -81,8 +84,16 @@ class KVLayerInfos(DeviceInfos[KVLayerInfo]):
         self.max_kv_heads = max(info.num_kv_heads for info in self._host)
         #: Slots, B; 1 for saved tensors.
         self.max_batch_size = 1 if self.is_saved else first.shape[0]
+        #: Tokens that a row belongs to.
+        self.tokens_per_row = tokens_per_row
+        #: Rows of a head that every layer has.
+        self.shortest_rows = min(info.max_sequence_length for info in self._host)
         #: Tokens that fit into a slot of every layer: the smallest S_i, or n.
-        self.shortest_sequence = min(info.max_sequence_length for info in self._host)
+        self.shortest_sequence = self.shortest_rows * tokens_per_row
+
+    def rows(self, tokens: int) -> int:
+        """Return how many rows of a head so many tokens are in."""
+        return -(-tokens // self.tokens_per_row)
 
     @property
     def device_layer_infos(self) -> DeviceTensor:

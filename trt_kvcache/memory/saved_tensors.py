@@ -40,7 +40,9 @@ def allocate_tensors(memory: Memory, shapes: Sequence[tuple[int, ...]], dtype: s
     return [DeviceTensor(allocation, shape=shape, dtype=dtype, offset=start) for shape, start in zip(shapes, starts, strict=False)]
 
 
-def check_saved(saved: Sequence[DeviceTensor], shapes: Sequence[tuple[int, ...]], dtype: str, memory: Memory, *, per: str) -> None:
+def check_saved(
+    saved: Sequence[DeviceTensor], shapes: Sequence[tuple[int, ...]], dtype: str, memory: Memory, *, per: str, what: str = "saved"
+) -> None:
     """Check tensors that a caller wants to restore.
 
     Parameters
@@ -55,6 +57,8 @@ def check_saved(saved: Sequence[DeviceTensor], shapes: Sequence[tuple[int, ...]]
         Where they are.
     per : str
         What there is one tensor for, such as ``"attention layer"``, for messages.
+    what : str
+        What the tensors are, for messages.
 
     Raises
     ------
@@ -66,19 +70,19 @@ def check_saved(saved: Sequence[DeviceTensor], shapes: Sequence[tuple[int, ...]]
         The memory of a tensor is closed.
     """
     if isinstance(saved, DeviceTensor) or not isinstance(saved, Sequence):
-        raise ShapeError(f"saved: expected a sequence of tensors, one per {per}, got {type(saved).__name__}.")
+        raise ShapeError(f"{what}: expected a sequence of tensors, one per {per}, got {type(saved).__name__}.")
     if len(saved) != len(shapes):
-        raise ShapeError(f"saved: expected {len(shapes)} tensors, one per {per}, got {len(saved)}.")
+        raise ShapeError(f"{what}: expected {len(shapes)} tensors, one per {per}, got {len(saved)}.")
     for index, (tensor, shape) in enumerate(zip(saved, shapes, strict=True)):
         if not isinstance(tensor, DeviceTensor):
-            raise PlaceError(f"saved[{index}]: expected a DeviceTensor of {memory.device}, got {type(tensor).__name__}.")
+            raise PlaceError(f"{what}[{index}]: expected a DeviceTensor of {memory.device}, got {type(tensor).__name__}.")
         if tensor.memory is not memory:
-            raise PlaceError(f"saved[{index}]: expected a tensor of the cache's memory, got one of another ({tensor.memory.device}).")
+            raise PlaceError(f"{what}[{index}]: expected a tensor of the cache's memory, got one of another ({tensor.memory.device}).")
         if tensor.dtype != dtype:
-            raise DTypeError(f"saved[{index}]: expected {dtype}, got {tensor.dtype}.")
+            raise DTypeError(f"{what}[{index}]: expected {dtype}, got {tensor.dtype}.")
         if tensor.shape != shape:
-            raise ShapeError(f"saved[{index}]: expected shape {shape}, got {tensor.shape}.")
+            raise ShapeError(f"{what}[{index}]: expected shape {shape}, got {tensor.shape}.")
         if not tensor.is_contiguous:
-            raise LayoutError(f"saved[{index}]: expected a dense tensor, got {tensor!r}.")
+            raise LayoutError(f"{what}[{index}]: expected a dense tensor, got {tensor!r}.")
         if tensor.allocation.closed:
-            raise ClosedError(f"saved[{index}]: the memory behind this tensor is closed.")
+            raise ClosedError(f"{what}[{index}]: the memory behind this tensor is closed.")

@@ -11,6 +11,9 @@ ALIGNMENT = 256
 #: A K/V row is moved in accesses of this many bytes, so its size is a multiple of it.
 ROW_GRANULE = 16
 
+#: Float32 scales that make a row of this size.
+SCALES_GRANULE = ROW_GRANULE // 4
+
 #: The largest ``max_sequence_length`` and other sizes: lengths are int32 on the device.
 MAX_DIMENSION = 2**31 - 1
 
@@ -107,20 +110,3 @@ def row_nbytes(head_dim: int, dtype: str) -> int:
         A name of :mod:`trt_kvcache.dtypes`.
     """
     return head_dim * itemsize(dtype)
-
-
-def slot_kv_nbytes(num_kv_heads: int, max_sequence_length: int, head_dim: int, dtype: str) -> int:
-    """Return the bytes of K (or of V) of one slot of one layer, without padding.
-
-    Parameters
-    ----------
-    num_kv_heads : int
-        Key-value heads, H.
-    max_sequence_length : int
-        Tokens, S.
-    head_dim : int
-        Elements of a row, D.
-    dtype : str
-        A name of :mod:`trt_kvcache.dtypes`.
-    """
-    return num_kv_heads * max_sequence_length * row_nbytes(head_dim, dtype)

@@ -1,6 +1,6 @@
 """``SequenceCacheManager`` (seed 002): sequences by handle, over the slots of a cache; they are swapped to the host when slots run out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -158,7 +158,7 @@ class SequenceCacheManager(Closable):
 
     @property
     def memory_capacity(self) -> int:
-        """The ``memory_used`` of a cache whose slots are all full: its bytes without padding and scales."""
+        """The ``memory_used`` of a cache whose slots are all full: its bytes without padding and static scales."""
         return self._swapper.capacity
 
     def create_sequence(self) -> int:
@@ -267,6 +267,8 @@ class SequenceCacheManager(Closable):
         keys: Array | DeviceTensor | Sequence[Array | DeviceTensor],
         values: Array | DeviceTensor | Sequence[Array | DeviceTensor],
         *,
+        key_scales: Array | DeviceTensor | Sequence[Array | DeviceTensor] | None = None,
+        value_scales: Array | DeviceTensor | Sequence[Array | DeviceTensor] | None = None,
         stream: Any,
     ) -> None:
         """Append the K and V of new tokens to a sequence.
@@ -278,6 +280,8 @@ class SequenceCacheManager(Closable):
         keys, values : ndarray or DeviceTensor ``[L, H, n, D]``, or sequence of them ``[H_i, n, D_i]``
             Of each attention layer, in the dtype of the cache (:attr:`dtype`): stored values, without scales. One array can be given
             only if all layers have equal heads. Tensors on the device are read to the host first.
+        key_scales, value_scales : ndarray or DeviceTensor ``[L, H, n]``, or sequence of them ``[H_i, n]``
+            float32, one for each token and head; with ``scales="token"`` of the cache, and only then.
         stream : cuda.core.Stream
             The copies are ordered on it; the call waits.
 
@@ -287,7 +291,7 @@ class SequenceCacheManager(Closable):
             The sequence would exceed ``max_sequence_length``; or it is swapped out and no slot can be made free; or the host has no
             room for a sequence that must be swapped out.
         ShapeError, DTypeError
-            ``keys`` or ``values`` do not fit.
+            ``keys`` or ``values``, or their scales, do not fit.
         ConfigError
             The cache has recurrent layers. Only an engine can advance their states.
         SequenceError
@@ -299,6 +303,7 @@ class SequenceCacheManager(Closable):
         """
         entry = self._begin("append", seq, stream, needs_no_states=True)
         rows, count = self._new_rows(keys, values)
+        rows += self._new_scales(key_scales, value_scales, count)
         length, longest = self._table.length(entry), self._lengths.max_sequence_length
         if length + count > longest:
             raise CapacityError(
@@ -339,22 +344,65 @@ class SequenceCacheManager(Closable):
         PlaceError, CaptureError, ClosedError
             The stream is of another memory or captured in a CUDA graph, or something is closed.
         """
-        entry = self._begin("get", seq, stream)
+        return self._get("get", seq, stream)[0]
+
+    def get_scales(self, seq: int, *, stream: Any) -> tuple[LayerArrays, LayerArrays]:
+        """Copy the scales of K and V of a sequence to the host: real value = stored value * scale.
+
+        Parameters
+        ----------
+        seq : int
+            The id. The sequence is swapped in if it is swapped out.
+        stream : cuda.core.Stream
+            The copies are ordered on it; the call waits.
+
+        Returns
+        -------
+        key_scales, value_scales : ndarray ``[L, H, n]``, or list of ndarray ``[H_i, n]``
+            float32. One array if all attention layers have equal heads, otherwise one per attention layer.
+
+        Raises
+        ------
+        ConfigError
+            The cache has no scales by token: others are part of its configuration.
+        CapacityError
+            As for :meth:`get`.
+        SequenceError
+            The sequence is unknown, destroyed or lost.
+        LengthsUnknown
+            The sequence is in an active slot, and only the device knows its length.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or something is closed.
+        """
+        kv = self._cache.kv_config
+        if kv is None or not kv.scales_by_token:
+            raise ConfigError("get_scales: expected a cache with scales by token, got one without.")
+        return self._get("get_scales", seq, stream)[1]
+
+    def _get(self, what: str, seq: int, stream: Any) -> list[tuple[LayerArrays, LayerArrays]]:
+        """Copy K and V of a sequence to the host, and their scales by token."""
+        entry = self._begin(what, seq, stream)
         length = self._table.length(entry)
         slot = self._swapper.swap_in(entry, 0, stream=stream)
         kv = self._cache.kv_config
         if kv is None:
-            return [], []
-        shapes, dtype = [shape[1:] for shape in self._transfer.slot_format.kv_shapes(length)], numpy_dtype(kv.dtype)
-        keys: LayerArrays
-        values: LayerArrays
-        if kv.is_uniform:
-            keys, values = (np.empty((kv.num_layers, *shapes[0]), dtype) for _ in range(2))
-        else:
-            keys, values = ([np.empty(shape, dtype) for shape in shapes] for _ in range(2))
-        self._transfer.download_rows([array for pair in zip(keys, values, strict=True) for array in pair], slot, stream=stream)
+            return [([], [])]
+        slot_format = self._transfer.slot_format
+        pairs = [self._empty_layers(slot_format.kv_shapes(length), kv.dtype)]
+        if kv.scales_by_token:
+            pairs.append(self._empty_layers(slot_format.scale_shapes(length), "float32"))
+        rows = [array for pair in pairs for layer in zip(*pair, strict=True) for array in layer]
+        self._transfer.download_rows(rows, slot, stream=stream)
         self._memory.synchronize(stream)
-        return keys, values
+        return pairs
+
+    def _empty_layers(self, shapes: Sequence[tuple[int, ...]], dtype: str) -> tuple[LayerArrays, LayerArrays]:
+        """Return arrays for K, and for V, of layers of these shapes ``(2, ...)``: one for all layers if they are equal."""
+        kv = self._cache.kv_config
+        if kv is not None and kv.is_uniform:
+            k, v = (np.empty((kv.num_layers, *shapes[0][1:]), numpy_dtype(dtype)) for _ in range(2))
+            return k, v
+        return [np.empty(shape[1:], numpy_dtype(dtype)) for shape in shapes], [np.empty(shape[1:], numpy_dtype(dtype)) for shape in shapes]
 
     def truncate(self, seq: int, new_length: int, *, stream: Any) -> None:
         """Shorten a sequence to its first tokens.
@@ -396,31 +444,53 @@ class SequenceCacheManager(Closable):
         """Return dense arrays of K, then V, of each attention layer, and their tokens, after all checks."""
         kv = self._cache.kv_config
         assert kv is not None  # without attention layers there are recurrent ones
-        pair = [self._layers_of(name, given, kv.num_layers) for name, given in (("keys", keys), ("values", values))]
-        count = pair[0][0].shape[1] if pair[0][0].ndim == 3 else 0
-        rows = []
-        for layer, shape in enumerate(self._transfer.slot_format.kv_shapes(count)):
-            for name, arrays in zip(("keys", "values"), pair, strict=True):
-                array, what = arrays[layer], f"{name}[{layer}]"
-                if array.dtype != numpy_dtype(kv.dtype):
-                    raise DTypeError(f"{what}: expected {kv.dtype}, which the cache stores, got {array.dtype}.")
-                if array.shape != shape[1:]:
-                    raise ShapeError(f"{what}: expected [num_kv_heads, n, head_dim] = {shape[1:]}, got {array.shape}.")
-                rows.append(np.ascontiguousarray(array))
-        return rows, count
+        pair = {name: self._layers_of(name, given, kv.num_layers) for name, given in (("keys", keys), ("values", values))}
+        first = pair["keys"][0]
+        count = first.shape[1] if first.ndim == 3 else 0
+        shapes = self._transfer.slot_format.kv_shapes(count)
+        return self._checked(pair, shapes, f"{kv.dtype}, which the cache stores", kv.dtype, "[num_kv_heads, n, head_dim]"), count
+
+    def _new_scales(self, key_scales: Any, value_scales: Any, count: int) -> list[Array]:
+        """Return dense arrays of the scales of K, then V, of each attention layer, after all checks; none if tokens have no scales."""
+        kv = self._cache.kv_config
+        assert kv is not None
+        given = {"key_scales": key_scales, "value_scales": value_scales}
+        if not kv.scales_by_token:
+            for name, scales in given.items():
+                if scales is not None:
+                    raise DTypeError(f"{name}: expected None, as the cache has no scales by token, got {type(scales).__name__}.")
+            return []
+        pair = {name: self._layers_of(name, scales, kv.num_layers, "[H, n]") for name, scales in given.items()}
+        return self._checked(pair, self._transfer.slot_format.scale_shapes(count), "float32", "float32", "[num_kv_heads, n]")
 
     @staticmethod
-    def _layers_of(name: str, given: Any, num_layers: int) -> list[Array]:
+    def _checked(
+        pair: Mapping[str, Sequence[Array]], shapes: Sequence[tuple[int, ...]], expected: str, dtype: str, form: str
+    ) -> list[Array]:
+        """Return both arrays of each layer, one after another and dense, after checking them."""
+        rows = []
+        for layer, shape in enumerate(shapes):
+            for name, arrays in pair.items():
+                array, what = arrays[layer], f"{name}[{layer}]"
+                if array.dtype != numpy_dtype(dtype):
+                    raise DTypeError(f"{what}: expected {expected}, got {array.dtype}.")
+                if array.shape != shape[1:]:
+                    raise ShapeError(f"{what}: expected {form} = {shape[1:]}, got {array.shape}.")
+                rows.append(np.ascontiguousarray(array))
+        return rows
+
+    @staticmethod
+    def _layers_of(name: str, given: Any, num_layers: int, form: str = "[H, n, D]") -> list[Array]:
         if isinstance(given, DeviceTensor):
             given = given.numpy()
         if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str | bytes) or getattr(given, "ndim", 1) == 0:
-            raise ShapeError(f"{name}: expected an array [L, H, n, D], or an array [H, n, D] per layer, got {type(given).__name__}.")
+            raise ShapeError(f"{name}: expected an array [L, {form[1:]}, or an array {form} per layer, got {type(given).__name__}.")
         if len(given) != num_layers:
             raise ShapeError(f"{name}: expected {num_layers} layers, got {len(given)}.")
         layers = [layer.numpy() if isinstance(layer, DeviceTensor) else layer for layer in given]
         for index, layer in enumerate(layers):
             if not isinstance(layer, np.ndarray):
-                raise ShapeError(f"{name}[{index}]: expected an array [H, n, D], got {type(layer).__name__}.")
+                raise ShapeError(f"{name}[{index}]: expected an array {form}, got {type(layer).__name__}.")
         return layers
 
     def pin(self, seq: int, *, slot: int | None = None, stream: Any) -> int:

@@ -14,7 +14,7 @@ from trt_kvcache.memory.base import Array
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
-from trt_kvcache.sequences.slot_transfer import SavedTensors, SlotTransfer
+from trt_kvcache.sequences.slot_transfer import SavedTensors, SlotTransfer, head_rows
 
 #: Where a copy is: in the memory of the cache, or on the host (page-locked for a device).
 Place = Literal["cache", "host"]
@@ -190,9 +190,16 @@ class SlotCopy:
     @staticmethod
     def _pairs(saved: SavedTensors, arrays: Sequence[Array]) -> Iterator[tuple[DeviceTensor, Array]]:
         """Yield the parts of what the kernels saved with the host arrays of the same contents, in equal shapes."""
-        rows, states = arrays[: 2 * len(saved.kv)], arrays[2 * len(saved.kv) :]
+        first_scale = 2 * len(saved.kv)
+        first_state = first_scale + 2 * len(saved.scales)
+        rows, scales, states = arrays[:first_scale], arrays[first_scale:first_state], arrays[first_state:]
         for index, array in enumerate(rows):
             layer, k_or_v = divmod(index, 2)
             yield saved.kv[layer][k_or_v : k_or_v + 1], array[np.newaxis]
+        for index, array in enumerate(scales):  # the saved ones have room for a multiple of 4 tokens, so that only their heads are dense
+            layer, k_or_v = divmod(index, 2)
+            tensor = saved.scales[layer]
+            heads = head_rows(tensor.reshape(1, *tensor.shape, 1), 0, k_or_v, 0, array.shape[1])
+            yield from zip(heads, array[..., np.newaxis], strict=True)
         for tensor, array in zip((tensor for tensors in saved.states.values() for tensor in tensors), states, strict=True):
             yield tensor, array[0]

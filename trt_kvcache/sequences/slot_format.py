@@ -14,6 +14,7 @@ from trt_kvcache.cache.layout import StateStorage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.scale_views import saved_scales
 from trt_kvcache.memory.shapes import align_up, dense_nbytes
 
 #: The managers whose slots hold whole sequences. For a model of Mamba layers alone this is a ``HybridCacheManager`` too.
@@ -101,6 +102,22 @@ class SlotFormat:
         """
         return [] if self.kv is None else [(2, layer.num_kv_heads, length, layer.head_dim) for layer in self.kv.layers]
 
+    def scale_shapes(self, length: int) -> list[tuple[int, int, int]]:
+        """Return the shape of the scales of the first tokens in each attention layer.
+
+        Parameters
+        ----------
+        length : int
+            Tokens, n.
+
+        Returns
+        -------
+        list of tuple of int
+            ``(2, H_i, n)`` of each attention layer; empty unless each token has its own scales.
+        """
+        scaled = self.kv is not None and self.kv.scales_by_token
+        return [shape[:3] for shape in self.kv_shapes(length)] if scaled else []
+
     def tensors(self, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the tensors of the first tokens of a slot: their names, shapes and dtypes.
 
@@ -113,12 +130,15 @@ class SlotFormat:
         -------
         dict of str to (shape, dtype)
             In this order: ``k_cache_0`` and ``v_cache_0`` ``[H_i, n, D_i]`` of the first attention layer, those of the others,
-            then ``recurrent_state_0``, ... ``[1, num_heads, head_dim, state_size]`` and ``conv_state_0``, ... ``[1, conv_dim,
+            with scales by token ``k_scale_0``, ``v_scale_0`` ``[H_i, n]`` float32, ... of all of them, then
+            ``recurrent_state_0``, ... ``[1, num_heads, head_dim, state_size]`` and ``conv_state_0``, ... ``[1, conv_dim,
             conv_kernel]`` of the recurrent layers. Copies on the host and snapshot files hold exactly these.
         """
         tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         for index, shape in enumerate(self.kv_shapes(length)):
             tensors[f"k_cache_{index}"] = tensors[f"v_cache_{index}"] = (shape[1:], self.kv_dtype)
+        for index, scales in enumerate(self.scale_shapes(length)):
+            tensors[f"k_scale_{index}"] = tensors[f"v_scale_{index}"] = (scales[1:], "float32")
         for kind, storage in self.state_storages.items():
             tensors.update(
                 {f"{kind.value}_state_{index}": ((1, *storage.slot_shape), storage.dtype) for index in range(storage.num_layers)}
@@ -136,9 +156,10 @@ class SlotFormat:
         Returns
         -------
         int
-            K and V of each attention layer, and each state, padded to a multiple of 256.
+            K and V of each attention layer, its scales by token, and each state, padded to a multiple of 256.
         """
         kv_nbytes = sum(align_up(dense_nbytes(shape, self.kv_dtype)) for shape in self.kv_shapes(length))
+        kv_nbytes += sum(align_up(dense_nbytes(shape, "float32")) for shape in self.scale_shapes(saved_scales(length)))
         states = self.state_storages.values()
         return kv_nbytes + sum(storage.num_layers * align_up(dense_nbytes(storage.slot_shape, storage.dtype)) for storage in states)
 
@@ -153,7 +174,7 @@ class SlotFormat:
         Returns
         -------
         int
-            K and V of the tokens, and the states in every buffer. An empty sequence uses none, as its states are zero.
+            K and V of the tokens with their scales, and the states in every buffer. An empty sequence uses none, as its states are zero.
         """
         if not length:
             return 0
@@ -161,7 +182,7 @@ class SlotFormat:
 
     @cached_property
     def _token_nbytes(self) -> int:
-        return sum(dense_nbytes(shape, self.kv_dtype) for shape in self.kv_shapes(1))
+        return 0 if self.kv is None else sum(layer.token_nbytes(self.kv_dtype, scaled=self.kv.scales_by_token) for layer in self.kv.layers)
 
     def difference(self, other: SlotFormat) -> str | None:
         """Say why a copy of the ``other`` format cannot be used where this one is expected.
@@ -190,9 +211,12 @@ class SlotFormat:
         }
         if self.kv is not None:
             properties["dtype of K and V"] = self.kv.dtype
+            static = self.kv.has_scales and not self.kv.scales_by_token
+            if self.kv.has_scales:
+                properties["scales of K and V"] = "static" if static else "by token"
             for index, layer in enumerate(self.kv.layers):
                 for field, value in asdict(layer).items():
-                    if self.kv.has_scales or not field.endswith("_scale"):
+                    if static or not field.endswith("_scale"):
                         properties[f"{field} of attention layer {index}"] = value
         if self.mamba is not None:
             for field, value in asdict(self.mamba).items():

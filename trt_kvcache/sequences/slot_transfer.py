@@ -7,9 +7,12 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.kernels import KVLayerInfos, instantiate_kv_cache_batched, instantiate_rows, save_kv_cache_batched, save_rows
+from trt_kvcache.kernels.scale_views import saved_scales, scale_infos, single_scales
 from trt_kvcache.memory.base import Array
 from trt_kvcache.memory.saved_tensors import allocate_tensors
 from trt_kvcache.memory.shapes import dense_nbytes
@@ -24,6 +27,10 @@ class SavedTensors(NamedTuple):
     kv: list[DeviceTensor]
     #: The same tensors by head dim, as ``KVCacheManager.kv_head_dim_groups`` groups the layers.
     kv_groups: list[KVLayerInfos]
+    #: ``[2, H_i, n']`` float32 of each attention layer with scales by token, n rounded up to a multiple of 4; else empty.
+    scales: list[DeviceTensor]
+    #: The same tensors as rows that kernels move.
+    scale_rows: KVLayerInfos | None
     #: ``[num_heads, head_dim, state_size]`` and ``[conv_dim, conv_kernel]`` of each recurrent layer.
     states: Mapping[StateKind, list[DeviceTensor]]
 
@@ -49,6 +56,7 @@ class SlotTransfer:
         self._cache = cache
         self._memory = cache.memory
         self._groups = cache.kv_head_dim_groups
+        self._scale_rows = cache.kv_scale_rows
         self._states = cache.states
 
     def allocate(self, length: int, *, stream: Any) -> SavedTensors:
@@ -64,8 +72,8 @@ class SlotTransfer:
         Returns
         -------
         SavedTensors
-            In the memory of the cache, in one allocation for K and V and one for each kind of state, each of which is released with
-            the last of its tensors. Their bytes are not set.
+            In the memory of the cache, in one allocation for K and V, one for scales and one for each kind of state, each of which is
+            released with the last of its tensors. Their bytes are not set.
 
         Raises
         ------
@@ -76,11 +84,13 @@ class SlotTransfer:
         if self._groups:
             layers = allocate_tensors(self._memory, self.slot_format.kv_shapes(length), self.slot_format.kv_dtype, stream=stream)
         groups = [KVLayerInfos([layers[index] for index in group.attn_layer_indices], stream=stream) for group in self._groups]
+        scale_shapes = self.slot_format.scale_shapes(saved_scales(length))
+        scales = allocate_tensors(self._memory, scale_shapes, "float32", stream=stream) if scale_shapes else []
         states = {
             kind: allocate_tensors(self._memory, [storage.slot_shape] * storage.num_layers, storage.dtype, stream=stream)
             for kind, storage in self.slot_format.state_storages.items()
         }
-        return SavedTensors(layers, groups, states)
+        return SavedTensors(layers, groups, scales, scale_infos(scales, stream=stream) if scales else None, states)
 
     def save(self, slot: int, length: int, *, stream: Any) -> SavedTensors:
         """Copy the first tokens and the current states of a slot within the memory of the cache.
@@ -107,6 +117,8 @@ class SlotTransfer:
         saved = self.allocate(length, stream=stream)
         for group, infos in zip(self._groups, saved.kv_groups, strict=True):
             save_kv_cache_batched(group.layer_infos, infos, slot, length, stream=stream)
+        if self._scale_rows is not None and saved.scale_rows is not None:
+            save_kv_cache_batched(self._scale_rows, saved.scale_rows, slot, length, stream=stream)
         if self._states is not None:
             for kind, tensors in saved.states.items():
                 save_rows(self._states.current(kind).infos, tensors, slot, stream=stream)
@@ -128,6 +140,8 @@ class SlotTransfer:
         """
         for group, infos in zip(self._groups, saved.kv_groups, strict=True):
             instantiate_kv_cache_batched(group.layer_infos, infos, slot, length, stream=stream)
+        if self._scale_rows is not None and saved.scale_rows is not None:
+            instantiate_kv_cache_batched(self._scale_rows, saved.scale_rows, slot, length, stream=stream)
         if self._states is not None:
             for kind, tensors in saved.states.items():
                 instantiate_rows(self._states.current(kind).infos, tensors, slot, stream=stream)
@@ -217,7 +231,8 @@ class SlotTransfer:
         Parameters
         ----------
         rows : sequence of ndarray ``[H_i, n, D_i]``
-            K, then V, of each attention layer; dense, and complete after ``memory.synchronize(stream)``.
+            K, then V, of each attention layer, and then their scales ``[H_i, n]`` by token; dense, and complete after
+            ``memory.synchronize(stream)``.
         slot : int
             Any slot.
         stream : cuda.core.Stream
@@ -233,7 +248,8 @@ class SlotTransfer:
         Parameters
         ----------
         rows : sequence of ndarray ``[H_i, n, D_i]``
-            K, then V, of each attention layer; the rows of a head are dense. They must stay until the copies are done.
+            K, then V, of each attention layer, and then their scales ``[H_i, n]`` by token; the rows of a head are dense. They must
+            stay until the copies are done.
         slot : int
             Any slot.
         first : int
@@ -285,16 +301,22 @@ class SlotTransfer:
         return self.slot_format.mamba is not None and self.slot_format.mamba.ping_pong
 
     @cached_property
-    def _layers(self) -> dict[int, DeviceTensor]:
-        """K and V ``[B, 2, H_i, S, D_i]`` of each attention layer."""
-        views = [zip(group.attn_layer_indices, group.layer_infos.views, strict=True) for group in self._groups]
-        return dict(chain.from_iterable(views))
+    def _layers(self) -> list[DeviceTensor]:
+        """K and V ``[B, 2, H_i, S, D_i]`` of each attention layer, and then the scales by token of each, as rows of one element."""
+        views = chain.from_iterable(zip(group.attn_layer_indices, group.layer_infos.views, strict=True) for group in self._groups)
+        scales = () if self._scale_rows is None else self._scale_rows.views
+        return [view for _, view in sorted(views, key=lambda pair: pair[0])] + [single_scales(view) for view in scales]
 
     def _rows_of(self, slot: int, first: int, rows: Sequence[Array]) -> Iterator[tuple[Array, list[DeviceTensor]]]:
         """Yield each array of ``rows`` with the tensors ``[n, D]`` of its heads in a slot, from token ``first`` on."""
         for index, array in enumerate(rows):
             layer, k_or_v = divmod(index, 2)
-            yield array, _head_rows(self._layers[layer], slot, k_or_v, first, array.shape[1])
+            whole = array if layer < len(self._layers) - self._num_scales else array[..., np.newaxis]
+            yield whole, head_rows(self._layers[layer], slot, k_or_v, first, array.shape[1])
+
+    @property
+    def _num_scales(self) -> int:
+        return 0 if self._scale_rows is None else self._scale_rows.num_layers
 
     def _states_of(self, slot: int, *, following: bool = False) -> list[DeviceTensor]:
         """Return the current or next states of a slot, ``[1, ...]``, of all layers and kinds. Each ``swap`` exchanges the two."""
@@ -304,8 +326,21 @@ class SlotTransfer:
         return [layer[slot : slot + 1] for kind in self._states.kinds for layer in buffer(kind).layers]
 
 
-def _head_rows(layer: DeviceTensor, slot: int, k_or_v: int, first: int, count: int) -> list[DeviceTensor]:
-    """Return ``count`` rows from token ``first`` on of each head of one slot of a layer ``[B, 2, H, S, D]``, each dense ``[count, D]``."""
+def head_rows(layer: DeviceTensor, slot: int, k_or_v: int, first: int, count: int) -> list[DeviceTensor]:
+    """Return rows of each head of one slot of a layer.
+
+    Parameters
+    ----------
+    layer : DeviceTensor ``[B, 2, H, S, D]``
+        K and V, or scales by token with a D of 1.
+    slot, k_or_v, first, count : int
+        The slot; 0 for K and 1 for V; the first token, and how many.
+
+    Returns
+    -------
+    list of DeviceTensor ``[count, D]``
+        Views of each head, dense.
+    """
     slot_stride, kv_stride, head_stride, row_stride, _ = layer.strides
     start = slot * slot_stride + k_or_v * kv_stride + first * row_stride
     size, shape = itemsize(layer.dtype), (count, layer.shape[-1])

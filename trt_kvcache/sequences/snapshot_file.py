@@ -30,7 +30,7 @@ from trt_kvcache.dtypes import dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import SnapshotError
 
 #: The format that this package writes. It reads this one and older ones.
-FORMAT = 1
+FORMAT = 2
 
 _LENGTH_NBYTES = 8
 _FORMAT_KEY, _DESCRIPTION_KEY, _DIGEST = "trt_kvcache_snapshot", "description", "sha256"

@@ -21,8 +21,10 @@ from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, logits_per_slot
+from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE, EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.generation.sampling import SamplingParams
@@ -124,6 +126,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
             checkpoint,
             options,
             kv=config.cache,
+            dtype=config.dtype,
             max_prefill_length=config.max_prefill_length,
             max_logits_per_slot=config.max_logits_per_slot,
             attention=cast(Attention, config.attention_variant),
@@ -163,13 +166,22 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
     with Checkpoint.open(place, quantize=options.quantize) as checkpoint:
         model = checkpoint.config
-        attention = options.attention or DEFAULT_ATTENTION
-        cache = _cache_config(model, options, attention)
+        attention: Attention = "plugin" if options.kv_dtype else options.attention or DEFAULT_ATTENTION
+        quantized = quantized_kv(checkpoint, options.kv_dtype, options.kv_scales)
+        cache = _cache_config(model, options, attention, quantized)
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
         if _tries_tensorrt(options, options.flavour, model):
-            built = options.attention or default_attention(model, cache.max_sequence_length)  # of the same layout
-            build_options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": built, "progress": progress}
+            # Of the same layout.
+            built = "plugin" if options.kv_dtype else options.attention or default_attention(model, cache.max_sequence_length)
+            kv_options = {"dtype": options.dtype or model.dtype, "kv_dtype": options.kv_dtype, "kv_scales": options.kv_scales}
+            build_options = {
+                "max_prefill_length": width,
+                "max_logits_per_slot": logits,
+                "attention": built,
+                "progress": progress,
+                **kv_options,
+            }
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 return _built_parts(checkpoint.path, cache, memory, options, **build_options)
@@ -179,6 +191,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             checkpoint,
             options,
             kv=cache,
+            dtype=options.dtype or model.dtype,
             max_prefill_length=width,
             max_logits_per_slot=logits,
             attention=attention,
@@ -290,7 +303,7 @@ def _torch_memory(options: SessionOptions) -> Memory:
     return HostMemory()
 
 
-def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attention) -> DecoderCacheConfig:
+def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attention, quantized: QuantizedKV | None) -> DecoderCacheConfig:
     """Return the cache for a model: the one configuration from which engine and allocation are made."""
     length = options.max_sequence_length or default_sequence_length(model)
     if length > model.max_position_embeddings:
@@ -304,6 +317,7 @@ def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attent
         max_sequence_length=length,
         dtype=options.dtype or model.dtype,
         attention=attention,
+        quantized=quantized,
     )
 
 
@@ -331,7 +345,6 @@ def _built_parts(path: Path, cache: DecoderCacheConfig, memory: CudaMemory, opti
             Path(place.name) / "engine",
             max_batch_size=cache.max_batch_size,
             max_sequence_length=cache.max_sequence_length,
-            dtype=cache.dtype,
             flavour=options.flavour,
             quantize=options.quantize,
             **build_options,

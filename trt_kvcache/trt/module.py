@@ -27,12 +27,15 @@ _DATA_TYPES = {
     "bfloat16": "BF16",
     "float32": "FLOAT",
     "float8_e4m3fn": "FP8",
-    "int4": "INT4",
     "int8": "INT8",
     "uint8": "UINT8",
     "int32": "INT32",
     "int64": "INT64",
 }
+
+#: Dtypes of ml_dtypes that constants alone have.
+CONSTANT_DTYPES = {"int4": "INT4", "float4_e2m1fn": "FP4", "float8_e8m0fnu": "E8M0"}
+_DATA_TYPES |= CONSTANT_DTYPES
 _DTYPE_NAMES = {data_type: name for name, data_type in _DATA_TYPES.items()}
 
 

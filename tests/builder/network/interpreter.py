@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.trt.module import CONSTANT_DTYPES
 
 
 def interpret(tensorrt, network, constants, feed):
@@ -46,7 +47,7 @@ def _typed(tensorrt, layer):
 
 def _rounded(tensorrt, tensor, result):
     name = tensorrt.dtype_name(tensor.dtype)
-    if name == "int4":
+    if name in CONSTANT_DTYPES:
         return result
     rounded = np.asarray(result, np.bool_ if name == "bool" else numpy_dtype(name))
     wanted = tuple(tensor.shape)
@@ -196,16 +197,19 @@ def _select(layer, inputs):
 
 
 def _dequantize(layer, inputs):
-    codes, scales = (_wide(each.astype(np.float32)) for each in inputs)
+    codes, scales = (each.astype(np.float32) for each in inputs)
     assert (scales > 0).all(), layer.name
+    if scales.ndim == 0:
+        return codes * scales
     if scales.ndim == 1:
         assert layer.axis == 0
         return codes * scales[:, None]
+    block = tuple(size // count for size, count in zip(codes.shape, scales.shape, strict=True))
     if inputs[0].dtype == ml_dtypes.int4:
-        assert layer.axis == 1
+        assert (block[0], layer.axis) == (1, 1)
     else:
-        assert tuple(layer.block_shape) == (1, codes.shape[1] // scales.shape[1])
-    return codes * np.repeat(scales, codes.shape[1] // scales.shape[1], axis=1)
+        assert tuple(layer.block_shape) == block
+    return codes * np.repeat(np.repeat(scales, block[0], axis=0), block[1], axis=1)
 
 
 _LAYERS = {

@@ -66,6 +66,9 @@ class Stored:
     def quantized_weight(self, name: str) -> None:
         return None
 
+    def release(self, name: str) -> None:
+        pass
+
     def tensor(self, name: str) -> np.ndarray:
         return self._arrays[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -39,8 +40,9 @@ def weight(kind: str, *, zero_points: bool = False, group_index: Any = None, sca
 
 
 def values(packed: PackedWeight) -> Any:
-    spread = np.repeat(packed.scales, packed.block, axis=1)
-    offsets = 0 if packed.offsets is None else np.repeat(packed.offsets, packed.block, axis=1)
+    down, across = packed.block
+    spread = np.repeat(np.repeat(packed.scales.astype(np.float32), down, axis=0), across, axis=1) * np.float32(packed.scale_factor)
+    offsets = 0 if packed.offsets is None else np.repeat(packed.offsets, across, axis=1)
     found = (packed.codes.astype(np.float32) - offsets) * spread
     if packed.input_order is not None:
         found = found[:, np.argsort(packed.input_order)]
@@ -100,3 +102,48 @@ def test_the_first_of_two_codes_is_in_the_low_bits() -> None:
     """NvInfer.h, ``DataType::kINT4``: two a byte, the element of lower index in the low bits; negative ones in two's complement."""
     codes = np.array([[1, -8, 7], [-1, 0, 3]], ml_dtypes.int4)
     assert packed_nibbles(codes).tolist() == [0x81, 0xF7, 0x30]
+
+
+def fp4(scales: Any, factor: float = 1.0) -> QuantizedWeight:
+    stored = weight("e2m1", scales=scales)
+    return replace(stored, scales=replace(stored.scales, factor=factor))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu])
+def test_native_fp4_keeps_codes_and_scales(dtype: Any) -> None:
+    scales = np.array([[0.5, 2, 1]] * ROWS, dtype)
+    stored = fp4(scales, factor=0.013)
+    packed = PackedWeight.of("w", [stored], is_native=True)
+    assert (packed.codes.dtype.name, packed.scales.dtype, packed.scale_factor) == ("float4_e2m1fn", scales.dtype, 0.013)
+    np.testing.assert_array_equal(values(packed), stored.dequantized())
+
+
+@pytest.mark.parametrize(("scale", "is_native"), [(1, False), (0, True), (-1, True)])
+def test_fp4_is_int8_otherwise(scale: float, is_native: bool) -> None:
+    """TensorRT takes positive scales only."""
+    stored = fp4(np.array([[0.5, 2, scale]] * ROWS, ml_dtypes.float8_e4m3fn))
+    packed = PackedWeight.of("w", [stored], is_native=is_native)
+    assert packed.codes.dtype == np.int8
+    np.testing.assert_array_equal(values(packed), stored.dequantized())
+
+
+def test_blocks_of_several_rows_are_kept() -> None:
+    stored = replace(weight("e4m3"), scales=Scales(stored=np.full((2, 3), 0.5, np.float32), block=(3, GROUP)))
+    assert PackedWeight.of("w", [stored]).scales.shape == (2, 3)
+    rows = PackedWeight.of("w", [stored.rows(slice(1, 5))])  # no whole blocks
+    assert rows.scales.shape == (4, 3)
+    np.testing.assert_array_equal(values(rows), stored.dequantized()[1:5])
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_codes_less_offsets_are_int8(zero_points: bool) -> None:
+    stored = weight("uint4", zero_points=zero_points)
+    whole = PackedWeight.of("w", [stored]).with_whole_codes()
+    assert whole is not None
+    assert whole.is_plain
+    assert whole.codes.dtype == np.int8
+    np.testing.assert_array_equal(values(whole), stored.dequantized())
+
+
+def test_codes_less_offsets_that_are_no_int8() -> None:
+    assert PackedWeight.of("w", [weight("uint8", zero_points=True)]).with_whole_codes() is None

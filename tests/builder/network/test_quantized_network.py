@@ -16,7 +16,7 @@ from tests.builder.network.interpreter import layer_kind
 from tests.builder.network.test_network_values import LOGITS_TOLERANCE, ROWS_TOLERANCE, STEPS, Network, assert_near, run, total
 from tests.checkpoint.quantized.test_gguf import write_gguf
 from tests.helpers.golden_models import attentions_of
-from tests.helpers.quantized_models import ALL_CASES, FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_quantized
+from tests.helpers.quantized_models import ALL_CASES, FP4_CASES, FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_quantized
 from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN
 from tests.reference import rig
@@ -43,12 +43,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
-def define(rtx: Any, folder: Path, dtype: str, attention: str = "native") -> Defined:
+def define(rtx: Any, folder: Path, dtype: str, attention: str = "native", **more: Any) -> Defined:
     """Return the network of a model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with recording(rtx, folder) as (checkpoint, constants, messages):
-            options = BuildOptions(**SIZES, dtype=dtype, attention=attention)
+            options = BuildOptions(**SIZES, dtype=dtype, attention=attention, **more)
             return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
 
 
@@ -59,8 +59,8 @@ def layers_of(defined: Defined) -> Iterator[tuple[str, Any]]:
         yield layer_kind(defined.tensorrt, layer), layer
 
 
-def assert_computes_what_the_reference_engine_does(rtx: Any, folder: Path, dtype: str, attention: str = "native") -> Defined:
-    defined = define(rtx, folder, dtype, attention)
+def assert_computes_what_the_reference_engine_does(rtx: Any, folder: Path, dtype: str, attention: str = "native", **more: Any) -> Defined:
+    defined = define(rtx, folder, dtype, attention, **more)
     network = Network(defined)
     sizes = {"batch": MAX_BATCH_SIZE, "length": MAX_SEQUENCE_LENGTH, "width": MAX_PREFILL_LENGTH}
     reference = rig.Rig(folder, **sizes, dtype=dtype, attention=attention)
@@ -94,6 +94,38 @@ def test_every_format(rtx: Any, tmp_path: Path, case: str, dtype: str) -> None:
     assert len(stored) == len(packed)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", FP4_CASES)
+def test_fp4_for_gpus_that_have_it(rtx: Any, tmp_path: Path, case: str, dtype: str) -> None:
+    quantize, config = ALL_CASES[case]
+    write_quantized(tmp_path / "model", "llama", quantize, config)
+    defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", dtype, compute_capabilities=("12.0", "12.1"))
+    codes = [array for name, array in defined.constants.items() if name.endswith(".codes")]
+    scales = [array for name, array in defined.constants.items() if name.endswith(".scales")]
+    assert {array.dtype.name for array in codes} == {"float4_e2m1fn"}
+    assert {array.dtype.name for array in scales} == {"float8_e8m0fnu" if "mxfp4" in case else "float8_e4m3fn"}
+
+
+@pytest.mark.parametrize("capabilities", [None, ("8.9", "12.0")])
+def test_fp4_is_int8_where_a_gpu_has_none(rtx: Any, tmp_path: Path, capabilities: tuple[str, ...] | None) -> None:
+    quantize, config = ALL_CASES["modelopt-nvfp4"]
+    write_quantized(tmp_path / "model", "llama", quantize, config)
+    defined = define(rtx, tmp_path / "model", "float16", compute_capabilities=capabilities)
+    assert {array.dtype.name for name, array in defined.constants.items() if name.endswith(".codes")} == {"int8"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_blocks_of_fp8_keep_one_scale(rtx: Any, tmp_path: Path, dtype: str) -> None:
+    """Weights that are whole blocks have the scales of the checkpoint; of others each row has its own."""
+    source = write_model(tmp_path / "small", hidden_size=32, intermediate_size=64, head_dim=16)
+    config = {**FP8_CONFIG, "weight_block_size": [32, 16]}
+    write_quantized(tmp_path / "model", str(source), fp8_blocks(block=(32, 16)), config)
+    defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", dtype)
+    shapes = {name.split(".")[-2]: array.shape for name, array in defined.constants.items() if name.endswith("proj.scales")}
+    assert shapes["gate_proj"] == (2, 2)
+    assert shapes["down_proj"] == (1, 4)
+
+
 def test_blocks_of_whole_rows_and_columns(rtx: Any, tmp_path: Path) -> None:
     """The blocks of FP8 lie over 24 rows, more than a head has, and the last one is smaller."""
     source = write_model(tmp_path / "small", hidden_size=32, intermediate_size=64, head_dim=16)
@@ -115,12 +147,12 @@ def test_rounded_to_nearest(rtx: Any, opened: Any, tmp_path: Path, quantize: str
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_gguf(rtx: Any, tmp_path: Path, kind: str) -> None:
-    """Scales of Q4_0 have both signs, so that its embedding cannot be packed."""
+    """Scales of Q4_0 have both signs; rows of an embedding have no product that takes offsets, so its codes are int8."""
     pytest.importorskip("gguf")
     write_gguf(tmp_path / "model", kind)
     with pytest.warns(UserWarning, match="are converted"):
         defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", "float16")
-    assert ("model.embed_tokens.codes" in defined.constants) == (kind == "Q8_0")
+    assert defined.constants["model.embed_tokens.codes"].dtype == np.int8
     assert defined.constants["lm_head.codes"].dtype.name == {"Q8_0": "int8", "Q4_0": "int4"}[kind]
 
 

@@ -23,6 +23,9 @@ class Stored:
     def quantized_weight(self, name: str) -> None:
         return None
 
+    def release(self, name: str) -> None:
+        pass
+
 
 def test_same_dtype_is_the_stored_array() -> None:
     stored = np.ones((2, 3), np.float16)

@@ -9,16 +9,19 @@ import numpy as np
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.log import Messages
-from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.module import CONSTANT_DTYPES, TensorRT
+
+#: What ml_dtypes stores one an element, and TensorRT two a byte.
+_OF_FOUR_BITS = (np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.float4_e2m1fn))
 
 
 def packed_nibbles(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return integers of 4 bits as TensorRT reads them.
+    """Return codes of 4 bits as TensorRT reads them.
 
     Parameters
     ----------
     array : ndarray
-        int4 of ml_dtypes, one an element, of an even size.
+        int4 or float4_e2m1fn of ml_dtypes, one an element, of an even size.
 
     Returns
     -------
@@ -30,7 +33,7 @@ def packed_nibbles(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     >>> packed_nibbles(np.array([[1, -1], [7, 0]], ml_dtypes.int4))
     array([241,   7], dtype=uint8)
     """
-    nibbles = array.astype(np.int8).view(np.uint8).reshape(-1) & np.uint8(15)
+    nibbles = array.view(np.uint8).reshape(-1) & np.uint8(15)
     packed: np.ndarray[Any, Any] = nibbles[0::2] | nibbles[1::2] << np.uint8(4)
     return packed
 
@@ -225,7 +228,8 @@ class Graph:
         name : str
             Name of the layer.
         array : ndarray
-            Its memory is used if it is contiguous and aligned; else it is copied. int4 of ml_dtypes is packed, two a byte.
+            Its memory is used if it is contiguous and aligned; else it is copied. int4 and float4_e2m1fn of ml_dtypes are packed, two a
+            byte.
 
         Returns
         -------
@@ -237,10 +241,11 @@ class Graph:
         BuildError
             TensorRT refused it; the text is what it logged.
         """
-        is_int4 = array.dtype == ml_dtypes.int4
-        stored = packed_nibbles(array) if is_int4 else np.require(array, requirements=["C", "A"])
+        narrow = array.dtype.name if array.dtype.name in CONSTANT_DTYPES else None
+        is_packed = array.dtype in _OF_FOUR_BITS
+        stored = packed_nibbles(np.ascontiguousarray(array)) if is_packed else np.require(array, requirements=["C", "A"])
         self._arrays.append(stored)
-        data_type = self.tensorrt.data_type("int4" if is_int4 else dtype_name(array.dtype))
+        data_type = self.tensorrt.data_type(narrow or dtype_name(array.dtype))
         weights = self.trt.Weights(data_type, stored.ctypes.data, array.size)
         return self.op(name, "constant", array.shape, weights)
 

@@ -29,13 +29,14 @@ def embedding_table(graph: Graph, weights: Weights, model: ModelConfig) -> Any:
     Returns
     -------
     ITensor [vocab, hidden]
-        In the dtype that the model computes in. Where they are tied, the LM head reads it too. A quantized table stays packed where it
-        is codes times scales; rows of one with offsets are gathered from its values.
+        In the dtype that the model computes in. Where they are tied, the LM head reads it too. A quantized table stays packed, with
+        offsets subtracted from its codes; its values are a constant where those are no int8.
     """
     name = embedding_name(model)
     table = weights.matrix(name)
-    if isinstance(table, PackedWeight) and table.is_plain:
-        return dequantized(graph, EMBEDDING.removesuffix(".weight"), table)
+    plain = table.with_whole_codes() if isinstance(table, PackedWeight) else None
+    if plain is not None:
+        return dequantized(graph, EMBEDDING.removesuffix(".weight"), plain)
     return graph.constant(EMBEDDING, weights(name))
 
 

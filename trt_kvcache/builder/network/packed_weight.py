@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -20,24 +20,32 @@ Float32 = npt.NDArray[np.float32]
 #: The dtype of TensorRT that holds codes of each kind. FP4 is needed for none: e2m1 doubled is an integer.
 CONSTANT_TYPES = {"int4": "int4", "uint4": "int4", "int8": "int8", "uint8": "int8", "e2m1": "int8", "e4m3": "float8_e4m3fn"}
 
+#: The same of codes that some GPUs have as they are, with the scales beside them.
+NATIVE_TYPES = {"e2m1": "float4_e2m1fn"}
+
+#: The dtypes of scales of those.
+_NATIVE_SCALES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu))
+
 #: What is subtracted from unsigned codes.
 _MIDDLES = {"uint4": 8, "uint8": 128}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedWeight:
-    """A matrix ``[out, in]``: ``(code - offset) * scale``, with a positive scale for each row and block of columns.
+    """A matrix ``[out, in]``: ``(code - offset) * scale``, with a positive scale for each block.
 
     TensorRT multiplies codes with positive scales, and knows neither offsets nor an order of inputs: those are computed with layers.
 
     Parameters
     ----------
     codes : ndarray ``[out, in]``
-        int4 (one an element), int8 or e4m3.
-    scales : ndarray float32 ``[out, blocks]``
-        Positive.
-    offsets : ndarray float32 ``[out, blocks]``, or None
-        None where all are 0.
+        int4, int8, e4m3 or e2m1, one an element.
+    scales : ndarray ``[blocks of out, blocks of in]``
+        float32, e4m3 or e8m0. Positive.
+    scale_factor : float
+        Scales are multiplied with it (a float32).
+    offsets : ndarray float32 ``[out, blocks of in]``, or None
+        None where all are 0. Blocks are of one row where there are some.
     input_order : ndarray int32 ``[in]``, or None
         The input that each column is for, where columns were put in another order (act-order).
     input_factor : ndarray float32 ``[in]``, or None
@@ -45,23 +53,35 @@ class PackedWeight:
     """
 
     codes: Array
-    scales: Float32
+    scales: Array
+    scale_factor: float = 1.0
     offsets: Float32 | None = None
     input_order: npt.NDArray[np.int32] | None = None
     input_factor: Float32 | None = None
 
     @property
-    def block(self) -> int:
-        """Columns of a block."""
-        return int(self.codes.shape[1] // self.scales.shape[1])
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        (rows, columns), (down, across) = self.codes.shape, self.scales.shape
+        return rows // down, columns // across
 
     @property
     def is_plain(self) -> bool:
         """Whether it is codes times scales and nothing else."""
         return self.offsets is None and self.input_order is None and self.input_factor is None
 
+    def with_whole_codes(self) -> PackedWeight | None:
+        """Return the same matrix as codes times scales and nothing else, or None where codes less offsets are no int8."""
+        if self.input_order is not None or self.input_factor is not None:
+            return None
+        if self.offsets is None:
+            return self
+        codes = self.codes.astype(np.float32) - np.repeat(self.offsets, self.block[1], axis=1)
+        whole = codes.astype(np.int8)
+        return replace(self, codes=whole, offsets=None) if (whole == codes).all() else None
+
     @classmethod
-    def of(cls, name: str, parts: Sequence[QuantizedWeight]) -> PackedWeight:
+    def of(cls, name: str, parts: Sequence[QuantizedWeight], *, is_native: bool = False) -> PackedWeight:
         """Return the matrix that rows of a stored one make.
 
         Parameters
@@ -70,6 +90,8 @@ class PackedWeight:
             What messages call it.
         parts : sequence of QuantizedWeight
             Its rows, from one stored matrix.
+        is_native : bool
+            Whether codes may have the types of :data:`NATIVE_TYPES`.
 
         Returns
         -------
@@ -85,6 +107,9 @@ class PackedWeight:
         if first.codes.kind not in CONSTANT_TYPES:
             raise BuildError(f"weight `{name}`: expected codes of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")
         _check_blocks(name, first)
+        as_stored = _as_stored(parts, is_native=is_native)
+        if as_stored is not None:
+            return as_stored
         signed = [_signed(part) for part in parts]
         codes = np.concatenate([one[0] for one in signed])
         scales, offsets = (np.concatenate([one[index] for one in signed]) for index in (1, 2))
@@ -100,6 +125,26 @@ class PackedWeight:
             input_order=None if order is None else order.astype(np.int32),
             input_factor=first.input_factor,
         )
+
+
+def _as_stored(parts: Sequence[QuantizedWeight], *, is_native: bool) -> PackedWeight | None:
+    """Return FP8 with its blocks of several rows, and FP4 with its scales; None for others, and where a scale is not positive."""
+    first = parts[0]
+    codes = [part.unpacked() for part in parts]
+    stored = [part.stored_scales() for part in parts]
+    if any(found is None for found in stored) or first.group_index is not None:
+        return None
+    scales = np.concatenate([found for found in stored if found is not None])
+    if not (scales.astype(np.float32) > 0).all() or not np.isfinite(scales.astype(np.float32)).all():
+        return None
+    kind, factor = first.codes.kind, first.scales.factor / first.scales.divisor
+    if kind == "e2m1" and is_native and scales.dtype in _NATIVE_SCALES and factor > 0:
+        return PackedWeight(
+            codes=np.concatenate(codes).view(ml_dtypes.float4_e2m1fn), scales=scales, scale_factor=factor, input_factor=first.input_factor
+        )
+    if kind == "e4m3" and first.scales.block[0] > 1 and len(parts) == 1 and factor == 1:
+        return PackedWeight(codes=codes[0], scales=scales.astype(np.float32), input_factor=first.input_factor)
+    return None
 
 
 def _check_blocks(name: str, weight: QuantizedWeight) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.packed_weight import PackedWeight
 from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.errors import BuildError
 
 #: A matrix: as it is, or packed.
 Matrix = np.ndarray[Any, Any] | PackedWeight
@@ -95,21 +97,44 @@ def dequantized(graph: Graph, module: str, weight: PackedWeight) -> Any:
     -------
     ITensor [out, in]
         In the dtype of the model, rounded once: where that does not hold the scales exactly, products are float32 first.
+
+    Raises
+    ------
+    BuildError
+        TensorRT refused it, or is too old for the blocks of the matrix.
     """
-    narrow = weight.scales.astype(numpy_dtype(graph.dtype))
-    is_exact = np.array_equal(narrow.astype(np.float32), weight.scales)
-    dtype, scales = (graph.dtype, narrow) if is_exact else ("float32", weight.scales)
-    by_output = scales.shape[1] == 1
-    codes = graph.constant(f"{module}.codes", weight.codes)
-    factors = graph.constant(f"{module}.scales", scales[:, 0] if by_output else scales)
-    layer = graph.layer(f"{module}/dequantize", "dequantize", codes, factors, graph.tensorrt.data_type(dtype))
-    if by_output:
+    factors, dtype = _scales(graph, module, weight)
+    layer = graph.layer(f"{module}/dequantize", "dequantize", graph.constant(f"{module}.codes", weight.codes), factors, dtype)
+    rank = len(factors.shape)
+    if rank == 1:
         layer.axis = 0
-    elif weight.codes.dtype.name == "int4":
+    elif rank == 2 and weight.codes.dtype == ml_dtypes.int4:
         layer.axis = 1
-    else:
-        layer.block_shape = (1, weight.block)
+    elif rank == 2:
+        if not hasattr(type(layer), "block_shape"):
+            raise BuildError(
+                f"layer `{module}/dequantize`: expected a TensorRT with scales of blocks, {graph.tensorrt} has none. Use a newer one."
+            )
+        layer.block_shape = weight.block
     return graph.cast(f"{module}/round", graph.result(layer), graph.dtype)
+
+
+def _scales(graph: Graph, module: str, weight: PackedWeight) -> tuple[Any, Any]:
+    """Return the scales of a packed matrix as a tensor, and the ``DataType`` that products are computed in."""
+    wide = graph.tensorrt.data_type("float32")
+    if weight.scales.dtype == np.float32:
+        narrow = weight.scales.astype(numpy_dtype(graph.dtype))
+        is_exact = np.array_equal(narrow.astype(np.float32), weight.scales)
+        scales = narrow if is_exact else weight.scales
+        one_for_all, by_output = scales.size == 1, weight.block == (1, weight.codes.shape[1])
+        shaped = scales.reshape(()) if one_for_all else scales[:, 0] if by_output else scales
+        stored = graph.constant(f"{module}.scales", shaped)
+        return stored, graph.tensorrt.data_type(graph.dtype) if is_exact else wide
+    stored = graph.constant(f"{module}.scales", weight.scales)
+    if weight.scales.dtype == ml_dtypes.float8_e8m0fnu:
+        return stored, wide
+    factor = graph.constant(f"{module}.scale_factor", np.array(weight.scale_factor, np.float32))
+    return graph.op(f"{module}/dequantize_scales", "dequantize", stored, factor, wide), wide
 
 
 def _offset_product(graph: Graph, module: str, x: Any, products: np.ndarray[Any, Any]) -> Any:

@@ -14,7 +14,7 @@ from trt_kvcache.model.families.family import LLAMA_NAMES
 from trt_kvcache.model.weight_parts import layer_parts
 
 #: The largest distance of a code from an offset, by the dtype of codes.
-_LARGEST_CODES = {"int4": 15, "int8": 255, "float8_e4m3fn": 448}
+_LARGEST_CODES = {"int4": 15, "int8": 255, "float8_e4m3fn": 448, "float4_e2m1fn": 6}
 
 
 class TensorSource(Protocol):
@@ -43,6 +43,15 @@ class TensorSource(Protocol):
             Its Hugging Face name.
         """
 
+    def release(self, name: str) -> None:
+        """Let the operating system take the memory of what is stored for a weight.
+
+        Parameters
+        ----------
+        name : str
+            Its Hugging Face name.
+        """
+
 
 class Weights:
     """Weights by their Hugging Face names.
@@ -53,6 +62,8 @@ class Weights:
         The open checkpoint.
     dtype : str
         The dtype to return them in.
+    is_native : bool
+        Whether the GPUs have FP4: see :meth:`PackedWeight.of`.
 
     Examples
     --------
@@ -62,8 +73,9 @@ class Weights:
     dtype('float16')
     """
 
-    def __init__(self, checkpoint: TensorSource, dtype: str) -> None:
+    def __init__(self, checkpoint: TensorSource, dtype: str, *, is_native: bool = False) -> None:
         self._checkpoint = checkpoint
+        self._is_native = is_native
         self._last: tuple[str, QuantizedWeight | None] | None = None
         self.dtype = dtype
 
@@ -126,9 +138,11 @@ class Weights:
         if stored is None:
             one = rows[0] if len(rows) == 1 else [row for part in rows for row in range(part.start, part.stop)]
             return self(name, one)
-        packed = PackedWeight.of(name, [stored.rows(part) for part in rows])
+        packed = PackedWeight.of(name, [stored.rows(part) for part in rows], is_native=self._is_native)
+        self._checkpoint.release(name)
         largest = float(np.finfo(np.float16).max)
-        if self.dtype == "float16" and packed.scales.max() * _LARGEST_CODES[packed.codes.dtype.name] > largest:
+        scale = float(packed.scales.astype(np.float32).max()) * packed.scale_factor
+        if self.dtype == "float16" and scale * _LARGEST_CODES[packed.codes.dtype.name] > largest:
             self(name)  # raises an error if there is such a value
         return packed
 

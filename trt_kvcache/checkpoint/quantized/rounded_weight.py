@@ -97,6 +97,7 @@ class RoundedWeight:
         """
         file = files[self.name]
         weight = rounded_to_nearest(file.array(self.name), self.quantized.scheme, self.quantized.dtype)
+        file.release(self.name)
         if not np.isfinite(weight.scales.stored.astype(np.float32)).all():
             raise CheckpointError(f"{file.path}: expected finite values of {self.name}, got others. They cannot be rounded.")
         return weight

@@ -161,6 +161,13 @@ class QuantizedWeight:
         """Return the scales of each row, ``[out, blocks of columns]``: see :meth:`Scales.values`."""
         return self._by_row(self.scales.values(self.scales.blocks(self._rows)))
 
+    def stored_scales(self) -> npt.NDArray[Any] | None:
+        """Return the scales of the weight as they are stored, one for each block; None where its rows are not whole blocks."""
+        height, rows = self.scales.block[0], self._rows
+        if rows.start % height or (rows.stop - rows.start) % height:
+            return None
+        return self.scales.stored[self.scales.blocks(rows)]
+
     def zero_points_of_rows(self) -> npt.NDArray[np.float32] | None:
         """Return the zero points of each row, ``[out, blocks of columns]``, or None if there are none."""
         return None if self.zero_points is None else self._by_row(self.zero_points.values(self.scales.blocks(self._rows)))

@@ -19,9 +19,9 @@ _MAX_BLOCKS_LISTED = 16384
 _INFO_NBYTES = len(KVLayerInfo._fields) * itemsize("int64")
 
 
-def _grid(infos: KVLayerInfos, tokens: int, layers: int, **limit: int) -> Grid:
+def _grid(infos: KVLayerInfos, rows: int, layers: int, **limit: int) -> Grid:
     heads = 2 * infos.max_kv_heads
-    return (blocks_for(tokens * infos.row_nbytes // ROW_GRANULE, heads * layers, **limit), heads, layers)
+    return (blocks_for(rows * infos.row_nbytes // ROW_GRANULE, heads * layers, **limit), heads, layers)
 
 
 def copy_layer(destination: DeviceTensor, source: DeviceTensor, tokens: int, stream: Any) -> None:
@@ -34,29 +34,29 @@ def copy_layer(destination: DeviceTensor, source: DeviceTensor, tokens: int, str
         launch(destination.memory, "kv", "copy_layer", grid, (*to, *of, nbytes), stream)
 
 
-def _copy_saved(kernel: str, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
+def _copy_saved(kernel: str, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, stream: Any) -> None:
     infos = cache.device_layer_infos.ptr
     for first in range(0, cache.num_layers, MAX_SAVED_TENSORS):
         addresses = [info.data for info in saved.host[first : first + MAX_SAVED_TENSORS]]
-        grid = _grid(cache, tokens, len(addresses))
-        sizes = (cache.row_nbytes, slot, tokens, saved.shortest_sequence)
+        grid = _grid(cache, rows, len(addresses))
+        sizes = (cache.row_nbytes, slot, rows, saved.shortest_rows)
         padding = (0,) * (MAX_SAVED_TENSORS - len(addresses))
         launch(cache.memory, "kv", kernel, grid, (infos + first * _INFO_NBYTES, *sizes, *addresses, *padding), stream)
 
 
-def save_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
-    _copy_saved("save_layers", cache, saved, slot, tokens, stream)
+def save_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, stream: Any) -> None:
+    _copy_saved("save_layers", cache, saved, slot, rows, stream)
 
 
-def instantiate_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
-    _copy_saved("instantiate_layers", cache, saved, slot, tokens, stream)
+def instantiate_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, stream: Any) -> None:
+    _copy_saved("instantiate_layers", cache, saved, slot, rows, stream)
 
 
 def compact_layers(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
     infos, row, count = layers.device_layer_infos.ptr, layers.row_nbytes, layers.num_layers
     if isinstance(plan, DeviceCompactionPlan):
-        grid = _grid(layers, layers.shortest_sequence, count, max_blocks=_MAX_BLOCKS_UNKNOWN)
-        mapped = (infos, row, plan.mapping.ptr, plan.lengths.ptr, plan.old_batch)
+        grid = _grid(layers, layers.shortest_rows, count, max_blocks=_MAX_BLOCKS_UNKNOWN)
+        mapped = (infos, row, layers.tokens_per_row, plan.mapping.ptr, plan.lengths.ptr, plan.old_batch)
         launch(layers.memory, "kv", "compact_layers_mapped", grid, mapped, stream)
         return
     for moves in plan.launches:

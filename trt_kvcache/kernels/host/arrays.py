@@ -39,8 +39,16 @@ def new_counts(new_lengths: DeviceTensor | None, tokens: Array) -> list[int]:
     return [max(min(count, width), 0) for count in wanted]
 
 
-def moves_of(plan: AnyCompactionPlan) -> Iterator[CompactionMove]:
-    """Yield the moves of a plan, in order. A mapping in a tensor is read now; entries that do not keep the order are ignored."""
+def moves_of(plan: AnyCompactionPlan, tokens_per_row: int = 1) -> Iterator[CompactionMove]:
+    """Yield the moves of a plan, in order. A mapping in a tensor is read now; entries that do not keep the order are ignored.
+
+    Parameters
+    ----------
+    plan : CompactionPlan or DeviceCompactionPlan
+        The moves of the former count rows already.
+    tokens_per_row : int
+        Of a row, where lengths in a tensor count tokens.
+    """
     if isinstance(plan, CompactionPlan):
         for moves in plan.move_lists:
             yield from moves
@@ -48,7 +56,7 @@ def moves_of(plan: AnyCompactionPlan) -> Iterator[CompactionMove]:
     mapping, lengths = array_of(plan.mapping).tolist(), array_of(plan.lengths).tolist()
     for old, new in enumerate(mapping):
         if 0 <= new < old:
-            yield CompactionMove(old, new, max(lengths[old], 0))
+            yield CompactionMove(old, new, -(-max(lengths[old], 0) // tokens_per_row))
 
 
 def carry_out(slots: Array, moves: Iterable[CompactionMove], *, whole_slots: bool) -> None:

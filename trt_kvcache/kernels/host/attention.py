@@ -9,6 +9,7 @@ import numpy as np
 from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.host.arrays import Array, array_of
+from trt_kvcache.kernels.host.quantized_kv import append_rows, live_rows
 
 
 def _apply_rope(rows: Array, angles: Array | None) -> Array:
@@ -29,17 +30,18 @@ def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) 
     width, tokens = q.shape[1], cache.shape[3]
     new_lengths = np.full(len(q), width) if params.new_lengths is None else array_of(params.new_lengths)
     table = None if params.cos_sin is None else array_of(params.cos_sin)
+    all_scales = None if params.kv_scales is None else array_of(params.kv_scales)
     for slot, (past, new) in enumerate(zip(array_of(params.lengths).tolist(), new_lengths.tolist(), strict=True)):
         count = max(min(new, width, tokens - past), 0) if past >= 0 else 0
         end = past + count
         angles = None if table is None else table[past:end]
         queries = _apply_rope(q[slot, :count], angles).astype(np.float32)
-        cache[slot, 0, :, past:end] = _apply_rope(k[slot, :count], angles).swapaxes(0, 1)
-        cache[slot, 1, :, past:end] = v[slot, :count].swapaxes(0, 1)
+        scales = all_scales[slot] if all_scales is not None and params.scales_per_token else all_scales
+        append_rows(cache[slot], scales, past, _apply_rope(k[slot, :count], angles), v[slot, :count], params.cache.dtype)
         out[slot, count:] = 0
         if not count:
             continue
-        keys, values = cache[slot, :, :, :end].astype(np.float32)
+        keys, values = live_rows(cache[slot], scales, slice(end))
         behind = np.arange(past, end)[:, None] - np.arange(end)
         masked = (behind < 0) | ((behind >= params.window) if params.window else False)
         for head in range(q.shape[2]):

@@ -13,25 +13,25 @@ def copy_layer(destination: DeviceTensor, source: DeviceTensor, tokens: int, str
     bytes_of(destination)[:, :, :tokens] = bytes_of(source)[:, :, :tokens]
 
 
-def save_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
-    _copy_saved(cache, saved, slot, tokens, save=True)
+def save_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, stream: Any) -> None:
+    _copy_saved(cache, saved, slot, rows, save=True)
 
 
-def instantiate_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
-    _copy_saved(cache, saved, slot, tokens, save=False)
+def instantiate_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, stream: Any) -> None:
+    _copy_saved(cache, saved, slot, rows, save=False)
 
 
-def _copy_saved(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, *, save: bool) -> None:
+def _copy_saved(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, *, save: bool) -> None:
     def copy(pair: tuple[DeviceTensor, DeviceTensor]) -> None:
-        rows, tensor = bytes_of(pair[0])[slot, :, :, :tokens], bytes_of(pair[1])[:, :, :tokens]
-        into, of = (tensor, rows) if save else (rows, tensor)
+        layer, tensor = bytes_of(pair[0])[slot, :, :, :rows], bytes_of(pair[1])[:, :, :rows]
+        into, of = (tensor, layer) if save else (layer, tensor)
         into[...] = of
 
-    for_each_layer(copy, zip(cache.views, saved.views, strict=True), _nbytes(cache, tokens))
+    for_each_layer(copy, zip(cache.views, saved.views, strict=True), _nbytes(cache, rows))
 
 
 def compact_layers(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    moves = list(moves_of(plan))
+    moves = list(moves_of(plan, layers.tokens_per_row))
 
     def compact(layer: DeviceTensor) -> None:
         array = bytes_of(layer)
@@ -42,6 +42,6 @@ def compact_layers(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -
     for_each_layer(compact, layers.views, _nbytes(layers, sum(move.tokens for move in moves)))
 
 
-def _nbytes(infos: KVLayerInfos, tokens: int) -> int:
-    """Return the bytes of so many tokens of all layers, or somewhat more."""
-    return 2 * infos.num_layers * infos.max_kv_heads * tokens * infos.row_nbytes
+def _nbytes(infos: KVLayerInfos, rows: int) -> int:
+    """Return the bytes of so many rows of all layers, or somewhat more."""
+    return 2 * infos.num_layers * infos.max_kv_heads * rows * infos.row_nbytes

@@ -1,0 +1,72 @@
+"""``what_fits``: the largest numbers that fit, by the estimate of a build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.quantized_models import GPTQ_CONFIG, gptq, write_quantized
+from tests.helpers.small_model import write_model
+from tests.paths import GOLDEN
+from trt_kvcache import KVCacheConfig, estimate_build, what_fits
+from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.errors import RangeError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "max_position_embeddings": 4096}
+    return write_model(tmp_path_factory.mktemp("models") / "model", **sizes)
+
+
+def test_the_next_token_and_the_next_slot_do_not_fit(model: Path) -> None:
+    budget = 6_000_000
+    for fit in what_fits(model, budget, max_batch_size=2, max_sequence_length=300):
+        if fit.kv_scales is not None:
+            continue
+        quantize = None if fit.weights == "float16" else fit.weights
+
+        def nbytes(slots: int, length: int, quantize: str | None = quantize) -> int:
+            return estimate_build(model, max_batch_size=slots, max_sequence_length=length, quantize=quantize).device_nbytes
+
+        assert nbytes(2, fit.longest_sequence) <= budget < nbytes(2, fit.longest_sequence + 1)
+        assert nbytes(fit.largest_batch, 300) <= budget < nbytes(fit.largest_batch + 1, 300)
+        assert fit.weights_nbytes == estimate_build(model, quantize=quantize).weights_nbytes
+
+
+def test_k_and_v_in_8_bits_count_their_scales(model: Path) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        cache = BuildOptions(max_batch_size=2, max_sequence_length=300, max_prefill_length=300, attention="plugin").cache_for(
+            checkpoint.config
+        )
+    assert isinstance(cache, KVCacheConfig)
+    estimate = estimate_build(model, max_batch_size=2, max_sequence_length=300, attention="plugin")
+    for scales in ("head", "token"):
+        packed = KVCacheConfig(
+            layers=cache.layers, max_batch_size=2, max_sequence_length=300, dtype="int8", layout=cache.layout, scales=scales
+        )
+        exact = estimate.device_nbytes - cache.nbytes + packed.nbytes
+        for budget, batch in ((exact, 2), (exact - 1, 1)):
+            (fit,) = [
+                one for one in what_fits(model, budget, max_sequence_length=300) if (one.weights, one.kv_scales) == ("float16", scales)
+            ]
+            assert (fit.largest_batch, fit.kv_dtype) == (batch, "int8")
+
+
+def test_formats_that_a_model_does_not_take_are_left_out(model: Path) -> None:
+    assert {fit.weights for fit in what_fits(model, 0)} == {"float16", "int8", "int4:32", "int4:128", "int4:128,embedding=int8,head=int8"}
+    narrow = what_fits(GOLDEN / "qwen2-tied", 10**9)  # 48 inputs, no head of its own, heads that the kernels do not have
+    assert {(fit.weights, fit.kv_scales) for fit in narrow} == {("float16", None), ("int8", None)}
+
+
+def test_a_quantized_checkpoint_is_what_it_is(tmp_path: Path, model: Path) -> None:
+    write_quantized(tmp_path / "model", str(model), gptq(group_size=32), {**GPTQ_CONFIG, "group_size": 32})
+    assert {fit.weights for fit in what_fits(tmp_path / "model", 10**9)} == {"GPTQ int4 in groups of 32"}
+
+
+def test_nothing_fits_into_nothing(model: Path) -> None:
+    assert {(fit.longest_sequence, fit.largest_batch) for fit in what_fits(model, 0)} == {(0, 0)}
+    with pytest.raises(RangeError, match="nbytes: expected at least 0, got -1"):
+        what_fits(model, -1)

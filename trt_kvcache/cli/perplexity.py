@@ -1,0 +1,72 @@
+"""``trt-kvcache perplexity``: how well a model predicts a long text."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.cli import session_flags
+from trt_kvcache.cli.console import count, progress_display, put_json, say
+from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.options import Json
+from trt_kvcache.cli.score import ScoringFlags
+from trt_kvcache.cli.session_notes import Statistics, note_statistics, session_document
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.session.text_perplexity import text_perplexity
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityFlags(ScoringFlags):
+    """The options that say which session predicts a text."""
+
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="SLOTS", help="Windows that run together. Default: 1.", rich_help_panel=session_flags.MODEL_PANEL),
+    ] = None
+
+
+def perplexity(
+    folder: session_flags.Folder,
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file in UTF-8. - is stdin.")],
+    flags: PerplexityFlags,
+    window: Annotated[
+        int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window. Default: what a slot holds (--max-sequence-length).")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens between the beginnings of two windows. Default: half of a window.")
+    ] = None,
+    json: Json = False,
+    statistics: Statistics = True,
+) -> None:
+    """Print how well a model predicts a text.
+
+    A text of any length runs in windows that overlap, and each token is scored once, in the first window that has it. Numbers of models can
+    be compared where tokens, window and stride are the same: with --quantize and without it, or of two checkpoints of a model. An engine
+    folder must be built with --max-logits-per-slot.
+    """
+    given = _read(text)
+    source = flags.source(session_flags.located(folder), slots=1)
+    with session_flags.open_session(source) as session:
+        with progress_display() as show:
+            found = text_perplexity(
+                session, given, window=window, stride=stride, progress=lambda done, total: show("score windows", done / total)
+            )
+        if json:
+            weights = None if session.weights is None else session.weights.format
+            put_json({**as_json(found), "perplexity": as_json(found.perplexity), "weights_format": weights, **session_document(session)})
+        else:
+            windows = f"{count(found.num_windows, 'window')} of {found.window} tokens, stride {found.stride}"
+            say(f"perplexity {found.perplexity:.4f} over {found.num_scored} of {count(found.num_tokens, 'token')} in {windows}")
+        if statistics:
+            note_statistics(session)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file, or of stdin."""
+    content = sys.stdin.buffer.read() if path == Path("-") else path.read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected text in UTF-8, got byte 0x{content[error.start]:02x} at {error.start}.") from None
