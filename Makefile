@@ -9,7 +9,12 @@ TRANSFORMERS_READY := .venv/.transformers
 SERVE_READY := .venv/.serve
 FAST := not trt and not gpu and not slow and not long
 JOBS ?= auto
+# A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
+WORKERS := -n $(JOBS) --dist worksteal
 SUMS := tests/end_to_end tests/reference tests/session tests/kernels
+
+# Tests start hundreds of processes, and each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 
@@ -31,35 +36,35 @@ check: $(READY)  ## Lint and type-check
 .PHONY: test
 test: $(READY)  ## Run the tests that need neither TensorRT nor a GPU
 	@status=0; \
-	$(BIN)/pytest -n $(JOBS) -m "$(FAST)" || status=1; \
-	$(BIN)/python tests/simt/run.py -n $(JOBS) -m "device and $(FAST)" || status=1; \
+	$(BIN)/pytest $(WORKERS) -m "$(FAST)" || status=1; \
+	$(BIN)/python tests/simt/run.py $(WORKERS) -m "device and $(FAST)" || status=1; \
 	exit $$status
 
 # OpenBLAS picks its kernels by the CPU; these are those of a CPU without AVX-512, and of one without AVX2.
 .PHONY: test-cpus
 test-cpus: $(READY)  ## Run the tests that compare floating-point sums as on other CPUs
-	OPENBLAS_CORETYPE=Haswell $(BIN)/pytest -q -n $(JOBS) -m "$(FAST)" $(SUMS)
-	OPENBLAS_CORETYPE=Nehalem $(BIN)/pytest -q -n $(JOBS) -m "$(FAST)" $(SUMS)
+	OPENBLAS_CORETYPE=Haswell $(BIN)/pytest -q $(WORKERS) -m "$(FAST)" $(SUMS)
+	OPENBLAS_CORETYPE=Nehalem $(BIN)/pytest -q $(WORKERS) -m "$(FAST)" $(SUMS)
 
 .PHONY: coverage
 coverage: $(READY)  ## Measure branch coverage: host tests, then those on the emulated device and with TensorRT for RTX
 	@rm -f .coverage
-	$(BIN)/pytest -q -n $(JOBS) -m "$(FAST)" --cov --cov-report=
-	$(BIN)/python tests/simt/run.py -q -n $(JOBS) -m "device and $(FAST)" --cov --cov-append --cov-report=
-	$(BIN)/pytest -q -n $(JOBS) -m "trt and not gpu" --cov --cov-append --cov-report=
+	$(BIN)/pytest -q $(WORKERS) -m "$(FAST)" --cov --cov-report=
+	$(BIN)/python tests/simt/run.py -q $(WORKERS) -m "device and $(FAST)" --cov --cov-append --cov-report=
+	$(BIN)/pytest -q $(WORKERS) -m "trt and not gpu" --cov --cov-append --cov-report=
 	$(BIN)/coverage report --fail-under=92
 
 .PHONY: test-long
 test-long: $(READY)  ## Run the tests that take ten seconds and more: sanitizers, the kernels compiled for every GPU
-	$(BIN)/pytest -n $(JOBS) -m "long and not trt and not gpu and not slow"
+	$(BIN)/pytest $(WORKERS) -m "long and not trt and not gpu and not slow"
 
 .PHONY: test-slow
 test-slow: $(READY)  ## Run the tests that take minutes
-	$(BIN)/pytest -n $(JOBS) -m "slow and not trt and not gpu"
+	$(BIN)/pytest $(WORKERS) -m "slow and not trt and not gpu"
 
 .PHONY: test-trt
 test-trt: $(READY)  ## Build engines with TensorRT for RTX (no GPU needed)
-	$(BIN)/pytest -n $(JOBS) -m "trt and not gpu"
+	$(BIN)/pytest $(WORKERS) -m "trt and not gpu"
 
 # The bindings of each release are 1 MB, come from the package index and are kept in build/bindings; gcc makes the libraries behind them.
 .PHONY: test-bindings
@@ -72,7 +77,7 @@ test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU 
 
 .PHONY: test-torch
 test-torch: $(TRANSFORMERS_READY)  ## Run the tests of the PyTorch engine on the CPU; installs torch and transformers
-	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/pytest -n $(JOBS) -m "$(FAST)" tests/torch_engine tests/project/test_docstrings.py
+	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/pytest $(WORKERS) -m "$(FAST)" tests/torch_engine tests/project/test_docstrings.py
 	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/python tests/simt/run.py -m "device and $(FAST)" tests/torch_engine
 
 .PHONY: test-serve

@@ -27,7 +27,7 @@ REPOSITORY = HERE.parents[1]
 ARCH = "sm_990"
 
 #: Each library has its own of what is one per program: kernels of one name may take different arguments.
-COMPILER = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fno-gnu-unique", "-fPIC"]
+COMPILER = ["g++", "-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fno-gnu-unique", "-fPIC"]
 
 #: What kernels can be built with: options of g++, libraries that the process must load first, and its environment.
 SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
