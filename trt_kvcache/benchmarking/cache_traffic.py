@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
-from trt_kvcache.memory.shapes import row_nbytes
 from trt_kvcache.model import ModelConfig
 
 
@@ -17,7 +16,8 @@ class CacheTraffic:
     Parameters
     ----------
     rows : tuple of (int, int or None)
-        For layers of each window: bytes of K and V of one token over all of them, and the window; None for layers that read all tokens.
+        For layers of each window: bytes of K and V of one token over all of them, with its scales, and the window; None for layers that
+        read all tokens.
     states_nbytes : int
         States of all layers, read once and written once.
 
@@ -54,7 +54,8 @@ class CacheTraffic:
         windows = [None] * len(layers) if model is None else [mixer.window for mixer in model.attention_layers]
         rows: dict[int | None, int] = {}
         for layer, window in zip(layers, windows, strict=True):
-            rows[window] = rows.get(window, 0) + 2 * layer.num_kv_heads * row_nbytes(layer.head_dim, config.dtype)
+            scaled = config.kv is not None and config.kv.scales_by_token
+            rows[window] = rows.get(window, 0) + layer.token_nbytes(config.dtype, scaled=scaled)
         states = 0 if config.mamba is None else config.mamba.slot_nbytes // config.mamba.num_buffers
         return cls(rows=tuple((nbytes, window) for window, nbytes in rows.items()), states_nbytes=2 * states)
 
