@@ -130,7 +130,9 @@ def measure(quick: bool, *, only: str | None, max_seconds: float, others: bool) 
             measured.append(shape)
             result["rows"].append(measure_ours(made(shape), copy))
             print(json.dumps(result["rows"][-1]), flush=True)
-        for row, shape in zip(result["rows"], measured, strict=True):
+        for row, shape in sorted(
+            zip(result["rows"], measured, strict=True), key=lambda pair: pair[1].width == 1
+        ):  # those with a limit first
             if not others or time.monotonic() > deadline:
                 result["left_out"].append(f"others at {shape}")
                 continue

@@ -271,10 +271,22 @@ def _torch_engine_gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]
         yield f"PyTorch engine, decode step of {row['model']}, batch {row['batch']}: share of the limit that reading sets", share, ""
 
 
+def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in content["rows"]:
+        at_once = f"{row['at_once']} at once" if row["at_once"] > 1 else "one at a time"
+        limit = f"at least {content['limit']:g}" if row["at_once"] == content["slots"] else ""
+        what = f"tokens per second of the server over those of `submit` and `step`, {at_once}"
+        yield f"{what}, streams", f"{row['stream_over_session']:.2f} ({row['stream']['tokens_per_second']:.0f})", limit
+        yield "the same, whole answers", f"{row['whole_over_session']:.2f} ({row['whole']['tokens_per_second']:.0f})", limit
+        first = f"{row['stream']['first_token_ms']:.0f} ms, session {row['session']['first_token_ms']:.0f} ms"
+        yield f"first token at the client, {at_once}", first, ""
+
+
 _FILES = {
     "host_step": _host_step,
     "sampling": _sampling,
     "sampling_gpu": _sampling_gpu,
+    "serving": _serving,
     "build": _build,
     "build_packed": _build_packed,
     "build_estimate": _build_estimate,

@@ -59,6 +59,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=missing))
 
 
+def pytest_collection_finish():
+    """Leave the tests themselves out of collections of garbage: many tests collect, and would look at all of them each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item):
     if REQUIRE_GPU and item.get_closest_marker("gpu"):
         missing = _missing_gpu()

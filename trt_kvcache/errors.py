@@ -79,6 +79,18 @@ class CapacityError(KVCacheError, RuntimeError):
     """The cache or the memory has no room for what was asked."""
 
 
+class QueueFullError(KVCacheError, RuntimeError):
+    """As many requests wait as may wait.
+
+    Attributes
+    ----------
+    retry_after : float
+        Seconds after which there may be room.
+    """
+
+    retry_after: float = 1.0
+
+
 class BindingError(KVCacheError, RuntimeError):
     """An engine tensor and the view meant for it do not fit: name, shape, dtype, alias or place."""
 

@@ -46,6 +46,7 @@ AREAS = {
     "checkpoints": ("checkpoint", "model"),
     "polygraphy": ("polygraphy",),
     "benchmarking": ("benchmarking",),
+    "serving": ("server",),
     "errors": ("errors",),
 }
 

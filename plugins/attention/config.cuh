@@ -1,10 +1,17 @@
-// What the attention kernels are compiled for: one element type and one head dim. Each source is compiled once for every pair of them;
-// trt_kvcache/kernels/attention_tiles.py passes the macros, those of the tile sizes too.
+// What the attention kernels are compiled for: one element type, one head dim, and one type of what the cache stores. Each source is compiled once
+// for each of them; trt_kvcache/kernels/source_variants.py passes the macros, those of the tile sizes too.
 #pragma once
 
 #include "attention/element.cuh"
+#include "attention/stored_kv.cuh"
 
 using Element = ELEMENT;  // Float16 or BFloat16
+#ifdef STORED
+using Stored = STORED;    // what the cache holds: Float8 or Int8, with scales
+#else
+using Stored = Element;
+#endif
+constexpr bool kQuantized = kHasScales<Stored>;
 constexpr int kHeadDim = HEAD_DIM;
 
 // A row is one token of one head. Its elements have 16 bits: two in a word, eight in a chunk of 16 bytes, which is what one cp.async
@@ -12,3 +19,7 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kRowBytes = 2 * kHeadDim;
 constexpr int kRowWords = kHeadDim / 2;
 constexpr int kRowChunks = kHeadDim / 8;
+
+// A row of the cache: codes have 8 bits, so a chunk holds sixteen.
+constexpr int kStoredRowBytes = kQuantized ? kHeadDim : kRowBytes;
+constexpr int kStoredRowChunks = kStoredRowBytes / 16;

@@ -12,6 +12,11 @@ __device__ __forceinline__ void cp_async(SharedAddress to, const void* from, boo
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
+// The same for 4 bytes.
+__device__ __forceinline__ void cp_async_word(SharedAddress to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+
 // A cache policy for data that is read once: the L2 evicts it before everything else.
 using L2Policy = unsigned long long;
 __device__ __forceinline__ L2Policy evict_first_policy() {

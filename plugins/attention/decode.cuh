@@ -9,12 +9,14 @@
 //     mma.cuh              which lane has which element
 //     query_fragments.cuh  the matrix of q
 //     few_new_tokens.cuh   what is different with several new tokens
+//     decode_codes.cuh     what is different with codes and scales
 //     softmax_state.cuh    what a warp accumulates
 //     split_kv_reduce.cuh  how partial results become one
 //
 // The new token is in no tile: its key and value are read from `k` and `v`, and the last warp starts its softmax with them.
 #pragma once
 
+#include "attention/decode_codes.cuh"
 #include "attention/few_new_tokens.cuh"
 #include "attention/kv_pipeline.cuh"
 #include "attention/mma.cuh"
@@ -26,16 +28,25 @@
 #include "dependent_launch.cuh"
 
 // Applies RoPE to the head's q in its buffer, puts the new token's k and v into smem.new_token, and appends them to the cache if this block
-// has the head's last tile. Ends with a barrier.
+// has the head's last tile (with scales: does either only then). Ends with a barrier.
 template <int kRows>
 __device__ __forceinline__ void prepare_head(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem, const TileCoord& at,
-                                             unsigned char* head, bool has_last_tile) {
+                                             unsigned char* head, float* new_scales, bool has_last_tile) {
     const unsigned* key = reinterpret_cast<const unsigned*>(head + kRows * kRowBytes);
     const RopeAngles angles(reinterpret_cast<const float*>(head + (kRows + 2) * kRowBytes), params.rotary_dim, 0);
     const int half = params.rotary_dim / 4;  // words
 #pragma unroll 1
     for (int x = threadIdx.x; x < params.group_size * half && at.position >= 0; x += kBlockThreads) {
         apply_rope_in_tile(head, x / half, x % half, half, angles);
+    }
+    if constexpr (kQuantized) {
+#pragma unroll 1
+        for (int kv = kWarps - 1 - threadIdx.x / 32; kv < 2 && has_last_tile && at.position >= 0; kv += kWarps) {
+            quantize_row(params, at, kv, at.position, smem.new_token + kv * kStoredRowBytes, new_scales + kv,
+                         [&](int word) { return kv ? key[kRowWords + word] : apply_rope(key, word, angles); });
+        }
+        __syncthreads();
+        return;
     }
 #pragma unroll 1
     for (int x = kBlockThreads - 1 - threadIdx.x; x < kRowWords && at.position >= 0; x += kBlockThreads) {
@@ -55,42 +66,53 @@ __device__ __forceinline__ void prepare_head(const DecodeParams& params, const D
 // its rows, and no shuffle is needed.
 template <int kRows>
 __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, const QueryFragments<kRows>& queries, const unsigned char* new_token,
-                                                     const ScoreTransform& score) {
+                                                     const ScoreTransform& score, float key_scale, float value_scale) {
     const int lane = threadIdx.x % 32;
     auto& state = states[0];
-    const unsigned *key = reinterpret_cast<const unsigned*>(new_token) + lane % 4, *value = key + kRowWords;
+    const unsigned *key = reinterpret_cast<const unsigned*>(new_token) + lane % 4, *value = key + kStoredRowBytes / 4;
+    // Both words of K that a lane has of 16 columns, or both words of V.
+    const auto words_of = [](const auto* row, int d) {
+        if constexpr (kQuantized) return widen(Element{}, Stored{}, row[4 * d]);
+        return uint2{row[8 * d], row[8 * d + 4]};
+    };
     float products[2][4] = {};  // two sums that do not wait for each other
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; d++) {
         unsigned a[4];
         queries.a_fragment(a, 0, d);
-        mma_m16n8k16(Element{}, products[d % 2], a, key[8 * d], key[8 * d + 4]);
+        const uint2 b = words_of(key, d);
+        mma_m16n8k16(Element{}, products[d % 2], a, b.x, b.y);
     }
 #pragma unroll
     for (int i = 0; i < kRows / 8; i++) {
-        const float product = products[0][2 * i] + products[1][2 * i];
+        const float product = (products[0][2 * i] + products[1][2 * i]) * key_scale;
         state.maxima[i] = score.has_softcap() ? score.softcap(product) : product;
         state.sums[i] = lane % 4 ? 0.0f : 1.0f;  // the probability is 1; one lane of the quad counts it
     }
 #pragma unroll
-    for (int d = 0; d < kRowChunks; d++) {
-        const float2 x = unpack(Element{}, value[4 * d]);
+    for (int d = 0; d < kHeadDim / 16; d++) {
+        const uint2 words = words_of(value, d);
+        float2 low = unpack(Element{}, words.x), high = unpack(Element{}, words.y);
+        low = {low.x * value_scale, low.y * value_scale};
+        high = {high.x * value_scale, high.y * value_scale};
 #pragma unroll
         for (int i = 0; i < kRows / 8; i++) {
-            state.output[d][2 * i] = x.x;
-            state.output[d][2 * i + 1] = x.y;
+            state.output[2 * d][2 * i] = low.x;
+            state.output[2 * d][2 * i + 1] = low.y;
+            state.output[2 * d + 1][2 * i] = high.x;
+            state.output[2 * d + 1][2 * i + 1] = high.y;
         }
     }
 }
-
-// Scores, and then probabilities, of a tile.
-template <int kRows>
-using TileScores = float[kRowTiles<kRows>][kTileTokens / 8][4];
 
 // Products of q and the keys of a tile: [16 rows x 8 keys] in each fragment.
 template <int kRows>
 __device__ __forceinline__ void compute_scores(TileScores<kRows>& scores, const QueryFragments<kRows>& queries, const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
+    if constexpr (kQuantized) {
+        multiply_key_codes<kRows>(scores, queries, tile);
+        return;
+    }
     const LdmatrixAddress keys(shared_address(tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
     TileScores<kRows> sums[kQKAccumulators] = {};
 #pragma unroll
@@ -158,6 +180,10 @@ __device__ __forceinline__ void update_softmax(RowStates<kRows>& state, TileScor
 template <int kRows>
 __device__ __forceinline__ void accumulate_output(RowStates<kRows>& state, const TileScores<kRows>& probabilities, const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
+    if constexpr (kQuantized) {
+        multiply_value_codes<kRows>(state, probabilities, tile);
+        return;
+    }
     const LdmatrixAddress values(shared_address(tile), lane % 16, lane / 16);
 #pragma unroll
     for (int j = 0; j < kTileTokens / 16; j++) {
@@ -181,8 +207,8 @@ __device__ __forceinline__ void accumulate_output(RowStates<kRows>& state, const
 // every warp merges some strips and calls emit(strip, vector, PartialState). For all threads of the block.
 template <int kFreeTiles, int kRows, class Emit>
 __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile, const RowStates<kRows>& state, int rows,
-                                             float factor, Emit emit) {
-    constexpr int kFreeRows = kFreeTiles * kTileTokens / 2;                       // that fit into these tiles, in float
+                                             float factor, const HeadScales& scales, Emit emit) {
+    constexpr int kFreeRows = kFreeTiles * kTileBytes / (4 * kHeadDim);            // that fit into these tiles, in float
     constexpr int kRoundRows = kRows < kFreeRows ? kRows : kFreeRows;
     static_assert(kRows % kRoundRows == 0, "rounds of equal size");
     constexpr int kRoundStrips = kStripsPerRow * kRoundRows / 8;                   // of 8 rows each
@@ -205,7 +231,9 @@ __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& sm
             const auto &low = state[i / 2].output[2 * strip], &high = state[i / 2].output[2 * strip + 1];
             const int e = 2 * (i % 2);
             if (lane / 4 + 8 * i >= rows) continue;
-            reinterpret_cast<float4*>(smem.ring_tile(warp, free_tile))[32 * x + lane] = {low[e], low[e + 1], high[e], high[e + 1]};
+            float4 vector{low[e], low[e + 1], high[e], high[e + 1]};
+            if constexpr (kQuantized) vector = {low[e] * scales.value, high[e] * scales.value, low[e + 1] * scales.value, high[e + 1] * scales.value};
+            reinterpret_cast<float4*>(smem.ring_tile(warp, free_tile))[32 * x + lane] = vector;
         }
         __syncthreads();
 #pragma unroll 1
@@ -233,13 +261,13 @@ __device__ __forceinline__ long long output_token_stride(const DecodeParams& par
 // Writes one vector of a strip to `out`.
 __device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int strip, int vector, const PartialState& state) {
     const float inverse = reciprocal_approx(state.sum);
-    unsigned* words = reinterpret_cast<unsigned*>(output_rows(params, at)) + 8 * strip + vector;
+    unsigned* words = reinterpret_cast<unsigned*>(output_rows(params, at)) + 8 * strip + (kQuantized ? 2 : 1) * vector;
     if constexpr (kMaxNewTokens > 1) {
         const int token = divide(strip / kStripsPerRow, params.group_size);
         words += token * (output_token_stride(params) - params.group_size * kRowBytes) / 4;
     }
     words[0] = pack(Element{}, {state.value.x * inverse, state.value.y * inverse});
-    words[4] = pack(Element{}, {state.value.z * inverse, state.value.w * inverse});
+    words[kQuantized ? 1 : 4] = pack(Element{}, {state.value.z * inverse, state.value.w * inverse});
 }
 
 // Zeros for a slot that takes no part, from this token on.
@@ -292,6 +320,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
     const ScoreTransform score = params.score;
     const SplitKVReduce reduce = first_head_reduce(params, smem, work);
 
+    HeadScales scales;
     QueryFragments<kRows> queries;
     RowStates<kRows> state;
     reset(state);  // every head begins with it anyway; here it lets the compiler place the accumulators better
@@ -306,18 +335,21 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
             pipeline.wait_for_head();
             __syncthreads();
             unsigned char* const head = smem.head_buffer(tiles.head_buffer);
+            float* const new_scales = smem.scales_of_head(tiles.head_buffer);
             if constexpr (kMaxNewTokens == 1) {
-                prepare_head(params, smem, at, head, has_last_tile);
+                prepare_head(params, smem, at, head, new_scales, has_last_tile);
             } else {
-                prepare_few<kRows>(params, at, head, has_last_tile);
+                prepare_few<kRows>(params, at, head, new_scales, has_last_tile);
             }
-            queries.load(shared_address(head));
+            queries.load(head);
+            if constexpr (kQuantized) scales.start(params, new_scales);
             reset(state);
             if (warp == kWarps - 1 && has_last_tile && at.position >= 0) {
                 if constexpr (kMaxNewTokens == 1) {
-                    start_with_new_token(state, queries, smem.new_token, score);
+                    const float value_scale = kQuantized ? scales.relative_to_new_value(params, new_scales[1]) : 1.0f;
+                    start_with_new_token(state, queries, smem.new_token, score, scales.key, value_scale);
                 } else {
-                    start_with_few(state, queries, params, at, head);
+                    start_with_few(state, queries, params, at, head, new_scales, scales);
                 }
             }
             if constexpr (kHeadBuffers < kStages) {
@@ -327,16 +359,23 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
         }
         const bool has_tile = warp < count && at.position >= 0;
         TileScores<kRows> scores = {};
+        const auto token_scales = [&](int token) { return reinterpret_cast<const float2*>(smem.tile_scales(warp, ring_tile))[token / 2]; };
         pipeline.wait_for_keys();
         pipeline.fill_keys();
         if (has_tile) {
-            compute_scores(scores, queries, smem.ring_tile(warp, ring_tile));
+            const unsigned char* const tile = smem.ring_tile(warp, ring_tile);
+            compute_scores(scores, queries, tile);
+            if constexpr (kQuantized) scales.scale_scores<kRows>(params, scores, token_scales);
             update_softmax<kRows>(state, scores, params, at, at.first_token(warp), score);
         }
         ring_tile = next_ring_tile(ring_tile);
         pipeline.wait_for_values();
         pipeline.fill_values();
-        if (has_tile) accumulate_output<kRows>(state, scores, smem.ring_tile(warp, ring_tile));
+        if (has_tile) {
+            const unsigned char* const tile = smem.ring_tile(warp, ring_tile);
+            if constexpr (kQuantized) scales.scale_probabilities<kRows>(params, state, scores, token_scales);
+            accumulate_output<kRows>(state, scores, tile);
+        }
         const int free_tile = ring_tile;
         ring_tile = next_ring_tile(ring_tile);
 
@@ -356,9 +395,9 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
             reduce.publish(strip, vector, merged, has_last_tile);
         };
         if (kMaxNewTokens > 1 && tiles.done + count >= work.end) {  // all copies have arrived: every tile is free
-            reduce_warps<(kRingTiles < 4 ? 2 : 4), kRows>(smem, 0, state, at.rows(params), score.factor, emit);
+            reduce_warps<(kRingTiles < 4 ? 2 : 4), kRows>(smem, 0, state, at.rows(params), score.factor, scales, emit);
         } else {
-            reduce_warps<1, kRows>(smem, free_tile, state, at.rows(params), score.factor, emit);
+            reduce_warps<1, kRows>(smem, free_tile, state, at.rows(params), score.factor, scales, emit);
         }
     }
     cp_async_wait_group<0>();

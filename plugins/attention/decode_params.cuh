@@ -7,8 +7,9 @@
 constexpr int kWarps = WARPS, kBlockThreads = 32 * kWarps;
 constexpr int kStages = STAGES;                    // of the pipeline: tiles of K and V of a warp that are in flight, and one in use
 constexpr int kTileTokens = TILE_TOKENS;           // a tile: so many tokens of one K/V head of one batch slot, for one warp
-constexpr int kTileBytes = kTileTokens * kRowBytes;
-constexpr int kTileChunks = kTileTokens * kRowChunks;
+constexpr int kTileBytes = kTileTokens * kStoredRowBytes;
+constexpr int kTileChunks = kTileTokens * kStoredRowChunks;
+constexpr int kTileScaleBytes = kQuantized ? 4 * kTileTokens : 0;  // scales of its tokens
 // The fewest tiles that are worth a block of their own. In the even split a block begins with so many of them, known without lengths.
 constexpr int kMinTilesPerBlock = MIN_TILES_PER_BLOCK;
 // What stream-K costs a block, in tiles that it could have loaded meanwhile (and one more for each row: one block alone merges a head).
@@ -22,7 +23,8 @@ constexpr int kQKAccumulators = QK_ACCUMULATORS;
 // Chunks of a lane's part of a tile that are loaded speculatively, before lengths are known: 32 KiB for a block.
 constexpr int kSpeculativeChunks = kTileChunks < 2048 / kWarps ? kTileChunks / 32 : 64 / kWarps;
 
-static_assert(kTileTokens >= 16, "a ring tile also holds a warp's output of 8 rows, in float");
+static_assert(kTileBytes >= 8 * 4 * kHeadDim, "a ring tile also holds a warp's output of 8 rows, in float");
+static_assert(!kQuantized || kTileTokens % 32 == 0, "one ldmatrix takes a chunk of 32 tokens");
 static_assert(kHeadBuffers == kStages || kHeadBuffers == kStages - 1, "as many as there are heads in flight, and the one in use");
 static_assert(kMinTilesPerBlock % kWarps == 0, "in the even split, tiles of other blocks are skipped between two steps of kWarps tiles");
 
@@ -47,4 +49,23 @@ struct DecodeParams {
     ScoreTransform score;
     unsigned char* out;                // as q, contiguous
     float4 *partials, *own_partials;   // the workspace: see SplitKVReduce
+    // Of a cache with scales: one for each token and head, or (with a token stride of 0) for each head. Strides count floats.
+    float* scales = nullptr;           // [batch, 2, num_kv_heads, max_sequence_length]
+    long long scale_slot_stride = 0, scale_kv_stride = 0, scale_head_stride = 0, scale_token_stride = 0;
+
+    __device__ __forceinline__ bool scales_per_token() const { return scale_token_stride; }
+    // The scale of K or (kv: 1) V of the first token of a head.
+    __device__ __forceinline__ float* head_scales(int slot, int kv_head, int kv) const {
+        return scales + slot * scale_slot_stride + kv * scale_kv_stride + kv_head * scale_head_stride;
+    }
 };
+
+// What the kernels for caches with scales are told in addition.
+#ifdef STORED
+#define SCALE_PARAMETERS \
+    , float *scales, long long scale_slot_stride, long long scale_kv_stride, long long scale_head_stride, long long scale_token_stride
+#define SCALE_ARGUMENTS , scales, scale_slot_stride, scale_kv_stride, scale_head_stride, scale_token_stride
+#else
+#define SCALE_PARAMETERS
+#define SCALE_ARGUMENTS
+#endif

@@ -27,4 +27,16 @@ __device__ __forceinline__ float2 unpack(Float16, unsigned word) {
 }
 __device__ __forceinline__ float2 unpack(BFloat16, unsigned word) { return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)}; }
 
+// a * b + c of two elements each, rounded once.
+__device__ __forceinline__ unsigned multiply_add(Float16, unsigned a, unsigned b, unsigned c) {
+    unsigned word;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(word) : "r"(a), "r"(b), "r"(c));
+    return word;
+}
+__device__ __forceinline__ unsigned multiply_add(BFloat16, unsigned a, unsigned b, unsigned c) {
+    unsigned word;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(word) : "r"(a), "r"(b), "r"(c));
+    return word;
+}
+
 #endif

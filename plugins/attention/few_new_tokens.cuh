@@ -4,16 +4,45 @@
 // of the head, and the last warp of the block that has the head's last tile begins with them. That block appends them.
 #pragma once
 
+#include "attention/decode_codes.cuh"
 #include "attention/kv_pipeline.cuh"
 #include "attention/math.cuh"
 #include "attention/query_fragments.cuh"
 #include "attention/rope.cuh"
 #include "attention/schedule.cuh"
 
+// Appends the new tokens, after RoPE, if this block has the head's last tile, and puts their codes where their rows begin. Where q stays in shared memory,
+// sorts the columns of each 16 of them: the even ones, then the odd ones (see QueryFragments). Ends with a barrier.
+template <int kRows>
+__device__ __forceinline__ void quantize_few(const DecodeParams& params, const TileCoord& at, unsigned char* head, float* new_scales, bool has_last_tile) {
+    using SharedMemory = DecodeSharedMemory<kRows>;
+    if constexpr (!QueryFragments<kRows>::kInRegisters) {
+#pragma unroll 1
+        for (int x = threadIdx.x; x < at.rows(params) * (kRowChunks / 2); x += kBlockThreads) {
+            const int row = x / (kRowChunks / 2), chunk = x % (kRowChunks / 2) * 2;
+            uint4* const low = reinterpret_cast<uint4*>(head + swizzled_offset(row, chunk));
+            uint4* const high = reinterpret_cast<uint4*>(head + swizzled_offset(row, chunk + 1));
+            const uint4 a = *low, b = *high;
+            *low = {__byte_perm(a.x, a.y, 0x5410), __byte_perm(a.z, a.w, 0x5410), __byte_perm(b.x, b.y, 0x5410), __byte_perm(b.z, b.w, 0x5410)};
+            *high = {__byte_perm(a.x, a.y, 0x7632), __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.x, b.y, 0x7632), __byte_perm(b.z, b.w, 0x7632)};
+        }
+    }
+    const int rows = has_last_tile ? 2 * at.count : 0;
+#pragma unroll 1
+    for (int row = threadIdx.x / 32; row < rows; row += kWarps) {
+        const int kv = row & 1, token = row / 2;
+        unsigned char* const tile = head + (kv ? SharedMemory::kValuesOffset : SharedMemory::kKeysOffset);
+        quantize_row(params, at, kv, at.position + token, tile + token * kRowBytes, new_scales + kv * kMaxNewTokens + token, [&](int word) {
+            return reinterpret_cast<const unsigned*>(tile + swizzled_offset(token, word / 4))[word % 4];
+        });
+    }
+    __syncthreads();
+}
+
 // Applies RoPE to q in the head's buffer, and if this block has the head's last tile to the new keys too, which it then appends with their values.
 // There is a barrier behind RoPE.
 template <int kRows>
-__device__ __forceinline__ void prepare_few(const DecodeParams& params, const TileCoord& at, unsigned char* head, bool has_last_tile) {
+__device__ __forceinline__ void prepare_few(const DecodeParams& params, const TileCoord& at, unsigned char* head, float* new_scales, bool has_last_tile) {
     using SharedMemory = DecodeSharedMemory<kRows>;
     unsigned char* const keys = head + SharedMemory::kKeysOffset;
     const unsigned char* const values = head + SharedMemory::kValuesOffset;
@@ -34,6 +63,10 @@ __device__ __forceinline__ void prepare_few(const DecodeParams& params, const Ti
         }
     }
     __syncthreads();
+    if constexpr (kQuantized) {
+        quantize_few<kRows>(params, at, head, new_scales, has_last_tile);
+        return;
+    }
     if (!has_last_tile) return;
     unsigned char* const appended = params.cache + at.slot * params.slot_stride
                                     + (static_cast<long long>(at.kv_head) * params.max_sequence_length + at.position) * kRowBytes;
@@ -49,14 +82,22 @@ __device__ __forceinline__ void prepare_few(const DecodeParams& params, const Ti
 // have the last one in their place, whose value is live, and are masked.
 template <int kRows>
 __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const QueryFragments<kRows>& queries, const DecodeParams& params,
-                                               const TileCoord& at, unsigned char* head) {
+                                               const TileCoord& at, unsigned char* head, const float* new_scales,
+                                               HeadScales& head_scales) {
     static_assert(kMaxNewTokens <= 8, "the new tokens are the keys of one fragment");
     using SharedMemory = DecodeSharedMemory<kRows>;
     const int lane = threadIdx.x % 32, token_row = min(lane % 8, at.count - 1);
     const SharedAddress keys = shared_address(head + SharedMemory::kKeysOffset), values = shared_address(head + SharedMemory::kValuesOffset);
     float scores[kRowTiles<kRows>][1][4] = {}, odd[kRowTiles<kRows>][4] = {};  // two sums that do not wait for each other
+    // Of two neighbouring new tokens; beside those that are fewer, of the last one.
+    const auto scales_of = [&](int kv, int token) {
+        const float* const scales = new_scales + kv * kMaxNewTokens;
+        return float2{scales[min(token, at.count - 1)], scales[min(token + 1, at.count - 1)]};
+    };
+    const float2 key_scales = kQuantized ? scales_of(0, lane % 4 * 2) : float2{1, 1};
+    if constexpr (kQuantized) multiply_new_key_codes<kRows>(scores, odd, queries, keys + token_row * kRowBytes);
 #pragma unroll
-    for (int d = 0; d < kHeadDim / 16; d += 2) {
+    for (int d = 0; !kQuantized && d < kHeadDim / 16; d += 2) {
         unsigned b[4];
         ldmatrix_x4(b, keys + swizzled_offset(token_row, min(2 * d + lane / 8, kRowChunks - 1)));
 #pragma unroll
@@ -77,7 +118,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
             const int token = divide(16 * m + 8 * i + lane / 4, params.group_size);
 #pragma unroll
             for (int e = 2 * i; e < 2 * i + 2; e++) {
-                scores[m][0][e] += odd[m][e];
+                scores[m][0][e] = (scores[m][0][e] + odd[m][e]) * (e % 2 ? key_scales.y : key_scales.x);
                 const int distance = token - (lane % 4 * 2 + e % 2);
                 if (params.score.has_softcap()) scores[m][0][e] = params.score.softcap(scores[m][0][e]);
                 if (distance < 0 || distance >= span) scores[m][0][e] = kMaskedScore;
@@ -85,6 +126,11 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
             state[m].rescale(i, state[m].max_with(scores[m], i), params.score.factor);
             state[m].exponentiate(scores[m], i, params.score.factor);
         }
+    }
+    if constexpr (kQuantized) {
+        head_scales.scale_probabilities<kRows>(params, state, scores, [&](int token) { return scales_of(1, token); });
+        multiply_new_value_codes<kRows>(state, scores, values + token_row * kRowBytes);
+        return;
     }
 #pragma unroll
     for (int first = 0; first < kRowChunks; first += 4) {

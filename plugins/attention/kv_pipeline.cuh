@@ -8,7 +8,9 @@
 //                  the end of the kernel the whole ring holds what other blocks published (SplitKVReduce::collect).
 //     heads        [kHeadBuffers] buffers of R + 4 T rows: R rows of q, T of k, T of v (all swizzled if T > 1), 2 T of cosines and sines
 //                  Filled by all threads, read by all warps after a barrier. At the end of the kernel: strips that this block merges.
-//     new_token    if T = 1, 2 rows: k after RoPE, and v, of the new token. Written by all threads at the start of a head; read by the last
+//     scales       if the cache has scales, [kWarps][kRingTiles] of those of a tile's tokens: filled and read with the tile
+//     new_scales   and [kHeadBuffers] of those of new tokens, T of k and T of v: filled with the head, or when they are quantized
+//     new_token    if T = 1, 2 rows: k after RoPE, and v, of the new token, as they are stored. Written by all threads at the start of a head; read by the last
 //                  warp.
 //     warp_totals  [kWarps][R] float2: maximum and sum of each row and warp. Written at the end of a head, read by all warps.
 //
@@ -49,18 +51,25 @@ struct DecodeSharedMemory {
     static constexpr int kHeadBufferBytes = (kRows + 4 * kMaxNewTokens) * kRowBytes;
     static constexpr int kKeysOffset = kRows * kRowBytes, kValuesOffset = kKeysOffset + kMaxNewTokens * kRowBytes;
     static constexpr int kAnglesOffset = kValuesOffset + kMaxNewTokens * kRowBytes;
-    static constexpr int kNewTokenBytes = kMaxNewTokens == 1 ? 2 * kRowBytes : 0;
+    static constexpr int kNewScaleBytes = kQuantized ? (8 * kMaxNewTokens + 15) / 16 * 16 : 0;
+    static constexpr int kNewTokenBytes = kMaxNewTokens == 1 ? 2 * kStoredRowBytes : 0;
 
-    unsigned char *ring, *heads, *new_token;
+    unsigned char *ring, *heads, *scales, *new_scales, *new_token;
     float2* warp_totals;
 
     __device__ __forceinline__ explicit DecodeSharedMemory(unsigned char* start) {
         ring = start;
         heads = ring + kWarps * kRingTiles * kTileBytes;
-        new_token = heads + kHeadBuffers * kHeadBufferBytes;
+        scales = heads + kHeadBuffers * kHeadBufferBytes;
+        new_scales = scales + kWarps * kRingTiles * kTileScaleBytes;
+        new_token = new_scales + kHeadBuffers * kNewScaleBytes;
         warp_totals = reinterpret_cast<float2*>(new_token + kNewTokenBytes);
     }
     __device__ __forceinline__ unsigned char* ring_tile(int warp, int tile) const { return ring + (warp * kRingTiles + tile) * kTileBytes; }
+    __device__ __forceinline__ float* tile_scales(int warp, int tile) const {
+        return reinterpret_cast<float*>(scales + (warp * kRingTiles + tile) * kTileScaleBytes);
+    }
+    __device__ __forceinline__ float* scales_of_head(int number) const { return reinterpret_cast<float*>(new_scales + number * kNewScaleBytes); }
     __device__ __forceinline__ unsigned char* head_buffer(int number) const { return heads + number * kHeadBufferBytes; }
 };
 
@@ -68,7 +77,7 @@ struct DecodeSharedMemory {
 __device__ __forceinline__ const unsigned char* key_rows(const DecodeParams& params, int slot, int kv_head, int tile) {
     const int warp = threadIdx.x / 32;
     const long long row = static_cast<long long>(kv_head) * params.max_sequence_length + (tile + warp) * kTileTokens;
-    return params.cache + slot * params.slot_stride + row * kRowBytes;
+    return params.cache + slot * params.slot_stride + row * kStoredRowBytes;
 }
 
 // Calls copy(to, from, valid) for chunks kFirst to kEnd of this lane's part of a tile; only the first `tokens` rows of it are valid.
@@ -77,14 +86,14 @@ __device__ __forceinline__ void copy_tile_chunks(SharedAddress tile, const unsig
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = kFirst; i < kEnd; i++) {
-        if constexpr (32 % kRowChunks == 0) {
-            constexpr int kRowsAtOnce = 32 / kRowChunks;
-            const int row = lane / kRowChunks, chunk = lane % kRowChunks;
-            copy(xor_address(tile + swizzled_offset(row, chunk), i * kRowsAtOnce % kSwizzlePlaces * 16) + i * kRowsAtOnce * kRowBytes,
-                 rows + row * kRowBytes + chunk * 16 + i * kRowsAtOnce * kRowBytes, i * kRowsAtOnce < tokens - row);
+        if constexpr (32 % kStoredRowChunks == 0) {
+            constexpr int kRowsAtOnce = 32 / kStoredRowChunks, kPlaces = kSwizzlePlaces<kStoredRowChunks>;
+            const int row = lane / kStoredRowChunks, chunk = lane % kStoredRowChunks;
+            copy(xor_address(tile + stored_offset(row, chunk), i * kRowsAtOnce / (8 / kPlaces) % kPlaces * 16) + i * kRowsAtOnce * kStoredRowBytes,
+                 rows + row * kStoredRowBytes + chunk * 16 + i * kRowsAtOnce * kStoredRowBytes, i * kRowsAtOnce < tokens - row);
         } else {
-            const int row = (i * 32 + lane) / kRowChunks, chunk = (i * 32 + lane) % kRowChunks;
-            copy(tile + swizzled_offset(row, chunk), rows + row * kRowBytes + chunk * 16, row < tokens);
+            const int row = (i * 32 + lane) / kStoredRowChunks, chunk = (i * 32 + lane) % kStoredRowChunks;
+            copy(tile + stored_offset(row, chunk), rows + row * kStoredRowBytes + chunk * 16, row < tokens);
         }
     }
 }
@@ -96,7 +105,7 @@ __device__ __forceinline__ void prefetch_first_tiles(const DecodeParams& params,
     const bool can_be_long = static_cast<long long>(params.max_sequence_length) * params.heads_per_block
                              >= 4 * kMinTilesPerBlock * kTileTokens * max(params.splits_per_head, 1);
     const int tokens = min(params.max_sequence_length - (start.tile + warp) * kTileTokens, kTileTokens);
-    if (!can_be_long || !start.is_certain || offset >= tokens * kRowBytes) return;
+    if (!can_be_long || !start.is_certain || offset >= tokens * kStoredRowBytes) return;
     const unsigned char* keys = key_rows(params, start.slot, start.kv_head, start.tile) + offset;
 #pragma unroll
     for (int line = 0; line < 16 * kSpeculativeChunks; line += 128) {
@@ -148,6 +157,7 @@ struct KVPipeline {
             } else {
                 fill_head_of_few();
             }
+            if constexpr (kQuantized) fill_head_scales();
         }
         cp_async_commit_group();
         fill_ring_tile(0);
@@ -155,7 +165,7 @@ struct KVPipeline {
 
     // Issues V of the same step, and advances to the next step.
     __device__ __forceinline__ void fill_values() {
-        fill_ring_tile(params.kv_stride);
+        fill_ring_tile(1);
         if (ahead.done < work.end) ahead.advance(params, work, ahead.count(work));
     }
 
@@ -221,17 +231,31 @@ private:
         }
     }
 
-    // K or (with kv_offset) V of this warp's tile, if it has one. Rows from the first new token on are zeros.
-    __device__ __forceinline__ void fill_ring_tile(long long kv_offset) {
+    // Scales of a head of which there is one for all tokens, in the place of those of each new token.
+    __device__ __forceinline__ void fill_head_scales() {
+        const int x = kBlockThreads - 1 - static_cast<int>(threadIdx.x), kv = x / kMaxNewTokens;
+        if (params.scales_per_token() || kv > 1) return;
+        cp_async_word(shared_address(smem.scales_of_head(ahead.head_buffer) + x), params.head_scales(ahead.at.slot, ahead.at.kv_head, kv), true);
+    }
+
+    // K or (kv: 1) V of this warp's tile, if it has one, and their scales. Rows from the first new token on are zeros.
+    __device__ __forceinline__ void fill_ring_tile(int kv) {
         const int warp = threadIdx.x / 32;
         const TileCoord& at = ahead.at;
         if (ahead.count(work) > warp && at.position >= 0) {
             const int tokens = at.position - at.first_token(warp);
-            const unsigned char* rows = key_rows(params, at.slot, at.kv_head, at.first_tile + at.tile) + kv_offset;
+            const unsigned char* rows = key_rows(params, at.slot, at.kv_head, at.first_tile + at.tile) + (kv ? params.kv_stride : 0);
             const SharedAddress tile = shared_address(smem.ring_tile(warp, fill_tile));
             const auto copy = [&](SharedAddress to, const void* from, bool valid) { cp_async_with_policy(to, from, valid, policy); };
             if (!has_first_chunks) copy_tile_chunks<0, kSpeculativeChunks>(tile, rows, tokens, copy);
             copy_tile_chunks<kSpeculativeChunks, kTileChunks / 32>(tile, rows, tokens, copy);
+            if (kQuantized && params.scales_per_token()) {
+                const int lane = threadIdx.x % 32;
+                const float* const scales = params.head_scales(at.slot, at.kv_head, kv) + at.first_token(warp);
+                const SharedAddress to = shared_address(smem.tile_scales(warp, fill_tile));
+#pragma unroll
+                for (int token = lane; token < kTileTokens; token += 32) cp_async_word(to + 4 * token, scales + token, token < tokens);
+            }
         }
         has_first_chunks = false;
         cp_async_commit_group();

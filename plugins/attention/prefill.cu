@@ -1,20 +1,46 @@
 // The prefill kernels: several new tokens per slot, over what the cache holds already. For few new tokens: attention_prefill_16 to _64, with
-// row blocks of so many rows; they append too. For more, attention_append first writes keys and values to the cache; then attention_prefill_short
+// row blocks of so many rows; they append too, if the cache has 16 bits. For more, or if it is quantized, attention_append first writes keys and
+// values to the cache. Then, for more, attention_prefill_short
 // attends if there are few row blocks, attention_prefill_wide, or, where there is enough to do without splitting K and V, attention_prefill_whole.
 // Launched by
 // trt_kvcache/kernels/cuda/attention.py, as trt_kvcache/kernels/cuda/prefill_plan.py says.
 
+#include "attention/append_quantized.cuh"
 #include "attention/prefill.cuh"
+
+// What the kernels are told of a quantized cache, beside all else.
+#ifdef STORED
+#define SCALE_PARAMETERS \
+    , float *scales, long long scales_slot_stride, long long scales_kv_stride, long long scales_head_stride, long long scales_per_token
+#define SCALES {scales, scales_slot_stride, scales_kv_stride, scales_head_stride, scales_per_token != 0}
+#else
+#define SCALE_PARAMETERS
+#define SCALES {}
+#endif
 
 constexpr int kAppendThreads = 256;
 
-// Writes k, with RoPE, and v of the new tokens to the cache. Grid: x over words of the new rows of a slot, y over slots. Strides in bytes.
+// Writes k, with RoPE, and v of the new tokens to the cache. Grid: x over words of the new rows of a slot, or over its new rows, each for a warp, if
+// the cache is quantized; y over slots. Strides in bytes.
 extern "C" __global__ void __launch_bounds__(kAppendThreads)
     attention_append(const unsigned char* k, const unsigned char* v, long long k_stride, long long v_stride, long long k_token_stride,
                      long long v_token_stride, unsigned char* cache, long long slot_stride, long long kv_stride, long long max_sequence_length,
                      const int* lengths, const int* new_lengths, const float* cos_sin, long long rotary_dim, long long width,
-                     long long num_kv_heads) {
+                     long long num_kv_heads SCALE_PARAMETERS) {
     grid_dependency_wait();
+    if constexpr (kQuantized) {
+        const long long slot = blockIdx.y, row = (static_cast<long long>(blockIdx.x) * kAppendThreads + threadIdx.x) / 32;
+        const int token = static_cast<int>(row / num_kv_heads), kv_head = static_cast<int>(row % num_kv_heads);
+        if (token >= count_new_tokens(lengths, new_lengths, slot, width, max_sequence_length)) return;
+        const int position = lengths[slot] + token;
+        const unsigned char* const key = k + slot * k_stride + token * k_token_stride + kv_head * kRowBytes;
+        const unsigned char* const value = v + slot * v_stride + token * v_token_stride + kv_head * kRowBytes;
+        unsigned char* const to = cache + slot * slot_stride + (kv_head * max_sequence_length + position) * kHeadDim;
+        append_quantized(Stored{}, key, value, to, to + kv_stride, KVScales SCALES, static_cast<int>(slot), kv_head, position,
+                         RopeAngles(cos_sin, rotary_dim, position));
+        grid_dependents_may_launch();
+        return;
+    }
     const long long slot = blockIdx.y, x = static_cast<long long>(blockIdx.x) * kAppendThreads + threadIdx.x;
     const int word = static_cast<int>(x % kRowWords), token = static_cast<int>(x / (kRowWords * num_kv_heads));
     const long long kv_head = x / kRowWords % num_kv_heads;
@@ -34,21 +60,21 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
         long long slot_stride, long long kv_stride, const unsigned char *q, long long q_stride, long long q_token_stride,                     \
         const unsigned char *k, long long k_stride, long long k_token_stride, const unsigned char *v, long long v_stride,                     \
         long long v_token_stride, const float *cos_sin, long long rotary_dim, double factor, double inverse_softcap, unsigned char *out,      \
-        float4 *partials
+        float4 *partials SCALE_PARAMETERS
 #define ARGUMENTS                                                                                                                         \
     {lengths, new_lengths, static_cast<int>(max_sequence_length), static_cast<int>(min(window, 0x7FFFFFFFLL)),                            \
      static_cast<int>(batch_size), static_cast<int>(num_kv_heads), static_cast<int>(group_size), static_cast<int>(width),                 \
      static_cast<int>(row_blocks), static_cast<int>(splits), cache, slot_stride, kv_stride, q, q_stride, q_token_stride, k, k_stride,    \
-     k_token_stride, v, v_stride, v_token_stride, cos_sin, static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials}
+     k_token_stride, v, v_stride, v_token_stride, cos_sin, static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials, SCALES}
 
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_16 * KEY_WARPS_16, BLOCKS_PER_SM_16) attention_prefill_16(PARAMETERS) {
-    Prefill<true, WARPGROUPS_16, ROW_WARPS_16, KEY_WARPS_16, ROW_TILES_16, TILE_KEYS_16, STAGES_16, MIN_TILES_16>::run<true>(ARGUMENTS);
+    Prefill<!kQuantized, WARPGROUPS_16, ROW_WARPS_16, KEY_WARPS_16, ROW_TILES_16, TILE_KEYS_16, STAGES_16, MIN_TILES_16>::run<true>(ARGUMENTS);
 }
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_32 * KEY_WARPS_32, BLOCKS_PER_SM_32) attention_prefill_32(PARAMETERS) {
-    Prefill<true, WARPGROUPS_32, ROW_WARPS_32, KEY_WARPS_32, ROW_TILES_32, TILE_KEYS_32, STAGES_32, MIN_TILES_32>::run<true>(ARGUMENTS);
+    Prefill<!kQuantized, WARPGROUPS_32, ROW_WARPS_32, KEY_WARPS_32, ROW_TILES_32, TILE_KEYS_32, STAGES_32, MIN_TILES_32>::run<true>(ARGUMENTS);
 }
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_64 * KEY_WARPS_64, BLOCKS_PER_SM_64) attention_prefill_64(PARAMETERS) {
-    Prefill<true, WARPGROUPS_64, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64, MIN_TILES_64>::run<true>(ARGUMENTS);
+    Prefill<!kQuantized, WARPGROUPS_64, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64, MIN_TILES_64>::run<true>(ARGUMENTS);
 }
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_SHORT * KEY_WARPS_SHORT, BLOCKS_PER_SM_SHORT) attention_prefill_short(PARAMETERS) {
     Prefill<false, WARPGROUPS_SHORT, ROW_WARPS_SHORT, KEY_WARPS_SHORT, ROW_TILES_SHORT, TILE_KEYS_SHORT, STAGES_SHORT, MIN_TILES_SHORT>::run<true>(ARGUMENTS);

@@ -12,22 +12,24 @@
 // Shared memory of a block; trt_kvcache/kernels/attention_tiles.py computes the same size:
 //
 //     queries   [kBlockRows] rows, swizzled. A warp reads its own rows; at the end they may hold its output, until it is stored.
-//     ring      [kStages][2] tiles of kTileKeys rows, swizzled: keys, then values. Filled and read by all threads. At the end of the kernel it
-//               holds the strips of the warps (and then what other blocks published), and behind them the strips that this block merges.
-//
-// Pipeline: commit group 0 is q, group 1 + n is tile n with its keys and values. A step waits for its tile; kStages - 2 younger groups may stay
-// in flight. Behind the barrier that follows, all warps have left the tile before, and its place is filled with tile n + kStages - 1.
+//     ring      tiles of kTileKeys rows, swizzled: keys, then values (prefill_ring.cuh; prefill_stored_ring.cuh). Filled and read by all
+//               threads. At the end of the kernel it holds the strips of the warps (and then what other blocks published), and behind them
+//               the strips that this block merges.
+//     scales    of the tiles of a quantized cache.
 #pragma once
 
+#include "attention/prefill_ring.cuh"
 #include "attention/prefill_schedule.cuh"
+#include "attention/prefill_stored_ring.cuh"
 #include "attention/prefill_tiles.cuh"
 #include "attention/mma.cuh"
 #include "attention/split_kv_reduce.cuh"
 #include "dependent_launch.cuh"
 
 // The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
-// of 1, and most steps need no rescaling.
-constexpr float kRescaleThreshold = 8;
+// of 1, and most steps need no rescaling. A probability that is multiplied with the scale of its token, which may be small or as large as
+// 65504 / 127, is raised by so many powers of 2 instead: then a float16 holds the product in all of its bits.
+constexpr float kRescaleThreshold = kQuantized ? 2 : 8, kProbabilityExponent = kQuantized ? 4 : 0;
 constexpr int kPrefillPolledAtOnce = 16;  // vectors that a thread polls together
 
 // The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of the keys of
@@ -35,8 +37,15 @@ constexpr int kPrefillPolledAtOnce = 16;  // vectors that a thread polls togethe
 template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages, int kMinTilesPerPart>
 struct Prefill {
     static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles, kBlockRows = kRowWarps * kWarpRows;
-    static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kTileKeys * kRowBytes, kRingBytes = kStages * 2 * kTileBytes;
-    static constexpr int kMaxStrips = kBlockRows * kStripsPerRow, kStripBytes = kStripVectors * 16;
+    static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kTileKeys * kRowBytes;
+    // Whether a warpgroup begins with the scores of the next tile before it makes probabilities of those of this one: where conversion makes steps
+    // long, and there are registers for two tiles of scores.
+    static constexpr bool kScoresAhead = kQuantized && kWarpgroups && kHeadDim <= 128;
+    using Tiles = PrefillTiles<kAppends, kWarpgroups, kThreads, kBlockRows, kTileKeys>;
+    using Rows = typename Tiles::Rows;
+    using Work = PrefillWork<Rows>;
+    using Ring = PrefillRing<kQuantized, kScoresAhead, Tiles, Work, kThreads, kTileKeys, kStages>;
+    static constexpr int kRingBytes = Ring::kBytes, kMaxStrips = kBlockRows * kStripsPerRow, kStripBytes = kStripVectors * 16;
     static constexpr int kOwnBytes = kMaxStrips / 2 * kStripBytes, kStagingBytes = kRingBytes - kOwnBytes;
     static constexpr int kGroupRows = kWarpgroups ? 64 : kWarpRows;  // of the warps that compute together
     static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kRowTiles == 1 && kHeadDim % 64 == 0), "whole warpgroups and panels");
@@ -46,11 +55,19 @@ struct Prefill {
     static_assert(kKeyWarps == 1 || kWarpgroups || kStagingBytes >= kKeyWarps * kMaxStrips * kStripBytes, "the ring also holds the strips of all warps");
     static_assert(!kWarpgroups || kKeyWarps <= 2, "two warpgroups exchange halves of their rows");
 
-    using Tiles = PrefillTiles<kAppends, kWarpgroups, kThreads, kBlockRows, kTileKeys>;
-    using Rows = typename Tiles::Rows;
     using Scores = float[kRowTiles][kWarpKeys / 8][4];
     using State = SoftmaxState<16>[kRowTiles];
-    using Work = PrefillWork<Rows>;
+
+    static __device__ __forceinline__ void clear(Scores& scores) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int j = 0; j < kWarpKeys / 8; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) scores[m][j][e] = 0;
+            }
+        }
+    }
 
     static __device__ __forceinline__ void compute_scores(Scores& scores, const LdmatrixAddress& queries, const LdmatrixAddress& key_tile) {
 #pragma unroll
@@ -88,6 +105,19 @@ struct Prefill {
         warpgroup_commit();
     }
 
+    // Multiplies each column with the scale of its token.
+    static __device__ __forceinline__ void apply_token_scales(Scores& scores, const float* scales) {
+#pragma unroll
+        for (int j = 0; j < kWarpKeys / 8; j++) {
+            const float2 both = *reinterpret_cast<const float2*>(scales + 8 * j + threadIdx.x % 4 * 2);
+#pragma unroll
+            for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) scores[m][j][e] *= e % 2 ? both.y : both.x;
+            }
+        }
+    }
+
     static __device__ __forceinline__ void apply_softcap(Scores& scores, const ScoreTransform& score) {
         if (!score.has_softcap()) return;
 #pragma unroll
@@ -117,8 +147,10 @@ struct Prefill {
         }
     }
 
-    // Turns scores into probabilities. Maxima follow only when a row of the warp is kRescaleThreshold above its own.
-    static __device__ __forceinline__ void update_softmax(State& state, Scores& scores, float factor) {
+    // Turns scores into probabilities. Maxima follow only when a row of the warp is kRescaleThreshold above its own. Then, if kScoresAhead, true is
+    // returned, and the output, which is in the making, has yet to be multiplied with `output_scales` of its rows.
+    using RowScales = float[kRowTiles][2];
+    static __device__ __forceinline__ bool update_softmax(State& state, Scores& scores, float factor, RowScales& output_scales) {
         float highest[kRowTiles][2];
         bool is_far = false;
 #pragma unroll
@@ -129,17 +161,32 @@ struct Prefill {
                 is_far = is_far || (highest[m][i] - state[m].maxima[i]) * factor > kRescaleThreshold;
             }
         }
-        if (__any_sync(~0u, is_far)) {
+        is_far = __any_sync(~0u, is_far);
+        if (is_far) {
 #pragma unroll
             for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
-                for (int i = 0; i < 2; i++) state[m].rescale(i, highest[m][i], factor);
+                for (int i = 0; i < 2; i++) {
+                    if constexpr (kScoresAhead) {
+                        output_scales[m][i] = state[m].rescale_sum(i, highest[m][i], factor);
+                    } else {
+                        state[m].rescale(i, highest[m][i], factor);
+                    }
+                }
             }
         }
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) state[m].exponentiate(scores[m], i, factor);
+            for (int i = 0; i < 2; i++) state[m].exponentiate(scores[m], i, factor, kProbabilityExponent);
+        }
+        return is_far;
+    }
+    static __device__ __forceinline__ void scale_output(State& state, const RowScales& scales) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) state[m].scale_output(i, scales[m][i]);
         }
     }
 
@@ -162,12 +209,14 @@ struct Prefill {
         }
     }
 
-    // The same by a warpgroup: values are those of its keys in their first panel.
-    static __device__ __forceinline__ void accumulate_output(State& state, const Scores& probabilities, SharedAddress values) {
-        using Panel = float[8][4];
-        unsigned a[kWarpKeys / 16][4];
+    // The same by a warpgroup: values are those of its keys in their first panel. The output is there behind warpgroup_wait.
+    using Fragments = unsigned[kWarpKeys / 16][4];
+    static __device__ __forceinline__ void pack_probabilities(Fragments& a, const Scores& probabilities) {
 #pragma unroll
         for (int j = 0; j < kWarpKeys / 16; j++) pack_a_fragment(Element{}, a[j], probabilities[0][2 * j], probabilities[0][2 * j + 1]);
+    }
+    static __device__ __forceinline__ void begin_output(State& state, const Fragments& a, SharedAddress values) {
+        using Panel = float[8][4];
         warpgroup_begin();
 #pragma unroll
         for (int j = 0; j < kWarpKeys / 16; j++) {
@@ -178,22 +227,19 @@ struct Prefill {
             }
         }
         warpgroup_commit();
-        warpgroup_wait(state[0].output);
     }
 
     // Computes what the tiles of a part contribute to its row block. Ends with all copies arrived, without a barrier.
-    static __device__ __forceinline__ void accumulate(State& state, unsigned char* queries, unsigned char* ring, const PrefillParams& params,
+    static __device__ __forceinline__ void accumulate(State& state, unsigned char* queries, unsigned char* shared_ring, const PrefillParams& params,
                                                       const Work& work) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps, key_warp = warp / kRowWarps;
         const int span = params.window > 0 ? params.window : 0x7FFFFFFF;
         const Rows& rows = work.rows;
         Tiles::fill_queries(queries, params, rows, work.kv_head);
         cp_async_commit_group();
-#pragma unroll 1
-        for (int stage = 0; stage < kStages - 1; stage++) {
-            if (work.begin + stage < work.end) Tiles::fill(ring + stage * 2 * kTileBytes, params, rows, work.kv_head, work.begin + stage);
-            cp_async_commit_group();
-        }
+        Ring ring(shared_ring, params, work);
+        ring.begin();
+        const bool has_token_scales = kQuantized && params.scales.per_token;
         int positions[kRowTiles][2];
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
@@ -212,24 +258,70 @@ struct Prefill {
         Tiles::template apply_rope<typename Tiles::QueryLayout, 2, 8>(
             queries, params, rows.rows, [&](int row) { return rows.past + divide(rows.first_row + row, params.group_size); },
             [] {
-                cp_async_wait_group<kStages - 1>();  // q
+                cp_async_wait_group<Ring::kGroupsYoungerThanQueries>();  // q
                 __syncthreads();
-            });  // the barrier of the first step follows
+            });
+        ring.prepare_first();  // the barrier of the first step follows
+
+        const SharedAddress group_queries = shared_address(queries) + group_row * 128;
+        const auto part_of = [&](int tile) { return shared_address(ring.tile(tile)) + key_warp * kWarpKeys * (kWarpgroups ? 128 : kRowBytes); };
+        // scales: of the warp's keys; those of its values are kTileKeys further.
+        const auto to_probabilities = [&](Scores& scores, int first_key, int keys_end, const float* scales, RowScales& row_scales) {
+            if (has_token_scales) apply_token_scales(scores, scales);
+            apply_softcap(scores, params.score);
+            const bool needs_mask = first_key + kWarpKeys - 1 > group_first || first_key <= positions[kRowTiles - 1][1] - span;
+            if (needs_mask || first_key + kWarpKeys > keys_end) apply_mask(scores, positions, first_key, keys_end, span);
+            const bool is_far = update_softmax(state, scores, params.score.factor, row_scales);
+            if (has_token_scales) apply_token_scales(scores, scales + kTileKeys);
+            return is_far;
+        };
+        if constexpr (kScoresAhead) {
+            Fragments a;
+            Scores scores;
+            RowScales row_scales;
+            const auto first_key_of = [&](int tile) { return (rows.first_tile + tile) * kTileKeys + key_warp * kWarpKeys; };
+            const auto scales_of = [&](int tile) { return ring.scales(tile) + key_warp * kWarpKeys; };
+            const auto meet = [] {
+                shared_memory_fence();
+                __syncthreads();
+            };
+            meet();
+            clear(scores);
+            begin_scores(scores, group_queries, part_of(work.begin));
+            ring.advance(work.begin - 1);
+            warpgroup_wait(scores[0]);
+            to_probabilities(scores, first_key_of(work.begin), rows.keys_end, scales_of(work.begin), row_scales);  // there is no output yet
+            pack_probabilities(a, scores);
+#pragma unroll 1
+            for (int tile = work.begin; tile + 1 < work.end; tile++) {
+                meet();
+                clear(scores);
+                begin_scores(scores, group_queries, part_of(tile + 1));
+                begin_output(state, a, part_of(tile) + kTileBytes);
+                ring.advance(tile);
+                warpgroup_wait<1>(scores[0]);
+                const bool is_far = to_probabilities(scores, first_key_of(tile + 1), rows.keys_end, scales_of(tile + 1), row_scales);
+                warpgroup_wait(state[0].output);
+                hold_registers(a);
+                if (is_far) scale_output(state, row_scales);
+                pack_probabilities(a, scores);
+            }
+            meet();
+            begin_output(state, a, part_of(work.end - 1) + kTileBytes);
+            warpgroup_wait(state[0].output);
+            cp_async_wait_group<0>();
+            return;
+        }
 
         const LdmatrixAddress query_rows(shared_address(queries + row_warp * kWarpRows * kRowBytes), lane % 16, lane / 16);
-        int place = 0;  // in the ring, of this step's tile
         for (int tile = work.begin; tile < work.end; tile++) {
-            cp_async_wait_group<kStages - 2>();  // this tile
+            ring.wait();  // for this tile
             if constexpr (kWarpgroups) shared_memory_fence();
             __syncthreads();
-            const auto fill_next = [&] {
-                const int next = tile + kStages - 1;
-                if (next < work.end) Tiles::fill(ring + (place == 0 ? kStages - 1 : place - 1) * 2 * kTileBytes, params, rows, work.kv_head, next);
-                cp_async_commit_group();
-                place = place + 1 == kStages ? 0 : place + 1;
-            };
-            unsigned char* const tiles = ring + place * 2 * kTileBytes;
-            if constexpr (!kFillsMeanwhile) fill_next();
+            unsigned char* const tiles = ring.tile(tile);
+            const SharedAddress part = part_of(tile);
+            const float* const scales = ring.scales(tile) + key_warp * kWarpKeys;
+            if constexpr (!kFillsMeanwhile) ring.advance(tile);
             int first_key = (rows.first_tile + tile) * kTileKeys, keys_end = rows.keys_end;
             if (kAppends && tile == rows.num_tiles - 1) {
                 Tiles::append_new_tokens(tiles, params, rows, work.kv_head);
@@ -238,25 +330,26 @@ struct Prefill {
             }
             first_key += key_warp * kWarpKeys;
             if (first_key > group_last || first_key >= keys_end || first_key + kWarpKeys <= group_first - span + 1) {
-                if constexpr (kFillsMeanwhile) fill_next();
+                if constexpr (kFillsMeanwhile) ring.advance(tile);
                 continue;
             }
-            const SharedAddress part = shared_address(tiles) + key_warp * kWarpKeys * (kWarpgroups ? 128 : kRowBytes);
             const LdmatrixAddress key_tile(part, lane % 8 + lane / 16 * 8, lane / 8 % 2), value_tile(part + kTileBytes, lane % 16, lane / 16);
             Scores scores = {};
             if constexpr (kWarpgroups) {
-                begin_scores(scores, shared_address(queries) + group_row * 128, part);
-                if constexpr (kFillsMeanwhile) fill_next();
+                begin_scores(scores, group_queries, part);
+                if constexpr (kFillsMeanwhile) ring.advance(tile);
                 warpgroup_wait(scores[0]);
             } else {
                 compute_scores(scores, query_rows, key_tile);
             }
-            apply_softcap(scores, params.score);
-            const bool needs_mask = first_key + kWarpKeys - 1 > group_first || first_key <= positions[kRowTiles - 1][1] - span;
-            if (needs_mask || first_key + kWarpKeys > keys_end) apply_mask(scores, positions, first_key, keys_end, span);
-            update_softmax(state, scores, params.score.factor);
+            RowScales row_scales;
+            to_probabilities(scores, first_key, keys_end, scales, row_scales);
             if constexpr (kWarpgroups) {
-                accumulate_output(state, scores, part + kTileBytes);
+                Fragments a;
+                pack_probabilities(a, scores);
+                begin_output(state, a, part + kTileBytes);
+                warpgroup_wait(state[0].output);
+                hold_registers(a);
             } else {
                 accumulate_output(state, scores, value_tile);
             }
@@ -273,7 +366,7 @@ struct Prefill {
     // Writes one vector of a strip to the output.
     static __device__ __forceinline__ void store_vector(const PrefillParams& params, const Rows& rows, int kv_head, int strip, int vector,
                                                         const PartialState& state) {
-        const float inverse = reciprocal_approx(state.sum);
+        const float inverse = reciprocal_approx(state.sum) * params.value_scale;
         unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, strip / kStripsPerRow) + strip % kStripsPerRow * 32) + vector;
         to[0] = pack(Element{}, {state.value.x * inverse, state.value.y * inverse});
         to[4] = pack(Element{}, {state.value.z * inverse, state.value.w * inverse});
@@ -289,7 +382,7 @@ struct Prefill {
         for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float inverse = reciprocal_approx(quad_sum(state[m].sums[i]));
+                const float inverse = reciprocal_approx(quad_sum(state[m].sums[i])) * params.value_scale;
                 const int row = warp_row + 16 * m + lane / 4 + 8 * i;
 #pragma unroll
                 for (int d = 0; d < kHeadDim / 8; d++) {
@@ -416,12 +509,13 @@ struct Prefill {
 
     // Grid: x alone. kSplits: if params.splits, several blocks may share a row block, and the launch is cooperative. Else one block for each.
     template <bool kSplits>
-    static __device__ __forceinline__ void run(const PrefillParams& params) {
+    static __device__ __forceinline__ void run(PrefillParams params) {
         DYNAMIC_SHARED(unsigned char, queries);
         unsigned char* const ring = queries + kBlockRows * kRowBytes;
         grid_dependency_wait();
         const Work work = kSplits && params.splits ? part_of_row_block<Rows>(params, kMinTilesPerPart) : whole_row_block<Rows>(params);
         const Rows& rows = work.rows;
+        if (kQuantized && work.begin < work.end) params.use_head_scales(rows.slot, work.kv_head);
         const float factor = params.score.factor;
         if (work.begin < work.end) {
             State state;

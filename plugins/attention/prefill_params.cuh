@@ -4,6 +4,17 @@
 #include "attention/config.cuh"
 #include "attention/softmax_state.cuh"
 
+// Where the scales of a quantized cache are; strides in floats.
+struct KVScales {
+    float* scales;  // [2, num_kv_heads], or [batch, 2, num_kv_heads, tokens]
+    long long slot_stride, kv_stride, head_stride;
+    bool per_token;
+
+    __device__ __forceinline__ float* of(int slot, int kv, int kv_head, int token) const {
+        return scales + slot * slot_stride + kv * kv_stride + kv_head * head_stride + (per_token ? token : 0);
+    }
+};
+
 struct PrefillParams {
     const int *lengths, *new_lengths;  // [batch]; new_lengths may be null: `width` for all
     int max_sequence_length;           // rows of a head in the cache
@@ -24,4 +35,13 @@ struct PrefillParams {
     ScoreTransform score;
     unsigned char* out;                // as q, contiguous
     float4* partials;                  // the workspace: see SplitKVReduce
+    KVScales scales;                   // of a quantized cache
+    float value_scale = 1;             // what output is multiplied with
+
+    // If heads have one scale each: so that products of codes become scores, and the output values.
+    __device__ __forceinline__ void use_head_scales(int slot, int kv_head) {
+        if (scales.per_token) return;
+        score = score.times(*scales.of(slot, 0, kv_head, 0));
+        value_scale = *scales.of(slot, 1, kv_head, 0);
+    }
 };

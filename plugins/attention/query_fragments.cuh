@@ -14,6 +14,10 @@ constexpr int kRowsOfTile = kRows < 16 ? kRows : 16;
 template <int kRows>
 using RowStates = SoftmaxState<kRowsOfTile<kRows>>[kRowTiles<kRows>];
 
+// Scores, and then probabilities, of a tile.
+template <int kRows>
+using TileScores = float[kRowTiles<kRows>][kTileTokens / 8][4];
+
 template <int kTiles, int kTileRows>
 __device__ __forceinline__ void reset(SoftmaxState<kTileRows> (&states)[kTiles]) {
 #pragma unroll
@@ -28,10 +32,22 @@ struct QueryFragments {
     unsigned words[kInRegisters ? kHeadDim / 16 : 1][kRowsOfTile<kRows> / 4];
     SharedAddress shared;
 
-    __device__ __forceinline__ void load(SharedAddress rows) {
+    // `head`: rows of q. Beside codes, columns 4t and 4t+2 are in the place of 2t and 2t+1, and 4t+1 and 4t+3 in that of 2t+8 and 2t+9 (stored_kv.cuh).
+    __device__ __forceinline__ void load(const unsigned char* head) {
         const int lane = threadIdx.x % 32;
+        const SharedAddress rows = shared_address(head);
         if constexpr (!kInRegisters) {
             shared = rows;
+        } else if constexpr (kQuantized) {
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 16; d++) {
+#pragma unroll
+                for (int i = 0; i < kRows / 8; i++) {
+                    const uint2 four = *reinterpret_cast<const uint2*>(head + swizzled_offset(8 * i + lane / 4, 2 * d + lane % 4 / 2) + lane % 2 * 8);
+                    words[d][i] = __byte_perm(four.x, four.y, 0x5410);
+                    words[d][kRows / 8 + i] = __byte_perm(four.x, four.y, 0x7632);
+                }
+            }
         } else if constexpr (kRows == 8) {
             unsigned loaded[4];
 #pragma unroll

@@ -20,6 +20,13 @@ struct ScoreTransform {
     __device__ __forceinline__ ScoreTransform(double factor, double inverse_softcap)
         : factor(static_cast<float>(factor)), inverse_softcap(static_cast<float>(inverse_softcap)) {}
 
+    // Of products of which one factor has yet to be multiplied with `scale`.
+    __device__ __forceinline__ ScoreTransform times(float scale) const {
+        ScoreTransform scaled = *this;
+        (has_softcap() ? scaled.inverse_softcap : scaled.factor) *= scale;
+        return scaled;
+    }
+
     __device__ __forceinline__ bool has_softcap() const { return inverse_softcap != 0; }
 
     // tanh(product * inverse_softcap), as 1 - 2 / (e^(2x) + 1). That cancels near 0, where the first terms of the series are taken.
@@ -62,10 +69,16 @@ struct SoftmaxState {
     }
 
     // Makes everything relative to another maximum, which is at least as high.
-    __device__ __forceinline__ void rescale(int i, float maximum, float factor) {
+    __device__ __forceinline__ void rescale(int i, float maximum, float factor) { scale_output(i, rescale_sum(i, maximum, factor)); }
+
+    // The same in two steps: returns what the output has yet to be multiplied with.
+    __device__ __forceinline__ float rescale_sum(int i, float maximum, float factor) {
         const float scale = exp2_approx((maxima[i] - maximum) * factor);
         maxima[i] = maximum;
         sums[i] *= scale;
+        return scale;
+    }
+    __device__ __forceinline__ void scale_output(int i, float scale) {
 #pragma unroll
         for (int d = 0; d < kHeadDim / 8; d++) {
             output[d][2 * i] *= scale;
@@ -73,10 +86,10 @@ struct SoftmaxState {
         }
     }
 
-    // Turns scores into probabilities relative to the maximum, and adds them to the sum.
+    // Turns scores into probabilities relative to the maximum, times 2 to the power of `exponent`, and adds them to the sum.
     template <int kFragments>
-    __device__ __forceinline__ void exponentiate(float (&scores)[kFragments][4], int i, float factor) {
-        const float shift = maxima[i] * factor;
+    __device__ __forceinline__ void exponentiate(float (&scores)[kFragments][4], int i, float factor, float exponent = 0) {
+        const float shift = maxima[i] * factor - exponent;
 #pragma unroll
         for (int j = 0; j < kFragments; j++) {
 #pragma unroll

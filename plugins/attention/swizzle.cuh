@@ -13,14 +13,18 @@
 #include "attention/config.cuh"
 #include "shared_memory.cuh"
 
-// Different places that a chunk takes over consecutive rows. With 4 mod 8 chunks a row, two neighbouring rows differ by themselves, and with
-// 2 mod 4 four of them.
-constexpr unsigned kSwizzlePlaces = kRowChunks % 8 == 0 ? 8 : kRowChunks % 4 == 0 ? 4 : 2;
+// Different places that a chunk takes over consecutive rows of kChunks chunks. With 4 mod 8 chunks a row, two neighbouring rows differ by themselves,
+// with 2 mod 4 four of them, and with an odd number all.
+template <int kChunks>
+constexpr unsigned kSwizzlePlaces = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks % 2 == 0 ? 2 : 1;
 
-// The byte offset of a chunk of a row in a tile.
-__device__ __forceinline__ unsigned swizzled_offset(unsigned row, unsigned chunk) {
-    return row * kRowBytes + (chunk ^ row / (8 / kSwizzlePlaces) % kSwizzlePlaces) * 16;
+// The byte offset of a chunk of a row in a tile: of elements, or of what the cache stores.
+template <int kChunks>
+__device__ __forceinline__ unsigned swizzled_offset_of(unsigned row, unsigned chunk) {
+    return row * (16 * kChunks) + (chunk ^ row / (8 / kSwizzlePlaces<kChunks>) % kSwizzlePlaces<kChunks>) * 16;
 }
+__device__ __forceinline__ unsigned swizzled_offset(unsigned row, unsigned chunk) { return swizzled_offset_of<kRowChunks>(row, chunk); }
+__device__ __forceinline__ unsigned stored_offset(unsigned row, unsigned chunk) { return swizzled_offset_of<kStoredRowChunks>(row, chunk); }
 
 // Where a chunk of a row lies in a tile of kRows rows: as above, which is what ldmatrix wants; or, as products of a warpgroup want it
 // (warpgroup.cuh), in panels of 64 columns, one after another, each of kRows rows of 128 bytes.
@@ -46,5 +50,20 @@ struct LdmatrixAddress {
     __device__ __forceinline__ SharedAddress operator()(int pair, int row_offset) const {
         if constexpr (kChunksAreBits) return xor_address(first, 32 * pair) + row_offset * kRowBytes;
         return tile + swizzled_offset(row + row_offset, 2 * pair + chunk);
+    }
+};
+
+// The address that a lane passes to a series of ldmatrix over a tile of codes: of row `lane` of 32 rows, and of the same chunk of each of them.
+struct CodesAddress {
+    static constexpr bool kChunksAreBits = (kStoredRowChunks & (kStoredRowChunks - 1)) == 0;
+    SharedAddress tile, first;
+    unsigned row;
+
+    __device__ __forceinline__ CodesAddress(SharedAddress tile, unsigned row) : tile(tile), first(tile + stored_offset(row, 0)), row(row) {}
+
+    // In the rows that are `row_offset`, a multiple of 32, further down.
+    __device__ __forceinline__ SharedAddress operator()(int chunk, int row_offset) const {
+        if constexpr (kChunksAreBits) return xor_address(first, 16 * chunk) + row_offset * kStoredRowBytes;
+        return tile + stored_offset(row + row_offset, chunk);
     }
 };

@@ -18,12 +18,18 @@
 
 __device__ __forceinline__ void warpgroup_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits for all products, and returns when those of these fragments are there.
-template <int kFragments>
+// Waits until at most the kGroups youngest groups of products are in flight. Those of these fragments are there then.
+template <int kGroups = 0, int kFragments>
 __device__ __forceinline__ void warpgroup_wait(float (&d)[kFragments][4]) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 #pragma unroll
     for (int j = 0; j < kFragments; j++) asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
+}
+// Where A is in registers: called behind that, so that these keep it until then.
+template <int kParts>
+__device__ __forceinline__ void hold_registers(unsigned (&a)[kParts][4]) {
+#pragma unroll
+    for (int j = 0; j < kParts; j++) asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3]));
 }
 // Makes what this thread wrote to shared memory visible to products.
 __device__ __forceinline__ void shared_memory_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

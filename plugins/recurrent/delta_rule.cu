@@ -1,51 +1,26 @@
 // The gated delta rule over the new tokens of each slot. Launched by trt_kvcache/kernels/cuda/delta_rule.py.
 //
-// A state is [heads, key_dim, value_dim]. A warp owns some columns of it, all rows, and needs no other warp: a lane has one vector of columns in
-// kRows rows that follow each other, in registers. kRowLanes lanes have the same rows. So every state is read once and written once, by the same
-// thread, and the past and the present state may be at one address.
-//
-// A token: S = decay * S; change = beta * (v - k S); S = S + k^T change; out = q S. Both products with S are made before it changes:
-// q (decay * S + k^T change) = decay * q S + (q k) change. So there is one reduction over rows for each token.
+// A state is [heads, key_dim, value_dim]. It is read once and written once, by the same thread, so the past and the present state may be at one
+// address. A decode step is in delta_rule_update.cuh, chunks of many tokens are in delta_rule_chunks.cuh, and a scan of a few tokens is here: a
+// warp owns some columns of a state, all rows, and needs no other warp. A lane has one vector of columns in kRows rows that follow each other, in
+// registers; kDeltaScanLanes lanes have the same rows.
 
-#include "dependent_launch.cuh"
 #include "recurrent/delta_rule_chunks.cuh"
+#include "recurrent/delta_rule_update.cuh"
 
 // trt_kvcache/kernels/cuda/delta_rule.py has the same numbers.
 constexpr int kDeltaThreads = 128;
-constexpr int kDeltaMaxKeyDim = 128;
+constexpr int kDeltaScanLanes = 2;
 constexpr int kDeltaTileTokens = 16;
 
 constexpr int kWarps = kDeltaThreads / 32;
-constexpr int kColumns = kPerVector<State>;
-
-// What a token does to all columns.
-struct DeltaStep {
-    float decay, beta;
-    float inverse_k;        // 1 / |k|
-    float query;            // scale / |q|
-    float key_query;        // scale * q k / |q|, of a k that has no norm yet
-};
-
-__device__ __forceinline__ DeltaStep delta_step(const DeltaParams& params, float decay, float beta, float kk, float qq, float kq) {
-    const float query = 1.0f / (sqrtf(static_cast<float>(params.key_dim)) * sqrtf(qq + kNormEpsilon));
-    const float inverse_k = 1.0f / sqrtf(kk + kNormEpsilon);
-    return {decay, beta, inverse_k, query, query * kq};
-}
-
-// Decay and beta of a token.
-__device__ __forceinline__ float2 gates(const DeltaParams& params, long long slot, long long token, long long head) {
-    const float a = load_element(Element{}, params.a.row(slot, token), head), b = load_element(Element{}, params.b.row(slot, token), head);
-    const float2 gate = log_gates(params, a, b, head);
-    return {expf(gate.x), gate.y};
-}
 
 // What a thread owns, and its part of the state.
-template <int kRowLanes>
 struct Part {
-    static constexpr int kRows = kDeltaMaxKeyDim / (32 / kRowLanes);
-    static constexpr int kBlockColumns = kWarps * kRowLanes * kColumns;
+    static constexpr int kRows = kDeltaMaxKeyDim / (32 / kDeltaScanLanes);
+    static constexpr int kBlockColumns = kWarps * kDeltaScanLanes * kColumns;
     static constexpr int kCount = 2 * kColumns;  // values that are summed over rows at once
-    static_assert(32 / kRowLanes == kCount || 32 / kRowLanes == 2 * kCount, "at most one step with a single value");
+    static_assert(32 / kDeltaScanLanes == kCount || 32 / kDeltaScanLanes == 2 * kCount, "at most one step with a single value");
 
     long long slot, head, key_head;
     int row, column;  // the first ones
@@ -55,13 +30,13 @@ struct Part {
 
     __device__ __forceinline__ explicit Part(const DeltaParams& params) : slot(blockIdx.z), head(blockIdx.y) {
         const int thread = threadIdx.x, lane = thread % 32;
-        key_head = static_cast<int>(head) / (static_cast<int>(params.heads) / static_cast<int>(params.key_heads));
-        row = lane / kRowLanes * kRows;
-        column = static_cast<int>(blockIdx.x) * kBlockColumns + (thread / 32 * kRowLanes + lane % kRowLanes) * kColumns;
+        key_head = key_head_of(params, head);
+        row = lane / kDeltaScanLanes * kRows;
+        column = static_cast<int>(blockIdx.x) * kBlockColumns + (thread / 32 * kDeltaScanLanes + lane % kDeltaScanLanes) * kColumns;
         is_live = column < params.value_dim;
         // Of the lanes that have the sum of a query, the first one: the others differ from it in bits that no value is told by.
         const int last_distance = 32 / kCount;
-        stores = own_value() >= kColumns && (lane & (last_distance - 1) & ~(kRowLanes - 1)) == 0;
+        stores = own_value() >= kColumns && (lane & (last_distance - 1) & ~(kDeltaScanLanes - 1)) == 0;
     }
     __device__ __forceinline__ bool has_row(const DeltaParams& params, int i) const { return is_live && row + i < params.key_dim; }
     __device__ __forceinline__ long long index(const DeltaParams& params, int i) const {
@@ -101,12 +76,6 @@ struct Part {
             for (int i = 0; i < 8; i++) values[first + i] = some[i];
         }
     }
-    // Over all rows, one value.
-    __device__ __forceinline__ float sum_rows(float value) const {
-#pragma unroll
-        for (int distance = kRowLanes; distance < 32; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
-        return value;
-    }
     // Over all rows, kCount values at once: each step halves what a lane has and what is left to do. A lane gets value own_value() alone.
     template <int kHalf = kCount / 2, int kDistance = 16>
     __device__ __forceinline__ float sum_rows(const float (&values)[2 * kHalf]) const {
@@ -118,7 +87,7 @@ struct Part {
         }
         if constexpr (kHalf > 1) {
             return sum_rows<kHalf / 2, kDistance / 2>(left);
-        } else if constexpr (kDistance > kRowLanes) {
+        } else if constexpr (kDistance > kDeltaScanLanes) {
             return left[0] + __shfl_xor_sync(~0u, left[0], kDistance / 2);
         } else {
             return left[0];
@@ -134,7 +103,7 @@ struct Part {
         return value;
     }
     __device__ __forceinline__ int lane_of(int value) const {
-        int lane = threadIdx.x % kRowLanes;
+        int lane = threadIdx.x % kDeltaScanLanes;
 #pragma unroll
         for (int distance = 16, half = kCount / 2; half > 0; distance /= 2, half /= 2) {
             if (value & half) lane += distance;
@@ -158,12 +127,10 @@ struct Part {
         float change[kColumns], my_change = 0.0f;
 #pragma unroll
         for (int j = 0; j < kColumns; j++) {
-            // Of k without its norm: what is added to a row is k * change.
-            const float key_sum = __shfl_sync(~0u, sum, lane_of(j));
-            change[j] = token.inverse_k * token.beta * (v[j] - token.decay * token.inverse_k * key_sum);
+            change[j] = token.change(v[j], __shfl_sync(~0u, sum, lane_of(j)));
             if (j == mine) my_change = change[j];
         }
-        if (is_live && stores) store_out(params, at, mine, token.decay * token.query * sum + token.key_query * my_change);
+        if (is_live && stores) store_out(params, at, mine, token.output(sum, my_change));
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
 #pragma unroll
@@ -175,36 +142,6 @@ struct Part {
         store_element(Element{}, params.out, index, value);
     }
 };
-
-// One new token for each slot. All that a thread needs is on its way before anything is computed, or is known of the slot.
-template <int kRowLanes>
-__device__ __forceinline__ void update(const DeltaParams& params) {
-    using Mine = Part<kRowLanes>;
-    Mine part(params);
-    grid_dependency_wait();
-    float q[Mine::kRows], k[Mine::kRows], v[kColumns] = {};
-    part.load(params);
-    part.load_rows(params, params.k.row(part.slot, 0) + part.key_head * params.key_dim * kBytesOf<Element>, k);
-    part.load_rows(params, params.q.row(part.slot, 0) + part.key_head * params.key_dim * kBytesOf<Element>, q);
-    if (part.is_live) load_elements(Element{}, params.v.row(part.slot, 0), part.head * params.value_dim + part.column, v);
-    const float2 gate = gates(params, part.slot, 0, part.head);
-    if (count_new(params.new_lengths, part.slot, 1) == 0) {
-        const float zeros[kColumns] = {};
-        const long long index = (part.slot * params.heads + part.head) * params.value_dim + part.column;
-        if (part.is_live && part.row == 0) store_elements(Element{}, params.out, index, zeros);
-        part.keep(params);
-        return;
-    }
-    float kk = 0.0f, qq = 0.0f, kq = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Mine::kRows; i++) {
-        kk += k[i] * k[i];
-        qq += q[i] * q[i];
-        kq += k[i] * q[i];
-    }
-    part.step(params, 0, delta_step(params, gate.x, gate.y, part.sum_rows(kk), part.sum_rows(qq), part.sum_rows(kq)), q, k, v);
-    part.store(params);
-}
 
 // The shared memory of a scan: two stages of a tile of tokens, with their gates, and the steps of one.
 struct ScanTiles {
@@ -221,8 +158,7 @@ struct ScanTiles {
     __device__ __forceinline__ DeltaStep* steps() const { return reinterpret_cast<DeltaStep*>(gates(2)); }
 
     // Starts to copy a tile, and closes a commit group.
-    template <class Mine>
-    __device__ __forceinline__ void fetch(const DeltaParams& params, const Mine& part, int stage, long long first, long long count) const {
+    __device__ __forceinline__ void fetch(const DeltaParams& params, const Part& part, int stage, long long first, long long count) const {
         const int tokens = static_cast<int>(max(min(count - first, static_cast<long long>(kDeltaTileTokens)), 0LL));
         const int key_chunks = key_bytes / 16, value_chunks = value_bytes / 16, chunks = 2 * key_chunks + value_chunks;
         for (int i = threadIdx.x; i < tokens * chunks; i += kDeltaThreads) {
@@ -265,22 +201,19 @@ struct ScanTiles {
                 qq += __shfl_xor_sync(~0u, qq, distance);
                 kq += __shfl_xor_sync(~0u, kq, distance);
             }
-            const float2 gate = gates(stage)[token];
-            if (lane == 0) steps()[token] = delta_step(params, gate.x, gate.y, kk, qq, kq);
+            if (lane == 0) steps()[token] = delta_step(params, gates(stage)[token], kk, qq, kq);
         }
     }
 };
 
 // Several new tokens for each slot, one after another, with the state in registers. The next tile is on its way while one is computed.
-template <int kRowLanes>
 __device__ __forceinline__ void scan(const DeltaParams& params, unsigned char* shared) {
-    using Mine = Part<kRowLanes>;
-    Mine part(params);
-    const ScanTiles tiles{shared, static_cast<int>(params.key_dim) * kBytesOf<Element>, Mine::kBlockColumns * kBytesOf<Element>};
+    Part part(params);
+    const ScanTiles tiles{shared, static_cast<int>(params.key_dim) * kBytesOf<Element>, Part::kBlockColumns * kBytesOf<Element>};
     grid_dependency_wait();
     const int count = count_new(params.new_lengths, part.slot, params.width), thread = threadIdx.x;
     const float zeros[kColumns] = {};
-    const int row_groups = 32 / kRowLanes, group = thread % 32 / kRowLanes;
+    const int row_groups = 32 / kDeltaScanLanes, group = thread % 32 / kDeltaScanLanes;
     if (part.is_live) {
         for (long long token = count + group; token < params.width; token += row_groups) {
             store_elements(Element{}, params.out, ((part.slot * params.width + token) * params.heads + part.head) * params.value_dim + part.column, zeros);
@@ -289,7 +222,7 @@ __device__ __forceinline__ void scan(const DeltaParams& params, unsigned char* s
     if (count == 0) return part.keep(params);
 
     const auto load_gates = [&](long long token) {
-        return thread < kDeltaTileTokens && token + thread < count ? gates(params, part.slot, token + thread, part.head) : float2{0.0f, 0.0f};
+        return thread < kDeltaTileTokens && token + thread < count ? gates_of(params, part.slot, token + thread, part.head) : float2{0.0f, 0.0f};
     };
     tiles.fetch(params, part, 0, 0, count);
     part.load(params);
@@ -304,10 +237,10 @@ __device__ __forceinline__ void scan(const DeltaParams& params, unsigned char* s
         tiles.make_steps(params, stage, tokens);
         __syncthreads();
         for (int token = 0; token < tokens; token++) {
-            float q[Mine::kRows], k[Mine::kRows], v[kColumns];
+            float q[Part::kRows], k[Part::kRows], v[kColumns];
             part.load_rows(params, tiles.k(stage, token), k);
             part.load_rows(params, tiles.q(stage, token), q);
-            load_elements(Element{}, tiles.v(stage, token), part.column % Mine::kBlockColumns, v);
+            load_elements(Element{}, tiles.v(stage, token), part.column % Part::kBlockColumns, v);
             part.step(params, first + token, tiles.steps()[token], q, k, v);
         }
         if (thread < kDeltaTileTokens) tiles.gates(stage ^ 1)[thread] = next_gates;
@@ -315,11 +248,6 @@ __device__ __forceinline__ void scan(const DeltaParams& params, unsigned char* s
     }
     part.store(params);
 }
-
-// Lanes of a row in a decode step, where wide rows read memory best, and in a scan, where many warps do. Python has them too.
-constexpr int kDeltaUpdateLanes = 4;
-constexpr int kDeltaScanLanes = 2;
-constexpr int kDeltaLanes16 = 2;  // both, for states of 16 bits
 
 #define PARAMETERS                                                                                                                             \
     const unsigned char *q, long long q_slot, long long q_token, const unsigned char *k, long long k_slot, long long k_token,                  \
@@ -331,16 +259,11 @@ constexpr int kDeltaLanes16 = 2;  // both, for states of 16 bits
     {{q, q_slot, q_token}, {k, k_slot, k_token}, {v, v_slot, v_token}, {a, a_slot, a_token}, {b, b_slot, b_token}, decay, dt_bias,             \
      past, present, new_lengths, width, heads, key_heads, key_dim, value_dim, out}
 
-constexpr int kDeltaUpdateBlocksPerSm = 3;
-
 // Grid: x over columns, y over heads, z over slots.
-extern "C" __global__ void __launch_bounds__(kDeltaThreads, kDeltaUpdateBlocksPerSm) delta_rule_update(PARAMETERS) {
-    update<kBytesOf<State> == 4 ? kDeltaUpdateLanes : kDeltaLanes16>(ARGUMENTS);
-}
-
+extern "C" __global__ void __launch_bounds__(kDeltaUpdateThreads, kUpdateBlocksPerSm) delta_rule_update(PARAMETERS) { update(ARGUMENTS); }
 extern "C" __global__ void __launch_bounds__(kDeltaThreads) delta_rule_scan(PARAMETERS) {
     DYNAMIC_SHARED(unsigned char, shared);
-    scan<kBytesOf<State> == 4 ? kDeltaScanLanes : kDeltaLanes16>(ARGUMENTS, shared);
+    scan(ARGUMENTS, shared);
 }
 
 template <class Type, int kKeyDim, int kStateWarps>

@@ -69,6 +69,17 @@ def test_more_slots_and_tokens_take_more_activations() -> None:
     assert one < tokens < slots
 
 
+def test_states_alone_are_one_segment_whatever_the_attention() -> None:
+    native, plugin = (estimate_build(GOLDEN / "mamba2", **SIZES, attention=attention) for attention in ("native", "plugin"))
+    assert plugin.disk_nbytes == native.disk_nbytes
+
+
+@pytest.mark.trt
+def test_the_plan_of_states_alone_is_within_a_tenth(tmp_path: Path) -> None:
+    report = build_engine(GOLDEN / "mamba2", tmp_path / "engine", **SIZES, attention="plugin", flavour="tensorrt_rtx")
+    assert estimate_build(GOLDEN / "mamba2", **SIZES, attention="plugin").plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.1)
+
+
 @pytest.mark.trt
 @pytest.mark.parametrize("logits", [1, 5])
 @pytest.mark.parametrize("attention", ["native", "plugin"])

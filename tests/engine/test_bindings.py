@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.fakes import VOCAB, Journal, RecordingCache, RecordingEngine, RecordingMemory, kv_config, recorded, two_profiles
+from tests.paths import GOLDEN
 from trt_kvcache import (
     BindingPlan,
     CacheConfig,
     HostMemory,
+    HybridCacheManager,
     KVCacheConfig,
     KVCacheManager,
     KVLayerConfig,
@@ -19,9 +21,12 @@ from trt_kvcache import (
     LinearKVCache,
     TensorNames,
 )
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.decoder_tensors import decoder_cache_config
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import BindingError, ClosedError, KVCacheError, LayoutError, PlaceError
+from trt_kvcache.reference import ReferenceEngine
 
 # Dimensions all different: B=3, H=1 and 2, S=16, D=8; two layers.
 KV = kv_config(head_dim=8)
@@ -488,6 +493,23 @@ class TestAlignment:
         bound = {call[1]: call[2] for call in memory.journal.take() if call[0] == "bind"}
         assert bound["k_cache_1"] == cache.get_separate_kv_cache(1)[0].ptr + 8 * 448
         buffers.close()
+
+    def test_states_that_are_not_aligned_are_not_a_matter_of_length(self):
+        """64 channels * 3 inputs * 2 bytes = 384."""
+        memory = HostMemory()
+        with Checkpoint.open(GOLDEN / "lfm2") as checkpoint:
+            config = decoder_cache_config(checkpoint.config, max_batch_size=3, max_sequence_length=32, dtype="float16")
+            engine = ReferenceEngine(checkpoint, kv=config, max_prefill_length=4, memory=memory)
+        with HybridCacheManager(config, memory=memory) as cache:
+            plan = BindingPlan(engine, cache)
+            assert [plan.can_start_at(slot) for slot in range(3)] == [True, False, True]
+            buffers = StepBuffers(
+                memory, max_batch_size=3, max_width=4, vocab_size=79, index_dtypes=("int32", "int32"), logits_dtype="float32"
+            )
+            with pytest.raises(LayoutError) as error:
+                plan.prepare(1, 1, 4, buffers)
+            assert str(error.value).endswith("not aligned to 256 bytes. States are as large as the model says: run the slots from 0 on.")
+            buffers.close()
 
 
 def change(engine, name, **changes):

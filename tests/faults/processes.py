@@ -30,6 +30,20 @@ with host_cache("manager", 5, 0) as cache:
 """
 )
 
+#: Of a session: the first token of its prompt says which process wrote the file.
+SESSION_SNAPSHOTS = (
+    BEGIN
+    + """
+from tests.faults.sessions import GREEDY
+from trt_kvcache import InferenceSession
+with InferenceSession.from_model(place / "model", engine="reference", dtype="float32", max_batch_size=2, max_sequence_length=32) as session:
+    print("ready", flush=True)
+    for number in itertools.count():
+        list(session.generate([[3, 4], [mark, number % 70, 5, 6]], **GREEDY))
+        session.save_snapshot(place / "a.kv", 1)
+"""
+)
+
 ENGINE_FOLDERS = (
     BEGIN
     + """

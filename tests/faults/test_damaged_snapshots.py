@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.faults.mutations import damage_bytes, damage_value, damaged_json
+from tests.faults.sessions import GREEDY, answers, check_usable, every_model, prepared
 from tests.faults.watch import Findings
 from tests.helpers.snapshot_cases import MODEL, SAMPLER, host_cache, load, save
 from trt_kvcache.sequences.snapshot import Snapshot
@@ -44,8 +45,12 @@ def check(path: Path, cache: Any, before: Snapshot, *, payload_was_changed: bool
     found = Snapshot.read(path)
     found.check_fits(cache, MODEL)
     if not payload_was_changed:
-        assert [array.tobytes() for array in found.contents.arrays] == [array.tobytes() for array in before.contents.arrays]
-        assert (found.tokens, found.pending) == (before.tokens, before.pending)
+        check_same(found, before)
+
+
+def check_same(found: Snapshot, before: Snapshot) -> None:
+    assert [array.tobytes() for array in found.contents.arrays] == [array.tobytes() for array in before.contents.arrays]
+    assert (found.tokens, found.pending) == (before.tokens, before.pending)
 
 
 def cases(path: Path, kind: str, seeds: range) -> None:
@@ -69,6 +74,30 @@ def test_damaged_snapshots(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
 def test_thousands_of_damaged_snapshots(tmp_path: Path, kind: str) -> None:
     cases(tmp_path / "a.kv", kind, range(1000, 3000))
+
+
+@every_model
+def test_sessions_resume_damaged_snapshots(tmp_path: Path, model: Path) -> None:
+    """They go on as before the damage, or not at all; and are as usable as before."""
+    findings, path = Findings(), tmp_path / "saved.kv"
+    with prepared(tmp_path, model) as session:
+        original, expected, before = path.read_bytes(), answers(session), Snapshot.read(path)
+        wanted = [event.token for event in session.generate([(*before.tokens, *before.pending)], **GREEDY)]
+
+        def resume(*, payload_was_changed: bool) -> None:
+            try:
+                found = [event.token for event in session.resume(path, **GREEDY)]
+                if not payload_was_changed:
+                    assert found == wanted
+                    check_same(Snapshot.read(path), before)
+            finally:
+                check_usable(session, expected)
+
+        for seed in range(60):
+            path.write_bytes(damaged(original, seed))
+            findings.run(seed, partial(resume, payload_was_changed=seed % 7 == 0))
+    findings.check()
+    assert findings.refused
 
 
 def test_the_undamaged_one_is_loaded(tmp_path: Path) -> None:

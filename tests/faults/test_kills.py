@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.processes import ENGINE_FOLDERS, SNAPSHOTS, kill_at_random, start
+from tests.faults.processes import ENGINE_FOLDERS, SESSION_SNAPSHOTS, SNAPSHOTS, kill_at_random, start
+from tests.faults.sessions import GREEDY, every_model
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.small_model import write_model
 from tests.helpers.snapshot_cases import host_cache, save
 from tests.paths import ROOT
+from trt_kvcache import InferenceSession
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.sequences.snapshot import Snapshot
@@ -43,6 +45,25 @@ def test_while_snapshots_are_saved(tmp_path: Path, times: int) -> None:
         found = Snapshot.read(tmp_path / "a.kv")
         assert found.tokens[0] in marks
         assert found.tokens[2:] == (2, 3, 4)
+
+
+@TIMES
+@every_model
+def test_while_sessions_save_theirs(tmp_path: Path, model: Path, times: int) -> None:
+    """What is there goes on as the sequence that it says it is: K, V and states are of its tokens."""
+    (tmp_path / "model").symlink_to(model)
+    chance = random.Random(4)
+    with InferenceSession.from_model(model, engine="reference", dtype="float32", max_sequence_length=32) as session:
+        for mark in range(3, 3 + times):
+            process = start(SESSION_SNAPSHOTS, tmp_path, mark)
+            while not (tmp_path / "a.kv").exists():
+                assert process.poll() is None, process.communicate()[1]
+                time.sleep(0.005)
+            kill_at_random(process, chance)
+            found = Snapshot.read(tmp_path / "a.kv")
+            assert found.tokens[0] in range(3, mark + 1)
+            expected = [event.token for event in session.generate([(*found.tokens, *found.pending)], **GREEDY)]
+            assert [event.token for event in session.resume(tmp_path / "a.kv", **GREEDY)] == expected
 
 
 @TIMES

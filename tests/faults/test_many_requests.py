@@ -6,40 +6,52 @@ import gc
 import random
 import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.sessions import MODEL
+from tests.faults.sessions import every_model
 from trt_kvcache import InferenceSession
 
 OPTIONS: dict[str, Any] = {"engine": "reference", "max_batch_size": 8, "max_sequence_length": 64, "max_prefill_length": 8}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+SAMPLED: dict[str, Any] = {"temperature": 1.2, "top_k": 6, "ignore_eos": True}
+
+_END_OF_TOKENS = 79  # that every model has
 
 
-def drawn_prompts(chance: random.Random, count: int) -> list[tuple[list[int], int]]:
-    """Prompts, some of which begin alike, and how many tokens each gets."""
-    beginnings = [[chance.randrange(3, 300) for _ in range(chance.randrange(1, 20))] for _ in range(10)]
+def drawn_tokens(chance: random.Random, longest: int) -> list[int]:
+    return [chance.randrange(3, _END_OF_TOKENS) for _ in range(chance.randrange(1, longest))]
+
+
+def drawn_requests(chance: random.Random, count: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts, some of which begin alike, and how each goes on."""
+    beginnings = [drawn_tokens(chance, 20) for _ in range(10)]
     return [
-        (chance.choice(beginnings) + [chance.randrange(3, 300) for _ in range(chance.randrange(1, 12))], chance.randrange(1, 12))
-        for _ in range(count)
+        (
+            chance.choice(beginnings) + drawn_tokens(chance, 12),
+            {**(SAMPLED | {"seed": number} if number % 3 == 0 else GREEDY), "max_new_tokens": chance.randrange(1, 12)},
+        )
+        for number in range(count)
     ]
 
 
-def alone(session: InferenceSession, prompt: list[int], count: int) -> tuple[int, ...]:
-    return tuple(event.token for event in session.generate([prompt], **GREEDY, max_new_tokens=count))
+def alone(session: InferenceSession, prompt: list[int], options: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(event.token for event in session.generate([prompt], **options))
 
 
+@every_model
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
-def test_each_gets_what_it_gets_alone(count: int) -> None:
+def test_each_gets_what_it_gets_alone(model: Path, count: int) -> None:
     chance = random.Random(3)
-    wanted = drawn_prompts(chance, count)
-    with InferenceSession.from_model(MODEL, dtype="float32", prompt_cache_bytes=1 << 18, **OPTIONS) as session:
+    wanted = drawn_requests(chance, count)
+    with InferenceSession.from_model(model, dtype="float32", prompt_cache_bytes=1 << 18, **OPTIONS) as session:
         handles: list[Any] = []
         cancelled = 0
         while len(handles) < count or not all(handle.finished for handle in handles[-50:]):
-            for prompt, limit in wanted[len(handles) : len(handles) + chance.randrange(0, 6)]:
-                handles.append(session.submit(prompt, **GREEDY, max_new_tokens=limit))
+            for prompt, options in wanted[len(handles) : len(handles) + chance.randrange(0, 6)]:
+                handles.append(session.submit(prompt, **options))
             if handles and chance.random() < 0.3:
                 cancelled += chance.choice(handles[-20:]).cancel()
             session.step()
@@ -47,17 +59,18 @@ def test_each_gets_what_it_gets_alone(count: int) -> None:
             pass
         assert all(handle.finished for handle in handles)
         assert count * 0.05 < cancelled < count * 0.4
-    with InferenceSession.from_model(MODEL, dtype="float32", **{**OPTIONS, "max_batch_size": 1}) as session:
-        for (prompt, limit), handle in zip(wanted, handles, strict=True):
-            expected = alone(session, prompt, limit)
+    with InferenceSession.from_model(model, dtype="float32", **{**OPTIONS, "max_batch_size": 1}) as session:
+        for (prompt, options), handle in zip(wanted, handles, strict=True):
+            expected = alone(session, prompt, options)
             assert handle.tokens == expected[: len(handle.tokens)]
             assert len(handle.tokens) == len(expected) or handle.finish_reason == "cancelled"
 
 
+@every_model
 @pytest.mark.parametrize("count", [60, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_memory_stays_flat(count: int) -> None:
+def test_memory_stays_flat(model: Path, count: int) -> None:
     chance = random.Random(4)
-    with InferenceSession.from_model(MODEL, prompt_cache_bytes=1 << 16, **OPTIONS) as session:
+    with InferenceSession.from_model(model, prompt_cache_bytes=1 << 16, **OPTIONS) as session:
         run_steps(session, chance, 60)
         gc.collect()
         before, live, objects = _peak(), session.cache.memory.live_nbytes, len(gc.get_objects())
@@ -74,8 +87,8 @@ def run_steps(session: InferenceSession, chance: random.Random, count: int) -> N
     for _ in range(count):
         running = [handle for handle in running if not handle.finished]
         while len(running) < 10:
-            ((prompt, limit),) = drawn_prompts(chance, 1)
-            running.append(session.submit(prompt, **GREEDY, max_new_tokens=limit))
+            ((prompt, options),) = drawn_requests(chance, 1)
+            running.append(session.submit(prompt, **options))
         if chance.random() < 0.05:
             chance.choice(running).cancel()
         session.step()

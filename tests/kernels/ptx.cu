@@ -5,6 +5,7 @@
 #include "attention/flagged_vector.cuh"
 #include "attention/math.cuh"
 #include "attention/mma.cuh"
+#include "attention/stored_kv.cuh"
 #include "attention/warpgroup.cuh"
 #include "shared_memory.cuh"
 
@@ -59,6 +60,28 @@ extern "C" __global__ void convert(unsigned* packed, float2* unpacked, const flo
     const int x = blockIdx.x * 32 + threadIdx.x;
     packed[x] = bfloat16 ? pack(BFloat16{}, values[x]) : pack(Float16{}, values[x]);
     unpacked[x] = bfloat16 ? unpack(BFloat16{}, words[x]) : unpack(Float16{}, words[x]);
+}
+
+template <class Type>
+__device__ uint2 widened(Type, unsigned codes, long long kind) {
+    return kind == 0 ? widen(Type{}, Int8{}, codes) : kind == 1 ? widen(Type{}, Float8{}, codes) : widen_by_bits(Type{}, codes);
+}
+// kind: 0 for Int8, 1 for Float8, 2 for Float8 by bits.
+extern "C" __global__ void widen_codes(uint2* out, const unsigned* codes, long long kind, long long bfloat16) {
+    const int x = blockIdx.x * 32 + threadIdx.x;
+    out[x] = bfloat16 ? widened(BFloat16{}, codes[x], kind) : widened(Float16{}, codes[x], kind);
+}
+extern "C" __global__ void quantize_values(unsigned* codes, const float4* values, const float* scales, long long kind) {
+    const int x = blockIdx.x * 32 + threadIdx.x;
+    const float4 value = values[x];
+    if (kind == 2) {
+        codes[x] = 0;
+        const float all[4] = {value.x, value.y, value.z, value.w};
+        for (int i = 0; i < 4; i++) codes[x] |= float8_by_bits(__fdiv_rn(all[i], scales[x])) << (8 * i);
+    } else {
+        codes[x] = kind ? quantize(Float8{}, {value.x, value.y}, {value.z, value.w}, scales[x])
+                        : quantize(Int8{}, {value.x, value.y}, {value.z, value.w}, scales[x]);
+    }
 }
 
 extern "C" __global__ void functions(float* powers, float* reciprocals, const float* exponents, const float* values) {

@@ -73,8 +73,6 @@ def test_random_prefill(memory, stream, seed, multiprocessors, monkeypatch):
 @pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
 @pytest.mark.parametrize("name", list(DECODE_CASES))
 def test_quantized_decode(memory, stream, name, kv_dtype, scales, monkeypatch):
-    if not memory.is_host:
-        pytest.skip("no kernel on a device computes over a quantized cache")
     if "parts" in name:
         monkeypatch.setattr(memory, "multiprocessor_count", 12, raising=False)
     check(quantized(DECODE_CASES[name], kv_dtype, scales), memory, stream)
@@ -83,8 +81,6 @@ def test_quantized_decode(memory, stream, name, kv_dtype, scales, monkeypatch):
 @pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
 @pytest.mark.parametrize("name", list(FEW_CASES))
 def test_quantized_few(memory, stream, name, kv_dtype, scales, monkeypatch):
-    if not memory.is_host:
-        pytest.skip("no kernel on a device computes over a quantized cache")
     monkeypatch.setattr(memory, "multiprocessor_count", 12, raising=False)
     check(quantized(FEW_CASES[name], kv_dtype, scales), memory, stream)
 
@@ -92,10 +88,20 @@ def test_quantized_few(memory, stream, name, kv_dtype, scales, monkeypatch):
 @pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
 def test_quantized_prefill(memory, stream, name, kv_dtype, scales, monkeypatch):
-    if not memory.is_host:
-        pytest.skip("no kernel on a device computes over a quantized cache")
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
     check(quantized(PREFILL_CASES[name], kv_dtype, scales), memory, stream)
+
+
+@pytest.mark.parametrize("name", list(PREFILL_CASES))
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+def test_quantized_prefill_forms(memory, stream, name, form, monkeypatch):
+    if memory.is_host:
+        pytest.skip("the forms are those of the kernel")
+    monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
+    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.decode_plan", lambda *_: None)
+    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.prefill_plan", lambda params: plan_of(params, form))
+    turn = list(PREFILL_CASES).index(name) + PREFILL_FORMS.index(form)  # each form has all kinds of caches
+    check(quantized(PREFILL_CASES[name], *QUANTIZED[turn % len(QUANTIZED)]), memory, stream)
 
 
 @pytest.mark.slow

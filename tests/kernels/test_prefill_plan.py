@@ -15,11 +15,12 @@ from trt_kvcache.kernels.cuda.prefill_plan import plan_of, prefill_plan
 def call(monkeypatch):
     """Return what makes the parameters of a call on a GPU of 132 multiprocessors."""
 
-    def make(width, *, slots=1, kv_heads=8, group=4, head_dim=128, tokens=8200, arch="sm_90"):
+    def make(width, *, slots=1, kv_heads=8, group=4, head_dim=128, tokens=8200, arch="sm_90", kv_scales=None):
         memory = SimpleNamespace(arch=arch, multiprocessor_count=132)
         monkeypatch.setattr(module, "_memory", lambda params: memory)
         q = SimpleNamespace(shape=(slots, width, kv_heads * group, head_dim))
-        return SimpleNamespace(q=q, group=group, cache=SimpleNamespace(shape=(slots, 2, kv_heads, tokens, head_dim), memory=memory))
+        cache = SimpleNamespace(shape=(slots, 2, kv_heads, tokens, head_dim), memory=memory)
+        return SimpleNamespace(q=q, group=group, cache=cache, kv_scales=kv_scales)
 
     return make
 
@@ -56,20 +57,23 @@ def test_form(call, width, sizes, name, splits):
     plan = prefill_plan(call(width, **sizes))
     assert (plan.name, plan.splits) == (name, splits)
     assert plan.appends == (width <= MAX_APPENDED_WIDTH and name in ("16", "32", "64"))
+    over_codes = prefill_plan(call(width, **sizes, kv_scales="some"))
+    assert (over_codes.name, over_codes.splits, over_codes.appends) == (name, splits, False)
 
 
+@pytest.mark.parametrize("kv_scales", [None, "some"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_room(call, arch, head_dim):
+def test_room(call, arch, head_dim, kv_scales):
     for name in PREFILL_FORMS:
-        form = prefill_form(head_dim, arch, name)
+        form = prefill_form(head_dim, arch, name, kv_scales is not None)
         assert form.shared_nbytes * form.blocks_per_sm <= shared_limit(arch) + (1 if form.blocks_per_sm == 1 else 0)
         assert arch == "sm_90" or not form.warpgroups
         if name != "whole":
             assert form.rows * form.blocks_per_sm <= MAX_PREFILL_ROWS_PER_SM
-        if name in ("16", "32", "64"):
+        plan = plan_of(call(40, head_dim=head_dim, arch=arch, kv_scales=kv_scales), name)
+        if plan.appends:
             assert form.tile_keys >= MAX_APPENDED_WIDTH  # new tokens are in one tile
-        plan = plan_of(call(40, head_dim=head_dim, arch=arch), name)
         assert plan.row_blocks * form.rows >= 40 * 4
         assert plan.blocks >= plan.row_blocks * 8
         assert not plan.splits or plan.blocks <= 132 * form.blocks_per_sm

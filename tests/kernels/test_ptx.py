@@ -10,6 +10,7 @@ import pytest
 
 from tests.simt import run
 from tests.simt.standin import need_cuda_memory
+from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.sources import source_folder
 
 need_cuda_memory()
@@ -130,6 +131,45 @@ def test_pack_and_unpack(call, random, dtype):
     with np.errstate(over="ignore", invalid="ignore"):
         assert same(packed.view(dtype), values.astype(dtype))
         assert same(unpacked, halves)
+
+
+#: What K and V are stored as: its number in ptx.cu. The last one is by integer operations.
+CODES = {"int8": 0, "float8_e4m3fn": 1, "float8_e4m3fn by bits": 2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", list(CODES))
+def test_widen(call, random, kind, dtype):
+    codes = np.concatenate([np.arange(256), random.integers(0, 256, 768)]).astype(np.uint8)
+    if kind.endswith("bits"):
+        codes[codes & 0x7F == 0x7F] = 0
+    got, _ = call("widen_codes", np.zeros((256, 4), np.uint16), codes, CODES[kind], int(dtype != np.float16), blocks=8)
+    stored = codes.view(numpy_dtype(kind.split()[0])).reshape(256, 4)[:, [0, 2, 1, 3]]
+    assert same(got.view(dtype), stored)
+
+
+@pytest.mark.parametrize("kind", list(CODES))
+def test_quantize(call, random, kind):
+    stored = numpy_dtype(kind.split()[0])
+    largest = 127 if kind == "int8" else 448
+    levels = np.arange(256, dtype=np.uint8).view(stored).astype(np.float32)
+    levels = np.sort(levels[np.abs(levels) <= largest])
+    between = (levels[1:] + levels[:-1]) / 2
+    special = np.array([0, -0.0, np.nan, np.inf, -np.inf, 1e30, -3e38, 1e-45, 2.0**-10, largest + 0.5, -largest - 16], np.float32)
+    values = np.concatenate(
+        [levels, between, np.nextafter(between, np.float32(np.inf)), np.nextafter(between, np.float32(-np.inf)), special]
+    )
+    values = np.concatenate([values, (random.standard_normal(2048 - len(values)) * 2.0 ** random.integers(-12, 9)).astype(np.float32)])
+    scales = np.where(np.arange(512) < 300, 1, random.uniform(1e-3, 3, 512)).astype(np.float32)
+    got, _ = call("quantize_values", np.zeros((512, 4), np.uint8), values, scales, CODES[kind], blocks=16)
+    with np.errstate(over="ignore"):
+        quotients = np.clip(values.reshape(512, 4) / scales[:, None], -largest, largest)
+    if kind == "int8":
+        expected = np.rint(np.nan_to_num(quotients)).astype(np.int8)
+    else:
+        expected = quotients.astype(stored)
+        expected[np.isnan(quotients)] = np.nan
+    assert np.array_equal(got, expected.view(np.uint8))
 
 
 def test_functions(call, random):

@@ -12,11 +12,11 @@ from trt_kvcache.kernels.attention_tiles import decode_tiles, few_tiles, prefill
 from trt_kvcache.kernels.compaction_moves import REGISTER
 from trt_kvcache.kernels.cuda.causal_conv1d import BLOCKS_PER_SM, CONV_THREADS, TOKENS_IN_FLIGHT
 from trt_kvcache.kernels.cuda.delta_rule import (
-    DELTA_LANES_16,
     DELTA_SCAN_LANES,
     DELTA_THREADS,
     DELTA_TILE_TOKENS,
-    DELTA_UPDATE_LANES,
+    DELTA_UPDATE_COLUMNS,
+    DELTA_UPDATE_THREADS,
     MATRIX_WARPS,
 )
 from trt_kvcache.kernels.cuda.gated_norm import NORM_THREADS
@@ -49,7 +49,7 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    assert len(names) == len(set(names)) == 9 + 3 * 2 * 5 + 5 * len(RECURRENT_SOURCES)
+    assert len(names) == len(set(names)) == 9 + 3 * 2 * 5 * 3 + 5 * len(RECURRENT_SOURCES)
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -81,9 +81,9 @@ class TestBothSides:
             ("kDeltaThreads", DELTA_THREADS),
             ("kDeltaTileTokens", DELTA_TILE_TOKENS),
             ("kDeltaMaxKeyDim", MAX_KEY_DIM),
-            ("kDeltaUpdateLanes", DELTA_UPDATE_LANES),
             ("kDeltaScanLanes", DELTA_SCAN_LANES),
-            ("kDeltaLanes16", DELTA_LANES_16),
+            ("kDeltaUpdateThreads", DELTA_UPDATE_THREADS),
+            ("kDeltaUpdateColumns", DELTA_UPDATE_COLUMNS),
             ("kNormThreads", NORM_THREADS),
             ("kRegister", REGISTER),
             ("kRowThreads", ROW_THREADS),

@@ -48,6 +48,15 @@ def test_sampling(tmp_path):
     assert all(value > 0 for row in rows for name, value in row.items() if name != "logits")
 
 
+def test_serving(tmp_path):
+    for library in ("fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(library)
+    result = measured("serving.py", tmp_path / "serving.json", "--quick", "--rounds", "1")
+    assert [row["at_once"] for row in result["rows"]] == [1, 32]
+    assert all(row[name]["tokens_per_second"] > 0 for row in result["rows"] for name in ("session", "stream", "whole"))
+    assert all(row["stream_over_session"] > 0 for row in result["rows"])
+
+
 def test_segments(tmp_path):
     result = measured("segments.py", tmp_path / "segments.json", "--steps", "5")
     assert 0 < result["eager_us_per_layer"] < 1000

@@ -5,7 +5,7 @@ import doctest
 import pytest
 
 from tests.paths import ROOT
-from tests.torch_engine.needs_torch import imported
+from tests.project.optional_modules import imported
 
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)

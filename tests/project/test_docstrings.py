@@ -13,7 +13,7 @@ from numpydoc.validate import validate
 
 import trt_kvcache
 from tests.paths import ROOT
-from tests.torch_engine.needs_torch import imported
+from tests.project.optional_modules import imported
 
 PACKAGE = ROOT / "trt_kvcache"
 

@@ -30,6 +30,7 @@ LAYERS = (
     "trt",
     "builder",
     "session",
+    "server",
     "benchmarking",
     "polygraphy",
     "cli",

@@ -312,3 +312,17 @@ def test_in_words():
 def test_the_number_of_requests_is_checked():
     with pytest.raises(RangeError, match=r"^max_requests: expected at least 1, got 0\.$"):
         AsyncSession(make(), max_requests=0)
+
+
+def test_slots_are_free_when_all_requests_have_ended():
+    async def main():
+        session = make(slots=4)
+        async with AsyncSession(session) as served:
+            requests = [await served.submit([index], max_new_tokens=3) for index in range(3)]
+            requests[1].cancel()
+            for request in requests:
+                await request.wait()
+            while await served.run(lambda session: session.cache.active_batch_size):
+                pass
+
+    run(main)

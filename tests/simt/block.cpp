@@ -59,7 +59,7 @@ void Block::start(Extent index, Extent grid, Extent size, size_t dynamic_nbytes,
         thread.copies.clear();
         thread.copy_group = 0;
         thread.products.clear();
-        thread.committed_products = 0;
+        thread.product_groups.clear();
         thread.fiber.start(thread_body, &thread);
     }
 }
@@ -234,15 +234,19 @@ void Block::wait_for_copies(int groups_left) {
 
 void Block::product(float* to, const float* values, int count) { running->products.push_back(AsyncProduct{to, {values, values + count}}); }
 
-void Block::commit_products() { running->committed_products = running->products.size(); }
+void Block::commit_products() { running->product_groups.push_back(running->products.size()); }
 
-void Block::wait_for_products() {
-    for (size_t i = 0; i < running->committed_products; i++) {
+void Block::wait_for_products(size_t groups_in_flight) {
+    std::vector<size_t>& groups = running->product_groups;
+    if (groups.size() <= groups_in_flight) return;
+    const size_t ended = groups.size() - groups_in_flight, count = groups[ended - 1];
+    for (size_t i = 0; i < count; i++) {
         const AsyncProduct& done = running->products[i];
         for (size_t x = 0; x < done.values.size(); x++) done.to[x] += done.values[x];
     }
-    running->products.erase(running->products.begin(), running->products.begin() + static_cast<long>(running->committed_products));
-    running->committed_products = 0;
+    running->products.erase(running->products.begin(), running->products.begin() + static_cast<long>(count));
+    groups.erase(groups.begin(), groups.begin() + static_cast<long>(ended));
+    for (size_t& end : groups) end -= count;
 }
 
 }  // namespace simt

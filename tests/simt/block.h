@@ -42,7 +42,7 @@ struct Thread {
     std::vector<AsyncCopy> copies;  // not done yet
     int copy_group = 0;
     std::vector<AsyncProduct> products;  // not added yet
-    size_t committed_products = 0;       // of them
+    std::vector<size_t> product_groups;  // how many of them there are up to the end of each commit group
 };
 
 extern Thread* running;
@@ -102,7 +102,7 @@ public:
     void wait_for_copies(int groups_left);
     void product(float* to, const float* values, int count);
     void commit_products();
-    void wait_for_products();
+    void wait_for_products(size_t groups_in_flight);
 
 private:
     // Lanes of one warp that wait for each other.

@@ -60,6 +60,24 @@ unsigned short to_bfloat16(float value) {
     return std::isnan(value) ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
+float of_float8(unsigned bits) {
+    const int exponent = bits >> 3 & 15, fraction = bits & 7;
+    const float magnitude = exponent == 15 && fraction == 7 ? NAN
+                                                            : std::ldexp(static_cast<float>(exponent ? 8 + fraction : fraction), (exponent ? exponent : 1) - 10);
+    return bits >> 7 ? -magnitude : magnitude;
+}
+
+unsigned char to_float8(float value) {
+    const unsigned sign = bits_of(value) >> 24 & 0x80;
+    const float magnitude = std::fmin(std::fabs(value), 448.0f);
+    if (std::isnan(value)) return 0x7F;
+    int exponent = 0;
+    std::frexp(magnitude, &exponent);  // magnitude < 2^exponent
+    if (magnitude < std::ldexp(1.0f, -6)) exponent = -5;
+    const float units = std::nearbyint(std::ldexp(magnitude, 4 - exponent));  // 8 of them, or more, unless it is denormal
+    return sign | (static_cast<unsigned>(units) + (static_cast<unsigned>(exponent + 5) << 3));
+}
+
 void exchange_rows(void* const* lanes) {
     for (int lane = 0; lane < 32; lane++) {
         for (int matrix = 0; matrix < 4; matrix++) {

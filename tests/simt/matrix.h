@@ -32,7 +32,9 @@ void multiply_panels_bfloat16(void* const* lanes);
 
 float of_float16(unsigned bits);
 float of_bfloat16(unsigned bits);
+float of_float8(unsigned bits);
 unsigned short to_float16(float value);
 unsigned short to_bfloat16(float value);
+unsigned char to_float8(float value);
 
 }  // namespace simt

@@ -30,6 +30,13 @@ inline void cp_async(SharedAddress to, const void* from, bool valid) {
     *reinterpret_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
     simt::running->block->copy_async(to, source, sizeof *source);
 }
+inline void cp_async_word(SharedAddress to, const void* from, bool valid) {
+    static const unsigned zero = 0;
+    const volatile unsigned* source = valid ? static_cast<const unsigned*>(from) : &zero;
+    static_cast<void>(*source);
+    *reinterpret_cast<unsigned*>(to) = ~0u;
+    simt::running->block->copy_async(to, const_cast<const unsigned*>(source), sizeof zero);
+}
 struct L2Policy {};
 inline L2Policy evict_first_policy() { return {}; }
 inline void cp_async_with_policy(SharedAddress to, const void* from, bool valid, L2Policy) { cp_async(to, from, valid); }
@@ -75,10 +82,12 @@ inline void mma_m16n8k16(BFloat16, float (&d)[4], const unsigned (&a)[4], unsign
 // its share of the rows of B. What is in shared memory is read at once, and the product is there when it is waited for, no sooner.
 inline void warpgroup_begin() {}
 inline void warpgroup_commit() { simt::running->block->commit_products(); }
-template <int kFragments>
+template <int kGroups = 0, int kFragments>
 void warpgroup_wait(float (&)[kFragments][4]) {
-    simt::running->block->wait_for_products();
+    simt::running->block->wait_for_products(kGroups);
 }
+template <int kParts>
+void hold_registers(unsigned (&)[kParts][4]) {}
 inline void shared_memory_fence() {}
 
 // 16 bytes of a row of a panel, from an address in its first row on: bits 4 to 6 of an address are swizzled with bits 7 to 9.
@@ -120,6 +129,18 @@ inline unsigned pack(Float16, float2 values) { return simt::to_float16(values.x)
 inline unsigned pack(BFloat16, float2 values) { return simt::to_bfloat16(values.x) | static_cast<unsigned>(simt::to_bfloat16(values.y)) << 16; }
 inline float2 unpack(Float16, unsigned word) { return {simt::of_float16(word & 0xFFFF), simt::of_float16(word >> 16)}; }
 inline float2 unpack(BFloat16, unsigned word) { return {simt::of_bfloat16(word & 0xFFFF), simt::of_bfloat16(word >> 16)}; }
+
+// A double holds the product of two elements and the sum with a third one of these exponents exactly, and so does a float what comes out here.
+template <class Type>
+unsigned multiply_add(Type, unsigned a, unsigned b, unsigned c) {
+    const float2 x = unpack(Type{}, a), y = unpack(Type{}, b), z = unpack(Type{}, c);
+    const auto sum = [](double left, double right, double added) { return static_cast<float>(left * right + added); };
+    return pack(Type{}, {sum(x.x, y.x, z.x), sum(x.y, y.y, z.y)});
+}
+
+#define FLOAT8_INSTRUCTIONS
+inline unsigned float16_of_float8(unsigned codes) { return pack(Float16{}, {simt::of_float8(codes & 0xFF), simt::of_float8(codes >> 8 & 0xFF)}); }
+inline unsigned float8_of_floats(float2 values) { return simt::to_float8(values.x) | static_cast<unsigned>(simt::to_float8(values.y)) << 8; }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }

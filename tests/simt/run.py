@@ -26,7 +26,8 @@ REPOSITORY = HERE.parents[1]
 #: The architecture that the stand-in driver reports: see driver/device.cpp.
 ARCH = "sm_990"
 
-COMPILER = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fPIC"]
+#: Each library has its own of what is one per program: kernels of one name may take different arguments.
+COMPILER = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fno-gnu-unique", "-fPIC"]
 
 #: What kernels can be built with: options of g++, libraries that the process must load first, and its environment.
 SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
@@ -39,7 +40,7 @@ SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "thread": (["-fsanitize=thread"], ["libtsan.so"], {"TSAN_OPTIONS": "halt_on_error=1"}),
 }
 
-#: Elements and head dims that attention is built for, unless others are asked for: those that fast tests have.
+#: Elements and head dims that attention is built for, over every K/V dtype, unless others are asked for: those that fast tests have.
 FORMS = ("float16-64", "bfloat16-80", "float16-128", "float16-256")
 
 #: Pytest, without TensorRT; and so that what a sanitizer says before it ends the process is not lost.
@@ -117,7 +118,8 @@ def use_tiles() -> str:
 
 def is_chosen(name: str, forms: Sequence[str] = FORMS) -> bool:
     """Whether a name of ``source_names`` is to be built: of attention in these forms, and everything else."""
-    return not name.startswith("attention") or name.partition("-")[2] in forms
+    element_and_head_dim = "-".join(name.split("-")[1:3])
+    return not name.startswith("attention") or element_and_head_dim in forms
 
 
 def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS) -> Path:

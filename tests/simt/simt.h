@@ -48,6 +48,12 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
 inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
+    unsigned word = 0;
+    for (int i = 0; i < 4; i++) word |= static_cast<unsigned>(bytes >> (selector >> (4 * i) & 7) * 8 & 0xFF) << (8 * i);
+    return word;
+}
 inline unsigned __float_as_uint(float value) {
     unsigned bits;
     std::memcpy(&bits, &value, sizeof bits);

@@ -74,7 +74,7 @@ def test_nothing_is_found_in_attention(sanitizer, tests, count):
 
 @pytest.mark.slow
 def test_grid_of_attention():
-    forms = [name.partition("-")[2] for name in variant_names("attention_decode")]
+    forms = sorted({"-".join(name.split("-")[1:3]) for name in variant_names("attention_decode")})
     result = run_tests(run.build_cubins("none", forms), "none", f"tests/kernels/{ATTENTION}.py", "-m", "device", "-k", "test_grid")
     assert count_passed(result) == len(GRID)
 
@@ -96,12 +96,16 @@ DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
     f"attention/{name}.cuh" for name in ("decode", "kv_pipeline", "schedule", "split_kv_reduce", "softmax_state")
 )
 PREFILLING, PREFILL_TILES, PARTS = (f"attention/{name}.cuh" for name in ("prefill", "prefill_tiles", "prefill_schedule"))
+CODES, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
+OVER_CODES = f"{ATTENTION}.py::test_quantized_prefill"
 SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
 CONV, MAMBA2, DELTA = (f"recurrent/{name}.cu" for name in ("causal_conv1d", "mamba2", "delta_rule"))
 CHUNKS, CHUNK_PIPELINE = "recurrent/mamba2_chunks.cuh", "recurrent/chunks.cuh"
-DELTA_CHUNKS, DELTA_MATRICES = "recurrent/delta_rule_chunks.cuh", "recurrent/delta_rule_matrices.cuh"
+DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
+    f"recurrent/delta_rule_{name}.cuh" for name in ("chunks", "matrices", "step", "update")
+)
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d.py", "test_mamba2.py", "test_delta_rule.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -247,12 +251,19 @@ MISTAKES = {
         DECODE,
         "assert",
     ),
-    "a tile that is still read": (PREFILLING, "__syncthreads();\n            const auto", "const auto", "thread", PREFILL, RACE),
+    "a tile that is still read": (
+        PREFILLING,
+        "__syncthreads();\n            unsigned char",
+        "unsigned char",
+        "thread",
+        PREFILL,
+        RACE,
+    ),
     "products that are not waited for": (PREFILLING, "                warpgroup_wait(scores[0]);\n", "", "none", PREFILL, "assert"),
     "the keys of the other warpgroup": (
         PREFILLING,
-        "shared_address(tiles) + key_warp * kWarpKeys",
-        "shared_address(tiles) + 0 * kWarpKeys",
+        "shared_address(ring.tile(tile)) + key_warp * kWarpKeys",
+        "shared_address(ring.tile(tile)) + 0 * kWarpKeys",
         "none",
         PREFILL,
         "error <=",
@@ -265,6 +276,52 @@ MISTAKES = {
         "thread",
         PREFILL,
         RACE,
+    ),
+    "codes that are not waited for": (CODES, "cp_async_wait_group<kCodeStages - 1>();", "", "none", OVER_CODES, "assert"),
+    "codes behind the last token": (CODES, "at.key < live", "true", "none", OVER_CODES, "isnan"),
+    "scales behind the last token": (CODES, "key < work.rows.keys_end ? ", "true ? ", "none", OVER_CODES, "isnan"),
+    "scales of keys for values": (CODES, "work.rows.slot, kv, work", "work.rows.slot, 0, work", "none", OVER_CODES, "error <="),
+    "values that are as far ahead as keys": (
+        CODES,
+        "load_rows(stage, 1, tile - kKeysAhead)",
+        "load_rows(stage, 1, tile)",
+        "none",
+        OVER_CODES,
+        "assert",
+    ),
+    "a tile that is converted while it is read": (
+        PREFILLING,
+        "shared_memory_fence();\n                __syncthreads();",
+        "shared_memory_fence();",
+        "thread",
+        OVER_CODES,
+        RACE,
+    ),
+    "scores that are not waited for": (
+        PREFILLING,
+        "warpgroup_wait<1>(scores[0])",
+        "warpgroup_wait<2>(scores[0])",
+        "none",
+        OVER_CODES,
+        "assert",
+    ),
+    "an output that stays relative to an older maximum": (
+        PREFILLING,
+        "if (is_far) scale_output(state, row_scales);",
+        "",
+        "none",
+        OVER_CODES,
+        "error <=",
+    ),
+    "one scale of a head that is left out": (PARAMS, "value_scale = *scales.of(slot, 1, kv_head, 0);", "", "none", OVER_CODES, "error <="),
+    "a scale that is not written": (APPENDING, "if (lane == 0) *scale = factor;", "", "none", OVER_CODES, "array_equal"),
+    "a scale of what one lane has": (
+        APPENDING,
+        "int distance = 16; distance > 0",
+        "int distance = 0; distance > 0",
+        "none",
+        OVER_CODES,
+        "assert",
     ),
     "a sum relative to an older maximum": (SOFTMAX, "sums[i] *= scale;", "", "none", PREFILL, "error <="),
     "random numbers that are one block off": ("sampling/philox.cuh", "index / 4 + 1", "index / 4", "none", SAMPLING, "assert"),
@@ -438,15 +495,15 @@ MISTAKES = {
     "changes as precise as their parts": (DELTA_CHUNKS, "low[i] = parts.low;", "low[i] = 0;", "none", DELTA_TESTS, "assert"),
     "a state that has not decayed over the chunk": (DELTA_CHUNKS, "[i] *= total;", "[i] *= 1.0f;", "none", DELTA_TESTS, "assert"),
     "a change of a state that has not decayed": (
-        DELTA,
-        "token.decay * token.inverse_k * key",
-        "token.inverse_k * key",
+        DELTA_STEP,
+        "(v - decay * inverse_k",
+        "(v - inverse_k",
         "none",
         DELTA_TESTS,
         "assert",
     ),
     "keys of another head": (
-        DELTA,
+        DELTA_STEP,
         "static_cast<int>(head) / (static_cast<int>(params.heads) / static_cast<int>(params.key_heads))",
         "head % params.key_heads",
         "none",
@@ -454,6 +511,24 @@ MISTAKES = {
         "assert",
     ),
     "columns of the next row": (DELTA, "is_live = column < params.value_dim", "is_live = true", "address", DELTA_TESTS, OVERRUN),
+    "columns of the next row in a step": (
+        DELTA_UPDATE,
+        "is_live = column < params.value_dim",
+        "is_live = true",
+        "address",
+        DELTA_TESTS,
+        OVERRUN,
+    ),
+    "rows of the next head in a step": (
+        DELTA_UPDATE,
+        "!is_live || row + eight >= params.key_dim",
+        "!is_live",
+        "address",
+        DELTA_TESTS,
+        OVERRUN,
+    ),
+    "sums of rows before they are there": (DELTA_UPDATE, "    __syncthreads();\n", "", "thread", DELTA_TESTS, RACE),
+    "a sum of some rows": (DELTA_UPDATE, "part < kUpdateParts", "part < kUpdateParts - 1", "none", DELTA_TESTS, "assert"),
     "steps of the tile before": (
         DELTA,
         "tiles.make_steps(params, stage, tokens);\n        __syncthreads();",

@@ -2,8 +2,6 @@
 
 import importlib.util
 import os
-from importlib import import_module
-from types import ModuleType
 
 import pytest
 
@@ -15,10 +13,3 @@ def need_torch() -> None:
     if os.environ.get("TRT_KVCACHE_REQUIRE_TORCH") == "1":
         pytest.fail("torch is not installed", pytrace=False)
     pytest.skip("torch is not installed: `make test-torch` installs it", allow_module_level=True)
-
-
-def imported(name: str) -> ModuleType:
-    """Import a module of the package; one that imports torch as :func:`need_torch` says."""
-    if name.startswith("trt_kvcache.torch_engine"):
-        need_torch()
-    return import_module(name)

@@ -5,17 +5,22 @@ from contextlib import contextmanager
 
 _EXTRA_OF = {
     "cuda": "cuda",
+    "fastapi": "serve",
     "gguf": "gguf",
     "huggingface_hub": "models",
     "jinja2": "models",
+    "llguidance": "serve",
     "matplotlib": "plot",
     "polygraphy": "polygraphy",
+    "prometheus_client": "serve",
     "prompt_toolkit": "models",
+    "pydantic": "serve",
     "rich": "models",
     "safetensors": "models",
     "tokenizers": "models",
     "torch": "torch",
     "typer": "models",
+    "uvicorn": "serve",
 }
 
 

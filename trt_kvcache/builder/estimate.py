@@ -25,7 +25,7 @@ from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
 from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
 
-#: Bytes of compiled kernels in the plan: once, and for each layer.
+#: Bytes of compiled kernels in the plan: once if there is attention, for each layer, and for each one of an engine in segments.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
 
 #: The same for each layer whose soft-capped scores are built from plain layers.
@@ -238,10 +238,9 @@ class PackedModel:
         weights, embedding = sum(sizes.values()), embedding_nbytes if segmented else 0
         dense = weights - sum(packed.values())
         twice = packed.get(embedding_name(model), 0) if model.tie_word_embeddings else 0  # TensorRT packs rows and columns apart
-        kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
+        kernels = _kernels_nbytes(model, segmented=segmented)
         if options.attention == "mask":
             kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
-        kernels += sum(_KERNELS_PER_SCAN.get(mixer.kind, 0) for mixer in model.recurrent_layers)
         if len(options.profiles) > 2:
             once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
             kernels += once + model.num_layers * per_layer
@@ -270,6 +269,17 @@ def _packed_sizes(path: Path, model: ModelConfig, quantize: str | None, *, is_qu
         return {}
     shapes, schemes = tensor_shapes(model), rounding_schemes(model, Quantization.parse(quantize))
     return {name: rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, model.dtype) for name, scheme in schemes.items()}
+
+
+def _kernels_nbytes(model: ModelConfig, *, segmented: bool) -> int:
+    """Return the bytes of compiled kernels of all layers with two profiles. Attention cuts an engine into segments, nothing else does."""
+    scans = [_KERNELS_PER_SCAN[mixer.kind] for mixer in model.recurrent_layers if mixer.kind in _KERNELS_PER_SCAN]
+    kernels = model.num_layers * _KERNELS_PER_LAYER + sum(scans)
+    if not model.attention_layers:
+        return kernels
+    if not segmented:
+        return _KERNELS + kernels
+    return kernels + (len(model.attention_layers) + len(scans)) * (_KERNELS_PER_SEGMENT - _KERNELS_PER_LAYER)
 
 
 def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:

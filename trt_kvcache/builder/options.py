@@ -224,8 +224,8 @@ class BuildOptions:
         dtype = self.dtype or model.dtype
         if dtype == "bfloat16" and _TURING in (self.compute_capabilities or ()):
             raise ConfigError(f"dtype: GPUs of compute capability {_TURING} have no bfloat16. Build with dtype float16.")
-        sizes = {"max_batch_size": self.max_batch_size, "max_sequence_length": self.max_sequence_length}
-        return decoder_cache_config(model, **sizes, dtype=dtype, attention=self.attention)
+        slots, length = self.max_batch_size, self.max_sequence_length
+        return decoder_cache_config(model, max_batch_size=slots, max_sequence_length=length, dtype=dtype, attention=self.attention)
 
     def check_kernels(self, model: ModelConfig) -> None:
         """Check that the attention kernels of this package support a model; nothing is checked for other variants of attention.

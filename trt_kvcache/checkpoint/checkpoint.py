@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.checkpoint.gguf_file import GGUFFile
 from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.kv_scales import LayerScales, read_kv_scales
 from trt_kvcache.checkpoint.quantized.format import QuantizedFormat
 from trt_kvcache.checkpoint.quantized.gguf import GGUF
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
@@ -91,8 +92,11 @@ class Checkpoint:
         config: ModelConfig,
         files: Mapping[str, WeightFile],
         quantized: Mapping[str, StoredWeight | RoundedWeight] | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
         self.path = path
+        #: What static scales of K and V are for: ``"float8_e4m3fn"``, ``"int8"``, or None without them. See :meth:`kv_scales`.
+        self.kv_dtype = kv_dtype
         self.config = config
         self._shapes = tensor_shapes(config)
         self._quantized = quantized or {}
@@ -140,7 +144,7 @@ class Checkpoint:
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
         _check(config, files, folder, format_, quantized)
         rounded = {} if rounding is None else rounded_weights(config, rounding, quantized)
-        checkpoint = cls(folder, config, files, {**quantized, **rounded})
+        checkpoint = cls(folder, config, files, {**quantized, **rounded}, None if format_ is None else format_.kv_dtype)
         _warn_of_conversion(config, files, [name for name in checkpoint.tensor_names if name not in quantized], folder)
         if format_ is not None and quantized and format_.notes:
             warn_caller(f"{folder}: weights are {format_.title}: {'; '.join(format_.notes)}.", UserWarning)
@@ -227,6 +231,25 @@ class Checkpoint:
         """
         files = self._open_files()
         return self._quantized[name].read(files) if name in self._quantized else None
+
+    def kv_scales(self) -> tuple[LayerScales, ...]:
+        """Return the static scales of K and V: real value = stored value * scale.
+
+        Returns
+        -------
+        tuple of pair
+            For each attention layer the scale of K and that of V: a number, or a tuple of one for each head. Empty if the checkpoint
+            has none.
+
+        Raises
+        ------
+        CheckpointError
+            Some layers have none, or a scale is not a finite number above 0, or not one for each head.
+        ClosedError
+            The checkpoint is closed.
+        """
+        files = self._open_files()
+        return () if self.kv_dtype is None else read_kv_scales(self.config, files, self.path)
 
     def release(self, name: str) -> None:
         """Let the operating system take the memory of what is stored for a tensor. It is read from the file again where it is used.

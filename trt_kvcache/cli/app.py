@@ -27,6 +27,7 @@ from trt_kvcache.cli.memory import memory
 from trt_kvcache.cli.options import call_with_flat, flat_parameters
 from trt_kvcache.cli.perplexity import perplexity
 from trt_kvcache.cli.score import score
+from trt_kvcache.cli.serve import serve
 from trt_kvcache.cli.serve_file import serve_file
 from trt_kvcache.cli.verbosity import SHARED_OPTIONS, chosen_verbosity
 from trt_kvcache.errors import KVCacheError
@@ -72,7 +73,7 @@ def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
-for command in (build, generate, chat, serve_file, score, perplexity, compare, bench, memory, inspect_command):
+for command in (build, generate, chat, serve, serve_file, score, perplexity, compare, bench, memory, inspect_command):
     app.command(command.__name__.replace("_", "-"), cls=Command)(_with_clear_errors(command))
 
 

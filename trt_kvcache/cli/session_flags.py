@@ -15,7 +15,7 @@ from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.reference import Attention
 from trt_kvcache.session.model_location import NEEDED_FILES, locate_model
 from trt_kvcache.session.session import InferenceSession
-from trt_kvcache.session.session_options import EngineChoice
+from trt_kvcache.session.session_options import EngineChoice, KVDTypeChoice, KVScalesChoice
 from trt_kvcache.session.session_source import SessionSource
 
 DTYPE_HELP = "Data type of weights, K and V. Default: the checkpoint's."
@@ -29,6 +29,12 @@ ATTENTION_HELP = (
 QUANTIZE_HELP = (
     "Round the weights of linear layers: int8, int4 (in groups of 32) or int4:128; behind it ,embedding=... and ,head=... which "
     "otherwise stay as stored. Without calibration."
+)
+
+KV_DTYPE_HELP = "Quantize K and V to 8 bits, in plugin attention. Default: they are in --dtype."
+KV_SCALES_HELP = (
+    "Scales of quantized K and V: computed for each token and head, or static for a layer or head from a checkpoint that has them. "
+    "Default: static if the checkpoint has them for this --kv-dtype, else token."
 )
 
 _PANEL, MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
@@ -64,6 +70,8 @@ MaxSequenceLength = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", 
 DTypeOption = Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
 AttentionOption = Annotated[Attention | None, choice(Attention, "--attention", help=ATTENTION_HELP, rich_help_panel=MODEL_PANEL)]
 QuantizeOption = Annotated[str | None, typer.Option("--quantize", metavar="INT", help=QUANTIZE_HELP, rich_help_panel=MODEL_PANEL)]
+KVDTypeOption = Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
+KVScalesOption = Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP, rich_help_panel=MODEL_PANEL)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +86,7 @@ class SessionFlags:
         True if not given.
     max_batch_size, max_sequence_length : int or None
         None if not given.
-    dtype, attention, quantize : str or None
+    dtype, attention, quantize, kv_dtype, kv_scales : str or None
         None if not given.
     """
 
@@ -90,6 +98,8 @@ class SessionFlags:
     dtype: DTypeOption = None
     attention: AttentionOption = None
     quantize: QuantizeOption = None
+    kv_dtype: KVDTypeOption = None
+    kv_scales: KVScalesOption = None
 
     def source(self, folder: Path, *, slots: int, prompt_cache_bytes: int = 0) -> SessionSource:
         """Return where the session comes from.
@@ -120,6 +130,8 @@ class SessionFlags:
             dtype=self.dtype,
             attention=self.attention,
             quantize=self.quantize,
+            kv_dtype=self.kv_dtype,
+            kv_scales=self.kv_scales,
         )
 
 

@@ -26,6 +26,7 @@ _CACHE_DIMENSIONS: _Dimensions = {
     4: ("max_batch_size", *_LAYER_DIMENSIONS),
     5: ("max_batch_size", "the number of sides", *_LAYER_DIMENSIONS),
 }
+_SCALE_DIMENSIONS: _Dimensions = {4: ("max_batch_size", "the number of sides", "num_kv_heads", "tokens of scales")}
 _STATE_DIMENSIONS: _Dimensions = {3: ("max_batch_size", "channels", "kernel"), 4: ("max_batch_size", "heads", "head_dim", "state_size")}
 _INDEX_DTYPES = ("int32", "int64")
 _LOGITS_DTYPES = ("float32", "float16", "bfloat16")
@@ -96,6 +97,10 @@ class BindingPlan:
             _check_cache_input(_spec(specs, input_name, TensorMode.INPUT), view)
             _check_cache_output(_spec(specs, output_name, TensorMode.OUTPUT), input_name, view)
             _check_address(input_name, view)
+        self._constants: list[tuple[str, DeviceTensor]] = []
+        if kv is not None and kv.kv_config.has_scales:
+            for layer in layers:
+                self._check_scales(specs, kv, layer)
         self._states = cache.states
         self._state_pairs = [] if self._states is None else list(_state_views(self._states, names))
         for input_name, output_name, view, other in self._state_pairs:
@@ -113,6 +118,7 @@ class BindingPlan:
         _check_batch(engine, cache)
         self._inputs = [(name, view) for name, _, view in self._pairs] + [(name, view) for name, _, view, _ in self._state_pairs]
         self._slot_nbytes = sorted({dense_nbytes(view.shape[1:], view.dtype) for _, view in self._inputs})
+        self._state_nbytes = {dense_nbytes(view.shape[1:], view.dtype) for _, _, view, _ in self._state_pairs}
         self._views: dict[tuple[int, int], list[tuple[str, DeviceTensor]]] = {}
         # Of each profile and parity of the states.
         self._first_slot: dict[tuple[int, int], int] = {}
@@ -233,13 +239,20 @@ class BindingPlan:
     def _bind(self, first_slot: int, buffers: StepBuffers) -> None:
         """Bind all tensors in the profile in use, the caches from ``first_slot`` on."""
         if first_slot and not self.can_start_at(first_slot):
+            hint = (
+                "States are as large as the model says: run the slots from 0 on."
+                if any(first_slot * nbytes % ALIGNMENT for nbytes in self._state_nbytes)
+                else "Choose max_sequence_length so that H * S * D * itemsize (for K and V in one, twice that) is a "
+                f"multiple of {ALIGNMENT}."
+            )
             raise LayoutError(
                 f"slot {first_slot}: cache tensors have {self._slot_nbytes} bytes per slot, so a view that starts there is not aligned to "
-                f"{ALIGNMENT} bytes. Choose max_sequence_length so that H * S * D * itemsize (for K and V in one, twice that) is a "
-                f"multiple of {ALIGNMENT}."
+                f"{ALIGNMENT} bytes. {hint}"
             )
         bind = self.engine.bind
         for name, view in self._views_from(first_slot):
+            bind(name, view)
+        for name, view in self._constants:
             bind(name, view)
         bind(self.names.input_ids, buffers.input_ids)
         bind(self.names.last_token_ids, buffers.last_token_ids)
@@ -275,6 +288,24 @@ class BindingPlan:
             for input_name, view in self._inputs:
                 set_shape(input_name, (count, *view.shape[1:]))
 
+    def _check_scales(self, specs: Mapping[str, TensorSpec], kv: KVCacheBase, layer: int) -> None:
+        """Check the tensors of the scales of a layer, and add them to what is bound: those by token to K and V, others to what stays."""
+        view = kv.get_kv_scales(layer)
+        assert view is not None
+        past, present = self.names.scales_pair(layer)
+        if kv.kv_config.scales_by_token:
+            _check_cache_input(_spec(specs, past, TensorMode.INPUT), view, _SCALE_DIMENSIONS)
+            _check_cache_output(_spec(specs, present, TensorMode.OUTPUT), past, view)
+            _check_address(past, view)
+            self._pairs.append((past, present, view))
+        else:
+            spec = _spec(specs, past, TensorMode.INPUT)
+            if (spec.shape, spec.dtype) != (view.shape, view.dtype):
+                raise BindingError(
+                    f"`{past}`: expected {view.dtype} {view.shape} as the cache has, the engine has {spec.dtype} {spec.shape}."
+                )
+            self._constants.append((past, view))
+
     def _known_names(self) -> set[str]:
         """Return the names of all tensors that are bound."""
         step_tensors = {self.names.input_ids, self.names.last_token_ids, self.names.kvcache_start_index, self.names.logits}
@@ -282,6 +313,7 @@ class BindingPlan:
             step_tensors.add(self.names.new_lengths)
         step_tensors.update(*((input_name, output_name) for input_name, output_name, _ in self._pairs))
         step_tensors.update(*((input_name, output_name) for input_name, output_name, _, _ in self._state_pairs))
+        step_tensors.update(name for name, _ in self._constants)
         return step_tensors
 
 

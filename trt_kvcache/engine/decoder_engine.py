@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._util.lifetime import Uncopyable
+from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.dtypes import MODEL_DTYPES
@@ -54,6 +55,8 @@ class StepTensors:
         New tokens of each slot, without padding. None for a model without states.
     states : sequence of mapping
         By layer with states: each kind of state that it has, before and after the step ``[A, ...]``.
+    scales : sequence of DeviceTensor
+        By attention layer: the scales of quantized K and V, ``[2, H]`` or ``[A, 2, H, S']`` float32; empty if they are not quantized.
     """
 
     input_ids: DeviceTensor
@@ -63,6 +66,7 @@ class StepTensors:
     caches: tuple[tuple[DeviceTensor, ...], ...]
     new_lengths: DeviceTensor | None
     states: tuple[Mapping[StateKind, tuple[DeviceTensor, DeviceTensor]], ...]
+    scales: tuple[DeviceTensor, ...] = ()
 
 
 class DecoderEngine(Uncopyable):
@@ -73,7 +77,9 @@ class DecoderEngine(Uncopyable):
     model : ModelConfig
         The model.
     kv : KVCacheConfig or HybridCacheConfig
-        The cache that will be bound; its dtype is the engine's. The dtypes with scales are for storage only and refused.
+        The cache that will be bound; its dtype is the engine's unless K and V are quantized, which plugin attention takes.
+    dtype : str, optional
+        What is computed in, if K and V are quantized; else the dtype of the cache.
     max_prefill_length : int
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
     attention : {"native", "mask", "plugin"}
@@ -97,21 +103,25 @@ class DecoderEngine(Uncopyable):
         model: ModelConfig,
         *,
         kv: DecoderCacheConfig,
+        dtype: str | None,
         max_prefill_length: int,
         attention: AttentionName,
         max_logits_per_slot: int | Literal["all"],
         names: TensorNames,
         memory: Memory,
     ) -> None:
-        _check_cache(model, kv)
+        computed = _computed_dtype(kv, dtype)
+        _check_cache(model, kv, computed)
         one_of("attention", attention, ATTENTION_VARIANTS)
+        if kv.kv is not None and kv.kv.has_scales and attention != "plugin":
+            raise ConfigError(f"attention: expected 'plugin' for K and V in {kv.kv.dtype}, got {attention!r}.")
         if kv.kv is not None and kv.kv.layout is not cache_layout(attention):
             raise ConfigError(f"kv.layout: expected {cache_layout(attention)} for attention {attention!r}, got {kv.kv.layout}.")
         width = int_in_range("max_prefill_length", max_prefill_length, 1, kv.max_sequence_length, error=ConfigError)
         wanted = logits_per_slot(max_logits_per_slot, max_prefill_length=width)
         self._config = model
         self._kv = kv
-        self._dtype = kv.dtype
+        self._dtype = computed
         self._names = names
         self._closed = False
         self.memory = memory
@@ -221,7 +231,7 @@ class DecoderEngine(Uncopyable):
         names, bound = self._names, self._current
         slots, width = bound.shape(names.input_ids)
         for name, spec in self.tensors.items():
-            if spec.mode is TensorMode.INPUT and bound.shape(name)[0] != slots:
+            if spec.mode is TensorMode.INPUT and -1 in spec.shape and bound.shape(name)[0] != slots:
                 raise EngineError(f"`{name}`: expected {slots} slots as `{names.input_ids}` has, got shape {bound.shape(name)}.")
         last = bound.shape(names.last_token_ids)
         logits = step_shape(self.tensors[names.logits], names, batch=slots, width=width, logits=last[1])
@@ -238,12 +248,18 @@ class DecoderEngine(Uncopyable):
                 tuple(self._pair(*pair, slots)[1] for pair in names.layer_pairs(layer, combined=kv.layout is KVLayout.COMBINED))
                 for layer in range(kv.num_layers)
             ),
+            scales=() if kv is None or not kv.has_scales else tuple(self._scales(layer, kv, slots) for layer in range(kv.num_layers)),
             new_lengths=None if mamba is None else bound.tensor(names.new_lengths, (slots,)),
             states=tuple(
                 {kind: self._pair(*names.state_pair(kind, layer), slots) for kind in storages}
                 for layer in range(0 if mamba is None else mamba.num_layers)
             ),
         )
+
+    def _scales(self, layer: int, kv: KVCacheConfig, slots: int) -> DeviceTensor:
+        """Return the scales of a layer."""
+        past, present = self._names.scales_pair(layer)
+        return self._pair(past, present, slots)[1] if kv.scales_by_token else self._current.tensor(past, self.tensors[past].shape)
 
     def _pair(self, past: str, present: str, slots: int) -> tuple[DeviceTensor, DeviceTensor]:
         """Return a cache tensor before and after the step: at one address where it is updated in place."""
@@ -271,16 +287,24 @@ class DecoderEngine(Uncopyable):
                 raise EngineError(f"`{name}`: expected values from 0 to {highest}, got {values[index]} at {list(index)}.")
 
 
-def _check_cache(config: ModelConfig, cache: DecoderCacheConfig) -> None:
-    """Refuse a cache that does not fit the model."""
+def _computed_dtype(cache: DecoderCacheConfig, dtype: str | None) -> str:
+    """Return what an engine computes in."""
+    if cache.kv is None or not cache.kv.has_scales:
+        if dtype not in (None, cache.dtype):
+            raise ConfigError(f"dtype: expected {cache.dtype} as the cache, got {dtype!r}.")
+        return cache.dtype
+    one_of("dtype of an engine with quantized K and V", dtype, MODEL_DTYPES)
+    return str(dtype)
+
+
+def _check_cache(config: ModelConfig, cache: DecoderCacheConfig, dtype: str) -> None:
+    """Refuse a cache that does not fit the model, or what is computed in."""
     kv, mamba = cache.kv, cache.mamba
-    if kv is not None and kv.dtype not in MODEL_DTYPES:
-        raise ConfigError(f"kv.dtype: expected one of {', '.join(MODEL_DTYPES)}, got {kv.dtype!r}, which is storage only.")
     attention, recurrent = config.attention_layers, config.recurrent_layers
     if (0 if kv is None else kv.num_layers) != len(attention):
         raise ConfigError(f"kv.layers: expected {len(attention)} as the model has, got {0 if kv is None else kv.num_layers}.")
     for index, (layer, mixer) in enumerate(zip(() if kv is None else kv.layers, attention, strict=True)):
-        if layer != cache_layer(mixer):
+        if (layer.num_kv_heads, layer.head_dim) != (mixer.num_kv_heads, mixer.head_dim):
             raise ConfigError(f"kv.layers[{index}]: expected {cache_layer(mixer)} as the model has, got {layer}.")
     if (0 if mamba is None else mamba.num_layers) != len(recurrent):
         raise ConfigError(
@@ -290,5 +314,6 @@ def _check_cache(config: ModelConfig, cache: DecoderCacheConfig) -> None:
         for name, size in state_sizes(recurrence).items():
             if getattr(mamba, name) != size:
                 raise ConfigError(f"states of layer {index}: expected {name} {size} as the model has, got {getattr(mamba, name)}.")
-    if kv is not None and mamba is not None and mamba.conv_dtype != kv.dtype:
-        raise ConfigError(f"conv_dtype: expected {kv.dtype}, the dtype of K and V, got {mamba.conv_dtype}.")
+    if kv is not None and mamba is not None and mamba.conv_dtype != dtype:
+        what = "the dtype of K and V" if kv.dtype == dtype else "what is computed in"
+        raise ConfigError(f"conv_dtype: expected {dtype}, {what}, got {mamba.conv_dtype}.")

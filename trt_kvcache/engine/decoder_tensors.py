@@ -15,7 +15,9 @@ from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.engine.attention_variants import cache_layout
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.scale_views import saved_scales
 from trt_kvcache.model import AttentionConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
 
@@ -30,7 +32,13 @@ VERIFY_WIDTH = 17
 
 
 def cache_config(
-    model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str, attention: str = "native"
+    model: ModelConfig,
+    *,
+    max_batch_size: int,
+    max_sequence_length: int,
+    dtype: str,
+    attention: str = "native",
+    quantized: QuantizedKV | None = None,
 ) -> KVCacheConfig:
     """Return the configuration of the cache that an engine of ``model`` runs on.
 
@@ -43,9 +51,11 @@ def cache_config(
     max_sequence_length : int
         Tokens that a slot can hold, S.
     dtype : str
-        What the engine computes in; the cache has the same.
+        What the engine computes in; the cache has the same unless it is quantized.
     attention : str
         The variant of attention, which decides the layout.
+    quantized : QuantizedKV, optional
+        How K and V are quantized; plugin attention alone takes them so.
 
     Returns
     -------
@@ -60,13 +70,18 @@ def cache_config(
     """
     if model.recurrent_layers:
         raise ConfigError(f"{model.family}: expected a model that keeps K and V only, got one with states. Use decoder_cache_config.")
-    return _kv_config(
-        model, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length, dtype=dtype, layout=cache_layout(attention)
-    )
+    sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
+    return _kv_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized)
 
 
 def decoder_cache_config(
-    model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str, attention: str = "native"
+    model: ModelConfig,
+    *,
+    max_batch_size: int,
+    max_sequence_length: int,
+    dtype: str,
+    attention: str = "native",
+    quantized: QuantizedKV | None = None,
 ) -> DecoderCacheConfig:
     """Return the configuration of the cache that an engine of ``model`` runs on, whatever its layers keep.
 
@@ -79,9 +94,11 @@ def decoder_cache_config(
     max_sequence_length : int
         Tokens that a slot can hold, S.
     dtype : str
-        What the engine computes in; K, V and conv states have the same. Recurrent states are float32.
+        What the engine computes in; conv states have the same, and K and V unless they are quantized. Recurrent states are float32.
     attention : str
         The variant of attention, which decides the layout of K and V.
+    quantized : QuantizedKV, optional
+        How K and V are quantized; plugin attention alone takes them so.
 
     Returns
     -------
@@ -96,10 +113,10 @@ def decoder_cache_config(
     """
     sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
     if not model.recurrent_layers:
-        return cache_config(model, **sizes, dtype=dtype, attention=attention)
+        return cache_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized)
     mixers = [layer.mixer for layer in model.layers if layer.mixer is not None]
     kinds = [LayerType.ATTENTION if isinstance(mixer, AttentionConfig) else LayerType.MAMBA for mixer in mixers]
-    kv = _kv_config(model, **sizes, dtype=dtype, layout=cache_layout(attention)) if model.attention_layers else None
+    kv = _kv_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized) if model.attention_layers else None
     return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, **sizes, dtype=dtype))
 
 
@@ -124,13 +141,24 @@ def decoder_cache_from_dict(data: Mapping[str, Any]) -> DecoderCacheConfig:
     return HybridCacheConfig.from_dict(data) if "layer_types" in data else KVCacheConfig.from_dict(data)
 
 
-def _kv_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str, layout: KVLayout) -> KVCacheConfig:
+def _kv_config(
+    model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str, attention: str, quantized: QuantizedKV | None
+) -> KVCacheConfig:
+    layers = tuple(cache_layer(mixer) for mixer in model.attention_layers)
+    if quantized is not None:
+        if attention != "plugin":
+            raise ConfigError(
+                f"kv_dtype: expected plugin attention for K and V in {quantized.dtype}, got {attention}: "
+                "TensorRT's layers take no quantized K and V."
+            )
+        layers = quantized.layers(layers)
     return KVCacheConfig(
-        layers=tuple(cache_layer(mixer) for mixer in model.attention_layers),
+        layers=layers,
         max_batch_size=max_batch_size,
         max_sequence_length=max_sequence_length,
-        dtype=dtype,
-        layout=layout,
+        dtype=dtype if quantized is None else quantized.dtype,
+        layout=cache_layout(attention),
+        scales=None if quantized is None else quantized.scales,
     )
 
 
@@ -188,8 +216,8 @@ def decoder_tensors(
     model : ModelConfig
         Configuration of the model.
     cache : KVCacheConfig or HybridCacheConfig
-        The cache that the engine runs on. In the COMBINED layout a layer has one cache tensor, else one for K and one for V. States that
-        are updated in place share memory; those with two buffers do not.
+        The cache that the engine runs on. In the COMBINED layout a layer has one cache tensor, else one for K and one for V; and a tensor
+        of scales if it is quantized. States that are updated in place share memory; those with two buffers do not.
     names : TensorNames
         Names of the engine's inputs and outputs.
     max_logits_per_slot : int
@@ -217,6 +245,9 @@ def decoder_tensors(
             for past, present in names.layer_pairs(index, combined=combined):
                 inputs.append(TensorSpec.input(past, shape, cache.kv.dtype))
                 outputs.append(TensorSpec.output(present, shape, cache.kv.dtype, alias=past))
+            scales = scale_tensors(cache.kv, names, index)
+            inputs += scales[:1]
+            outputs += scales[1:]
     if cache.mamba is not None:
         for kind in state_storages(cache.mamba):
             for index in range(cache.mamba.num_layers):
@@ -224,6 +255,34 @@ def decoder_tensors(
                 inputs.append(past_state)
                 outputs.append(present_state)
     return (*inputs, *outputs, logits)
+
+
+def scale_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[TensorSpec, ...]:
+    """Return the tensors of the scales of a layer.
+
+    Parameters
+    ----------
+    kv : KVCacheConfig
+        The attention layers of the engine's cache.
+    names : TensorNames
+        Names of the engine's inputs and outputs.
+    index : int
+        Index of the layer among those with attention.
+
+    Returns
+    -------
+    tuple of TensorSpec
+        An input ``[2, H]`` of static scales; an input ``[B, 2, H, S']`` of those by token, and the output that shares its memory; or
+        nothing if K and V are not quantized.
+    """
+    if not kv.has_scales:
+        return ()
+    past, present = names.scales_pair(index)
+    heads = kv.layers[index].num_kv_heads
+    if not kv.scales_by_token:
+        return (TensorSpec.input(past, (2, heads), "float32"),)
+    shape = (-1, 2, heads, saved_scales(kv.max_sequence_length))
+    return TensorSpec.input(past, shape, "float32"), TensorSpec.output(present, shape, "float32", alias=past)
 
 
 def state_tensors(mamba: MambaCacheConfig, names: TensorNames, index: int) -> dict[StateKind, tuple[TensorSpec, TensorSpec]]:

@@ -35,6 +35,10 @@ class TensorNames:
         Input ``[B, 2, H, S, D]`` with K and V in one tensor, instead of the four above: for plugin attention.
     present_kv_cache : str
         Output of the same shape, at the same address.
+    kv_scales : str
+        Input, float32, of quantized K and V: ``[2, H]``, or ``[B, 2, H, S']`` with scales by token, S' the next multiple of 4 from S on.
+    present_kv_scales : str
+        Output of scales by token, of the same shape, at the same address.
     new_lengths : str
         Input, int32 ``[B]``, of engines with states: new tokens of each slot, without padding; 0 for a slot whose states stay.
     recurrent_state, conv_state : str
@@ -66,6 +70,8 @@ class TensorNames:
     present_v_cache: str = "present_v_cache_{i}"
     kv_cache: str = "past_key_values_{i}"
     present_kv_cache: str = "present_key_values_{i}"
+    kv_scales: str = "kv_scales_{i}"
+    present_kv_scales: str = "present_kv_scales_{i}"
     new_lengths: str = "new_lengths"
     recurrent_state: str = "recurrent_state_{i}"
     conv_state: str = "conv_state_{i}"
@@ -133,6 +139,21 @@ class TensorNames:
             ``(input, output)`` of each tensor: :meth:`combined_pair` alone, or :meth:`cache_pairs`.
         """
         return (self.combined_pair(layer),) if combined else self.cache_pairs(layer)
+
+    def scales_pair(self, layer: int) -> tuple[str, str]:
+        """Return the names of a layer's scales of K and V.
+
+        Parameters
+        ----------
+        layer : int
+            Index of the attention layer.
+
+        Returns
+        -------
+        tuple of str
+            ``(input, output)``; static scales are an input only.
+        """
+        return self.kv_scales.format(i=layer), self.present_kv_scales.format(i=layer)
 
     def state_pair(self, kind: StateKind, layer: int) -> tuple[str, str]:
         """Return the names of a state.

@@ -11,6 +11,9 @@ from trt_kvcache.memory.shapes import row_nbytes
 #: The dtypes that the kernels are compiled for, with their names in the sources.
 ELEMENT_TYPES = {"float16": "Float16", "bfloat16": "BFloat16"}
 
+#: The dtypes of a cache with scales, with their names in the sources.
+STORED_TYPES = {"float8_e4m3fn": "Float8", "int8": "Int8"}
+
 #: The head dims that the kernels are compiled for.
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -84,7 +87,7 @@ def shared_limit(arch: str) -> int:
     return _SHARED_NBYTES.get(arch, _MIN_SHARED_NBYTES)
 
 
-def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int]) -> int:
+def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int], *, quantized: bool = False) -> int:
     """Return the bytes of shared memory of a decode block.
 
     Parameters
@@ -95,40 +98,46 @@ def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int]) -> i
         Of the matrix of q.
     tiles : mapping of str to int
         The macros ``WARPS``, ``STAGES``, ``HEAD_BUFFERS``, ``TILE_TOKENS`` and ``MAX_NEW_TOKENS``.
+    quantized : bool
+        Whether the cache has scales, and elements of one byte.
 
     Notes
     -----
     ``DecodeSharedMemory`` in ``plugins/attention/kv_pipeline.cuh`` lays it out: ring, head buffers, a single new token, totals of warps.
     """
     row, warps, new_tokens = row_nbytes(head_dim, "float16"), tiles["WARPS"], tiles["MAX_NEW_TOKENS"]
-    ring, head_rows = warps * (2 * tiles["STAGES"] - 1) * tiles["TILE_TOKENS"], tiles["HEAD_BUFFERS"] * (rows + 4 * new_tokens)
-    return (ring + head_rows + (2 if new_tokens == 1 else 0)) * row + 8 * warps * rows
+    stored = row // 2 if quantized else row
+    ring = warps * (2 * tiles["STAGES"] - 1) * tiles["TILE_TOKENS"] * (stored + (4 if quantized else 0))
+    new_scales = -(-8 * new_tokens // 16) * 16 if quantized else 0
+    heads = tiles["HEAD_BUFFERS"] * ((rows + 4 * new_tokens) * row + new_scales)
+    return ring + heads + (2 * stored if new_tokens == 1 else 0) + 8 * warps * rows
 
 
 @cache
-def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
+def decode_tiles(head_dim: int, arch: str, *, quantized: bool = False) -> dict[str, int]:
     """Return the macros of the decode kernels: as many warps, and then as many stages, as shared memory has room for.
 
     ``plugins/attention/decode_params.cuh`` says what each of them means.
     """
-    return _decode_tiles(head_dim, arch, DECODE_ROWS[-1], 1, 0)
+    return _decode_tiles(head_dim, arch, DECODE_ROWS[-1], 1, 0, quantized)
 
 
 @cache
-def few_tiles(head_dim: int, arch: str) -> dict[str, int]:
+def few_tiles(head_dim: int, arch: str, *, quantized: bool = False) -> dict[str, int]:
     """Return the macros of the decode kernels for a few new tokens: the same, with room for more rows and tokens.
 
     With a head dim of 256, the output of more than 16 rows would not fit into registers, nor a further buffer into shared memory.
     """
     rows, left_out = (32, 0) if head_dim <= 128 else (16, 1)
-    return {**_decode_tiles(head_dim, arch, rows, MAX_FEW_TOKENS, left_out), "MAX_ROWS": rows}
+    return {**_decode_tiles(head_dim, arch, rows, MAX_FEW_TOKENS, left_out, quantized), "MAX_ROWS": rows}
 
 
-def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_left_out: int) -> dict[str, int]:
-    sizes = {"TILE_TOKENS": 32 if head_dim <= 64 else 16, "MAX_NEW_TOKENS": new_tokens}
+def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_left_out: int, quantized: bool) -> dict[str, int]:
+    tile_tokens = (32 if head_dim <= 64 else 16) * (2 if quantized else 1)
+    sizes = {"TILE_TOKENS": tile_tokens, "MAX_NEW_TOKENS": new_tokens}
     for warps in (8, 4, 2):
         tried = [{"WARPS": warps, "STAGES": stages, "HEAD_BUFFERS": stages - buffers_left_out, **sizes} for stages in (4, 3, 2)]
-        fitting = [one for one in tried if decode_block_nbytes(head_dim, rows, one) <= shared_limit(arch)]
+        fitting = [one for one in tried if decode_block_nbytes(head_dim, rows, one, quantized=quantized) <= shared_limit(arch)]
         if fitting:
             break
     return {
@@ -136,7 +145,7 @@ def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_
         "BLOCKS_PER_SM": 1,
         "MIN_TILES_PER_BLOCK": 8,
         "STREAMK_COST_TILES": _STREAMK_COST_TILES.get(arch, _STREAMK_COST_TILES["sm_90"]),
-        "QK_ACCUMULATORS": 2,
+        "QK_ACCUMULATORS": 2,  # with twice as many tokens in a tile, sums are many anyway
     }
 
 
@@ -212,6 +221,20 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
     return _prefill_macros([(*form, 0) for form in forms])
 
 
+@cache
+def quantized_prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
+    """Return the macros of the prefill kernels over a quantized cache: the same, but with fewer keys where tiles and codes do not fit.
+
+    With warpgroups a multiprocessor has one block of 128 rows at head dim 128: two would leave too few registers for scores and codes.
+    """
+    tiles = prefill_tiles(head_dim, arch)
+    if head_dim > 128 and shared_limit(arch) < 227 * _KIB:
+        return {**tiles, **{f"TILE_KEYS_{form.upper()}": 16 for form in ("64", "short", "wide", "whole")}}
+    if head_dim == 128 and tiles["WARPGROUPS_WHOLE"]:
+        return {**tiles, "STAGES_WHOLE": 3, "BLOCKS_PER_SM_WHOLE": 1}
+    return tiles
+
+
 def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:
     return {
         f"{macro}_{form.upper()}": value
@@ -221,14 +244,21 @@ def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:
 
 
 @cache
-def prefill_form(head_dim: int, arch: str, form: str) -> PrefillForm:
-    """Return what a launch of a form, one of :data:`PREFILL_FORMS`, needs to know."""
-    tiles = prefill_tiles(head_dim, arch)
+def prefill_form(head_dim: int, arch: str, form: str, quantized: bool = False) -> PrefillForm:
+    """Return what a launch of a form, one of :data:`PREFILL_FORMS`, needs to know; over a quantized cache or over one of 16 bits.
+
+    Notes
+    -----
+    The ring is that of ``plugins/attention/prefill_ring.cuh``; or two tiles, codes for one stage less, and behind them the scales of the
+    two tiles (``prefill_stored_ring.cuh``).
+    """
+    tiles = quantized_prefill_tiles(head_dim, arch) if quantized else prefill_tiles(head_dim, arch)
     row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm, warpgroups = (
         tiles[f"{macro}_{form.upper()}"] for macro in _PREFILL_MACROS
     )
     rows = 16 * row_warps * row_tiles
     row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // 16)
-    ring = 2 * stages * tile_keys * row
+    tile = 2 * tile_keys * row
+    ring, scales = (2 * tile + (stages - 1) * tile // 2, 16 * tile_keys) if quantized else (stages * tile, 0)
     max_parts = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
-    return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring, max_parts, bool(warpgroups))
+    return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring + scales, max_parts, bool(warpgroups))

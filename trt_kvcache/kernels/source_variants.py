@@ -1,12 +1,30 @@
-"""Which variants of a source are compiled: attention for each dtype and head dim, recurrent layers for each pair of dtypes."""
+"""Which variants of a source are compiled: attention for each dtype, head dim and K/V dtype, recurrent layers for each pair of dtypes."""
 
 from __future__ import annotations
 
-from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, decode_tiles, few_tiles, prefill_tiles
+from collections.abc import Callable
+from functools import partial
+
+from trt_kvcache.kernels.attention_tiles import (
+    ELEMENT_TYPES,
+    HEAD_DIMS,
+    STORED_TYPES,
+    decode_tiles,
+    few_tiles,
+    prefill_tiles,
+    quantized_prefill_tiles,
+)
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: How the macros of each attention source are chosen.
 TILES = {"attention_decode": decode_tiles, "attention_decode_few": few_tiles, "attention_prefill": prefill_tiles}
+
+#: The same where the cache holds K and V in 8 bits.
+QUANTIZED_TILES: dict[str, Callable[[int, str], dict[str, int]]] = {
+    "attention_decode": partial(decode_tiles, quantized=True),
+    "attention_decode_few": partial(few_tiles, quantized=True),
+    "attention_prefill": quantized_prefill_tiles,
+}
 
 #: The sources of recurrent layers.
 RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurrent_mamba2")
@@ -28,16 +46,19 @@ def variant_names(source: str) -> list[str]:
     Returns
     -------
     list of str
-        One for each dtype and head dim of attention, for each dtype and state dtype of a recurrent layer; else the source itself.
+        One for each dtype, head dim and K/V dtype of attention, for each dtype and state dtype of a recurrent layer; else the source
+        itself.
     """
     if source in TILES:
-        return [variant_name(source, dtype, head_dim) for dtype in ELEMENT_TYPES for head_dim in HEAD_DIMS]
+        return [
+            variant_name(source, dtype, dim, kv_dtype) for kv_dtype in (None, *STORED_TYPES) for dtype in ELEMENT_TYPES for dim in HEAD_DIMS
+        ]
     if source in RECURRENT_SOURCES:
         return [variant_name(source, dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
     return [source]
 
 
-def variant_name(source: str, dtype: str, second: int | str) -> str:
+def variant_name(source: str, dtype: str, second: int | str, kv_dtype: str | None = None) -> str:
     """Return the name of one variant of a source.
 
     Parameters
@@ -48,14 +69,19 @@ def variant_name(source: str, dtype: str, second: int | str) -> str:
         Of activations.
     second : int or str
         The head dim of attention; the dtype of the states of a recurrent layer.
+    kv_dtype : str, optional
+        What the cache of attention holds, if that is not ``dtype``.
 
     Examples
     --------
     >>> from trt_kvcache.kernels.source_variants import variant_name
     >>> variant_name("attention_decode", "float16", 128)
     'attention_decode-float16-128'
+    >>> variant_name("attention_decode", "float16", 128, "int8")
+    'attention_decode-float16-128-int8'
     """
-    return f"{source}-{dtype}-{second}"
+    name = f"{source}-{dtype}-{second}"
+    return name if kv_dtype in (None, dtype) else f"{name}-{kv_dtype}"
 
 
 def variant_macros(name: str, arch: str) -> dict[str, str]:
@@ -63,8 +89,9 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
     source, _, variant = name.partition("-")
     if not variant:
         return {}
-    dtype, second = variant.split("-")
+    dtype, second, *kv_dtype = variant.split("-")
     if source in RECURRENT_SOURCES:
         return {"ELEMENT": _ELEMENT_TYPES[dtype], "STATE": _ELEMENT_TYPES[second], "CHUNK_TOKENS": str(chunk_tokens(arch))}
-    tiles = {macro: str(value) for macro, value in TILES[source](int(second), arch).items()}
-    return {"ELEMENT": ELEMENT_TYPES[dtype], "HEAD_DIM": second, **tiles}
+    tiles = {macro: str(value) for macro, value in (QUANTIZED_TILES if kv_dtype else TILES)[source](int(second), arch).items()}
+    stored = {"STORED": STORED_TYPES[kv_dtype[0]]} if kv_dtype else {}
+    return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, "HEAD_DIM": second, **tiles}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_params import AttentionParams
@@ -101,6 +102,10 @@ class CombinedAttention:
         Scratch memory of the kernels; the NumPy twin does not use it.
     stream : object
         A stream of the cache's memory.
+    kv_scales : DeviceTensor, optional
+        Scales of a quantized cache, as :func:`~trt_kvcache.kernels.attend` takes them.
+    dtype : str
+        What the engine computes in: K and V are rounded to it before they are quantized.
     """
 
     def __init__(
@@ -111,6 +116,9 @@ class CombinedAttention:
         start: DeviceTensor,
         workspace: AttentionWorkspace,
         stream: Any,
+        *,
+        kv_scales: DeviceTensor | None = None,
+        dtype: str = "float32",
     ) -> None:
         self._mixer = mixer
         self._cos_sin = cos_sin
@@ -118,17 +126,21 @@ class CombinedAttention:
         self._cache = cache
         self._start = start
         self._stream = stream
+        self._kv_scales = kv_scales
+        self._dtype = numpy_dtype(dtype)
 
     def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
         memory = self._cache.memory
         assert isinstance(memory, HostMemory)
-        rows = [memory.to_device(part, stream=self._stream) for part in (q, k, v)]
+        new = (k, v) if self._kv_scales is None else (k.astype(self._dtype), v.astype(self._dtype))
+        rows = [memory.to_device(part, stream=self._stream) for part in (q, *new)]
         call = AttentionParams(
             q=rows[0],
             k=rows[1],
             v=rows[2],
             cache=self._cache,
+            kv_scales=self._kv_scales,
             lengths=self._start,
             new_lengths=None,
             cos_sin=self._cos_sin,

@@ -32,7 +32,9 @@ class ReferenceEngine(DecoderEngine):
     checkpoint : Checkpoint
         Where the weights come from. It may be closed afterwards.
     kv : KVCacheConfig or HybridCacheConfig
-        The cache that will be bound; its dtype is the engine's. The dtypes with scales are for storage only and refused.
+        The cache that will be bound; its dtype is the engine's unless K and V are quantized, which ``"plugin"`` attention takes.
+    dtype : str, optional
+        What is computed in, if K and V are quantized; else the dtype of the cache.
     max_prefill_length : int
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
     attention : {"native", "mask", "plugin"}
@@ -90,6 +92,7 @@ class ReferenceEngine(DecoderEngine):
         checkpoint: Checkpoint,
         *,
         kv: DecoderCacheConfig,
+        dtype: str | None = None,
         max_prefill_length: int,
         attention: Attention = "native",
         max_logits_per_slot: int | Literal["all"] = 1,
@@ -102,6 +105,7 @@ class ReferenceEngine(DecoderEngine):
         super().__init__(
             checkpoint.config,
             kv=kv,
+            dtype=dtype,
             max_prefill_length=max_prefill_length,
             attention=attention,
             max_logits_per_slot=max_logits_per_slot,
@@ -166,7 +170,8 @@ class ReferenceEngine(DecoderEngine):
             attention: LayerAttention
             if self._combined is not None:
                 cos_sin, workspace = self._combined[index]
-                attention = CombinedAttention(mixer, cos_sin, cache[0], step.start, workspace, stream)
+                scales = step.scales[index] if step.scales else None
+                attention = CombinedAttention(mixer, cos_sin, cache[0], step.start, workspace, stream, kv_scales=scales, dtype=self._dtype)
             else:
                 key = _rope_key(mixer)
                 k, v = map(self.memory.array, cache)

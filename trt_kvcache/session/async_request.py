@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
@@ -31,6 +32,7 @@ class AsyncRequest:
         self._on_end = on_end
         self._handle: RequestHandle | None = None
         self._events: list[GeneratedToken] = []
+        self._times: list[float] = []
         self._num_read = 0
         self._ended = False
         self._error: BaseException | None = None
@@ -47,9 +49,19 @@ class AsyncRequest:
         return self._handle
 
     @property
+    def ended(self) -> bool:
+        """Whether it has ended: with its last token, by ``cancel``, or because it failed."""
+        return self._ended
+
+    @property
     def events(self) -> tuple[GeneratedToken, ...]:
         """The tokens so far."""
         return tuple(self._events)
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """When each of the tokens so far was there, by ``time.perf_counter``."""
+        return tuple(self._times)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -90,21 +102,42 @@ class AsyncRequest:
             pass
         return self
 
-    async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
-        count = 0
-        while True:
-            while count < len(self._events):
-                count += 1
-                yield self._events[count - 1]
+    async def read(self, count: int) -> list[GeneratedToken]:
+        """Wait for tokens behind the first ``count``, and return all that are there. A reader that is slow gets several at once.
+
+        Parameters
+        ----------
+        count : int
+            Tokens that the caller has.
+
+        Returns
+        -------
+        list of GeneratedToken
+            At least one; empty if it has ended without more.
+
+        Raises
+        ------
+        ProcessorError, EngineError, CudaError, ClosedError
+            As :meth:`wait`, behind its last token.
+        """
+        while count >= len(self._events):
             if self._ended:
                 if self._error is not None:
                     raise self._error
-                return
+                return []
             try:
                 await asyncio.shield(self._change)
             except asyncio.CancelledError:
                 self.cancel()
                 raise
+        return self._events[count:]
+
+    async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
+        count = 0
+        while new := await self.read(count):
+            for event in new:
+                count += 1
+                yield event
 
     # --- for the session ---
 
@@ -133,6 +166,7 @@ class AsyncRequest:
         if self._ended:
             return
         self._events += events
+        self._times += [time.perf_counter()] * len(events)
         self._ended, self._error = ended, error
         change, self._change = self._change, self._change.get_loop().create_future()
         change.set_result(None)

@@ -107,7 +107,14 @@ class AsyncSession:
             await self.close()
             raise
 
-    async def submit(self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> AsyncRequest:
+    async def submit(
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams | None = None,
+        *,
+        prompt_logprobs: int | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncRequest:
         """Put a prompt in the queue. Waits while ``max_requests`` have not ended.
 
         Parameters
@@ -116,6 +123,8 @@ class AsyncSession:
             Token ids, text, or a :class:`ChatPrompt`.
         params : SamplingParams, optional
             Not together with ``options``.
+        prompt_logprobs : int, optional
+            As for ``InferenceSession.submit``.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -136,7 +145,7 @@ class AsyncSession:
         request = AsyncRequest(self._cancel, self._room.release)
 
         def begin(session: InferenceSession) -> None:
-            request.begin(session.submit(prompt, params, **options))
+            request.begin(session.submit(prompt, params, prompt_logprobs=prompt_logprobs, **options))
             self._running.append(request)
 
         try:
@@ -266,15 +275,17 @@ class AsyncSession:
     def _serve(self, session: InferenceSession) -> None:
         """Run commands and steps until it is closed."""
         assert self._loop is not None
+        slots_held = False
         while not self._loop.is_closed():
             with suppress(Empty):
                 while True:
-                    command = self._commands.get(block=not self._running, timeout=_PATIENCE)
+                    command = self._commands.get(block=not (self._running or slots_held), timeout=_PATIENCE)
                     if command is None:
                         return
                     command[0](session)
-            if self._running and (news := self._step(session)):
+            if (self._running or slots_held) and (news := self._step(session)):
                 self._tell(_deliver, news)
+            slots_held = bool(session.running_requests)  # those of the last requests are freed by a step that runs nothing
 
     def _step(self, session: InferenceSession) -> list[_News]:
         """Run one step, and return what came of it."""

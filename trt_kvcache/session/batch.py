@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -198,9 +198,9 @@ class Batch:
                 adds = f"slot {slot} holds {length} tokens; adding {len(row)}" if length else f"prompt {slot} has {len(row)} tokens; that"
                 raise CapacityError(f"{adds} exceeds max_sequence_length={limit}. Nothing was changed.")
 
-    def plan_prefill(self, lengths: Sequence[int], rows: Rows) -> list[Chunk]:
+    def plan_prefill(self, lengths: Sequence[int], rows: Rows, *, every_logit: bool = False) -> list[Chunk]:
         """Cut new tokens into enqueues: see :meth:`StepExecutor.plan_prefill`."""
-        return self._steps.plan_prefill(lengths, [len(row) for row in rows])
+        return self._steps.plan_prefill(lengths, [len(row) for row in rows], every_logit=every_logit)
 
     def _check_one_each(self, what: str, count: int) -> tuple[int, ...]:
         """Check that there is one of something for each active slot, and return the lengths."""
@@ -264,7 +264,7 @@ class Batch:
         """Make no slot active."""
         self._reset([])
 
-    def add(self, prompts: Rows, samplers: Sequence[SamplerPosition]) -> None:
+    def add(self, prompts: Rows, samplers: Sequence[SamplerPosition], *, anew: Sequence[bool] | None = None) -> None:
         """Make more slots active behind the others, each with what the prompt cache has of its prompt.
 
         Parameters
@@ -273,12 +273,15 @@ class Batch:
             The whole prompts; nothing of them is run here.
         samplers : sequence of SamplerPosition (n,)
             Of the requests.
+        anew : sequence of bool (n,), optional
+            Which of them get nothing from the prompt cache, because the logits of all their tokens are wanted. None if left out.
         """
         first = len(self._slots)
+        sought = [()] * first + [() if new else row for row, new in zip(prompts, anew or repeat(False), strict=False)]
         with self.transaction():
             self._cache.set_active_batch_size(first + len(prompts), stream=self._steps.stream)
             self._slots += [SlotState([], sampler=sampler) for sampler in samplers]
-            self._restore({slot: match for slot, row in enumerate(prompts, start=first) if (match := self._prompt_cache.find(row))})
+            self._restore({slot: match for slot, row in enumerate(sought) if row and (match := self._prompt_cache.find(row))})
 
     @nvtx_range("compaction")
     def compact(self, mapping: Sequence[int]) -> None:
@@ -459,7 +462,7 @@ class Batch:
         self._counters.decode_seconds += time.perf_counter() - started
 
     @nvtx_range("prefill")
-    def prefill(self, rows: Rows, chunks: Sequence[Chunk]) -> Logits:
+    def prefill(self, rows: Rows, chunks: Sequence[Chunk], *, receive: Callable[[int, Logits], object] | None = None) -> Logits:
         """Run new tokens in chunks. Each chunk is atomic, the call as a whole is not.
 
         Parameters
@@ -468,6 +471,9 @@ class Batch:
             All that the chunks take, per slot.
         chunks : sequence of Chunk
             Of :meth:`plan_prefill`, or the first of them.
+        receive : callable, optional
+            Called as ``receive(slot, logits)`` with the logits ``[k, vocab]`` of all k tokens that a chunk has run of a slot. The next
+            chunk overwrites them. Then the chunks are those of :meth:`plan_prefill` with ``every_logit``.
 
         Returns
         -------
@@ -480,11 +486,13 @@ class Batch:
         for chunk in chunks:
             slots = range(chunk.first, chunk.end)
             parts = [rows[slot][done[slot] : done[slot] + take] for slot, take in zip(slots, chunk.takes, strict=True)]
-            chunk_logits = self._prefill_chunk(chunk, parts)
+            chunk_logits = self._prefill_chunk(chunk, parts, every_logit=receive is not None)
             for place, (slot, take) in enumerate(zip(slots, chunk.takes, strict=True)):
                 done[slot] += take
+                if take and receive is not None:
+                    receive(slot, chunk_logits[place][:take])
                 if take and done[slot] == len(rows[slot]):
-                    logits[slot] = chunk_logits[place]
+                    logits[slot] = chunk_logits[place] if receive is None else chunk_logits[place][take - 1]
         self._counters.prefill_seconds += time.perf_counter() - started
         return logits
 

@@ -23,6 +23,7 @@ from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, logits_per_slot
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE, EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.generation.sampling import SamplingParams
@@ -35,6 +36,7 @@ from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.session.model_location import expanded
+from trt_kvcache.session.quantized_kv import quantized_kv
 from trt_kvcache.session.session_options import DEFAULT_ATTENTION, SessionOptions
 from trt_kvcache.trt.module import load as load_tensorrt
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
@@ -163,11 +165,14 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
     with Checkpoint.open(place, quantize=options.quantize) as checkpoint:
         model = checkpoint.config
-        attention = options.attention or DEFAULT_ATTENTION
-        cache = _cache_config(model, options, attention)
+        attention: Attention = "plugin" if options.kv_dtype else options.attention or DEFAULT_ATTENTION
+        quantized = quantized_kv(checkpoint, options.kv_dtype, options.kv_scales)
+        cache = _cache_config(model, options, attention, quantized)
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
-        if _tries_tensorrt(options, options.flavour, model):
+        if options.kv_dtype and options.engine == "tensorrt":
+            raise ConfigError(f"kv_dtype: expected engine torch or reference for K and V in {options.kv_dtype}, got tensorrt.")
+        if not options.kv_dtype and _tries_tensorrt(options, options.flavour, model):
             built = options.attention or default_attention(model, cache.max_sequence_length)  # of the same layout
             build_options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": built, "progress": progress}
             try:
@@ -179,6 +184,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             checkpoint,
             options,
             kv=cache,
+            dtype=options.dtype or model.dtype,
             max_prefill_length=width,
             max_logits_per_slot=logits,
             attention=attention,
@@ -290,7 +296,7 @@ def _torch_memory(options: SessionOptions) -> Memory:
     return HostMemory()
 
 
-def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attention) -> DecoderCacheConfig:
+def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attention, quantized: QuantizedKV | None) -> DecoderCacheConfig:
     """Return the cache for a model: the one configuration from which engine and allocation are made."""
     length = options.max_sequence_length or default_sequence_length(model)
     if length > model.max_position_embeddings:
@@ -304,6 +310,7 @@ def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attent
         max_sequence_length=length,
         dtype=options.dtype or model.dtype,
         attention=attention,
+        quantized=quantized,
     )
 
 

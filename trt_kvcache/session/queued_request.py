@@ -1,10 +1,17 @@
 """``QueuedRequest``: a submitted request as the queue sees it. What callers see of it is a :class:`RequestHandle`."""
 
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.generation.request import GeneratedToken, Request, RequestSavepoint
+from trt_kvcache.generation.sampling import check_logits
+from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
 from trt_kvcache.session.request_handle import RequestHandle, RequestStage, RequestState
 
-#: What a :class:`QueuedRequest` needs to return to an earlier state: stage, text, and its request's.
-QueuedSavepoint = tuple[RequestStage, str, RequestSavepoint]
+#: What a :class:`QueuedRequest` needs to return to an earlier state: stage, text, log-probabilities of the prompt, and its request's.
+QueuedSavepoint = tuple[RequestStage, str, tuple[list[TokenLogprobs], int], RequestSavepoint]
 
 
 class QueuedRequest:
@@ -14,11 +21,17 @@ class QueuedRequest:
     ----------
     request : Request
         Its prompt, without tokens so far. Its index is how many prompts were submitted before.
+    prompt_logprobs : int, optional
+        Score the prompt, with so many of the most likely tokens at each place.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, prompt_logprobs: int | None = None) -> None:
         #: What chooses its tokens.
         self.request = request
+        self._prompt_logprobs = prompt_logprobs
+        self._scored: list[TokenLogprobs] = []
+        #: Tokens at the start of its slot that were not run for it.
+        self.reused = 0
         #: Where it is, or where it was when it ended.
         self.stage: RequestStage = "queued"
         #: Whether the caller ended it.
@@ -55,6 +68,44 @@ class QueuedRequest:
         """The token that was chosen last."""
         return self.request.tokens[-1]
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompt is scored: then all of it is run, and the logits of all its tokens are wanted."""
+        return self._prompt_logprobs is not None
+
+    @property
+    def prompt_score(self) -> PromptScore | None:
+        """The score of its prompt, once all of it has run."""
+        prompt, top = self.request.prompt, self._prompt_logprobs
+        if top is None or len(self._scored) < len(prompt) - 1 or self.stage in ("queued", "prefilling"):
+            return None
+        return PromptScore(
+            tokens=prompt,
+            logprobs=(None, *(one.chosen for one in self._scored)),
+            top_logprobs=(None, *(one.top for one in self._scored)) if top else None,
+        )
+
+    def begin(self, reused: int) -> None:
+        """Begin its prompt in a slot that holds ``reused`` tokens of it."""
+        self.stage = "prefilling"
+        self.reused = reused
+        self._scored = []
+
+    def take_prompt_logits(self, held: int, logits: np.ndarray[Any, Any]) -> None:
+        """Score the tokens of the prompt that follow those whose logits are there.
+
+        Parameters
+        ----------
+        held : int
+            Tokens in front of them.
+        logits : ndarray float32 ``[k, vocab]``
+            On the host.
+        """
+        assert self._prompt_logprobs is not None
+        for row, token in zip(logits, self.request.prompt[held + 1 :], strict=False):
+            check_logits(row)
+            self._scored.append(token_logprobs(row, token, self._prompt_logprobs))
+
     def add(self, event: GeneratedToken) -> None:
         """Add the token that its request has taken."""
         self.events.append(event)
@@ -62,10 +113,11 @@ class QueuedRequest:
 
     def savepoint(self) -> QueuedSavepoint:
         """Return the state now, for one :meth:`rollback`."""
-        return self.stage, self.text, self.request.savepoint()
+        return self.stage, self.text, (self._scored, len(self._scored)), self.request.savepoint()
 
     def rollback(self, savepoint: QueuedSavepoint) -> None:
         """Return to the state at ``savepoint``. A request that was cancelled since stays cancelled."""
-        self.stage, self.text, request = savepoint
+        self.stage, self.text, (self._scored, num_scored), request = savepoint
+        del self._scored[num_scored:]
         self.request.rollback(request)
         del self.events[len(self.request.tokens) :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from trt_kvcache._util.lifetime import Uncopyable
+from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.generation.request import FinishReason, GeneratedToken
 from trt_kvcache.generation.sampling import SamplerPosition
 
@@ -73,6 +74,16 @@ class RequestHandle(Uncopyable):
     def events(self) -> tuple[GeneratedToken, ...]:
         """The tokens generated so far, each with its text and, with ``SamplingParams.logprobs``, its log-probabilities."""
         return tuple(self._queued.events)
+
+    @property
+    def prompt_score(self) -> PromptScore | None:
+        """How likely the model finds the prompt, once all of it has run; None without ``prompt_logprobs`` of ``submit``."""
+        return self._queued.prompt_score
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the prompt that were not run, because the prompt cache had them; 0 while it has no slot."""
+        return self._queued.reused
 
     @property
     def sampler(self) -> SamplerPosition:

@@ -11,7 +11,7 @@ import numpy as np
 
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.generation.request import GeneratedToken, Request
-from trt_kvcache.session.batch import Batch
+from trt_kvcache.session.batch import Batch, Logits
 from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.queued_request import QueuedRequest
 from trt_kvcache.session.request_handle import RequestHandle
@@ -53,13 +53,25 @@ class RequestQueue:
         #: Records what the slots do, if it is there.
         self.timeline: Timeline | None = None
 
-    def submit(self, request: Request) -> RequestHandle:
+    @property
+    def running(self) -> list[RequestHandle]:
+        """The requests that have a slot, by slot. Those that ended in the last step are still among them."""
+        return [queued.handle for queued in self._running]
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return sum(queued.state == "queued" for queued in self._waiting)
+
+    def submit(self, request: Request, *, prompt_logprobs: int | None = None) -> RequestHandle:
         """Put a request at the end of the queue.
 
         Parameters
         ----------
         request : Request
             Without tokens so far; its prompt fits into a slot.
+        prompt_logprobs : int, optional
+            Score the prompt, with so many of the most likely tokens at each place. The engine has the logits of several tokens per slot.
 
         Returns
         -------
@@ -73,7 +85,7 @@ class RequestQueue:
         """
         self._steps.check_all_batch_sizes()
         request.index = self._num_submitted
-        queued = QueuedRequest(request)
+        queued = QueuedRequest(request, prompt_logprobs=prompt_logprobs)
         self._num_submitted += 1
         self._waiting.append(queued)
         seed = f", seed {request.sampler[0]}" if request.sampled else ""
@@ -185,18 +197,44 @@ class RequestQueue:
         """Give each a slot behind the others, and what the prompt cache has of its prompt."""
         if not admitted:
             return
-        self._batch.add([queued.row for queued in admitted], [queued.request.sampler for queued in admitted])
+        rows, samplers = [queued.row for queued in admitted], [queued.request.sampler for queued in admitted]
+        self._batch.add(rows, samplers, anew=[queued.is_scored for queued in admitted])
+        first = len(self._running)
         self._running = [*self._running, *admitted]
-        for queued in admitted:
-            queued.stage = "prefilling"
+        for queued, reused in zip(admitted, self._batch.reused[first:], strict=True):
+            queued.begin(reused)
 
     def _prefill(self) -> list[QueuedRequest]:
-        """Run one chunk of every prompt that is not in its slot yet, and return the requests that have advanced."""
+        """Run one chunk of every prompt that is not in its slot yet, and return the requests that have advanced.
+
+        Prompts that are scored go on their own: the others get the logits that they get without them. Together only where that could make a
+        slot full in front of another that cannot be reached then.
+        """
+        scored = [queued.state == "prefilling" and queued.is_scored for queued in self._running]
+        if not any(scored):
+            return self._prefill_some([True] * len(scored), every_logit=False)
+        if not all(map(self._steps.plan.can_start_at, range(len(scored)))):
+            return self._prefill_some([True] * len(scored), every_logit=True)
+        others = [not one for one in scored]
+        return self._prefill_some(scored, every_logit=True) + self._prefill_some(others, every_logit=False)
+
+    def _prefill_some(self, taking_part: Sequence[bool], *, every_logit: bool) -> list[QueuedRequest]:
+        """Run one chunk of those prompts, and return the requests that have advanced."""
         held = self._batch.held
-        rows = [self._next_row(queued, count) for queued, count in zip(self._running, held, strict=True)]
+        rows = [
+            self._next_row(queued, count) if takes else [] for queued, count, takes in zip(self._running, held, taking_part, strict=True)
+        ]
         if not any(rows):
             return []
-        logits = self._batch.prefill(rows, _first_round(self._batch.plan_prefill(held, rows)))
+        chunks = _first_round(self._batch.plan_prefill(held, rows, every_logit=every_logit))
+        done = list(held)
+
+        def receive(slot: int, logits: Logits) -> None:
+            if self._running[slot].is_scored:
+                self._running[slot].take_prompt_logits(done[slot], logits)
+            done[slot] += len(logits)
+
+        logits = self._batch.prefill(rows, chunks, receive=receive if every_logit else None)
         advanced = []
         for slot, (queued, row, before, after) in enumerate(zip(self._running, rows, held, self._batch.held, strict=True)):
             if after > before:

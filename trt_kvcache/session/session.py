@@ -300,6 +300,11 @@ class InferenceSession(Uncopyable):
         return self._defaults
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's end tokens."""
+        return self._eos_token_ids
+
+    @property
     def prompt_cache(self) -> PromptCache:
         """Copies of earlier prompts, with counters of hits and misses; off unless ``prompt_cache_bytes`` was given."""
         return self._prompt_cache
@@ -313,6 +318,11 @@ class InferenceSession(Uncopyable):
     def max_sequence_length(self) -> int:
         """Tokens a slot can hold, S."""
         return self._batch.max_sequence_length
+
+    @property
+    def max_logits_per_slot(self) -> int:
+        """New tokens of a slot whose logits one enqueue returns; more than 1 for :meth:`score` and :meth:`verify`."""
+        return self._steps.plan.max_logits_per_slot
 
     @property
     def statistics(self) -> SessionStatistics:
@@ -682,7 +692,7 @@ class InferenceSession(Uncopyable):
         return score_prompts(self._batch, rows, slots=self._cache.max_batch_size, top_logprobs=count)
 
     def _check_logits_per_slot(self, what: str, count: int) -> None:
-        known = self._steps.plan.max_logits_per_slot
+        known = self.max_logits_per_slot
         if count > known:
             raise ConfigError(
                 f"{what}: expected an engine with the logits of {count} new tokens per slot or more, got one with those of {known}. "
@@ -832,7 +842,14 @@ class InferenceSession(Uncopyable):
     # --- serving a queue ---
 
     @exclusive
-    def submit(self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> RequestHandle:
+    def submit(
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams | None = None,
+        *,
+        prompt_logprobs: int | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
 
         Parameters
@@ -841,6 +858,9 @@ class InferenceSession(Uncopyable):
             Token ids, text, or a :class:`ChatPrompt`.
         params : SamplingParams, optional
             Not together with ``options``.
+        prompt_logprobs : int, optional
+            Score the prompt too, as :meth:`score` does, with so many of the most likely tokens at each place: ``prompt_score`` of the
+            handle. The engine must have the logits of several tokens per slot, and the prompt cache is not read.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -865,10 +885,23 @@ class InferenceSession(Uncopyable):
         [2, 2, 2]
         """
         self._check_open()
+        if prompt_logprobs is not None:
+            int_in_range("prompt_logprobs", prompt_logprobs, 0)
+            self._check_logits_per_slot("prompt_logprobs", 2)
         rows = self._prompts.rows([prompt])
         self._batch.check_prompts(rows)
         [request] = self._requests(rows, params_for(1, self._defaults, params, options))
-        return self._queue.submit(request)
+        return self._queue.submit(request, prompt_logprobs=prompt_logprobs)
+
+    @property
+    def running_requests(self) -> list[RequestHandle]:
+        """The submitted requests that have a slot, by slot. Those that have ended leave it in the next :meth:`step`."""
+        return self._queue.running
+
+    @property
+    def num_waiting_requests(self) -> int:
+        """How many submitted requests wait for a slot."""
+        return self._queue.num_waiting
 
     @exclusive
     def step(self) -> list[RequestHandle]:

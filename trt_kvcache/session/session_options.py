@@ -16,6 +16,8 @@ from trt_kvcache.reference import Attention
 EngineChoice = Literal["auto", "reference", "tensorrt", "torch"]
 FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
 DTypeChoice = Literal["float16", "bfloat16", "float32"]
+KVDTypeChoice = Literal["fp8", "int8"]
+KVScalesChoice = Literal["tensor", "head", "token"]
 
 DEFAULT_ATTENTION: Attention = "native"
 
@@ -40,10 +42,15 @@ class ModelOptions(OpenOptions, total=False):
     dtype: DTypeChoice | None
     attention: Attention | None
     quantize: str | None
+    kv_dtype: KVDTypeChoice | None
+    kv_scales: KVScalesChoice | None
 
 
 #: Options that an engine folder has fixed at its build.
-BUILD_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot", "dtype", "attention", "quantize")
+BUILD_OPTIONS = (
+    *("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot"),
+    *("dtype", "attention", "quantize", "kv_dtype", "kv_scales"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +92,17 @@ class SessionOptions:
         Round weights to the nearest integers of a scale: ``"int8"``, ``"int4"`` (groups of 32), ``"int4:128"``, and behind it
         ``",embedding=..."`` and ``",head=..."``, which stay as they are stored if left out. See
         :class:`~trt_kvcache.checkpoint.quantized.quantization.Quantization`.
+    kv_dtype : {"fp8", "int8"}, optional
+        Quantize K and V: ``float8_e4m3fn`` or ``int8``, in plugin attention. If left out they are in ``dtype``.
+    kv_scales : {"tensor", "head", "token"}, optional
+        Of quantized K and V. ``"token"`` computes a scale for each token and head; the others are static, from a checkpoint that has them.
+        If left out static ones if the checkpoint has them for this ``kv_dtype``, else ``"token"``.
 
     Raises
     ------
     ConfigError
-        A value is not one of those listed, or a size is not a positive integer.
+        A value is not one of those listed, or a size is not a positive integer; or K and V are not quantized and have scales, or are
+        and have attention that takes none.
     RangeError
         ``device`` or ``prompt_cache_bytes`` is negative or no integer.
 
@@ -116,6 +129,8 @@ class SessionOptions:
     dtype: DTypeChoice | None = None
     attention: Attention | None = None
     quantize: str | None = None
+    kv_dtype: KVDTypeChoice | None = None
+    kv_scales: KVScalesChoice | None = None
 
     def __post_init__(self) -> None:
         one_of("engine", self.engine, get_args(EngineChoice))
@@ -131,6 +146,14 @@ class SessionOptions:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:
             one_of("attention", self.attention, get_args(Attention))
+        if self.kv_dtype is not None:
+            one_of("kv_dtype", self.kv_dtype, get_args(KVDTypeChoice))
+            if self.attention not in (None, "plugin"):
+                raise ConfigError(f"attention: expected plugin for K and V in {self.kv_dtype}, got {self.attention}.")
+        if self.kv_scales is not None:
+            one_of("kv_scales", self.kv_scales, get_args(KVScalesChoice))
+            if self.kv_dtype is None:
+                raise ConfigError(f"kv_scales: expected kv_dtype with it, fp8 or int8, got {self.kv_scales} alone.")
         if self.quantize is not None:
             object.__setattr__(self, "quantize", str(Quantization.parse(self.quantize)))
 

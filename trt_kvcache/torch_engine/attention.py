@@ -31,7 +31,7 @@ class LiveRowsAttention:
     """
 
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
-        self._sides, self._mixers = step.sides, mixers
+        self._sides, self._mixers, self._tensors = step.sides, mixers, step.tensors
         self._angles = positions.angles(step.start, step.input_ids.shape[1])
         self._runs = []
         first_slot = 0
@@ -42,17 +42,25 @@ class LiveRowsAttention:
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
-        mixer, sides = self._mixers[layer], self._sides[layer]
+        mixer, capacity = self._mixers[layer], self._tensors.caches[layer][0].shape[-2]
         q, *new = rotated_heads(qkv, mixer.num_kv_heads, self._angles[layer])
         mixed = []
         for slots, start in self._runs:
-            end = min(start + q.shape[1], sides[0].shape[2])
-            for side, rows in zip(sides, new, strict=True):
-                side[slots, :, start:end] = rows[slots, : end - start].transpose(1, 2)
+            end = min(start + q.shape[1], capacity)
+            self.write(layer, slots, start, end, [rows[slots] for rows in new])
             first = 0 if mixer.window is None else min(max(start + 1 - mixer.window, 0), end - 1)
-            k, v = (side[slots, :, first:end] for side in sides)
-            mixed.append(_attend(mixer, q[slots], k, v, start - first))
+            mixed.append(_attend(mixer, q[slots], *self.read(layer, slots, first, end), start - first))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def write(self, layer: int, slots: slice, start: int, end: int, new: list[torch.Tensor]) -> None:
+        """Write the rows ``[n, s, H, D]`` of K and of V into tokens ``start`` to ``end`` of slots."""
+        for side, rows in zip(self._sides[layer], new, strict=True):
+            side[slots, :, start:end] = rows[:, : end - start].transpose(1, 2)
+
+    def read(self, layer: int, slots: slice, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V ``[n, H, end - first, D]`` of slots."""
+        k, v = (side[slots, :, first:end] for side in self._sides[layer])
+        return k, v
 
 
 def _attend(mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from trt_kvcache.engine.bound_tensors import BoundTensors
 from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.errors import CapacityError, EngineError, KVCacheError
+from trt_kvcache.errors import CapacityError, ConfigError, EngineError, KVCacheError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import ModelConfig
@@ -26,6 +26,7 @@ from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, K
 from trt_kvcache.torch_engine.model import decoder_step
 from trt_kvcache.torch_engine.operations import Elementwise, Operations, TorchAttention
 from trt_kvcache.torch_engine.positions import PositionFactors
+from trt_kvcache.torch_engine.quantized_rows import QuantizedRowsAttention
 from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_known
 from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
@@ -58,7 +59,9 @@ class TorchEngine(DecoderEngine):
         Called once as ``load(name)`` for each name of Hugging Face transformers; returns the ``torch.Tensor``, on the device of
         ``memory`` and in the dtype of the cache.
     kv : KVCacheConfig or HybridCacheConfig
-        The cache that will be bound; its dtype is the engine's. The dtypes with scales are for storage only and refused.
+        The cache that will be bound; its dtype is the engine's unless K and V are quantized, which ``"plugin"`` attention takes.
+    dtype : str, optional
+        What is computed in, if K and V are quantized; else the dtype of the cache.
     max_prefill_length : int
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
     attention : {"native", "mask", "plugin"}
@@ -113,6 +116,7 @@ class TorchEngine(DecoderEngine):
         load: LoadTensor,
         *,
         kv: DecoderCacheConfig,
+        dtype: str | None = None,
         max_prefill_length: int,
         attention: AttentionName = "native",
         max_logits_per_slot: int | Literal["all"] = 1,
@@ -123,6 +127,7 @@ class TorchEngine(DecoderEngine):
         super().__init__(
             model,
             kv=kv,
+            dtype=dtype,
             max_prefill_length=max_prefill_length,
             attention=attention,
             max_logits_per_slot=max_logits_per_slot,
@@ -133,12 +138,15 @@ class TorchEngine(DecoderEngine):
         self._steps: dict[BoundTensors, TorchStep] = {}
         self._mixers = model.attention_layers
         self._positions = PositionFactors(self._mixers, kv.max_sequence_length, self._device.torch_device)
-        known = are_known(self._mixers, kv.dtype, memory)
+        known = are_known(self._mixers, self._dtype, memory)
+        self._kv_dtype = kv.kv.dtype if kv.kv is not None and kv.kv.has_scales else None
+        if self._kv_dtype is not None and not known and not memory.is_host:
+            raise ConfigError(f"kv_dtype: {self._kv_dtype} needs the attention kernels, which do not know the model, its dtype or the GPU.")
         self._kernel_inputs = AttentionInputs(self._mixers, kv.max_sequence_length, memory) if known else None
         self._has_state_kernels = states_are_known(model.recurrent_layers, memory)
         try:
             with torch.inference_mode():
-                self._weights: TorchWeights | None = torch_weights(model, kv.dtype, load)
+                self._weights: TorchWeights | None = torch_weights(model, self._dtype, load)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"{memory.device}: no room for the weights. {error}") from error
         self._device.synchronize()
@@ -149,6 +157,7 @@ class TorchEngine(DecoderEngine):
         checkpoint: Checkpoint,
         *,
         kv: DecoderCacheConfig,
+        dtype: str | None = None,
         max_prefill_length: int,
         attention: AttentionName = "native",
         max_logits_per_slot: int | Literal["all"] = 1,
@@ -164,6 +173,8 @@ class TorchEngine(DecoderEngine):
             Where the weights come from. It may be closed afterwards.
         kv : KVCacheConfig or HybridCacheConfig
             As for the class, like all that follow but the last.
+        dtype : str, optional
+            What is computed in, if K and V are quantized.
         max_prefill_length : int
             The most new tokens per slot in one step.
         attention : {"native", "mask", "plugin"}
@@ -189,11 +200,12 @@ class TorchEngine(DecoderEngine):
         CheckpointError
             A weight has no finite value in the dtype.
         """
-        load = checkpoint_loader(checkpoint, kv.dtype, torch_device(memory).torch_device, progress)
+        load = checkpoint_loader(checkpoint, dtype or kv.dtype, torch_device(memory).torch_device, progress)
         return cls(
             checkpoint.config,
             load,
             kv=kv,
+            dtype=dtype,
             max_prefill_length=max_prefill_length,
             attention=attention,
             max_logits_per_slot=max_logits_per_slot,
@@ -279,7 +291,9 @@ class TorchEngine(DecoderEngine):
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:
         layers = (step, self._mixers, self._positions)
         attention: TorchAttention
-        if self.memory.is_host:
+        if self.memory.is_host and self._kv_dtype is not None:
+            attention = QuantizedRowsAttention(*layers)
+        elif self.memory.is_host:
             attention = LiveRowsAttention(*layers)
         elif self._kernel_inputs is None or step.combined is None:
             attention = MaskedAttention(*layers)

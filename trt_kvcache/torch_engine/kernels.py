@@ -107,6 +107,7 @@ class KernelAttention:
     def __init__(self, step: TorchStep, memory: Memory, inputs: AttentionInputs, stream: Any) -> None:
         assert step.combined is not None
         self._caches, self._start = step.combined, step.tensors.start
+        self._scales = step.tensors.scales or (None,) * len(step.combined)
         self._memory, self._options, self._stream = memory, inputs.options, stream
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -117,7 +118,8 @@ class KernelAttention:
         heads = qkv.shape[2] - 2 * kv_heads
         out = qkv.new_empty((*qkv.shape[:2], heads, qkv.shape[3]))
         q, k, v = split_qkv(borrowed(qkv, self._memory), heads, kv_heads)
-        attend(q, k, v, cache, self._start, out=borrowed(out, self._memory), stream=self._stream, **self._options[layer])
+        options = {"kv_scales": self._scales[layer], **self._options[layer]}
+        attend(q, k, v, cache, self._start, out=borrowed(out, self._memory), stream=self._stream, **options)
         return out
 
 

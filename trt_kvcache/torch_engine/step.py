@@ -26,7 +26,7 @@ class TorchStep:
     input_ids, start, last, logits : torch.Tensor
         The same as views: see :class:`~trt_kvcache.engine.decoder_engine.StepTensors`.
     sides : tuple of pair of torch.Tensor ``[A, H, S, D]``
-        K and V of each layer, of either layout.
+        K and V of each layer, of either layout; empty if they are quantized.
     combined : tuple of DeviceTensor ``[A, 2, H, S, D]``, or None
         The cache of each layer as the attention kernels take it; None where K and V are not in one allocation.
     new_lengths : torch.Tensor int32 ``[A]``, or None
@@ -57,7 +57,7 @@ class TorchStep:
         inputs = (tensors.input_ids, tensors.start, tensors.last, tensors.logits)
         caches = [side for cache in tensors.caches for side in cache]
         states = [state for layer in tensors.states for pair in layer.values() for state in pair]
-        bound = (*inputs, *caches, *states, *(() if tensors.new_lengths is None else (tensors.new_lengths,)))
+        bound = (*inputs, *caches, *tensors.scales, *states, *(() if tensors.new_lengths is None else (tensors.new_lengths,)))
         combined = [_combined(*cache) for cache in tensors.caches]
         return cls(
             tensors=tensors,
@@ -65,7 +65,7 @@ class TorchStep:
             start=device.view(tensors.start),
             last=device.view(tensors.last),
             logits=device.view(tensors.logits),
-            sides=tuple(_sides([device.view(side) for side in cache]) for cache in tensors.caches),
+            sides=() if tensors.scales else tuple(_sides([device.view(side) for side in cache]) for cache in tensors.caches),
             combined=None if None in combined else tuple(view for view in combined if view is not None),
             new_lengths=None if tensors.new_lengths is None else device.view(tensors.new_lengths),
             states=tuple(

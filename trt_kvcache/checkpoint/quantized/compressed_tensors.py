@@ -20,7 +20,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 
 #: What is said of formats with scales of K and V.
-KV_NOT_SCALED = "scales of K and V are not used, the cache is in the dtype of the session"
+KV_SCALED = "K and V are quantized only where kv_dtype says so"
 
 _WORD_BITS = 32
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -75,6 +75,13 @@ class Scheme:
         return False
 
 
+def kv_dtype_of_scheme(scheme: object) -> str | None:
+    """Return the dtype of K and V that a ``kv_cache_scheme`` has static scales for; None if it has none that are read."""
+    if not isinstance(scheme, Mapping) or scheme.get("num_bits") != 8 or scheme.get("dynamic") or not scheme.get("symmetric", True):
+        return None
+    return {"float": "float8_e4m3fn", "int": "int8"}.get(str(scheme.get("type")))
+
+
 class CompressedTensors(QuantizedFormat):
     """Codes in ``weight`` or ``weight_packed``, with ``weight_scale``, and what the packing has beside them.
 
@@ -114,7 +121,8 @@ class CompressedTensors(QuantizedFormat):
         self.schemes = tuple(_scheme(f"config_groups.{name}", group, config.get("format")) for name, group in groups.items())
         self.title = "compressed-tensors " + " and ".join(sorted({scheme.title for scheme in self.schemes}))
         notes = (WEIGHT_ONLY,) if any(group.get("input_activations") for group in groups.values()) else ()
-        self.notes = (*notes, KV_NOT_SCALED) if config.get("kv_cache_scheme") else notes
+        self.kv_dtype = kv_dtype_of_scheme(config.get("kv_cache_scheme"))
+        self.notes = (*notes, KV_SCALED) if config.get("kv_cache_scheme") else notes
 
     def main_part(self, module: str) -> str:
         """Return ``"weight_packed"`` or ``"weight"``."""

@@ -54,6 +54,8 @@ class QuantizedFormat(ABC):
         Ends of names of tensors that are not weights: scales of activations and of K and V.
     notes : tuple of str
         What is not computed as the format says.
+    kv_dtype : str or None
+        What static scales of K and V are for, if the format has them.
     """
 
     name: str
@@ -61,6 +63,7 @@ class QuantizedFormat(ABC):
     title: str
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    kv_dtype: str | None = None
 
     @abstractmethod
     def main_part(self, module: str) -> str:

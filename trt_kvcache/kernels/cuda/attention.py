@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.errors import DTypeError
 from trt_kvcache.kernels.attention_params import AttentionParams, score_factors
 from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
 from trt_kvcache.kernels.cuda.arguments import address
@@ -21,8 +20,6 @@ _WARP = 32
 
 
 def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-    if params.kv_scales is not None:
-        raise DTypeError(f"cache: expected {params.q.dtype} on a device, got {params.cache.dtype}.")
     plan = _decode_plan(params)
     if plan is not None:
         _decode(plan, params, workspace, stream)
@@ -54,7 +51,17 @@ def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
 
 def _decode_plan(params: AttentionParams) -> DecodePlan | None:
     memory = _memory(params)
-    return decode_plan(params.cache.shape, params.q.shape[1], params.group, memory.arch, memory.multiprocessor_count)
+    quantized = params.kv_scales is not None
+    return decode_plan(params.cache.shape, params.q.shape[1], params.group, memory.arch, memory.multiprocessor_count, quantized)
+
+
+def _scales(params: AttentionParams) -> tuple[int, ...]:
+    """Return the address of the scales and their strides, which count floats, and whether each token has one; nothing without scales."""
+    scales = params.kv_scales
+    if scales is None:
+        return ()
+    slot_stride, kv_stride, head_stride = scales.strides[:3] if params.scales_per_token else (0, *scales.strides)
+    return (scales.ptr, slot_stride, kv_stride, head_stride, int(params.scales_per_token))
 
 
 def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
@@ -68,10 +75,11 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
         *(value for tensor in (q, k, v) for value in (tensor.ptr, *_strides(0, tensor), *(_strides(1, tensor) if several else ()))),
         *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
         *(params.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.flagged_nbytes),
+        *_scales(params),
     )
     launch(
         memory,
-        variant_name(plan.source, cache.dtype, head_dim),
+        variant_name(plan.source, q.dtype, head_dim, cache.dtype),
         plan.name,
         (plan.blocks, 1, 1),
         arguments,
@@ -86,16 +94,18 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
 def _append(params: AttentionParams, stream: Any) -> None:
     memory, cache, (k, v) = _memory(params), params.cache, (params.k, params.v)
     slots, width, kv_heads, head_dim = k.shape
-    words = width * kv_heads * head_dim // 2  # of two elements, one for each thread
+    # A thread for each word of two elements; for a quantized cache a warp for each row.
+    threads = width * kv_heads * (head_dim // 2 if params.kv_scales is None else _WARP)
     arguments = (
         *(k.ptr, v.ptr, *_strides(0, k, v), *_strides(1, k, v), cache.ptr, *_strides(0, cache), *_strides(1, cache), cache.shape[3]),
         *(params.lengths.ptr, address(params.new_lengths), address(params.cos_sin), params.rotary_dim, width, kv_heads),
+        *_scales(params),
     )
     launch(
         memory,
-        variant_name("attention_prefill", cache.dtype, head_dim),
+        variant_name("attention_prefill", k.dtype, head_dim, cache.dtype),
         "attention_append",
-        (-(-words // THREADS_PER_BLOCK), slots, 1),
+        (-(-threads // THREADS_PER_BLOCK), slots, 1),
         arguments,
         stream,
         programmatic_dependent_launch=starts_early(memory),
@@ -114,10 +124,11 @@ def _prefill(params: AttentionParams, workspace: AttentionWorkspace, stream: Any
         *(q.ptr, *_strides(0, q), *_strides(1, q), k.ptr, *_strides(0, k), *_strides(1, k), v.ptr, *_strides(0, v), *_strides(1, v)),
         *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
         *(params.out.ptr, workspace.partials.ptr),
+        *_scales(params),
     )
     launch(
         memory,
-        variant_name("attention_prefill", cache.dtype, cache.shape[4]),
+        variant_name("attention_prefill", q.dtype, cache.shape[4], cache.dtype),
         f"attention_prefill_{plan.name}",
         (plan.blocks, 1, 1),
         arguments,

@@ -26,7 +26,9 @@ class DecodePlan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def decode_plan(cache: tuple[int, ...], width: int, group: int, arch: str, multiprocessors: int) -> DecodePlan | None:
+def decode_plan(
+    cache: tuple[int, ...], width: int, group: int, arch: str, multiprocessors: int, quantized: bool = False
+) -> DecodePlan | None:
     """Return the launch for a call, or None if the slots have too many new tokens for a decode kernel.
 
     Parameters
@@ -41,6 +43,8 @@ def decode_plan(cache: tuple[int, ...], width: int, group: int, arch: str, multi
         Of the GPU.
     multiprocessors : int
         Of the GPU.
+    quantized : bool
+        Whether the cache has scales.
 
     Notes
     -----
@@ -48,11 +52,11 @@ def decode_plan(cache: tuple[int, ...], width: int, group: int, arch: str, multi
     """
     (slots, _, kv_heads, tokens, head_dim), rows = cache, width * group
     if width == 1:
-        source, tiles = "attention_decode", decode_tiles(head_dim, arch)
+        source, tiles = "attention_decode", decode_tiles(head_dim, arch, quantized=quantized)
         compiled = next(count for count in DECODE_ROWS if rows <= count)
         name = f"attention_decode_{compiled}"
     else:
-        source, tiles = "attention_decode_few", few_tiles(head_dim, arch)
+        source, tiles = "attention_decode_few", few_tiles(head_dim, arch, quantized=quantized)
         most = tiles["MAX_ROWS"]
         if width > MAX_FEW_TOKENS or rows > most:
             return None
@@ -61,5 +65,5 @@ def decode_plan(cache: tuple[int, ...], width: int, group: int, arch: str, multi
     # As many blocks as can be resident at once, but none that could not have enough tiles of its own.
     useful_blocks = heads * -(-tokens // (tiles["TILE_TOKENS"] * tiles["MIN_TILES_PER_BLOCK"]))
     blocks = min(multiprocessors * tiles["BLOCKS_PER_SM"], useful_blocks)
-    shared_nbytes = decode_block_nbytes(head_dim, compiled, tiles)
+    shared_nbytes = decode_block_nbytes(head_dim, compiled, tiles, quantized=quantized)
     return DecodePlan(source, name, rows, tiles["WARPS"], shared_nbytes, blocks, blocks // heads, -(-heads // blocks))

@@ -12,11 +12,11 @@ from trt_kvcache.kernels.recurrent_params import DeltaRuleParams
 from trt_kvcache.kernels.source_variants import variant_name
 from trt_kvcache.memory.shapes import ROW_GRANULE
 
-#: Threads of a block, and tokens of a tile. The source has them too.
-DELTA_THREADS, DELTA_TILE_TOKENS = 128, 16
+#: Threads of a block in a decode step, and columns of a state that it has. The source has them too.
+DELTA_UPDATE_THREADS, DELTA_UPDATE_COLUMNS = 256, 128
 
-#: Lanes of a row of float32 in a decode step and in a scan, and of a row of 16 bits. The source has them too.
-DELTA_UPDATE_LANES, DELTA_SCAN_LANES, DELTA_LANES_16 = 4, 2, 2
+#: Threads of a block in a scan, lanes of a row, and tokens of a tile. The source has them too.
+DELTA_THREADS, DELTA_SCAN_LANES, DELTA_TILE_TOKENS = 128, 2, 16
 
 #: What chunks are compiled for: sizes of keys, smaller ones filled up with zeros, and warps of a block with 16 columns of a state each.
 CHUNK_KEY_DIMS, STATE_WARPS = (64, 128), (2, 4)
@@ -43,14 +43,12 @@ class DeltaRulePlan(NamedTuple):
 def delta_rule_plan(params: DeltaRuleParams, arch: str, multiprocessors: int) -> DeltaRulePlan:
     """Return which kernel a call takes on an architecture such as ``"sm_90"`` with so many multiprocessors: by shapes and dtypes alone."""
     width, key_dim = params.q.shape[1], params.q.shape[3]
-    size, state_size = itemsize(params.q.dtype), itemsize(params.past.dtype)
-    is_half, half_state = (one == itemsize("float16") for one in (size, state_size))
-    if width >= MIN_CHUNK_TOKENS and is_half:
-        return _chunk_plan(params, arch, multiprocessors)
-    lanes = DELTA_LANES_16 if half_state else DELTA_UPDATE_LANES if width == 1 else DELTA_SCAN_LANES
-    columns = DELTA_THREADS // _WARP * lanes * ROW_GRANULE // state_size
+    size = itemsize(params.q.dtype)
     if width == 1:
-        return DeltaRulePlan("delta_rule_update", columns, DELTA_THREADS, 0)
+        return DeltaRulePlan("delta_rule_update", DELTA_UPDATE_COLUMNS, DELTA_UPDATE_THREADS, 0)
+    if width >= MIN_CHUNK_TOKENS and size == itemsize("float16"):
+        return _chunk_plan(params, arch, multiprocessors)
+    columns = DELTA_THREADS // _WARP * DELTA_SCAN_LANES * ROW_GRANULE // itemsize(params.past.dtype)
     return DeltaRulePlan("delta_rule_scan", columns, DELTA_THREADS, _scan_nbytes(key_dim, columns, size))
 
 

@@ -36,11 +36,8 @@ class PrefillPlan(NamedTuple):
     blocks: int
     #: Whether several blocks may share a row block. All of them are resident at once then.
     splits: bool
-
-    @property
-    def appends(self) -> bool:
-        """Whether the launch appends the new tokens; else another one has to do so before."""
-        return self.name not in ("short", "wide", "whole")
+    #: Whether the launch appends the new tokens; else another one has to do so before.
+    appends: bool
 
 
 def prefill_plan(params: AttentionParams) -> PrefillPlan:
@@ -74,14 +71,16 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
 def plan_of(params: AttentionParams, name: str) -> PrefillPlan:
     """Return the launch of one of the forms."""
     memory, (slots, _, kv_heads, tokens, head_dim) = _memory(params), params.cache.shape
-    form = prefill_form(head_dim, memory.arch, name)
+    quantized = params.kv_scales is not None
+    form = prefill_form(head_dim, memory.arch, name, quantized)
+    appends = not quantized and name not in ("short", "wide", "whole")
     row_blocks = -(-params.q.shape[1] * params.group // form.rows)
     total, resident = slots * kv_heads * row_blocks, memory.multiprocessor_count * form.blocks_per_sm
     if name == "whole" or total > resident:
-        return PrefillPlan(name, form, row_blocks, total, False)
+        return PrefillPlan(name, form, row_blocks, total, False, appends)
     useful = total * (-(-tokens // (form.tile_keys * form.min_tiles)) + 1)
     blocks = min(resident, useful, max(total, form.max_parts))
-    return PrefillPlan(name, form, row_blocks, blocks, blocks > total)
+    return PrefillPlan(name, form, row_blocks, blocks, blocks > total, appends)
 
 
 def _memory(params: AttentionParams) -> CudaMemory:

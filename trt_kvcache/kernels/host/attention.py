@@ -9,10 +9,7 @@ import numpy as np
 from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.host.arrays import Array, array_of
-from trt_kvcache.kernels.host.quantized_kv import dequantize, quantize, row_scales
-
-#: Dimensions of the scales of one slot, if each token has its own.
-_PER_TOKEN = 3
+from trt_kvcache.kernels.host.quantized_kv import append_rows, live_rows
 
 
 def _apply_rope(rows: Array, angles: Array | None) -> Array:
@@ -28,23 +25,6 @@ def _apply_rope(rows: Array, angles: Array | None) -> Array:
     return rotated
 
 
-def _append(cache: Array, scales: Array | None, start: int, keys: Array, values: Array, dtype: str) -> None:
-    """Write rows (n, H, D) into a slot (2, H, S, D) from ``start`` on; with scales (2, H) or (2, H, S' >= S) quantized."""
-    rows = np.stack([keys, values]).swapaxes(1, 2)
-    window = slice(start, start + len(keys))
-    if scales is None:
-        cache[:, :, window] = rows
-        return
-    if scales.ndim == _PER_TOKEN:
-        scales[:, :, window] = row_scales(rows, dtype)
-    cache[:, :, window] = quantize(rows, _scales_of(scales, window), dtype)
-
-
-def _scales_of(scales: Array, window: slice) -> Array:
-    """Return the scales (2, H, tokens) of the tokens of a window, of a slot."""
-    return scales[:, :, window] if scales.ndim == _PER_TOKEN else scales[:, :, None]
-
-
 def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
     q, k, v, cache, out = (array_of(tensor) for tensor in (params.q, params.k, params.v, params.cache, params.out))
     width, tokens = q.shape[1], cache.shape[3]
@@ -57,12 +37,11 @@ def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) 
         angles = None if table is None else table[past:end]
         queries = _apply_rope(q[slot, :count], angles).astype(np.float32)
         scales = all_scales[slot] if all_scales is not None and params.scales_per_token else all_scales
-        _append(cache[slot], scales, past, _apply_rope(k[slot, :count], angles), v[slot, :count], params.cache.dtype)
+        append_rows(cache[slot], scales, past, _apply_rope(k[slot, :count], angles), v[slot, :count], params.cache.dtype)
         out[slot, count:] = 0
         if not count:
             continue
-        live = cache[slot, :, :, :end]
-        keys, values = live.astype(np.float32) if scales is None else dequantize(live, _scales_of(scales, slice(end)))
+        keys, values = live_rows(cache[slot], scales, slice(end))
         behind = np.arange(past, end)[:, None] - np.arange(end)
         masked = (behind < 0) | ((behind >= params.window) if params.window else False)
         for head in range(q.shape[2]):

@@ -10,6 +10,9 @@ import numpy as np
 from trt_kvcache.dtypes import SCALED_KV_DTYPES, numpy_dtype
 from trt_kvcache.kernels.host.arrays import Array
 
+#: Dimensions of the scales of one slot, if each token has its own.
+_BY_TOKEN = 3
+
 
 def row_scales(rows: Array, dtype: str) -> Array:
     """Return a scale for each row: its largest magnitude becomes the largest value that is stored.
@@ -58,3 +61,40 @@ def dequantize(stored: Array, scales: Array) -> Array:
     """Return what stored rows ``[..., D]`` stand for with their scales ``[...]``, in float32."""
     real: Array = stored.astype(np.float32) * scales[..., None]
     return real
+
+
+def append_rows(cache: Array, scales: Array | None, start: int, keys: Array, values: Array, dtype: str) -> None:
+    """Write the rows of new tokens into a slot, and the scales of these tokens if they have some.
+
+    Parameters
+    ----------
+    cache : array (2, H, S, D)
+        The slot.
+    scales : array (2, H) or (2, H, S or more), or None
+        float32. None: the cache is not quantized. Those by token are written.
+    start : int
+        The first new token.
+    keys, values : array (n, H, D)
+        K after RoPE, and V.
+    dtype : str
+        Of the cache.
+    """
+    rows = np.stack([keys, values]).swapaxes(1, 2)
+    window = slice(start, start + len(keys))
+    if scales is None:
+        cache[:, :, window] = rows
+        return
+    if scales.ndim == _BY_TOKEN:
+        scales[:, :, window] = row_scales(rows, dtype)
+    cache[:, :, window] = quantize(rows, _scales_of(scales, window), dtype)
+
+
+def live_rows(cache: Array, scales: Array | None, window: slice) -> Array:
+    """Return what the tokens of a window of a slot stand for, (2, H, tokens, D) in float32. Other arguments as for :func:`append_rows`."""
+    stored = cache[:, :, window]
+    rows: Array = stored.astype(np.float32) if scales is None else dequantize(stored, _scales_of(scales, window))
+    return rows
+
+
+def _scales_of(scales: Array, window: slice) -> Array:
+    return scales[:, :, window] if scales.ndim == _BY_TOKEN else scales[:, :, None]

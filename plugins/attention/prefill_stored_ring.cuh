@@ -1,0 +1,148 @@
+// The same as prefill_ring.cuh for a quantized cache: its codes become tiles of the element type, which has all of their values. Scales are no
+// part of a tile: those of keys are factors of scores, and those of values of probabilities.
+//
+//     tiles    [2][2]: the one of this step, and the next one, which is converted while tensor cores are busy with the first
+//     codes    [kStages - 1][2], on their way. A thread converts the chunks that it has loaded, so there is no barrier between
+//     scales   [2][2][kTileKeys], of the two tiles, if each token has its own
+//
+// Commit group 0 is q; group 1 + n is tile n.
+#pragma once
+
+#include "attention/cp_async.cuh"
+#include "attention/prefill_ring.cuh"
+#include "attention/stored_kv.cuh"
+
+// Four codes to elements, in their order.
+template <class Type, class Codes>
+__device__ __forceinline__ uint2 widen_in_order(Type, Codes, unsigned codes) {
+    return widen(Type{}, Codes{}, __byte_perm(codes, 0, 0x3120));
+}
+#ifdef FLOAT8_INSTRUCTIONS
+__device__ __forceinline__ uint2 widen_in_order(Float16, Float8, unsigned codes) {
+    return {float16_of_float8(codes), float16_of_float8(codes >> 16)};
+}
+#endif
+__device__ __forceinline__ uint2 widen_in_order(Float16, Int8, unsigned codes) {
+    const unsigned positive = codes ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // as in widen()
+    return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4140), one, minus),
+            multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), one, minus)};
+}
+
+template <bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
+struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> {
+    static constexpr int kCodeStages = kStages - 1;
+    static constexpr int kCodeChunks = kHeadDim / 16, kCodeTileBytes = kTileKeys * kHeadDim, kTilesBytes = 4 * Tiles::kTileBytes;
+    static constexpr int kBytes = kTilesBytes + kCodeStages * 2 * kCodeTileBytes, kScaleBytes = 4 * kTileKeys * static_cast<int>(sizeof(float));
+    static constexpr int kGroupsYoungerThanQueries = kCodeStages;
+    static_assert(2 * kTileKeys <= kThreads, "a thread has a scale of each tile at most");
+
+    unsigned char* ring;
+    const PrefillParams& params;
+    const Work& work;
+    int stage = 0;         // of the codes that are converted next
+    float next_scale = 0;  // of the tile whose keys are: that of key threadIdx.x, or behind these of value threadIdx.x - kTileKeys
+
+    __device__ __forceinline__ PrefillRing(unsigned char* ring, const PrefillParams& params, const Work& work)
+        : ring(ring), params(params), work(work) {}
+
+    __device__ __forceinline__ void begin() {
+#pragma unroll 1
+        for (int i = 0; i < kCodeStages; i++) load_codes(i, work.begin + i);
+        load_scale(work.begin);
+    }
+    __device__ __forceinline__ void prepare_first() { convert(work.begin); }
+    __device__ __forceinline__ void wait() {}
+
+    // Keys, then values, of the tile of a step. With kKeysAhead the keys of the next one are converted, too, and its scales.
+    __device__ __forceinline__ unsigned char* tile(int tile) const { return ring + place_of_tile(tile) * 2 * Tiles::kTileBytes; }
+    // Of its keys, and kTileKeys further of its values.
+    __device__ __forceinline__ float* scales(int tile) const { return reinterpret_cast<float*>(ring + kBytes) + place_of_tile(tile) * 2 * kTileKeys; }
+
+    // Behind the barrier of the step of `tile`, and with kKeysAhead when its scores are there: converts what the next step needs.
+    __device__ __forceinline__ void advance(int tile) { convert(tile + 1 + kKeysAhead); }
+
+private:
+    struct ChunkPlace {
+        int key, chunk;
+    };
+    // Which chunk of a tile of codes is the i-th one of this thread. Eight lanes that write together have two rows of four chunks, so that what they
+    // write, every second chunk of each, lies in different banks. If possible, those of a thread are kKeyStep rows apart, a multiple of 8: then they
+    // have the same place in a swizzled row.
+    static __device__ __forceinline__ ChunkPlace chunk_of_thread(int i) {
+        const int thread = static_cast<int>(threadIdx.x), x = kKeyStep ? thread : i * kThreads + thread;
+        if constexpr (kCodeChunks % 4 == 0) {
+            return {x / (2 * kCodeChunks) * 2 + x / 4 % 2 + i * kKeyStep, x / 8 % (kCodeChunks / 4) * 4 + x % 4};
+        }
+        return {x / kCodeChunks, x % kCodeChunks};
+    }
+    static constexpr int kChunksOfThread = (kTileKeys * kCodeChunks + kThreads - 1) / kThreads;
+    static constexpr bool kAllHaveChunks = kTileKeys * kCodeChunks % kThreads == 0;
+    static constexpr int kKeyStep = kCodeChunks % 4 == 0 && kThreads % (8 * kCodeChunks) == 0 ? kThreads / kCodeChunks : 0;
+    // Where the elements of that chunk go in a tile. Those of its second half are one chunk further, before swizzling: another bit of the address.
+    static __device__ __forceinline__ unsigned place_of(int i) {
+        const ChunkPlace at = chunk_of_thread(kKeyStep ? 0 : i);
+        return Tiles::KeyLayout::offset(at.key, 2 * at.chunk) + (kKeyStep ? i * (Tiles::KeyLayout::offset(kKeyStep, 0) - Tiles::KeyLayout::offset(0, 0)) : 0);
+    }
+
+    __device__ __forceinline__ unsigned char* codes_of(int stage) const { return ring + kTilesBytes + stage * 2 * kCodeTileBytes + threadIdx.x * 16; }
+
+    __device__ __forceinline__ int place_of_tile(int tile) const { return (tile - work.begin) & 1; }
+
+    // A commit group: keys of a tile, and values of the same one, or with kKeysAhead of the one before it. Empty behind the last tile.
+    __device__ __forceinline__ void load_codes(int stage, int tile) const {
+        load_rows(stage, 0, tile);
+        load_rows(stage, 1, tile - kKeysAhead);
+        cp_async_commit_group();
+    }
+    __device__ __forceinline__ void load_rows(int stage, int kv, int tile) const {
+        if (tile >= work.end || tile < work.begin) return;
+        const int first_key = (work.rows.first_tile + tile) * kTileKeys, live = work.rows.keys_end - first_key;
+        const long long row = static_cast<long long>(work.kv_head) * params.max_sequence_length + first_key;
+        const unsigned char* const rows = params.cache + work.rows.slot * params.slot_stride + kv * params.kv_stride + row * kHeadDim;
+        const SharedAddress to = shared_address(codes_of(stage) + kv * kCodeTileBytes);
+#pragma unroll
+        for (int i = 0; i < kChunksOfThread; i++) {
+            const ChunkPlace at = chunk_of_thread(i);
+            if (!kAllHaveChunks && at.key >= kTileKeys) break;
+            cp_async(to + i * kThreads * 16, rows + at.key * kHeadDim + at.chunk * 16, at.key < live);
+        }
+    }
+
+    __device__ __forceinline__ void load_scale(int tile) {
+        if (!params.scales.per_token || tile >= work.end || threadIdx.x >= 2 * kTileKeys) return;
+        const int first_key = (work.rows.first_tile + tile) * kTileKeys;
+        const int kv = threadIdx.x >= kTileKeys, key = first_key + static_cast<int>(threadIdx.x) - kv * kTileKeys;
+        next_scale = key < work.rows.keys_end ? *params.scales.of(work.rows.slot, kv, work.kv_head, key) : 0;
+    }
+
+    // Converts the oldest codes: keys of `tile`, and values of the same one, or with kKeysAhead of the one before it. The scales of both go with keys.
+    __device__ __forceinline__ void convert(int tile) {
+        const int values_tile = tile - kKeysAhead;
+        if (values_tile >= work.end) return;
+        cp_async_wait_group<kCodeStages - 1>();
+        if (!kKeysAhead || values_tile >= work.begin) widen_rows(1, values_tile);
+        if (!kKeysAhead || tile < work.end) {
+            widen_rows(0, tile);
+            if (params.scales.per_token) {
+                if (threadIdx.x < 2 * kTileKeys) scales(tile)[threadIdx.x] = next_scale;
+                load_scale(tile + 1);
+            }
+        }
+        load_codes(stage, tile + kCodeStages);
+        stage = stage + 1 == kCodeStages ? 0 : stage + 1;
+    }
+    __device__ __forceinline__ void widen_rows(int kv, int tile) const {
+        const unsigned char* const from = codes_of(stage) + kv * kCodeTileBytes;
+        unsigned char* const to = this->tile(tile) + kv * Tiles::kTileBytes;
+#pragma unroll
+        for (int i = 0; i < kChunksOfThread; i++) {
+            if (!kAllHaveChunks && chunk_of_thread(i).key >= kTileKeys) break;
+            const uint4 codes = *reinterpret_cast<const uint4*>(from + i * kThreads * 16);
+            const uint2 a = widen_in_order(Element{}, Stored{}, codes.x), b = widen_in_order(Element{}, Stored{}, codes.y);
+            const uint2 c = widen_in_order(Element{}, Stored{}, codes.z), d = widen_in_order(Element{}, Stored{}, codes.w);
+            const unsigned place = place_of(i);
+            *reinterpret_cast<uint4*>(to + place) = {a.x, a.y, b.x, b.y};
+            *reinterpret_cast<uint4*>(to + (place ^ 16)) = {c.x, c.y, d.x, d.y};
+        }
+    }
+};

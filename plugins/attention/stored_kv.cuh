@@ -1,0 +1,127 @@
+// K and V in eight bits: codes, each of which stands for its value times a scale. trt_kvcache/kernels/host/quantized_kv.py defines, bit by bit, how a
+// row is quantized.
+//
+// A word holds four codes of a row, the first one in its lowest byte. As elements they come in two words: codes 0 and 2, and codes 1 and 3. With
+// that, what ldmatrix reads of a tile of codes is a B fragment, of k 16 and 8 columns:
+//
+//     ldmatrix          a word: codes 4t .. 4t+3 of row g.                               x, y: b0, b1 of K^T for key g, if the lane with place t
+//                                                                                        in its quad has k 4t, 4t+2 and 4t+1, 4t+3 of q
+//     ldmatrix, trans   a word: codes 2g, 2g+1 of row 2t, and the same of row 2t+1.      x, y: keys 2t and 2t+1 of V, of columns 2g and 2g+1
+//
+// So the 16 columns of a chunk are two B fragments of V, one of the even columns and one of the odd ones.
+#pragma once
+
+#include "attention/element.cuh"
+
+// e4m3: sign, 4 bits of exponent, 3 bits of mantissa. 0x7F and 0xFF are NaN, and there is no infinity.
+struct Float8 {
+    static constexpr float kLargest = 448;
+};
+struct Int8 {
+    static constexpr float kLargest = 127;
+};
+
+// Whether a type that a cache can hold comes with scales.
+template <class Type>
+constexpr bool kHasScales = false;
+template <>
+constexpr bool kHasScales<Float8> = true;
+template <>
+constexpr bool kHasScales<Int8> = true;
+
+#ifndef EMULATED_PTX
+#if __CUDA_ARCH__ >= 890
+#define FLOAT8_INSTRUCTIONS
+
+// The two codes in the lower half of a word as elements; exact.
+__device__ __forceinline__ unsigned float16_of_float8(unsigned codes) {
+    unsigned word;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(word) : "r"(codes));
+    return word;
+}
+// Two floats to codes, rounded to nearest even, and to kLargest what is larger. NaN becomes 0x7F.
+__device__ __forceinline__ unsigned float8_of_floats(float2 values) {
+    unsigned short codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(values.y), "f"(values.x));
+    return codes;
+}
+
+#endif
+#endif
+
+// The same by integer operations, for GPUs before sm_89. NaN codes become 480.
+__device__ __forceinline__ uint2 widen_by_bits(Float16, unsigned codes) {
+    const unsigned even = codes << 8, scale = 0x5C005C00, zero = 0x80008000;  // 2^8, by which the exponents' biases differ
+    return {multiply_add(Float16{}, (even & 0x80008000) | (even >> 1 & 0x3F803F80), scale, zero),
+            multiply_add(Float16{}, (codes & 0x80008000) | (codes >> 1 & 0x3F803F80), scale, zero)};
+}
+__device__ __forceinline__ uint2 widen_by_bits(BFloat16, unsigned codes) {
+    const unsigned even = codes << 8, scale = 0x7B807B80, zero = 0x80008000;  // 2^120
+    return {multiply_add(BFloat16{}, (even & 0x80008000) | (even >> 4 & 0x07F007F0), scale, zero),
+            multiply_add(BFloat16{}, (codes & 0x80008000) | (codes >> 4 & 0x07F007F0), scale, zero)};
+}
+__device__ __forceinline__ unsigned float8_by_bits(float value) {
+    const unsigned bits = __float_as_uint(value), sign = bits >> 24 & 0x80;
+    const float magnitude = fminf(fabsf(value), Float8::kLargest);
+    if (value != value) return 0x7F;
+    if (magnitude < 1.0f / 64) return sign | static_cast<unsigned>(__float2int_rn(magnitude * 512));  // denormal, or the smallest that is not
+    const unsigned exact = __float_as_uint(magnitude) - (120u << 23);
+    return sign | (exact + 0x7FFFF + (exact >> 20 & 1)) >> 20;
+}
+
+// Four codes to elements: x has codes 0 and 2, y has codes 1 and 3. Exact.
+__device__ __forceinline__ uint2 widen(Float16, Float8, unsigned codes) {
+#ifdef FLOAT8_INSTRUCTIONS
+    const unsigned sorted = __byte_perm(codes, 0, 0x3120);
+    return {float16_of_float8(sorted), float16_of_float8(sorted >> 16)};
+#else
+    return widen_by_bits(Float16{}, codes);
+#endif
+}
+__device__ __forceinline__ uint2 widen(BFloat16, Float8, unsigned codes) {
+#ifdef FLOAT8_INSTRUCTIONS
+    const uint2 halves = widen(Float16{}, Float8{}, codes);
+    return {pack(BFloat16{}, unpack(Float16{}, halves.x)), pack(BFloat16{}, unpack(Float16{}, halves.y))};
+#else
+    return widen_by_bits(BFloat16{}, codes);
+#endif
+}
+// As the mantissa of 1024, a code plus 128 is exact.
+__device__ __forceinline__ uint2 widen(Float16, Int8, unsigned codes) {
+    const unsigned positive = codes ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // -1152
+    return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4240), one, minus),
+            multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4341), one, minus)};
+}
+// The mantissa of 128 has seven bits only: those behind the sign. The sign is what is subtracted: 128 or 256.
+__device__ __forceinline__ uint2 widen(BFloat16, Int8, unsigned codes) {
+    const unsigned even = __byte_perm(codes, 0x43434343, 0x4240), odd = __byte_perm(codes, 0x43434343, 0x4341), one = 0x3F803F80;
+    return {multiply_add(BFloat16{}, even & 0xFF7FFF7F, one, (even & 0x00800080) | 0xC300C300),
+            multiply_add(BFloat16{}, odd & 0xFF7FFF7F, one, (odd & 0x00800080) | 0xC300C300)};
+}
+
+// The scale of a row with this largest magnitude: that becomes the largest code.
+template <class Codes>
+__device__ __forceinline__ float scale_of_row(Codes, float largest) {
+    return largest == 0 ? 1.0f : __fdiv_rn(largest, Codes::kLargest);
+}
+
+// The code of a value; NaN becomes 0x7F, or 0 in Int8.
+__device__ __forceinline__ unsigned quantize(Float8, float value, float scale) {
+    const float quotient = __fdiv_rn(value, scale);
+#ifdef FLOAT8_INSTRUCTIONS
+    return float8_of_floats({quotient, 0}) & 0xFF;
+#else
+    return float8_by_bits(quotient);
+#endif
+}
+__device__ __forceinline__ unsigned quantize(Int8, float value, float scale) {
+    const float quotient = __fdiv_rn(value, scale);
+    const int code = __float2int_rn(fminf(fmaxf(quotient, -Int8::kLargest), Int8::kLargest));
+    return quotient == quotient ? code & 0xFF : 0;
+}
+// Codes of four values, in a word.
+template <class Codes>
+__device__ __forceinline__ unsigned quantize(Codes, float2 low, float2 high, float scale) {
+    return quantize(Codes{}, low.x, scale) | quantize(Codes{}, low.y, scale) << 8 | quantize(Codes{}, high.x, scale) << 16
+           | quantize(Codes{}, high.y, scale) << 24;
+}

@@ -1,0 +1,149 @@
+"""``trt-kvcache serve`` as a process: how it begins, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from tests.server.engines import MODEL
+from tests.server.needs_libraries import need_libraries
+
+need_libraries("httpx")
+
+import httpx  # noqa: E402
+
+SERVE = [sys.executable, "-m", "trt_kvcache", "serve", str(MODEL), "--engine", "reference", "--max-batch-size", "2"]
+
+
+class Process:
+    """A server that runs."""
+
+    def __init__(self, *options: str, port: int = 0, **environment: str) -> None:
+        command = [*SERVE, "--port", str(port), *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+        assert self.process.stderr is not None
+        self.first = self.process.stderr.readline()
+        found = re.search(r"http://[\d.]+:(\d+)", self.first)
+        assert found, self.first + self.process.stderr.read()
+        self.url, self.port = found[0], int(found[1])
+        self.said: list[str] = []
+        self._reader = threading.Thread(target=lambda: self.said.extend(self.process.stderr or ()))
+        self._reader.start()
+
+    def wait(self) -> int:
+        """Wait until it has ended; return its exit code."""
+        code = self.process.wait(60)
+        self._reader.join(60)
+        return code
+
+
+@contextmanager
+def process(*options: str, port: int = 0, **environment: str) -> Iterator[Process]:
+    one = Process(*options, port=port, **environment)
+    try:
+        yield one
+    finally:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.wait()
+        assert one.process.stderr is not None
+        one.process.stderr.close()
+
+
+def client(url: str, **options) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=60, trust_env=False, **options)
+
+
+def text(url: str) -> str:
+    with client(url) as one:
+        answer = one.post("/v1/completions", json={"prompt": "Alice was", "max_tokens": 8, "model": "tiny-llama"})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_it_says_where_it_listens_and_ends_in_order():
+    with process() as one:
+        assert "tiny-llama at http://127.0.0.1:" in one.first
+        assert "2 slots of 512 tokens, no API key" in one.first
+        assert text(one.url) == " beginning to get very"
+        one.process.send_signal(signal.SIGTERM)
+        assert one.wait() == 0
+        assert any("answers that have begun may end" in line for line in one.said)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_lets_answers_end(sent: signal.Signals):
+    body = {"prompt": "A", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with process() as one, client(one.url) as asking, asking.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        one.process.send_signal(sent)
+        rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert one.wait() == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_second_signal_ends_at_once():
+    body = {"prompt": ["A"] * 20, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with process("--drain-seconds", "60") as one, client(one.url) as asking, asking.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        one.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        began = time.monotonic()
+        one.process.send_signal(signal.SIGTERM)
+        one.wait()
+        assert time.monotonic() - began < 30
+        with suppress(httpx.HTTPError):
+            assert "data: [DONE]" not in list(lines)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_one_that_was_killed_starts_again_at_the_same_port():
+    body = {"prompt": "A", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with process() as one, client(one.url) as asking:
+        with suppress(httpx.HTTPError), asking.stream("POST", "/v1/completions", json=body) as stream:
+            for _ in stream.iter_lines():
+                one.process.kill()
+        assert one.wait() == -signal.SIGKILL
+        with process(port=one.port) as again:
+            assert again.port == one.port
+            assert text(again.url) == " beginning to get very"
+
+
+def test_keys_from_the_environment_and_a_file(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("first\n\nsecond\n")
+    with process("--api-key-file", str(keys), TRT_KVCACHE_API_KEY="third") as one, client(one.url) as asking:
+        assert "no API key" not in one.first
+        found = [
+            asking.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code for key in ("first", "second", "third", "x")
+        ]
+        assert found == [200, 200, 200, 401]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--host", "0.0.0.0"], "error: host: expected an address of this machine alone"),
+        (["--host", "no-such-name.invalid"], "error: host: expected"),
+        (["--api-key", ""], "error: api_keys: expected keys of visible ASCII characters"),
+        (["--api-key-file", os.devnull], "expected a key in each line, got none"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_the_model_is_opened(options, text):
+    done = subprocess.run([*SERVE, *options], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert text in done.stderr

@@ -1,0 +1,83 @@
+"""``trt-kvcache serve``: a model for many clients, over OpenAI's API."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.cli import session_flags
+from trt_kvcache.cli.console import count, note
+from trt_kvcache.cli.score import ScoringFlags
+from trt_kvcache.cli.server_flags import AccessFlags, LimitFlags
+
+_SLOTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSessionFlags(ScoringFlags):
+    """The options that say which session a server has."""
+
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="SLOTS",
+            help=f"Slots of the cache: requests that run at once. Default: {_SLOTS}.",
+            rich_help_panel=session_flags.MODEL_PANEL,
+        ),
+    ] = None
+
+
+def serve(
+    folder: session_flags.Folder,
+    flags: ServerSessionFlags,
+    access: AccessFlags,
+    limits: LimitFlags,
+    model_name: Annotated[
+        str | None, typer.Option("--model-name", metavar="NAME", help="What clients call the model. Default: the name of its folder.")
+    ] = None,
+    prompt_cache: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="MIB", help="Memory for copies of prompts, in MiB: of the next turn of a chat, only what is new is run."
+        ),
+    ] = 256,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's API.
+
+    Completions, chats and their streams, metrics, and a page that shows what runs. Ctrl-C or SIGTERM lets answers that have begun end; a
+    second one ends at once. Needs the extra serve.
+    """
+    from trt_kvcache.server import AsyncEngine
+    from trt_kvcache.server.http import ServerOptions, make_app
+    from trt_kvcache.server.http.metrics import Metrics
+    from trt_kvcache.server.http.serving import Server, address_of, bound_socket, serve as serve_at
+
+    allowed = ServerOptions(
+        api_keys=access.keys(),
+        any_host=access.allow_anyone,
+        max_body_bytes=limits.max_body_mib << 20,
+        max_prompt_tokens=limits.max_prompt_tokens,
+    )
+    with bound_socket(access.host, access.port, allowed) as bound:
+        source = flags.source(session_flags.located(folder), slots=_SLOTS, prompt_cache_bytes=prompt_cache << 20)
+        session = session_flags.open_session(source)
+        metrics = Metrics()
+        engine = AsyncEngine(
+            session,
+            model=model_name or folder.resolve().name,
+            max_queue=limits.queue,
+            max_seconds=limits.max_seconds,
+            observer=metrics,
+        )
+        server = Server(
+            make_app(engine, allowed, metrics=metrics),
+            engine,
+            drain_seconds=limits.drain_seconds,
+            on_start=lambda: note(
+                f"{engine.config.model} at {address_of(bound)}: {count(engine.config.max_num_seqs, 'slot')} of "
+                f"{engine.config.context_length} tokens{'' if allowed.api_keys else ', no API key'}"
+            ),
+            on_drain=lambda: note("ending: answers that have begun may end; a second signal ends at once"),
+        )
+        serve_at(server, [bound])

@@ -1,0 +1,105 @@
+"""The command-line options of ``serve`` that say what its server allows."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.errors import ConfigError
+
+#: Where keys may come from besides the options.
+KEY_VARIABLE = "TRT_KVCACHE_API_KEY"
+
+_PANEL = "Limits"
+_ACCESS = "Who may ask"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessFlags:
+    """The options that say who may ask, and where.
+
+    Parameters
+    ----------
+    host, port
+        Where it listens.
+    api_key, api_key_file
+        Keys.
+    allow_anyone : bool
+        Serve other machines without keys.
+    """
+
+    host: Annotated[str, typer.Option(metavar="NAME", help="Address to listen at.", rich_help_panel=_ACCESS)] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port to listen at; 0 for any that is free.", rich_help_panel=_ACCESS)
+    ] = 8000
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help=f"A key that requests must bring. Can be given several times. Others can read it in the list of processes: better are "
+            f"--api-key-file and the environment variable {KEY_VARIABLE}.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
+    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with a key in each line.", rich_help_panel=_ACCESS)] = (
+        None
+    )
+    allow_anyone: Annotated[
+        bool, typer.Option("--allow-anyone", help="Serve other machines without keys, under any name.", rich_help_panel=_ACCESS)
+    ] = False
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys that were given.
+
+        Returns
+        -------
+        tuple of str
+            Empty if none were.
+
+        Raises
+        ------
+        ConfigError
+            The file has none.
+        """
+        found = [*(self.api_key or ()), *filter(None, [os.environ.get(KEY_VARIABLE)])]
+        if self.api_key_file is not None:
+            of_file = _lines(self.api_key_file)
+            if not of_file:
+                raise ConfigError(f"{self.api_key_file}: expected a key in each line, got none.")
+            found += of_file
+        return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitFlags:
+    """The options that limit requests.
+
+    Parameters
+    ----------
+    queue, max_prompt_tokens, max_body_mib, max_seconds, drain_seconds
+        As their help says.
+    """
+
+    queue: Annotated[int, typer.Option(min=0, metavar="REQUESTS", help="Requests that may wait for a slot.", rich_help_panel=_PANEL)] = 64
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Longest prompt. Default: what a slot holds.", rich_help_panel=_PANEL)
+    ] = None
+    max_body_mib: Annotated[int, typer.Option(min=1, metavar="MIB", help="Longest body of a request, in MiB.", rich_help_panel=_PANEL)] = 4
+    max_seconds: Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="Longest time of a request.", rich_help_panel=_PANEL)] = (
+        600.0
+    )
+    drain_seconds: Annotated[
+        float,
+        typer.Option(min=1, metavar="SECONDS", help="How long a first signal waits for answers that have begun.", rich_help_panel=_PANEL),
+    ] = 30.0
+
+
+def _lines(path: Path) -> Sequence[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: expected a text file with a key in each line.") from None
+    return [line.strip() for line in text.splitlines() if line.strip()]

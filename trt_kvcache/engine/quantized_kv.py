@@ -1,0 +1,69 @@
+"""``QuantizedKV``: how the K and V of an engine are quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trt_kvcache._util.checks import one_of
+from trt_kvcache.cache.kv_layer_config import KVLayerConfig
+from trt_kvcache.dtypes import KV_SCALES, SCALED_KV_DTYPES
+from trt_kvcache.errors import ConfigError
+
+#: Short names of dtypes of K and V.
+KV_DTYPE_NAMES = {"fp8": "float8_e4m3fn", "int8": "int8"}
+
+#: The static scales of each attention layer: of K and of V, each a number or one for each head.
+StaticScales = Sequence[tuple[float | tuple[float, ...], float | tuple[float, ...]]]
+
+
+@dataclass(frozen=True)
+class QuantizedKV:
+    """How the K and V of an engine are quantized.
+
+    Parameters
+    ----------
+    dtype : str
+        ``"float8_e4m3fn"`` (or ``"fp8"``) or ``"int8"``.
+    scales : str
+        ``"token"``, or static ones by ``"tensor"`` or ``"head"``.
+    static : sequence of pair, optional
+        Static scales of each attention layer: of K and of V, a number or one for each head. With static scales only, and always.
+
+    Raises
+    ------
+    ConfigError
+        A value is none of those listed; or there are static scales with ``"token"``, or none without.
+
+    Examples
+    --------
+    >>> QuantizedKV("fp8", "token").dtype
+    'float8_e4m3fn'
+    """
+
+    dtype: str
+    scales: str = "token"
+    static: StaticScales = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", KV_DTYPE_NAMES.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype)
+        one_of("kv_dtype", self.dtype, SCALED_KV_DTYPES)
+        one_of("kv_scales", self.scales, KV_SCALES)
+        object.__setattr__(self, "static", tuple(self.static))
+        if (self.scales == "token") is bool(self.static):
+            expected = "'token' without static scales" if self.static == () else "'tensor' or 'head' with static scales"
+            raise ConfigError(f"kv_scales: expected {expected}, got {self.scales!r}.")
+
+    def layers(self, layers: Sequence[KVLayerConfig]) -> tuple[KVLayerConfig, ...]:
+        """Return the layers of a cache with their static scales, if there are some.
+
+        Raises
+        ------
+        ConfigError
+            There are static scales, and not of so many layers or heads.
+        """
+        if not self.static:
+            return tuple(layers)
+        if len(self.static) != len(layers):
+            raise ConfigError(f"kv_scales: expected those of {len(layers)} attention layers, got {len(self.static)}.")
+        return tuple(replace(layer, k_scale=k, v_scale=v) for layer, (k, v) in zip(layers, self.static, strict=True))

@@ -1,0 +1,20 @@
+"""Serving a session to many clients: an engine for event loops, and OpenAI's API over HTTP (``trt_kvcache.server.http``)."""
+
+from trt_kvcache.server.async_engine import AsyncEngine, Context, RequestContext
+from trt_kvcache.server.engine_stats import EngineConfig, EngineObserver, EngineStats, RequestRecord, SlotUse
+from trt_kvcache.server.generate_request import GenerateChunk, GenerateRequest
+from trt_kvcache.server.guidance import Guidance
+
+__all__ = [
+    "AsyncEngine",
+    "Context",
+    "EngineConfig",
+    "EngineObserver",
+    "EngineStats",
+    "GenerateChunk",
+    "GenerateRequest",
+    "Guidance",
+    "RequestContext",
+    "RequestRecord",
+    "SlotUse",
+]

@@ -1,0 +1,134 @@
+"""What an engine is, what it does now, and who is told of each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from trt_kvcache.session.request_handle import RequestState
+from trt_kvcache.session.session import InferenceSession
+from trt_kvcache.session.statistics import SessionStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a router or a server must know of an engine.
+
+    Parameters
+    ----------
+    model : str
+        The name that it is served under.
+    context_length : int
+        Tokens that a slot can hold: prompt and answer.
+    max_num_seqs : int
+        Slots: requests that run at once.
+    max_queue : int
+        Requests that may wait for one.
+    vocab_size : int
+        Token ids are from 0 to ``vocab_size - 1``.
+    eos_token_ids : tuple of int
+        The model's end tokens.
+    has_chat_template : bool
+        Whether the model has a chat template.
+    scores_prompts : bool
+        Whether it answers ``prompt_logprobs``: the engine has the logits of several tokens per slot.
+    """
+
+    model: str
+    context_length: int
+    max_num_seqs: int
+    max_queue: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+    scores_prompts: bool
+
+
+@dataclass(frozen=True)
+class SlotUse:
+    """What a slot does.
+
+    Parameters
+    ----------
+    request : int
+        Number of its request.
+    state : str
+        ``"prefilling"``, ``"decoding"``, or ``"finished"`` until the next step.
+    tokens : int
+        Tokens of prompt and answer so far.
+    """
+
+    request: int
+    state: RequestState
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """What an engine does now, and has done so far.
+
+    Parameters
+    ----------
+    slots : tuple of SlotUse
+        The slots in use.
+    waiting : int
+        Requests in the queue.
+    prompt_cache_hits, prompt_cache_misses, prompt_cache_bytes : int
+        Of the prompt cache.
+    session : SessionStatistics
+        Tokens, steps, bytes of K and V.
+    """
+
+    slots: tuple[SlotUse, ...]
+    waiting: int
+    prompt_cache_hits: int
+    prompt_cache_misses: int
+    prompt_cache_bytes: int
+    session: SessionStatistics
+
+    @classmethod
+    def of(cls, session: InferenceSession) -> EngineStats:
+        """Return those of a session, in its thread."""
+        cache = session.prompt_cache
+        return cls(
+            slots=tuple(SlotUse(one.index, one.state, len(one.prompt) + len(one.tokens)) for one in session.running_requests),
+            waiting=session.num_waiting_requests,
+            prompt_cache_hits=cache.hits,
+            prompt_cache_misses=cache.misses,
+            prompt_cache_bytes=cache.nbytes,
+            session=session.statistics,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """What became of one answer.
+
+    Parameters
+    ----------
+    prompt_tokens, cached_tokens, generated_tokens : int
+        Of the prompt, those of them that came from the prompt cache, and of the answer.
+    submitted : float
+        When it was submitted, by ``time.perf_counter``.
+    times : tuple of float
+        When each token was there, by the same clock, however slowly it was read.
+    finish_reason : str
+        ``"stop"``, ``"length"``, ``"cancelled"`` or ``"error"``.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    submitted: float
+    times: tuple[float, ...]
+    finish_reason: str
+
+
+class EngineObserver(Protocol):
+    """Is told what becomes of requests, in the event loop."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """Take the record of an answer that has ended."""
+
+    def refused(self) -> None:
+        """Count a request that found the queue full."""

@@ -1,0 +1,167 @@
+"""The answers of an engine to the prompts of one HTTP request, together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from trt_kvcache.generation.prompt_score import PromptScore
+from trt_kvcache.server.async_engine import AsyncEngine
+from trt_kvcache.server.generate_request import GenerateChunk
+from trt_kvcache.server.http.errors import ApiError
+
+
+@dataclass
+class Answer:
+    """One whole answer.
+
+    Parameters
+    ----------
+    text : str
+        All of it.
+    token_ids : list of int
+        All of it.
+    log_probs, top_logprobs : list
+        Of its tokens, if asked for.
+    prompt_logprobs : PromptScore, optional
+        If asked for, with the first answer to a prompt.
+    finish_reason : str
+        Why it ended.
+    usage : dict
+        What it cost.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[dict[str, Any]]] = field(default_factory=list)
+    prompt_logprobs: PromptScore | None = None
+    finish_reason: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, chunk: GenerateChunk) -> None:
+        """Add the next part of it."""
+        self.text += chunk["text"]
+        self.token_ids += chunk["token_ids"]
+        self.log_probs += chunk.get("log_probs", [])
+        self.top_logprobs += chunk.get("top_logprobs", [])
+        self.prompt_logprobs = chunk.get("prompt_logprobs", self.prompt_logprobs)
+        self.finish_reason = chunk.get("finish_reason", self.finish_reason)
+        self.usage = chunk.get("completion_usage", self.usage)
+
+
+@dataclass
+class Usage:
+    """What the answers to some prompts cost together: a prompt counts once, however many answers it has."""
+
+    prompts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    completion_tokens: int = 0
+
+    def add(self, prompt: int, usage: Mapping[str, Any]) -> None:
+        """Add one answer to the prompt of that number."""
+        self.prompts.setdefault(prompt, dict(usage))
+        self.completion_tokens += usage["completion_tokens"]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        prompt = sum(usage["prompt_tokens"] for usage in self.prompts.values())
+        cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in self.prompts.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+async def chunks_of(engine: AsyncEngine, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
+    """Yield the chunks of the answers to all requests, each with the number of its request, as they come.
+
+    Parameters
+    ----------
+    engine : AsyncEngine
+        What answers.
+    requests : sequence of mapping
+        To the engine. If one fails, the others are cancelled.
+
+    Yields
+    ------
+    int
+        Which request.
+    GenerateChunk
+        The next tokens of one of its answers.
+
+    Raises
+    ------
+    ApiError
+        They are more than the server ever takes at once.
+    KVCacheError, TimeoutError
+        As ``AsyncEngine.generate``.
+    """
+    most = engine.config.max_num_seqs + engine.config.max_queue
+    wanted = sum(request["sampling_options"]["n"] or 1 for request in requests)
+    if wanted > most:
+        raise ApiError(400, f"prompt: expected at most {most} answers at once, got {wanted}.", param="prompt")
+    if len(requests) == 1:
+        async with aclosing(engine.generate(requests[0])) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
+    async with aclosing(_merged(engine, requests)) as merged:
+        async for item in merged:
+            yield item
+
+
+async def _merged(engine: AsyncEngine, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
+    ready: asyncio.Queue[tuple[int, GenerateChunk] | None] = asyncio.Queue(maxsize=len(requests))
+
+    async def pump(index: int) -> None:
+        async with aclosing(engine.generate(requests[index])) as chunks:
+            async for chunk in chunks:
+                await ready.put((index, chunk))
+
+    async def pump_all() -> None:
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await ready.put(None)
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(requests))]
+    ends = asyncio.create_task(pump_all())
+    try:
+        while (item := await ready.get()) is not None:
+            yield item
+        await ends
+    finally:
+        for task in (*tasks, ends):
+            task.cancel()
+        await asyncio.gather(*tasks, ends, return_exceptions=True)
+
+
+async def whole_answers(engine: AsyncEngine, requests: Sequence[Mapping[str, Any]]) -> tuple[list[list[Answer]], Usage]:
+    """Wait for all answers.
+
+    Parameters
+    ----------
+    engine, requests
+        As for :func:`chunks_of`.
+
+    Returns
+    -------
+    list of list of Answer
+        For each request its answers.
+    Usage
+        What they cost.
+    """
+    found: list[dict[int, Answer]] = [{} for _ in requests]
+    usage = Usage()
+    async with aclosing(chunks_of(engine, requests)) as chunks:
+        async for index, chunk in chunks:
+            found[index].setdefault(chunk["index"], Answer()).add(chunk)
+            if "completion_usage" in chunk:
+                usage.add(index, chunk["completion_usage"])
+    return [[of[choice] for choice in sorted(of)] for of in found], usage

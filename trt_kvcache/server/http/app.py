@@ -1,0 +1,66 @@
+"""``make_app``: OpenAI's API over an engine, as an ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from trt_kvcache import __version__
+from trt_kvcache.server.async_engine import AsyncEngine
+from trt_kvcache.server.http.chat import chat_route
+from trt_kvcache.server.http.completions import completions_route
+from trt_kvcache.server.http.errors import handle_errors
+from trt_kvcache.server.http.guard import Guard
+from trt_kvcache.server.http.metrics import Metrics
+from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.service import Service
+from trt_kvcache.server.http.status import status_routes
+from trt_kvcache.server.http.tokens import token_routes
+
+
+def make_app(engine: AsyncEngine, options: ServerOptions | None = None, *, metrics: Metrics | None = None) -> FastAPI:
+    """Return an ASGI application. It starts the engine when it starts, and closes it when it ends.
+
+    Parameters
+    ----------
+    engine : AsyncEngine
+        What answers; not started.
+    options : ServerOptions, optional
+        What is allowed.
+    metrics : Metrics, optional
+        The observer of the engine, for ``/metrics``.
+
+    Returns
+    -------
+    FastAPI
+        For uvicorn, or to be mounted in another application, which then starts and closes the engine.
+
+    Examples
+    --------
+    >>> from trt_kvcache import SessionSource
+    >>> from trt_kvcache.server import AsyncEngine
+    >>> from trt_kvcache.server.http import make_app
+    >>> app = make_app(AsyncEngine(SessionSource("examples/tiny-llama", engine="reference"), model="tiny"))
+    >>> "/v1/completions" in app.openapi()["paths"]
+    True
+    """
+    allowed = options or ServerOptions()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await engine.start()
+        try:
+            yield
+        finally:
+            await engine.cleanup()
+
+    # The pages that describe the API load programs from elsewhere; /openapi.json is there.
+    app = FastAPI(title="trt_kvcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    service = Service(engine, allowed)
+    for router in (completions_route(service), chat_route(service), token_routes(service), status_routes(service, metrics or Metrics())):
+        app.include_router(router)
+    handle_errors(app)
+    app.add_middleware(Guard, options=allowed)
+    return app

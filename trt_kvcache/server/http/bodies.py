@@ -1,0 +1,207 @@
+"""The bodies of requests. A field that is not listed here is an error, as is a value of another type."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+#: Most of the most likely tokens that can be asked for.
+MAX_TOP_LOGPROBS = 20
+
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Int63 = Annotated[int, Field(ge=0, lt=2**63)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+_NotSupported = Literal[None]
+
+
+class Body(BaseModel):
+    """A body: unknown fields are errors, and ``"1"`` is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """What a stream has besides the answer."""
+
+    include_usage: bool | None = None
+
+
+class JsonSchema(Body):
+    """A schema with a name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the text of an answer must be: ``text``, ``json_object``, ``json_schema``, or one of ours, ``grammar`` (Lark) and ``regex``."""
+
+    type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
+    json_schema: JsonSchema | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_what_its_type_says(self) -> ResponseFormat:
+        needed = {"json_schema": self.json_schema, "grammar": self.grammar, "regex": self.regex}
+        for name, value in needed.items():
+            if (value is not None) != (self.type == name):
+                raise ValueError(f"expected {name} with the type {name!r}, and with no other one")
+        return self
+
+    @property
+    def guided(self) -> dict[str, Any] | None:
+        """The ``guided_decoding`` of an engine's request."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"json_object": True}
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {self.type: self.grammar or self.regex}
+
+
+class Sampling(Body):
+    """What completions and chats have in common. The second group is no part of OpenAI's API, the third has no effect."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    temperature: Annotated[_Finite, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[_Finite, Field(gt=0, le=1)] | None = None
+    seed: _Int63 | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    presence_penalty: Annotated[_Finite, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[_Finite, Field(ge=-100, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[_Finite, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[_Finite, Field(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[_Finite, Field(gt=0, le=100)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _fields_fit_each_other(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: expected stream to be true")
+        for key in self.logit_bias or ():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise ValueError(f"logit_bias: expected token ids as keys, got {key[:20]!r}")
+        return self
+
+    def request(
+        self, token_ids: list[int], *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> dict[str, Any]:
+        """Return the request to the engine for one prompt."""
+        guided = None if self.response_format is None else self.response_format.guided
+        names = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        return {
+            "token_ids": token_ids,
+            "sampling_options": {name: getattr(self, name) for name in names} | {"logit_bias": self.logit_bias, "guided_decoding": guided},
+            "stop_conditions": {
+                "max_tokens": max_tokens,
+                "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
+                "stop_token_ids": self.stop_token_ids,
+                "ignore_eos": self.ignore_eos,
+            },
+            "output_options": {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs},
+        }
+
+
+class CompletionBody(Sampling):
+    """The body of ``/v1/completions``."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1)] | _TokenIds | Annotated[list[_TokenIds], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 16
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: int | None = None
+    suffix: _NotSupported = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _completion_fields_fit(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of: expected the value of n; choosing the best of more answers is not supported")
+        if self.echo and self.logprobs is not None and self.stream and (self.n or 1) > 1:
+            raise ValueError("echo: expected no stream of several answers with logprobs of the prompt")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: expected at least 1, or echo with 0")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class Message(Body):
+    """A message of a conversation. What else it has is for the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(Sampling):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _chat_fields_fit(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: expected logprobs to be true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: expected max_completion_tokens only, or the same value")
+        return self
+
+
+class TokenizeBody(Body):
+    """The body of ``/tokenize``: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """The body of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[_TokenId]

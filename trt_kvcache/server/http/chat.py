@@ -1,0 +1,127 @@
+"""``POST /v1/chat/completions``: conversations answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from trt_kvcache.server.http.answers import Answer, Usage, chunks_of, whole_answers
+from trt_kvcache.server.http.bodies import ChatBody
+from trt_kvcache.server.http.connection import event_stream, unless_disconnected
+from trt_kvcache.server.http.errors import as_api_error
+from trt_kvcache.server.http.service import DONE, Service, as_event
+
+
+def chat_route(service: Service) -> APIRouter:
+    """Return the route.
+
+    Parameters
+    ----------
+    service : Service
+        What answers.
+
+    Returns
+    -------
+    APIRouter
+        With ``/v1/chat/completions``.
+    """
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        service.check_model(body.model)
+        tools = None if body.tool_choice == "none" else body.tools
+        tokens = await service.conversation(
+            body.messages, tools, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+        )
+        answer = _Chat(service, body, service.checked(tokens))
+        if body.stream:
+            return await event_stream(request, answer.events(), stalled_seconds=service.options.stalled_seconds)
+        return JSONResponse(await unless_disconnected(request, answer.document()))
+
+    return router
+
+
+class _Chat:
+    """One request for the next message of a conversation."""
+
+    def __init__(self, service: Service, body: ChatBody, prompt: list[int]) -> None:
+        self._service = service
+        self._body = body
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        self._request = body.request(prompt, max_tokens=limit, logprobs=logprobs)
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
+
+    async def document(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        [answers], usage = await whole_answers(self._service.engine, [self._request])
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": self._logprobs(answer),
+                "finish_reason": answer.finish_reason,
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage.document}
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        content = []
+        for token, value, top in zip(answer.token_ids, answer.log_probs, answer.top_logprobs, strict=True):
+            likely = [self._token(one["token_id"], one["logprob"]) for one in top]
+            content.append({**self._token(token, value), "top_logprobs": likely})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._service.token_text(token)
+        is_text = not text.startswith("token_id:")
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_text else None}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+        options = self._body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        head = {**self._head, "object": "chat.completion.chunk"}
+        usage, begun = Usage(), set[int]()
+        try:
+            async with aclosing(chunks_of(self._service.engine, [self._request])) as chunks:
+                async for _, chunk in chunks:
+                    index = chunk["index"]
+                    answer = Answer()
+                    answer.add(chunk)
+                    if index not in begun:
+                        begun.add(index)
+                        yield self._event(head, with_usage, [_choice(index, {"role": "assistant", "content": ""}, None, None)])
+                    if answer.text or answer.token_ids or not answer.finish_reason:
+                        yield self._event(head, with_usage, [_choice(index, {"content": answer.text}, self._logprobs(answer), None)])
+                    if answer.finish_reason:
+                        usage.add(0, answer.usage)
+                        yield self._event(head, with_usage, [_choice(index, {}, None, answer.finish_reason)])
+        except (GeneratorExit, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            if not begun:
+                raise
+            yield as_event(as_api_error(error).body)
+            return
+        if with_usage:
+            yield as_event({**head, "choices": [], "usage": usage.document})
+        yield DONE
+
+    def _event(self, head: dict[str, Any], with_usage: bool, choices: Sequence[dict[str, Any]]) -> bytes:
+        return as_event({**head, "choices": choices, "usage": None} if with_usage else {**head, "choices": choices})
+
+
+def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,141 @@
+"""Errors as OpenAI's API has them: a status, and a body with message, type, param and code."""
+
+from __future__ import annotations
+
+import logging
+import math
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from trt_kvcache.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    KVCacheError,
+    ProcessorError,
+    QueueFullError,
+    RangeError,
+    ShapeError,
+)
+
+_LOGGER = logging.getLogger("trt_kvcache.server")
+
+#: What is wrong with a request itself; anything else that the package raises is a failure of the server.
+_OF_REQUEST = (ConfigError, RangeError, ShapeError, CapacityError, ProcessorError)
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+#: Complaints about one body that are shown; the others are counted.
+_SHOWN = 5
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Parameters
+    ----------
+    status : int
+        The HTTP status.
+    message : str
+        What is wrong, for people.
+    param : str, optional
+        The field of the request that is.
+    code : str, optional
+        What is wrong, for programs.
+    retry_after : float, optional
+        Seconds after which to try again.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the answer."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The answer."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(math.ceil(self.retry_after))}
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Return the answer to a request that has raised.
+
+    Parameters
+    ----------
+    error : BaseException
+        What it raised.
+
+    Returns
+    -------
+    ApiError
+        Of what is no fault of the request, the log has the details and the answer has none.
+
+    Examples
+    --------
+    >>> from trt_kvcache.errors import ClosedError, RangeError
+    >>> [as_api_error(error).status for error in (RangeError("n: ..."), ClosedError("..."), ZeroDivisionError())]
+    [400, 503, 500]
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
+    if isinstance(error, _OF_REQUEST):
+        return ApiError(400, str(error), code="context_length_exceeded" if isinstance(error, CapacityError) else None)
+    if isinstance(error, ClosedError):
+        return ApiError(503, str(error), code="unavailable", retry_after=1)
+    if isinstance(error, TimeoutError):
+        return ApiError(503, str(error), code="timeout")
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    _LOGGER.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error if not isinstance(error, KVCacheError) else None)
+    return ApiError(500, "the server failed; its log says why.", code="internal_error")
+
+
+def _of_body(error: RequestValidationError) -> ApiError:
+    """Return what a body has wrong, field by field."""
+    complaints = error.errors()
+    places = [".".join(str(part) for part in one["loc"] if part not in ("body", "query", "path")) for one in complaints]
+    said = [f"{place or 'body'}: {_said(one)}" for place, one in zip(places[:_SHOWN], complaints, strict=False)]
+    if len(complaints) > _SHOWN:
+        said.append(f"and {len(complaints) - _SHOWN} more")
+    unknown = any(one["type"] == "extra_forbidden" for one in complaints)
+    return ApiError(400, "; ".join(said) + ".", param=places[0] or None, code="unknown_field" if unknown else "invalid_value")
+
+
+def _said(complaint: dict[str, Any]) -> str:
+    return "this field is not known" if complaint["type"] == "extra_forbidden" else f"{complaint['msg']!s:.200}"
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Have an application answer with errors of this form, whatever raises."""
+
+    async def of_body(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _of_body(error).response
+
+    async def of_any(_: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response
+
+    app.add_exception_handler(RequestValidationError, of_body)
+    for kind in (ApiError, KVCacheError, TimeoutError, HTTPException, Exception):
+        app.add_exception_handler(kind, of_any)

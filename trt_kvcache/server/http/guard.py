@@ -1,0 +1,96 @@
+"""``Guard``: who may ask, and how much: keys, names of the host, size and time of bodies. An ASGI middleware."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from urllib.parse import urlsplit
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trt_kvcache.server.http.errors import ApiError
+from trt_kvcache.server.http.options import ServerOptions, is_loopback
+
+#: What needs no key: whether it is alive, and the page, which asks for one.
+_OPEN = ("/", "/health")
+
+
+class Guard:
+    """Lets a request through to an application, or answers it.
+
+    Parameters
+    ----------
+    app : ASGI application
+        What it guards.
+    options : ServerOptions
+        What is allowed.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._options = options
+        self._keys = [key.encode() for key in options.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection as ASGI has it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refused = self._refusal(scope)
+        if refused is not None:
+            await refused.response(scope, receive, send)
+            return
+        await self._app(scope, _LimitedBody(receive, self._options), send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if self._keys:
+            if scope["path"] not in _OPEN and not self._has_key(headers.get(b"authorization", b"")):
+                return ApiError(401, "expected a valid API key in the header Authorization: Bearer KEY.", code="invalid_api_key")
+        elif not self._options.any_host and not _names_this_machine(headers.get(b"host", b"")):
+            return ApiError(403, "expected a request to localhost: a server without API keys answers no other name.", code="wrong_host")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._options.max_body_bytes:
+            return _too_long(self._options)
+        return None
+
+    def _has_key(self, authorization: bytes) -> bool:
+        kind, _, given = authorization.partition(b" ")
+        return kind.lower() == b"bearer" and any(hmac.compare_digest(given.strip(), key) for key in self._keys)
+
+
+def _names_this_machine(host: bytes) -> bool:
+    try:
+        return is_loopback(urlsplit(f"//{host.decode('ascii')}").hostname or "")
+    except ValueError:
+        return False
+
+
+def _too_long(options: ServerOptions) -> ApiError:
+    return ApiError(413, f"body: expected at most {options.max_body_bytes} bytes, got more.", code="body_too_long")
+
+
+class _LimitedBody:
+    """Receives a body of limited size and time; what comes behind it has no limits."""
+
+    def __init__(self, receive: Receive, options: ServerOptions) -> None:
+        self._receive = receive
+        self._options = options
+        self._left = options.max_body_bytes
+        self._ends = time.monotonic() + options.body_seconds
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(0.0, self._ends - time.monotonic()))
+        except asyncio.TimeoutError:
+            raise HTTPException(408, f"body: expected it within {self._options.body_seconds:g} seconds.") from None
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise HTTPException(413, _too_long(self._options).message)
+        self._complete = not message.get("more_body", False)
+        return message

@@ -1,0 +1,86 @@
+"""``ServerOptions``: what a server allows, and to whom."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What a server allows.
+
+    Parameters
+    ----------
+    api_keys : tuple of str
+        A request must bring one of them as ``Authorization: Bearer KEY``. Empty: anyone may ask who calls the server by a name of this
+        machine, so that no page of another site can.
+    any_host : bool
+        Without keys, answer to every name.
+    max_body_bytes : int
+        Longest body of a request; a longer one is status 413.
+    max_prompt_tokens : int, optional
+        Longest prompt; what fits into a slot if left out.
+    body_seconds : float
+        A body that takes longer to arrive is status 408.
+    stalled_seconds : float
+        A reader that takes nothing for so long is cut off.
+
+    Raises
+    ------
+    ConfigError
+        A key is empty, or has characters that a header cannot carry.
+    RangeError
+        A limit is no positive integer.
+
+    Examples
+    --------
+    >>> ServerOptions(api_keys=("",))
+    Traceback (most recent call last):
+        ...
+    trt_kvcache.errors.ConfigError: api_keys: expected keys of visible ASCII characters, got one of 0 characters that is not.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    any_host: bool = False
+    max_body_bytes: int = 4 << 20
+    max_prompt_tokens: int | None = None
+    body_seconds: float = 30.0
+    stalled_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for key in self.api_keys:
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise ConfigError(f"api_keys: expected keys of visible ASCII characters, got one of {len(key)} characters that is not.")
+        int_in_range("max_body_bytes", self.max_body_bytes, 1)
+        if self.max_prompt_tokens is not None:
+            int_in_range("max_prompt_tokens", self.max_prompt_tokens, 1)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host name or address is this machine, seen from itself.
+
+    Parameters
+    ----------
+    host : str
+        A name or an address, without a port.
+
+    Returns
+    -------
+    bool
+        False for names other than ``localhost``: they may change.
+
+    Examples
+    --------
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("example.org")
+    (True, True, True, False, False)
+    """
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,159 @@
+"""Running the application: a socket, uvicorn, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.server.async_engine import AsyncEngine
+from trt_kvcache.server.http.options import ServerOptions, is_loopback
+
+#: Connections that may wait to be accepted.
+_BACKLOG = 2048
+
+#: Seconds that an idle connection stays open for the next request.
+_KEEP_ALIVE = 65
+
+
+class Server(uvicorn.Server):
+    """uvicorn with an orderly end: the first signal drains, a second one ends at once.
+
+    Parameters
+    ----------
+    app : FastAPI
+        Of :func:`~trt_kvcache.server.http.app.make_app`.
+    engine : AsyncEngine
+        Of the application.
+    drain_seconds : float
+        Answers that have not ended so long after the first signal are cut off.
+    on_start : callable, optional
+        Called when it listens.
+    on_drain : callable, optional
+        Called with the first signal.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        engine: AsyncEngine,
+        *,
+        drain_seconds: float = 30.0,
+        on_start: Callable[[], object] | None = None,
+        on_drain: Callable[[], object] | None = None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        )
+        super().__init__(config)
+        self._engine = engine
+        self._on_start = on_start
+        self._on_drain = on_drain
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, then listen."""
+        await super().startup(sockets)
+        if self._on_start is not None and self.started:
+            self._on_start()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal: SIGTERM or SIGINT."""
+        if self.should_exit:
+            self.force_exit = True
+            return
+        self.should_exit = True
+        if self._on_drain is not None:
+            self._on_drain()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no new requests, and wait for those that were taken."""
+        draining = asyncio.create_task(self._engine.drain())
+        await super().shutdown(sockets)
+        draining.cancel()
+
+
+def bound_socket(host: str, port: int, options: ServerOptions) -> socket.socket:
+    """Return a socket to serve at.
+
+    Parameters
+    ----------
+    host : str
+        A name or an address.
+    port : int
+        0 for any that is free.
+    options : ServerOptions
+        What is allowed: from other machines, only who has a key, unless ``any_host`` is set.
+
+    Returns
+    -------
+    socket
+        Bound, and closed by the server.
+
+    Raises
+    ------
+    ConfigError
+        Other machines could reach the server, and there are no keys.
+    OSError
+        The address is not of this machine, or taken.
+    """
+    if not options.api_keys and not options.any_host and not is_loopback(host):
+        raise ConfigError(
+            f"host: expected an address of this machine alone, such as 127.0.0.1, for a server without API keys, got {host!r}. "
+            "Give it a key, or allow everybody."
+        )
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"host: expected a name or an address, got {host!r}: {error.strerror}.") from None
+    # With the protocol, asyncio sets TCP_NODELAY: without that, small events wait 40 ms for one another.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if os.name == "posix":
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address[:2])
+        bound.listen(_BACKLOG)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """Return the URL of a socket.
+
+    Parameters
+    ----------
+    bound : socket
+        As of :func:`bound_socket`.
+
+    Returns
+    -------
+    str
+        Such as ``http://127.0.0.1:8000``.
+    """
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(server: Server, sockets: Sequence[socket.socket]) -> None:
+    """Serve until a signal.
+
+    Parameters
+    ----------
+    server : Server
+        What serves. In the main thread it takes SIGINT and SIGTERM.
+    sockets : sequence of socket
+        Bound. Closed at the end.
+    """
+    server.run(sockets=list(sockets))

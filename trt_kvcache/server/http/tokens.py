@@ -1,0 +1,44 @@
+"""``/tokenize`` and ``/detokenize``: what the model's tokenizer makes of a text, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from trt_kvcache.server.http.bodies import DetokenizeBody, TokenizeBody
+from trt_kvcache.server.http.service import Service
+
+
+def token_routes(service: Service) -> APIRouter:
+    """Return the routes.
+
+    Parameters
+    ----------
+    service : Service
+        What answers.
+
+    Returns
+    -------
+    APIRouter
+        With ``/tokenize`` and ``/detokenize``.
+    """
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        service.check_model(body.model)
+        if body.messages is not None:
+            tokens = await service.conversation(
+                body.messages, body.tools, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+            )
+        else:
+            tokens = await service.encoded(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.config.context_length}
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        service.check_model(body.model)
+        return {"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    return router

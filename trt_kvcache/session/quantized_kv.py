@@ -1,0 +1,39 @@
+"""How the K and V of a session are quantized: by its options, and by what its checkpoint has."""
+
+from __future__ import annotations
+
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.quantized_kv import KV_DTYPE_NAMES, QuantizedKV
+from trt_kvcache.errors import ConfigError
+
+
+def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | None) -> QuantizedKV | None:
+    """Return how K and V are quantized.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        The model, perhaps with static scales.
+    kv_dtype : {"fp8", "int8"} or None
+        None: they are not.
+    kv_scales : {"tensor", "head", "token"} or None
+        None: static ones if the checkpoint has them for this dtype, else by token.
+
+    Raises
+    ------
+    ConfigError
+        Static scales are asked for, and the checkpoint has none of this dtype.
+    """
+    if kv_dtype is None:
+        return None
+    if kv_scales == "token":
+        return QuantizedKV(kv_dtype)
+    static = checkpoint.kv_scales() if checkpoint.kv_dtype == KV_DTYPE_NAMES[kv_dtype] else ()
+    if static:
+        by_head = any(isinstance(scale, tuple) for pair in static for scale in pair)
+        if by_head and kv_scales == "tensor":
+            raise ConfigError("kv_scales: expected head or token, as the checkpoint has a scale for each head, got tensor.")
+        return QuantizedKV(kv_dtype, kv_scales or ("head" if by_head else "tensor"), static)
+    if kv_scales is not None:
+        raise ConfigError(f"kv_scales: expected token, as the checkpoint has no static scales of K and V in {kv_dtype}, got {kv_scales}.")
+    return QuantizedKV(kv_dtype)
