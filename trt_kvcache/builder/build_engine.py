@@ -161,7 +161,9 @@ def build_engine(
     started = time.perf_counter()
     rounding = None if quantize is None else str(Quantization.parse(quantize))
     report = progress or (lambda stage, done: None)
-    sequence_length = default_sequence_length(Checkpoint.read_config(Path(model_path))) if max_sequence_length is None else max_sequence_length
+    sequence_length = (
+        default_sequence_length(Checkpoint.read_config(Path(model_path))) if max_sequence_length is None else max_sequence_length
+    )
     options = BuildOptions(
         max_batch_size=max_batch_size,
         max_sequence_length=sequence_length,

@@ -129,8 +129,8 @@ def estimate_build(
     -------
     BuildEstimate
         The weights, and K, V and states, are exact. Plan and peak were within 10 % of the builds of ``benchmarks/build_estimate.py``:
-        TensorRT for RTX 1.7, all its GPUs, Linux, models without states and without quantized weights, whose peak is more uncertain. The plan of
-        a small model is mostly kernels, and less certain too.
+        TensorRT for RTX 1.7, all its GPUs, Linux, models without states and without quantized weights, whose peak is less certain. The
+        plan of a small model is mostly kernels, and less certain too.
         Activations are not measured.
 
     Raises
