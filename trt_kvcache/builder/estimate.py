@@ -187,8 +187,14 @@ class PackedModel:
 
         Parameters
         ----------
-        model_path, quantize, compute_capabilities, flavour
+        model_path : path
             As for :func:`estimate_build`, with its errors.
+        quantize : str, optional
+            As there.
+        compute_capabilities : sequence of str, optional
+            As there.
+        flavour : str
+            As there.
         """
         path = Path(model_path)
         data = read_json(path / "config.json")
@@ -211,8 +217,14 @@ class PackedModel:
 
         Parameters
         ----------
-        max_batch_size, max_sequence_length, max_prefill_length, max_logits_per_slot, dtype, attention, flavour
+        max_batch_size, max_sequence_length, max_prefill_length : int
             As for :func:`estimate_build`, with its errors.
+        max_logits_per_slot : int or "all"
+            As there.
+        dtype, attention : str, optional
+            As there.
+        flavour : str
+            As there.
         """
         model, packed = self.model, dict(self.packed)
         length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
