@@ -245,7 +245,6 @@ REFUSED = [
         {"kv_dtype": "fp8", "kv_scales": "head"},
         "kv_scales: expected token, as the checkpoint has no static scales of K and V in fp8, got head.",
     ),
-    ({"kv_dtype": "fp8", "engine": "tensorrt"}, "kv_dtype: expected engine torch or reference for K and V in fp8, got tensorrt."),
 ]
 
 
