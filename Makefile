@@ -88,6 +88,7 @@ test-serve: $(SERVE_READY)  ## Run the tests of the server, with a browser and l
 docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
 	@$(BIN)/python docs/images/draw.py --check
 	@$(BIN)/python docs/models_table.py --check
+	@$(BIN)/python docs/formats_table.py --check
 	@$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --nitpicky --jobs auto --quiet docs build/docs
 	@echo "build/docs/index.html"
 

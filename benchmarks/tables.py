@@ -1,4 +1,4 @@
-"""Write the table of results into benchmarks/README.md, and the main ones into README.md, from the files in benchmarks/results.
+"""Write the table of results into benchmarks/README.md, and some into README.md and docs/quantization.md, from benchmarks/results.
 
     python benchmarks/tables.py [--check]
 
@@ -20,6 +20,8 @@ HERE = Path(__file__).parent
 README = HERE / "README.md"
 BEGIN, END = "<!-- results: benchmarks/tables.py -->", "<!-- end of results -->"
 MAIN_README = HERE.parent / "README.md"
+QUANTIZATION = HERE.parent / "docs" / "quantization.md"
+PERPLEXITY = HERE / "results" / "perplexity.json"
 END_TO_END = HERE / "results" / "end_to_end.json"
 
 _MIB = 2**20
@@ -75,16 +77,45 @@ def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"peak memory of it, {name}", f"{result['peak_nbytes'] / _MIB:.0f} MiB", ""
     beyond = content["peak_beyond_bare_in_weights"]
     yield "peak memory beyond the bare build, over the weights", f"{beyond:.2f}", f"{content['limit']:g}"
-    for name, found in content.get("packed", {}).items():
+
+
+def _build_packed(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name, found in content["packed"].items():
         peaks = {which: result["peak_nbytes"] / _MIB for which, result in found["results"].items()}
         weights = found["results"]["ours"]["weights_nbytes"] / _MIB
+        what = f"build of a 0.5B Qwen2-shaped engine, {name}, {weights:.0f} MiB of weights"
+        yield f"{what}: peak memory, bare and ours", f"{peaks['bare']:.0f} and {peaks['ours']:.0f} MiB", ""
         yield (
-            f"the same build with {weights:.0f} MiB of weights ({name}), peak memory, bare and ours",
-            f"{peaks['bare']:.0f} and {peaks['ours']:.0f} MiB",
-            "",
+            "the same beyond the bare build, over the packed weights",
+            f"{found['peak_beyond_bare_in_weights']:.2f}",
+            f"{content['limit']:g}",
         )
-        beyond = found["peak_beyond_bare_in_weights"]
-        yield "beyond the bare build, over the packed weights", f"{beyond:.2f}", f"{content['packed_limit']:g}"
+
+
+def _perplexity(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for which, label in (("shipped", "the shipped model"), ("random", "a random model of four layers")):
+        dense, *packed = of_table(content[which])
+        yield f"perplexity of {label}, {dense['format']}", f"{dense['perplexity']:.4g}", ""
+        for row in packed:
+            yield f"the same, {row['format']}: over {dense['format']}", f"{row['perplexity'] / dense['perplexity']:.4f}", ""
+
+
+def formats_table(content: dict[str, Any]) -> str:
+    """Return the table of what formats cost, for the page of quantization."""
+    lines = [f"`{content['command']}`, {content['date'][:10]}, commit {content['commit'][:8]}:", ""]
+    lines += [
+        "| weights | bytes, of those in 16 bits | shipped model: perplexity over 16 bits | random model: perplexity over 16 bits |",
+        "|---|---|---|---|",
+    ]
+    tables = {which: {row["format"]: row for row in of_table(content[which])} for which in ("shipped", "random")}
+    dense = {which: next(iter(rows.values())) for which, rows in tables.items()}
+    for name, row in list(tables["random"].items())[1:]:
+        small = tables["shipped"].get(name) or tables["shipped"].get(name.removesuffix(",head=int8"))
+        of_small = f"{small['perplexity'] / dense['shipped']['perplexity']:.4f}" if small else ""
+        nbytes = row["weights_nbytes"] / dense["random"]["weights_nbytes"]
+        label = f"`--quantize {name}`" if name.startswith("int") else name
+        lines.append(f"| {label} | {nbytes:.2f} | {of_small} | {row['perplexity'] / dense['random']['perplexity']:.3f} |")
+    return "\n".join(lines)
 
 
 def _build_estimate(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -292,7 +323,9 @@ _FILES = {
     "sampling_gpu": _sampling_gpu,
     "serving": _serving,
     "build": _build,
+    "build_packed": _build_packed,
     "build_estimate": _build_estimate,
+    "perplexity": _perplexity,
     "import_time": _import_time,
     "moves_host": _moves,
     "segments": _segments,
@@ -313,6 +346,9 @@ _FILES = {
 def main() -> int:
     """Write what the files say, or with ``--check`` compare it."""
     wanted = {README: with_block(README.read_text(encoding="utf-8"), table(HERE / "results"))}
+    if PERPLEXITY.is_file():
+        content = json.loads(PERPLEXITY.read_text(encoding="utf-8"))
+        wanted[QUANTIZATION] = with_block(QUANTIZATION.read_text(encoding="utf-8"), formats_table(content))
     if END_TO_END.is_file():
         content = json.loads(END_TO_END.read_text(encoding="utf-8"))
         wanted[MAIN_README] = with_block(MAIN_README.read_text(encoding="utf-8"), end_to_end_report.readme_block(content))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from trt_kvcache.builder.progress import BuildProgress
+from trt_kvcache.builder.progress import BuildProgress, make_monitor
 
 
 def test_nested_phases_count_inside_the_step_of_their_parent() -> None:
@@ -59,3 +61,14 @@ def test_what_the_callback_raises_stops_the_build_and_is_kept(error: BaseExcepti
     assert not progress.step("build", 1)
     assert progress.interruption is error
     assert calls == [0.25]
+
+
+def test_memory_that_was_freed_is_given_back_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr("trt_kvcache.builder.progress.give_back_freed_memory", lambda: calls.append(None))
+    monitor = make_monitor(SimpleNamespace(IProgressMonitor=object), BuildProgress(lambda fraction: None))
+    monitor.phase_start("build", None, 2)
+    assert monitor.step_complete("build", 0)
+    assert monitor.step_complete("build", 1)
+    monitor.phase_finish("build")
+    assert len(calls) == 2

@@ -17,7 +17,7 @@ import pytest
 from trt_kvcache.benchmarking import copy_speed, measure
 from trt_kvcache.cli import bench as bench_module
 
-from .conftest import SHIPPED, Run, change_json
+from .conftest import SHIPPED, TOKEN_NBYTES, Run, change_json
 
 FAST = ("--engine", "reference", "--runs", 2)
 SMALL = (*FAST, "-p", 8, "-n", 3)
@@ -48,6 +48,7 @@ def test_the_table(run: Run):
     for said in (
         "2 runs after 1 to warm up; prompts of random tokens, seed 0",
         "included: logits on the host, the choice of tokens (greedy), and their text",
+        "a token needs weights, K and V of ",
         "limit: share of what reading weights, K and V at ",
         "memory: ",
     ):
@@ -79,6 +80,9 @@ def test_json(run: Run):
     assert steps["case"] == {"prompt_tokens": 0, "generate_tokens": 3, "batch_size": 2, "depth": 0}
     assert set(steps["inter_token_latency"]) == {"median", "p95", "p99"}
     assert (steps["runs"], steps["warmup"], steps["limit_share"] > 0) == (2, 0, True)
+    read = sum(TOKEN_NBYTES * tokens for tokens in (2, 3, 4))  # after a prompt of one token
+    assert steps["token_nbytes"] == (3 * document["limit"]["step_weights_nbytes"] + 2 * read) // (2 * 3)
+    assert prompt["token_nbytes"] is None
     # 8 tokens of the prompt fit, and no more
     assert (document["cache"]["max_batch_size"], document["cache"]["max_sequence_length"]) == (2, 8)
 

@@ -37,17 +37,23 @@ def test_slots_and_dtype_change_the_size(run: Run):
 
 def test_scales_add_to_the_size(run: Run):
     done = run("memory", *LLAMA_7B, "--dtype", "float8_e4m3fn")
+    assert "per sequence: 553648128 B (528.0 MiB)" in done.out  # 1 GiB in float16; four bytes beside each row of 128
+    assert "scales:       16777216 B" in done.out
+    assert "in all:       553648128 B" in done.out
+
+
+def test_static_scales_add_little(run: Run):
+    done = run("memory", *LLAMA_7B, "--dtype", "float8_e4m3fn", "--kv-scales", "head")
     assert "per sequence: 536870912 B (512.0 MiB)" in done.out
-    assert "scales:       8192 B" in done.out
+    assert "scales:       8192 B" in done.out  # 256 bytes a layer
     assert "in all:       536879104 B" in done.out
 
 
-def test_scales_of_tokens_add_to_each_token(run: Run):
-    done = run("memory", *LLAMA_7B, "--dtype", "int8", "--scales", "token")
-    assert f"per token:    {32 * 2 * 32 * (128 + 4)} B" in done.out
-    refused = run("memory", *LLAMA_7B, "--scales", "token")
-    assert (refused.code, refused.out) == (1, "")
-    assert "scales: expected None for K and V in float16, got 'token'" in refused.err
+@pytest.mark.parametrize("dtype", [[], ["--dtype", "float16"]])
+def test_scales_of_k_and_v_in_16_bits(run: Run, dtype: list[str]):
+    done = run("memory", *LLAMA_7B, *dtype, "--kv-scales", "token")
+    assert done.code == 2
+    assert "expected --dtype float8_e4m3fn or int8 with it" in done.err
 
 
 def test_a_model_folder(run: Run):
@@ -96,7 +102,7 @@ def test_a_model_folder_with_other_sizes(run: Run, tmp_path: Path):
     model = write_model(tmp_path / "model", head_dim=32)  # 1 layer, 2 KV heads
     done = run("memory", model, "--max-batch-size", 3, "--max-sequence-length", 40, "--dtype", "int8")
     assert "3 slots of 40 tokens, int8, separate" in done.out
-    assert "per sequence: 5120 B (5.0 KiB)" in done.out
+    assert "per sequence: 5760 B (5.6 KiB)" in done.out
 
 
 def test_an_engine_folder(run: Run, engine: Path):

@@ -16,7 +16,8 @@ class CacheTraffic:
     Parameters
     ----------
     rows : tuple of (int, int or None)
-        For layers of each window: bytes of K and V of one token over all of them, and the window; None for layers that read all tokens.
+        For layers of each window: bytes of K and V of one token over all of them, with its scales, and the window; None for layers that
+        read all tokens.
     states_nbytes : int
         States of all layers, read once and written once.
 

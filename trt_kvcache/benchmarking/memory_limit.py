@@ -93,6 +93,24 @@ class MemoryLimit:
         cache = sum(traffic.nbytes(tokens) for tokens in range(first, first + steps))
         return steps * self.step_weights_nbytes + case.batch_size * cache
 
+    def token_nbytes(self, row: BenchmarkRow) -> int | None:
+        """Return what the decode steps of a row have to read and write for each token, on average.
+
+        Parameters
+        ----------
+        row : BenchmarkRow
+            What was measured.
+
+        Returns
+        -------
+        int or None
+            :meth:`generation_nbytes` over the tokens of all slots: slots that run together share the weights. None for a row without
+            decode steps.
+        """
+        if row.generation_seconds is None:
+            return None
+        return self.generation_nbytes(row.case, row.cache_traffic) // (row.case.generate_tokens * row.case.batch_size)
+
     def share(self, row: BenchmarkRow) -> float | None:
         """Return the time that reading :meth:`generation_nbytes` takes at the speed of the copy over the time that the decode steps took.
 

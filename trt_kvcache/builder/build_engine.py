@@ -168,7 +168,9 @@ def build_engine(
     started = time.perf_counter()
     rounding = None if quantize is None else str(Quantization.parse(quantize))
     report = progress or (lambda stage, done: None)
-    sequence_length = _default_sequence_length(Path(model_path)) if max_sequence_length is None else max_sequence_length
+    sequence_length = (
+        default_sequence_length(Checkpoint.read_config(Path(model_path))) if max_sequence_length is None else max_sequence_length
+    )
     options = BuildOptions(
         max_batch_size=max_batch_size,
         max_sequence_length=sequence_length,
@@ -182,7 +184,7 @@ def build_engine(
         timing_cache=None if timing_cache is None else Path(timing_cache),
     )
     if attention is None and kv_dtype is None:
-        options = replace(options, attention=_default_attention(Path(model_path), options.max_sequence_length))
+        options = replace(options, attention=default_attention(Checkpoint.read_config(Path(model_path)), options.max_sequence_length))
     target = Path(engine_path)
     check_target(target, Path(model_path))
     if options.timing_cache is not None:
@@ -250,16 +252,6 @@ def build_engine(
             attention=definition.attention,
             warnings=tuple(messages.warnings),
         )
-
-
-def _default_sequence_length(model_path: Path) -> int:
-    with Checkpoint.open(model_path) as checkpoint:
-        return default_sequence_length(checkpoint.config)
-
-
-def _default_attention(model_path: Path, sequence_length: int) -> str:
-    with Checkpoint.open(model_path) as checkpoint:
-        return default_attention(checkpoint.config, sequence_length)
 
 
 def _default_prefill_length(sequence_length: Any) -> int:

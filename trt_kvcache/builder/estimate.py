@@ -132,7 +132,8 @@ def estimate_build(
     -------
     BuildEstimate
         The weights, and K, V and states, are exact. Plan and peak were within 10 % of the builds of ``benchmarks/build_estimate.py``:
-        TensorRT for RTX 1.7, all its GPUs, Linux, models without states. The plan of a small model is mostly kernels, and less certain.
+        TensorRT for RTX 1.7, all its GPUs, Linux, models without states and without quantized weights, whose peak is less certain. The
+        plan of a small model is mostly kernels, and less certain too.
         Activations are not measured.
 
     Raises
@@ -191,8 +192,14 @@ class PackedModel:
 
         Parameters
         ----------
-        model_path, quantize, compute_capabilities, flavour
+        model_path : path
             As for :func:`estimate_build`, with its errors.
+        quantize : str, optional
+            As there.
+        compute_capabilities : sequence of str, optional
+            As there.
+        flavour : str
+            As there.
         """
         path = Path(model_path)
         data = read_json(path / "config.json")
@@ -217,8 +224,16 @@ class PackedModel:
 
         Parameters
         ----------
-        max_batch_size, max_sequence_length, max_prefill_length, max_logits_per_slot, dtype, attention, flavour, kv_dtype, kv_scales
+        max_batch_size, max_sequence_length, max_prefill_length : int
             As for :func:`estimate_build`, with its errors.
+        max_logits_per_slot : int or "all"
+            As there.
+        dtype, attention : str, optional
+            As there.
+        flavour : str
+            As there.
+        kv_dtype, kv_scales : str, optional
+            As there.
         """
         model, packed = self.model, dict(self.packed)
         length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length

@@ -135,15 +135,7 @@ class Checkpoint:
         """
         rounding = None if quantize is None else Quantization.parse(quantize)
         folder = Path(path)
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: expected a model folder, got {'a file' if folder.exists() else 'nothing there'}.")
-        config_path = folder / CONFIG_FILE
-        data = read_json(config_path)
-        try:
-            config = ModelConfig.from_dict(data, default_dtype="float32")
-            format_ = quantized_format(data, folder)
-        except ConfigError as error:
-            raise CheckpointError(f"{config_path}: {error}") from error
+        config, data, format_ = _read_config(folder)
         files = family_names(open_weight_files(folder), FAMILIES[config.family], folder)
         if any(isinstance(file, GGUFFile) for file in files.values()):
             format_ = GGUF(files[name].tensors[name].dtype for name in files)
@@ -157,6 +149,27 @@ class Checkpoint:
         if format_ is not None and quantized and format_.notes:
             warn_caller(f"{folder}: weights are {format_.title}: {'; '.join(format_.notes)}.", UserWarning)
         return checkpoint
+
+    @staticmethod
+    def read_config(path: str | Path) -> ModelConfig:
+        """Return the model that ``config.json`` of a folder describes. Weights are not looked for.
+
+        Parameters
+        ----------
+        path : path
+            The folder.
+
+        Returns
+        -------
+        ModelConfig
+            Its dtype is float32 where neither ``config.json`` nor anything else but the weights says it.
+
+        Raises
+        ------
+        CheckpointError
+            There is no folder, or its ``config.json`` is damaged or not supported.
+        """
+        return _read_config(Path(path))[0]
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -383,6 +396,18 @@ class Checkpoint:
         if self._files is None:
             raise ClosedError(f"checkpoint {self.path} is closed.")
         return self._files
+
+
+def _read_config(folder: Path) -> tuple[ModelConfig, Mapping[str, Any], QuantizedFormat | None]:
+    """Return the model, ``config.json`` as it is, and how the weights are quantized."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: expected a model folder, got {'a file' if folder.exists() else 'nothing there'}.")
+    path = folder / CONFIG_FILE
+    data = read_json(path)
+    try:
+        return ModelConfig.from_dict(data, default_dtype="float32"), data, quantized_format(data, folder)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _with_stored_dtype(config: ModelConfig, file: WeightFile) -> ModelConfig:

@@ -62,7 +62,10 @@ class BenchReport:
             "limit": as_json(self.limit),
             "includes": {"logits": True, "sampling": self._sampling, "text": self.makes_text},
             "prompts": {"tokens": "random", "seed": self.seed},
-            "rows": [{"test": row.case.name, **as_json(row), "limit_share": self.limit.share(row)} for row in rows],
+            "rows": [
+                {"test": row.case.name, **as_json(row), "token_nbytes": self.limit.token_nbytes(row), "limit_share": self.limit.share(row)}
+                for row in rows
+            ],
             "interrupted": interrupted,
         }
 
@@ -96,6 +99,10 @@ class BenchReport:
         speed = self.limit.copy_bytes_per_second / 1e9
         what = "weights, K and V" if last.cache_traffic.rows else "weights"
         states = ", and reading and writing states," if last.cache_traffic.states_nbytes else ""
+        needs = [(row, self.limit.token_nbytes(row)) for row in rows]
+        tokens = [f"{size(nbytes)} ({row.case.name}, batch {row.case.batch_size})" for row, nbytes in needs if nbytes is not None]
+        if tokens:
+            say(f"a token needs {what}{' and states' if states else ''} of " + ", ".join(tokens))
         say(f"limit: share of what reading {what}{states} at {speed:.1f} GB/s allows")
         if last.memory is not None:
             where = "in use on the device" if last.memory.of == "device" else "the most that the process had"
@@ -129,6 +136,7 @@ class BenchReport:
             "inter_token_latency_median": None if latency is None else latency.median,
             "inter_token_latency_p95": None if latency is None else latency.p95,
             "inter_token_latency_p99": None if latency is None else latency.p99,
+            "token_nbytes": self.limit.token_nbytes(row),
             "limit_share": self.limit.share(row),
             "copy_bytes_per_second": self.limit.copy_bytes_per_second,
             "weights_nbytes": self.limit.weights_nbytes,

@@ -24,12 +24,13 @@ from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located
-from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.session.session_options import KVScalesChoice
 
 _GIB = 2**30
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -39,7 +40,6 @@ _PANEL = "Without a folder"
 
 
 KVDTypeName = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
-KVScalesName = Literal["tensor", "head", "token"]
 
 
 def memory(
@@ -59,9 +59,9 @@ def memory(
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens that a slot can hold. Default: the folder's.")
     ] = None,
     dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
-    scales: Annotated[
-        KVScalesName | None,
-        choice(KVScalesName, "--scales", help="What shares a scale, with a --dtype of 8 bits: a layer, a head, or a token of a head."),
+    kv_scales: Annotated[
+        KVScalesChoice | None,
+        choice(KVScalesChoice, "--kv-scales", help="Scales of K and V in 8 bits: for each token and head (default), or static ones."),
     ] = None,
     gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
     engine: Annotated[
@@ -98,10 +98,10 @@ def memory(
         config = config.with_max_batch_size(max_batch_size)
     if max_sequence_length:
         config = config.with_max_sequence_length(max_sequence_length)
+    if kv_scales and dtype not in SCALED_KV_DTYPES:
+        raise typer.BadParameter(f"expected --dtype {' or '.join(SCALED_KV_DTYPES)} with it, got {dtype}.", param_hint="--kv-scales")
     if dtype:
-        config = _with_dtype(config, dtype)
-    if scales:
-        config = _with_scales(config, scales)
+        config = _with_dtype(config, dtype, (kv_scales or "token") if dtype in SCALED_KV_DTYPES else None)
     estimate = estimate_memory(config)
     model = _model_of(folder)
     packed = None if folder is None else weights_format(located(folder, ["config.json"]))
@@ -156,20 +156,13 @@ def _print_fits(fits: Sequence[Fit], nbytes: int, config: DecoderCacheConfig, le
     results().print(rows)
 
 
-def _with_dtype(config: DecoderCacheConfig, dtype: str) -> DecoderCacheConfig:
+def _with_dtype(config: DecoderCacheConfig, dtype: str, scales: str | None) -> DecoderCacheConfig:
     """Return a configuration with another dtype of K and V, and of conv states if it is one that models are computed in."""
     if not isinstance(config, HybridCacheConfig):
-        return replace(config, dtype=dtype)
-    kv = None if config.kv is None else replace(config.kv, dtype=dtype)
+        return replace(config, dtype=dtype, scales=scales)
+    kv = None if config.kv is None else replace(config.kv, dtype=dtype, scales=scales)
     mamba = replace(config.mamba, conv_dtype=dtype) if config.mamba is not None and dtype in MODEL_DTYPES else config.mamba
     return replace(config, kv=kv, mamba=mamba)
-
-
-def _with_scales(config: DecoderCacheConfig, scales: str) -> DecoderCacheConfig:
-    """Return a configuration with other scales of K and V."""
-    if not isinstance(config, HybridCacheConfig):
-        return replace(config, scales=scales)
-    return config if config.kv is None else replace(config, kv=replace(config.kv, scales=scales))
 
 
 def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int | None, max_sequence_length: int | None) -> KVCacheConfig:

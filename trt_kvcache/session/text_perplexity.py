@@ -104,8 +104,8 @@ def text_perplexity(
     >>> text = Path("examples/tiny-llama/text.txt").read_text(encoding="utf-8")
     >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot="all") as session:
     ...     found = text_perplexity(session, text[:600], window=128)
-    >>> found.num_windows, found.stride, f"{found.perplexity:.0f}"
-    (2, 64, '3')
+    >>> found.num_windows, found.stride, f"{found.perplexity:.1f}"
+    (3, 63, '1.2')
     """
     length = int_in_range("window", session.max_sequence_length if window is None else window, 2, session.max_sequence_length)
     beginning, tokens = _encoded(session, text)

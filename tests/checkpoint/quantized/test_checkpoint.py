@@ -12,6 +12,7 @@ from tests.checkpoint.folders import Tensors, edit_config, edit_tensors, load_fi
 from tests.checkpoint.quantized.conftest import Folder
 from tests.helpers.quantized_models import ALL_CASES, AWQ_CONFIG, FP8_CONFIG, GPTQ_CONFIG
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.quantized.registry import FORMATS
 from trt_kvcache.errors import CheckpointError
 
 Made = Callable[..., Folder]
@@ -200,3 +201,10 @@ def test_scales_that_are_not_finite_are_refused(made: Made) -> None:
     edit_tensors(folder.path, lambda tensors: tensors[f"{MODULE}.scales"].__setitem__((1, 2), np.nan))
     with folder.open() as checkpoint, pytest.raises(CheckpointError, match=r"expected finite values of .*q_proj\.weight, got others"):
         checkpoint.tensor(f"{MODULE}.weight")
+
+
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_codes_are_of_the_kinds_that_the_format_names(made: Made, case: str) -> None:
+    _, config = ALL_CASES[case]
+    with made(case).open() as checkpoint:
+        assert checkpoint.code_kinds <= set(FORMATS[config["quant_method"]].kinds)

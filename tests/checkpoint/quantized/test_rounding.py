@@ -19,6 +19,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized import rounding
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest
+from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.errors import ConfigError, KVCacheError
 
 RNG = np.random.default_rng(5)
@@ -127,3 +128,14 @@ def test_an_engine_folder_has_its_own_rounding(tmp_path: Path) -> None:
     folder = make_engine_folder(write_model(tmp_path / "model", **SIZES), tmp_path / "engine").path
     with pytest.raises(ConfigError, match="quantize: expected with a Hugging Face folder only"):
         InferenceSession.open(folder, quantize="int8")  # type: ignore[call-arg]
+
+
+def test_pages_of_a_weight_are_released_when_it_is_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(SafetensorsFile, "release", lambda self, name: released.append(name))
+    name = "model.layers.0.mlp.up_proj.weight"
+    with Checkpoint.open(write_model(tmp_path / "model"), quantize="int8") as checkpoint:
+        checkpoint.quantized_weight(name)
+        assert released == [name]
+        checkpoint.release("model.norm.weight")
+        assert released == [name, "model.norm.weight"]

@@ -29,6 +29,9 @@ class AWQ(QuantizedFormat):
         It describes what is not read. The message names the field.
     """
 
+    name = "AWQ"
+    kinds = ("uint4",)
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         fields = ConfigFields(config, "quantization_config.")
         one_of_field("bits", config.get("bits", config.get("w_bit")), (4,))

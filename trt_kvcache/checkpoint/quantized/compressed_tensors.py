@@ -96,6 +96,8 @@ class CompressedTensors(QuantizedFormat):
         It describes what is not read. The message names the field.
     """
 
+    name = "compressed-tensors"
+    kinds = ("int4", "int8", "e4m3", "e2m1")
     ignored = (
         ".input_scale",
         ".input_zero_point",

@@ -44,6 +44,10 @@ class QuantizedFormat(ABC):
 
     Attributes
     ----------
+    name : str
+        What people call the format.
+    kinds : tuple of str
+        What codes may be: see :data:`~trt_kvcache.checkpoint.quantized.codes.CODE_BITS`.
     title : str
         What people call it, with its bits and groups.
     ignored : tuple of str
@@ -54,6 +58,8 @@ class QuantizedFormat(ABC):
         What static scales of K and V are for, if the format has them.
     """
 
+    name: str
+    kinds: tuple[str, ...]
     title: str
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -31,6 +31,8 @@ class FP8Blocks(QuantizedFormat):
         It describes what is not read. The message names the field.
     """
 
+    name = "FP8 in blocks"
+    kinds = ("e4m3",)
     ignored = (".input_scale", ".activation_scale")
     notes = (WEIGHT_ONLY,)
 

@@ -45,6 +45,9 @@ class GGUF(QuantizedFormat):
         The types of the tensors of the file.
     """
 
+    name = "GGUF"
+    kinds = tuple(TYPES.values())
+
     def __init__(self, dtypes: Iterable[str]) -> None:
         self.title = " and ".join(f"GGUF {name}" for name in sorted(set(dtypes) & set(TYPES))) or "GGUF"
         self._kinds: dict[int, str] = {_SCALE_BYTES + BLOCK: "int8", _SCALE_BYTES + BLOCK // 2: "int4"}

@@ -34,6 +34,9 @@ class GPTQ(QuantizedFormat):
         It describes what is not read. The message names the field.
     """
 
+    name = "GPTQ"
+    kinds = ("uint4", "uint8")
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         fields = ConfigFields(config, "quantization_config.")
         self.bits: int = one_of_field("bits", config.get("bits"), (4, 8))

@@ -41,6 +41,8 @@ class ModelOpt(QuantizedFormat):
         It describes what is not read. The message names the field.
     """
 
+    name = "ModelOpt"
+    kinds = ("int4", "e4m3", "e2m1")
     ignored = (".input_scale", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -23,6 +23,8 @@ class MXFP4(QuantizedFormat):
         ``quantization_config``: nothing of it decides how tensors are read.
     """
 
+    name = "MXFP4"
+    kinds = ("e2m1",)
     title = "MXFP4"
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -1,0 +1,94 @@
+"""Write the table of weight formats into README.md and docs/quantization.md, from the code: ``python docs/formats_table.py``.
+
+``--check`` writes nothing; exit code 1 says that a table is not that of the code. Formats, what their codes are, and the first GPUs with
+each type of TensorRT are those of the package.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from trt_kvcache.builder.code_types import FIRST_CAPABILITY  # noqa: E402
+from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES, NATIVE_TYPES  # noqa: E402
+from trt_kvcache.checkpoint.quantized.gguf import GGUF  # noqa: E402
+from trt_kvcache.checkpoint.quantized.quantization import SCHEMES  # noqa: E402
+from trt_kvcache.checkpoint.quantized.registry import FORMATS  # noqa: E402
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "quantization.md")
+BEGIN, END = "<!-- formats: docs/formats_table.py -->", "<!-- end of formats -->"
+
+#: The first compute capability that TensorRT for RTX knows, where all types are that have no first one of their own.
+LOWEST = "7.5"
+
+#: What people call types of TensorRT.
+TITLES = {"int4": "INT4", "int8": "INT8", "float8_e4m3fn": "FP8", "float4_e2m1fn": "FP4"}
+
+
+def table() -> str:
+    """Return the table, one line a format."""
+    capabilities = sorted({LOWEST, *FIRST_CAPABILITY.values()}, key=_number)
+    columns = [
+        f"{first} and newer" if after is None else f"from {first}"
+        for first, after in zip(capabilities, [*capabilities[1:], None], strict=True)
+    ]
+    lines = [
+        f"| weights | named by | NumPy, PyTorch | TensorRT, compute capability {' | '.join(columns)} |",
+        "|---" * (3 + len(columns)) + "|",
+    ]
+    rounded = sorted({f"int{bits}" for bits, _ in SCHEMES.values()})
+    rows = [("rounded to nearest", "`--quantize`", rounded)]
+    rows += [(made.name, f"`{method}`", made.kinds) for method, made in FORMATS.items()]
+    rows += [(GGUF.name, "a `.gguf` file", GGUF.kinds)]
+    for name, method, kinds in rows:
+        types = " | ".join(_types(kinds, capability) or "no" for capability in capabilities)
+        lines.append(f"| {name} | {method} | yes | {types} |")
+    return "\n".join(lines)
+
+
+def _types(kinds: Sequence[str], capability: str) -> str:
+    """Return the types that a build for one compute capability has for codes of these kinds."""
+    found = []
+    for kind in kinds:
+        native = NATIVE_TYPES.get(kind)
+        name = native if native is not None and _has(native, capability) else CONSTANT_TYPES[kind]
+        if _has(name, capability) and TITLES[name] not in found:
+            found.append(TITLES[name])
+    return ", ".join(title for title in TITLES.values() if title in found)
+
+
+def _has(name: str, capability: str) -> bool:
+    return _number(capability) >= _number(FIRST_CAPABILITY.get(name, LOWEST))
+
+
+def _number(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))
+
+
+def with_table(page: str) -> str:
+    """Return a page with the table between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def main() -> int:
+    """Write the tables, or with ``--check`` say whether they are those of the code."""
+    is_same = True
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        if with_table(page) != page:
+            is_same = False
+            if "--check" in sys.argv:
+                print(f"{path.relative_to(ROOT)}: the table of formats is not that of the code. Run: python docs/formats_table.py")
+            else:
+                path.write_text(with_table(page), encoding="utf-8")
+    return 0 if is_same or "--check" not in sys.argv else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
