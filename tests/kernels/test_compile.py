@@ -6,7 +6,7 @@ import pytest
 
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import compile, sources
-from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, STORED_TYPES
 
 
 @pytest.mark.long
@@ -15,7 +15,8 @@ from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 def test_every_source_for_every_architecture(arch, all_forms):
     number = compile.ARCHITECTURES.index(arch)
     form = f"{('float16', 'bfloat16')[number % 2]}-{HEAD_DIMS[number % len(HEAD_DIMS)]}"  # others for others
-    for name in (name for name in sources.source_names() if all_forms or name.partition("-")[2] in ("", form)):
+    forms = ("", form, f"{form}-{tuple(STORED_TYPES)[number % len(STORED_TYPES)]}")
+    for name in (name for name in sources.source_names() if all_forms or name.partition("-")[2] in forms):
         code = compile.compile_cubin(name, arch)
         assert code[:4] == b"\x7fELF"
         assert int.from_bytes(code[18:20], "little") == 190  # EM_CUDA

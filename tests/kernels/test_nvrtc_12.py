@@ -10,11 +10,8 @@ from trt_kvcache.kernels.source_variants import variant_macros
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder, source_names, source_path
 
 ARCH = "sm_87"
-NAMES = [
-    name
-    for name in source_names()
-    if "-" not in name or name.endswith(("float16-128", "-bfloat16-256", "-float16-float32", "float32-float32"))
-]
+ENDS = ("float16-128", "-bfloat16-256", "-float16-128-float8_e4m3fn", "-bfloat16-256-int8", "-float16-float32", "float32-float32")
+NAMES = [name for name in source_names() if "-" not in name or name.endswith(ENDS)]
 
 
 @pytest.fixture(scope="module")
