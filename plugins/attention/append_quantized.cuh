@@ -12,9 +12,8 @@ using LaneWords = unsigned[kWordsOfLane];
 template <class Codes>
 __device__ __forceinline__ void quantize_row(Codes, const LaneWords& row, unsigned char* to, float* scale, bool is_own) {
     const int lane = threadIdx.x % 32;
-    float factor = *scale;
     float2 values[kWordsOfLane];
-    float largest = 0;
+    float largest = 0, factor;
 #pragma unroll
     for (int i = 0; i < kWordsOfLane; i++) {
         values[i] = unpack(Element{}, row[i]);
@@ -25,6 +24,8 @@ __device__ __forceinline__ void quantize_row(Codes, const LaneWords& row, unsign
         for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
         factor = scale_of_row(Codes{}, largest);
         if (lane == 0) *scale = factor;
+    } else {
+        factor = *scale;
     }
 #pragma unroll
     for (int i = 0; i < kWordsOfLane; i++) {

@@ -3,18 +3,9 @@
 
 #include "attention/config.cuh"
 
-// Four codes to elements, in their order.
-template <class Type, class Codes>
-__device__ __forceinline__ uint2 widen_in_order(Type, Codes, unsigned codes) {
-    return widen(Type{}, Codes{}, __byte_perm(codes, 0, 0x3120));
-}
-#ifdef FLOAT8_INSTRUCTIONS
-__device__ __forceinline__ uint2 widen_in_order(Float16, Float8, unsigned codes) {
-    return {float16_of_float8(codes), float16_of_float8(codes >> 16)};
-}
-#endif
+// As the one of stored_kv.cuh, without sorting codes first.
 __device__ __forceinline__ uint2 widen_in_order(Float16, Int8, unsigned codes) {
-    const unsigned positive = codes ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // as in widen()
+    const unsigned positive = codes ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // 1, -1152
     return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4140), one, minus),
             multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), one, minus)};
 }

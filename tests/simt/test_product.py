@@ -328,11 +328,11 @@ MISTAKES = {
         "if (is_far) scale_output(state, row_scales);",
         "",
         "none",
-        OVER_CODES,
+        f"{OVER_CODES}_forms",
         "error <=",
     ),
     "one scale of a head that is left out": (PARAMS, "value_scale = *scales.of(slot, 1, kv_head, 0);", "", "none", OVER_CODES, "error <="),
-    "a scale that is not written": (APPENDING, "if (lane == 0) *scale = factor;", "", "none", OVER_CODES, "array_equal"),
+    "a scale that is not written": (APPENDING, "if (lane == 0) *scale = factor;", "", "none", OVER_CODES, "isnan"),
     "a scale of what one lane has": (
         APPENDING,
         "int distance = 16; distance > 0",
