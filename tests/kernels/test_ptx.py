@@ -189,6 +189,28 @@ def test_functions(call, random):
         assert (np.abs(one - right) <= 2.0**-21 * np.abs(right) + 2.0**-126).all()
 
 
+@pytest.mark.parametrize("size", [1.0, 3e-38, 1e38])
+def test_packed_values_of_a_quad(call, random, size):
+    values = (random.standard_normal((4, 8, 32)) * 10.0 ** random.integers(-3, 1, (4, 8, 32)) * size / 8).astype(np.float32)
+    values[1, 2], values[3, 1, :3], values[0, 3, 5] = 0, 0, size
+    larger, unpacked = call("pack_values", np.zeros((4, 32), np.float32), np.zeros_like(values), values, blocks=4)
+    pairs = values.reshape(4, 32, 8)[..., :2]
+    assert np.array_equal(larger, pairs.max(-1))
+    largest = np.abs(values).max(-1, keepdims=True)
+    assert (np.abs(unpacked.astype(np.float64) - values) <= largest * 2.0**-15.9 + 1e-34).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_packed_values_beside_one_that_is_no_number(call, random, bad):
+    values = random.standard_normal((4, 8, 32)).astype(np.float32)
+    values[2, 5, 8] = bad
+    larger, unpacked = call("pack_values", np.zeros((4, 32), np.float32), np.zeros_like(values), values, blocks=4)
+    assert np.array_equal(larger, values.reshape(4, 32, 8)[..., :2].max(-1), equal_nan=True)
+    finite = np.isfinite(unpacked).all(-1)
+    assert not np.isfinite(unpacked[2, 5]).any()
+    assert finite.sum() == 31
+
+
 def test_warp_reductions(call, random):
     values = random.integers(-(2**25), 2**25, 4 * 32, dtype=np.int32)
     sums, maxima = call("warp_reductions", np.zeros(4 * 32, np.int32), np.zeros(4 * 32, np.int32), values, blocks=4)

@@ -147,6 +147,7 @@ inline unsigned float8_of_floats(float2 values) { return simt::to_float8(values.
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
+inline float max_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
 
 inline int over_warp(int value, int (*join)(int, int)) {
     for (int distance = 16; distance > 0; distance /= 2) value = join(value, __shfl_xor_sync(~0u, value, distance));

@@ -105,7 +105,7 @@ def test_tiles_of_smaller_gpus(arch):
 RACE, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "bytes differ", "misaligned address"
 OVERRUN = "ERROR: AddressSanitizer: heap-"  # an overflow, or a use after free where memory beside it was freed
 DECODE, FEW_TESTS, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_few", "test_prefill"))
-FEW = "attention/few_new_tokens.cuh"
+FEW, PACKED = "attention/few_new_tokens.cuh", "attention/packed_vector.cuh"
 DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
     f"attention/{name}.cuh" for name in ("decode", "kv_pipeline", "schedule", "split_kv_reduce", "softmax_state")
 )
@@ -288,6 +288,17 @@ MISTAKES = {
         FEW_TESTS,
         "assert",
     ),
+    "a unit that is too small": (PACKED, "(1 / kPackedSteps)", "(0.5f / kPackedSteps)", "none", FEW_TESTS, "error <="),
+    "the unit of another part": (REDUCE, "unit = weight * total[i].z", "unit = weight * total[0].z", "none", FEW_TESTS, "error <="),
+    "lanes that do not join what they merged": (
+        REDUCE,
+        "if (shares > 1) state.join_lanes",
+        "if (shares > 8) state.join_lanes",
+        "none",
+        PREFILL,
+        "error <=",
+    ),
+    "rows that are packed with the unit of one lane": (PREFILLING, "largest = quad_max_or_nan(largest);", "", "none", PREFILL, "error <="),
     "tiles that no block has": (SCHEDULE, "max(split - (splits - remainder), 0)", "0", "none", DECODE, "assert"),
     "a slot that is full": (
         SCHEDULE,
@@ -405,6 +416,15 @@ MISTAKES = {
         f"{SAMPLING}::test_sorted_logits",
         RACE,
     ),
+    "classes that are counted with those of another bin": (
+        CHOOSE,
+        "2 * kFineBins + bin : -1",
+        "kFineBins + bin : -1",
+        "none",
+        SAMPLING,
+        "assert",
+    ),
+    "a largest logit whose token is another one's": ("sampling/block_scan.cuh", "high == highest ?", "true ?", "none", SAMPLING, "assert"),
     "an exchange that begins where the last launch began": (
         "sampling/row_exchange.cuh",
         "row.exchanges = done;",
