@@ -45,19 +45,18 @@ __device__ __forceinline__ void prepare_head(const DecodeParams& params, const D
             quantize_row(params, at, kv, at.position, smem.new_token + kv * kStoredRowBytes, new_scales + kv,
                          [&](int word) { return kv ? key[kRowWords + word] : apply_rope(key, word, angles); });
         }
-        __syncthreads();
-        return;
-    }
+    } else {
 #pragma unroll 1
-    for (int x = kBlockThreads - 1 - threadIdx.x; x < kRowWords && at.position >= 0; x += kBlockThreads) {
-        unsigned* new_token = reinterpret_cast<unsigned*>(smem.new_token) + x;
-        unsigned char* appended = params.cache + at.slot * params.slot_stride
-                                  + (static_cast<long long>(at.kv_head) * params.max_sequence_length + at.position) * kRowBytes + 4 * x;
-        new_token[0] = apply_rope(key, x, angles);
-        new_token[kRowWords] = key[kRowWords + x];
-        if (!has_last_tile) continue;
-        *reinterpret_cast<unsigned*>(appended) = new_token[0];
-        *reinterpret_cast<unsigned*>(appended + params.kv_stride) = new_token[kRowWords];
+        for (int x = kBlockThreads - 1 - threadIdx.x; x < kRowWords && at.position >= 0; x += kBlockThreads) {
+            unsigned* new_token = reinterpret_cast<unsigned*>(smem.new_token) + x;
+            unsigned char* appended = params.cache + at.slot * params.slot_stride
+                                      + (static_cast<long long>(at.kv_head) * params.max_sequence_length + at.position) * kRowBytes + 4 * x;
+            new_token[0] = apply_rope(key, x, angles);
+            new_token[kRowWords] = key[kRowWords + x];
+            if (!has_last_tile) continue;
+            *reinterpret_cast<unsigned*>(appended) = new_token[0];
+            *reinterpret_cast<unsigned*>(appended + params.kv_stride) = new_token[kRowWords];
+        }
     }
     __syncthreads();
 }

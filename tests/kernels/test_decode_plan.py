@@ -51,12 +51,19 @@ def test_blocks():
     assert plan(2, 4, slots=33)[-3:] == (132, 0, 2)
 
 
+def test_blocks_over_a_quantized_cache():
+    """Tiles have twice the tokens there."""
+    assert decode_plan((1, 2, 8, 256, 128), 2, 4, "sm_90", 132, True)[-3:] == (8, 1, 1)
+    assert decode_plan((1, 2, 8, 257, 128), 2, 4, "sm_90", 132, True)[-3:] == (16, 2, 1)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_room(arch, head_dim):
-    one, few = decode_tiles(head_dim, arch), few_tiles(head_dim, arch)
+def test_room(arch, head_dim, quantized):
+    one, few = decode_tiles(head_dim, arch, quantized=quantized), few_tiles(head_dim, arch, quantized=quantized)
     assert few["MAX_NEW_TOKENS"] == MAX_FEW_TOKENS
     for rows, tiles in ((DECODE_ROWS[-1], one), (few["MAX_ROWS"], few)):
-        assert decode_block_nbytes(head_dim, rows, tiles) * tiles["BLOCKS_PER_SM"] <= shared_limit(arch)
+        assert decode_block_nbytes(head_dim, rows, tiles, quantized=quantized) * tiles["BLOCKS_PER_SM"] <= shared_limit(arch)
         assert tiles["BLOCKS_PER_SM"] <= MAX_BLOCKS_PER_SM
     assert few["MAX_ROWS"] <= MAX_FEW_ROWS <= MAX_PREFILL_ROWS_PER_SM

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES
+from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES, QUANTIZED
 from tests.simt import run
 from tests.simt.standin import need_compiler
 from trt_kvcache.kernels.attention_tiles import PREFILL_FORMS
@@ -72,6 +72,8 @@ def test_nothing_is_found(sanitizer, chosen, at_least):
         ("test_few and not 12", len(FEW_CASES)),
         ("test_prefill", _PREFILLS),
         ("test_quantized_prefill_forms", _OVER_CODES),
+        ("test_quantized_decode", len(QUANTIZED) * len(DECODE_CASES)),
+        ("test_quantized_few", len(QUANTIZED) * len(FEW_CASES)),
     ],
 )
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
@@ -90,9 +92,14 @@ def test_grid_of_attention():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_tiles_of_smaller_gpus(arch):
     command = [sys.executable, str(run.HERE / "run.py"), "-q", "-p", "no:cacheprovider", "-m", "device and not slow"]
-    command += [f"tests/kernels/{ATTENTION}.py", "-k", "test_decode or test_few or test_prefill or test_quantized_prefill_forms"]
+    command += [
+        f"tests/kernels/{ATTENTION}.py",
+        "-k",
+        "test_decode or test_few or test_prefill or test_quantized_prefill_forms or test_quantized_decode or test_quantized_few",
+    ]
     result = subprocess.run(command, env={**os.environ, "SIMT_TILES": arch}, cwd=run.REPOSITORY, capture_output=True, text=True)
-    assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS + _OVER_CODES
+    over_codes = _OVER_CODES + len(QUANTIZED) * (len(DECODE_CASES) + len(FEW_CASES))
+    assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS + over_codes
 
 
 RACE, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "bytes differ", "misaligned address"
@@ -104,7 +111,7 @@ DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
 )
 PREFILLING, PREFILL_TILES, PARTS = (f"attention/{name}.cuh" for name in ("prefill", "prefill_tiles", "prefill_schedule"))
 CODES, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
-OVER_CODES = f"{ATTENTION}.py::test_quantized_prefill"
+OVER_CODES, DECODE_OVER_CODES, FEW_OVER_CODES = (f"{ATTENTION}.py::test_quantized_{test}" for test in ("prefill", "decode", "few"))
 SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
@@ -231,6 +238,38 @@ MISTAKES = {
         "if (false) store_zeros",
         "none",
         FEW_TESTS,
+        "assert",
+    ),
+    "scales of tokens that are not live": (
+        PIPELINE,
+        "scales + token, token < tokens)",
+        "scales + token, true)",
+        "none",
+        DECODE_OVER_CODES,
+        "assert",
+    ),
+    "scales of new tokens that are none": (
+        FEW,
+        "scales[min(token + 1, at.count - 1)]",
+        "scales[token + 1]",
+        "none",
+        FEW_OVER_CODES,
+        "assert",
+    ),
+    "an output that stays relative to a smaller scale": (
+        "attention/decode_codes.cuh",
+        "value * inverse_of(power);",
+        "1;",
+        "none",
+        DECODE_OVER_CODES,
+        "error <=",
+    ),
+    "a key that is quantized before its RoPE": (
+        DECODING,
+        "kv ? key[kRowWords + word] : apply_rope(key, word, angles)",
+        "key[kv * kRowWords + word]",
+        "none",
+        DECODE_OVER_CODES,
         "assert",
     ),
     "a head buffer that is filled while it is read": (
