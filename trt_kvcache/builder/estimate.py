@@ -191,7 +191,7 @@ class PackedModel:
 
         Parameters
         ----------
-        model_path, quantize, compute_capabilities, flavour
+        model_path, quantize, compute_capabilities, flavour : path, str or sequence of str
             As for :func:`estimate_build`, with its errors.
         """
         path = Path(model_path)
@@ -217,7 +217,7 @@ class PackedModel:
 
         Parameters
         ----------
-        max_batch_size, max_sequence_length, max_prefill_length, max_logits_per_slot, dtype, attention, flavour, kv_dtype, kv_scales
+        max_batch_size, max_sequence_length, max_prefill_length, max_logits_per_slot, dtype, attention, flavour, kv_dtype, kv_scales : int or str
             As for :func:`estimate_build`, with its errors.
         """
         model, packed = self.model, dict(self.packed)
