@@ -68,6 +68,8 @@ class Checkpoint:
         The file that holds each tensor, by the name that the family has for it.
     quantized : mapping of str to StoredWeight or RoundedWeight, optional
         The weights that are quantized, or are rounded when they are read, by name.
+    kv_dtype : str, optional
+        What static scales of K and V are for.
 
     Attributes
     ----------
@@ -75,6 +77,8 @@ class Checkpoint:
         The folder.
     config : ModelConfig
         The model that ``config.json`` describes.
+    kv_dtype : str or None
+        ``"float8_e4m3fn"`` or ``"int8"`` if there are static scales of K and V, see :meth:`kv_scales`; else None.
 
     Examples
     --------
@@ -95,7 +99,6 @@ class Checkpoint:
         kv_dtype: str | None = None,
     ) -> None:
         self.path = path
-        #: What static scales of K and V are for: ``"float8_e4m3fn"``, ``"int8"``, or None without them. See :meth:`kv_scales`.
         self.kv_dtype = kv_dtype
         self.config = config
         self._shapes = tensor_shapes(config)
