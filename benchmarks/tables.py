@@ -251,6 +251,41 @@ def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"first token at the client, {at_once}", first, ""
 
 
+def _attention_quantized_decode(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    limits, rows = content["limits"], of_table(content["rows"])
+    for what, chosen in (
+        ("one new token", [row for row in rows if row["width"] == 1]),
+        ("2 to 8 new tokens", [row for row in rows if row["width"] > 1]),
+    ):
+        for name in chosen[0]["faster_than_16_bits"]:
+            kind, scales = name.split()
+            label = f"{what}, {kind} K/V with a scale for each {scales}"
+            shares = [row["of_copy"][name] for row in chosen if row["kv_mb"][name] >= 64]
+            yield f"{label}: share of the copy bandwidth, from 64 MB", f"{min(shares):.2f} to {max(shares):.2f}", f"{limits['of_copy']}"
+            times = [row["faster_than_16_bits"][name] for row in chosen if row["kv_mb"]["16 bits"] >= 128]
+            yield (
+                f"{label}: speed over that of 16 bits, from 128 MB of those",
+                f"{min(times):.2f} to {max(times):.2f}",
+                f"{limits['of_16_bits']}",
+            )
+
+
+def _attention_quantized_prefill(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    limits, rows = content["limits"], of_table(content["rows"])
+    for what, chosen, limit in (
+        ("prompts of 512 tokens", [row for row in rows if not row["past"] and row["width"] < 2048], ""),
+        ("prompts of 2048 tokens and more", [row for row in rows if not row["past"] and row["width"] >= 2048], f"{limits['prefill']:.2f}"),
+        ("16 to 512 tokens over a past", [row for row in rows if row["past"]], f"{limits['chunk']:.2f}"),
+    ):
+        for scales in ("head", "token"):
+            shares = [share for row in chosen for name, share in row["of_16_bits"].items() if name.endswith(scales)]
+            yield (
+                f"{what}, quantized K/V with a scale for each {scales}: time over that of 16 bits",
+                f"{min(shares):.2f} to {max(shares):.2f}",
+                limit,
+            )
+
+
 _FILES = {
     "host_step": _host_step,
     "sampling": _sampling,
@@ -266,6 +301,8 @@ _FILES = {
     "attention": _attention,
     "attention_chunks": _attention,
     "attention_prefill": _attention,
+    "attention_quantized_decode": _attention_quantized_decode,
+    "attention_quantized_prefill": _attention_quantized_prefill,
     "states": _states,
     "compare_kernels": _compare_kernels,
     "gpu": _gpu,

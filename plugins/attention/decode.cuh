@@ -70,9 +70,9 @@ __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, c
     const int lane = threadIdx.x % 32;
     auto& state = states[0];
     const unsigned *key = reinterpret_cast<const unsigned*>(new_token) + lane % 4, *value = key + kStoredRowBytes / 4;
-    // Both words of K that a lane has of 16 columns, or both words of V.
-    const auto words_of = [](const auto* row, int d) {
-        if constexpr (kQuantized) return widen(Element{}, Stored{}, row[4 * d]);
+    // Both words that a lane has of 16 columns of K, or of V.
+    const auto words_of = [](const auto* row, int d, bool is_key) {
+        if constexpr (kQuantized) return is_key ? widen_in_order(Element{}, Stored{}, row[4 * d]) : widen(Element{}, Stored{}, row[4 * d]);
         return uint2{row[8 * d], row[8 * d + 4]};
     };
     float products[2][4] = {};  // two sums that do not wait for each other
@@ -80,7 +80,7 @@ __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, c
     for (int d = 0; d < kHeadDim / 16; d++) {
         unsigned a[4];
         queries.a_fragment(a, 0, d);
-        const uint2 b = words_of(key, d);
+        const uint2 b = words_of(key, d, true);
         mma_m16n8k16(Element{}, products[d % 2], a, b.x, b.y);
     }
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, c
     }
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; d++) {
-        const uint2 words = words_of(value, d);
+        const uint2 words = words_of(value, d, false);
         float2 low = unpack(Element{}, words.x), high = unpack(Element{}, words.y);
         low = {low.x * value_scale, low.y * value_scale};
         high = {high.x * value_scale, high.y * value_scale};
@@ -203,18 +203,23 @@ __device__ __forceinline__ void accumulate_output(RowStates<kRows>& state, const
     }
 }
 
-// Merges what the warps have of the `rows` rows of a head. Each writes its output to kFreeTiles ring tiles, from `free_tile` on, as strips, then
-// every warp merges some strips and calls emit(strip, vector, PartialState). For all threads of the block.
+// Halves of a strip that is handed on. With several new tokens rows are many: partial results are packed.
+constexpr int kHalves = kMaxNewTokens == 1 ? 1 : 2;
+constexpr int kRowStrips = kStripsPerRow<kHalves>;
+
+// Merges what the warps have of the `rows` rows of a head. Each writes its output to kFreeTiles ring tiles, from `free_tile` on, as strips of 16
+// columns, then every warp merges some strips and calls emit(strip, vector, PartialState, is_live), where `is_live` is false for lanes that have no
+// row, if strips are packed; else these do not call it. For all threads of the block.
 template <int kFreeTiles, int kRows, class Emit>
 __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile, const RowStates<kRows>& state, int rows,
                                              float factor, const HeadScales& scales, Emit emit) {
     constexpr int kFreeRows = kFreeTiles * kTileBytes / (4 * kHeadDim);            // that fit into these tiles, in float
     constexpr int kRoundRows = kRows < kFreeRows ? kRows : kFreeRows;
     static_assert(kRows % kRoundRows == 0, "rounds of equal size");
-    constexpr int kRoundStrips = kStripsPerRow * kRoundRows / 8;                   // of 8 rows each
+    constexpr int kColumns = kStripsPerRow<1>, kRoundStrips = kColumns * kRoundRows / 8;  // of 8 rows and 16 columns each
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // A warp merges one strip of 8 rows at a time, or two where only 4 rows are in use and strips are more than warps.
-    const int strips_at_once = kStripsPerRow > kWarps && rows <= 4 ? 2 : 1;
+    const int strips_at_once = kHalves == 1 && kColumns > kWarps && rows <= 4 ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < kRows / 8; i++) {
         const float sum = quad_sum(state[i / 2].sums[i % 2]);
@@ -227,7 +232,7 @@ __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& sm
         __syncwarp();
 #pragma unroll
         for (int x = 0; x < kRoundStrips; x++) {
-            const int strip = x % kStripsPerRow, i = row0 / 8 + x / kStripsPerRow;
+            const int strip = x % kColumns, i = row0 / 8 + x / kColumns;
             const auto &low = state[i / 2].output[2 * strip], &high = state[i / 2].output[2 * strip + 1];
             const int e = 2 * (i % 2);
             if (lane / 4 + 8 * i >= rows) continue;
@@ -236,15 +241,29 @@ __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& sm
             reinterpret_cast<float4*>(smem.ring_tile(warp, free_tile))[32 * x + lane] = vector;
         }
         __syncthreads();
+        if constexpr (kHalves == 1) {
 #pragma unroll 1
-        for (int x = warp; x * strips_at_once < kRoundStrips; x += kWarps) {
-            const int strip = x * strips_at_once + lane * strips_at_once / 32, vector = lane % (32 / strips_at_once);
-            const int row = row0 + strip / kStripsPerRow * 8 + vector / 4;
-            if (row >= rows) continue;
-            PartialState merged;
-            merged.merge(smem.ring_tile(0, free_tile) + (32 * strip + vector) * 16, kRingTiles * kTileBytes,
-                         reinterpret_cast<const unsigned char*>(smem.warp_totals + row), kRows * sizeof(float2), kWarps, factor);
-            emit(row * kStripsPerRow + strip % kStripsPerRow, vector % 4, merged);
+            for (int x = warp; x * strips_at_once < kRoundStrips; x += kWarps) {
+                const int strip = x * strips_at_once + lane * strips_at_once / 32, vector = lane % (32 / strips_at_once);
+                const int row = row0 + strip / kColumns * 8 + vector / 4;
+                if (row >= rows) continue;
+                PartialState<1> merged;
+                merged.merge(smem.ring_tile(0, free_tile) + (32 * strip + vector) * 16, kRingTiles * kTileBytes, 0,
+                             reinterpret_cast<const unsigned char*>(smem.warp_totals + row), kRows * sizeof(float2), kWarps, factor);
+                emit(row * kRowStrips + strip % kColumns, vector % 4, merged, true);
+            }
+        } else {
+#pragma unroll 1
+            for (int x = warp; x < kRowStrips * kRoundRows / 8; x += kWarps) {
+                const int strip = x % kRowStrips, row = row0 + x / kRowStrips * 8 + lane / 4, column = 2 * strip;
+                if (row - lane / 4 >= rows) continue;
+                // Where the last strip of a row is a half one, that half comes twice.
+                const int half_bytes = column + 1 < kColumns ? 32 * 16 : 0;
+                PartialState<2> merged;
+                merged.merge(smem.ring_tile(0, free_tile) + (32 * (x / kRowStrips * kColumns + column) + lane) * 16, kRingTiles * kTileBytes, half_bytes,
+                             reinterpret_cast<const unsigned char*>(smem.warp_totals + min(row, rows - 1)), kRows * sizeof(float2), kWarps, factor);
+                emit(row * kRowStrips + strip, lane % 4, merged, row < rows);
+            }
         }
     }
 }
@@ -259,15 +278,22 @@ __device__ __forceinline__ long long output_token_stride(const DecodeParams& par
 }
 
 // Writes one vector of a strip to `out`.
-__device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int strip, int vector, const PartialState& state) {
+__device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int strip, int vector, const PartialState<kHalves>& state) {
     const float inverse = reciprocal_approx(state.sum);
-    unsigned* words = reinterpret_cast<unsigned*>(output_rows(params, at)) + 8 * strip + (kQuantized ? 2 : 1) * vector;
-    if constexpr (kMaxNewTokens > 1) {
-        const int token = divide(strip / kStripsPerRow, params.group_size);
-        words += token * (output_token_stride(params) - params.group_size * kRowBytes) / 4;
+    unsigned* words = reinterpret_cast<unsigned*>(output_rows(params, at)) + (kQuantized ? 2 : 1) * vector;
+    if constexpr (kMaxNewTokens == 1) {
+        words += 8 * strip;
+    } else {
+        const int row = strip / kRowStrips, token = divide(row, params.group_size);
+        words += row * kRowWords + 16 * (strip % kRowStrips) + token * (output_token_stride(params) - params.group_size * kRowBytes) / 4;
     }
-    words[0] = pack(Element{}, {state.value.x * inverse, state.value.y * inverse});
-    words[kQuantized ? 1 : 4] = pack(Element{}, {state.value.z * inverse, state.value.w * inverse});
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) {
+        if (h > 0 && kStripsPerRow<1> % 2 && strip % kRowStrips == kRowStrips - 1) break;  // the last strip of a row is a half one
+        const float4& value = state.values[h];
+        words[8 * h] = pack(Element{}, {value.x * inverse, value.y * inverse});
+        words[8 * h + (kQuantized ? 1 : 4)] = pack(Element{}, {value.z * inverse, value.w * inverse});
+    }
 }
 
 // Zeros for a slot that takes no part, from this token on.
@@ -283,21 +309,21 @@ __device__ __forceinline__ void store_zeros(const DecodeParams& params, const Ti
 
 // The reduction over the blocks of the head that this block begins with, if it merges anything of it.
 template <int kRows>
-__device__ __forceinline__ SplitKVReduce first_head_reduce(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem, const WorkRange& work) {
+__device__ __forceinline__ SplitKVReduce<kHalves> first_head_reduce(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem, const WorkRange& work) {
     const int head_begin = work.begin - work.first.tile, block = static_cast<int>(blockIdx.x);
     const bool has_last_tile = work.first.tile > 0 && head_begin + work.first.num_tiles <= work.end;
     const int first_block = work.is_even_split ? work.first_block : has_last_tile ? divide(head_begin, work.tiles_per_block) : block;
     const int num_blocks = work.is_even_split ? min((work.first.num_tiles - 1) / kMinTilesPerBlock, params.splits_per_head - 1) + 1
                                               : block - first_block + 1;
     float4* own = work.is_even_split ? reinterpret_cast<float4*>(smem.heads) : params.own_partials;
-    return {work.first.rows(params) * kStripsPerRow, params.width * params.group_size * kStripsPerRow, first_block, num_blocks, work.is_even_split, params.partials, own};
+    return {work.first.rows(params) * kRowStrips, params.width * params.group_size * kRowStrips, first_block, num_blocks, work.is_even_split, params.partials, own};
 }
 
 template <int kRows>
 __device__ __forceinline__ void decode(const DecodeParams& params) {
     DYNAMIC_SHARED(unsigned char, start_of_shared);
     const DecodeSharedMemory<kRows> smem(start_of_shared);
-    static_assert(kHeadBuffers * DecodeSharedMemory<kRows>::kHeadBufferBytes >= 16 * kRows * kStripsPerRow * kStripVectors,
+    static_assert(kHeadBuffers * DecodeSharedMemory<kRows>::kHeadBufferBytes >= 16 * kRows * kRowStrips * kStripVectors,
                   "the head buffers also hold a block's own strips");
     const int warp = threadIdx.x / 32;
     const L2Policy policy = evict_first_policy();
@@ -318,7 +344,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
     KVPipeline<kRows> pipeline(params, smem, work, policy, speculated_right);
     pipeline.prefill();
     const ScoreTransform score = params.score;
-    const SplitKVReduce reduce = first_head_reduce(params, smem, work);
+    const SplitKVReduce<kHalves> reduce = first_head_reduce(params, smem, work);
 
     HeadScales scales;
     QueryFragments<kRows> queries;
@@ -387,12 +413,13 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
         }
         if (kMaxNewTokens > 1 && has_last_tile) store_zeros(params, at, at.count);
         const bool has_whole_head = work.begin <= head_begin && has_last_tile;
-        const auto emit = [&](int strip, int vector, const PartialState& merged) {
+        const auto emit = [&](int strip, int vector, const PartialState<kHalves>& merged, bool is_live) {
             if (has_whole_head) {
-                store_output(params, at, strip, vector, merged);
+                if (is_live) store_output(params, at, strip, vector, merged);
                 return;
             }
-            reduce.publish(strip, vector, merged, has_last_tile);
+            const float largest = kHalves == 1 ? 0 : quad_max_or_nan(merged.largest());
+            if (is_live) reduce.publish(strip, vector, merged, largest, has_last_tile);
         };
         if (kMaxNewTokens > 1 && tiles.done + count >= work.end) {  // all copies have arrived: every tile is free
             reduce_warps<(kRingTiles < 4 ? 2 : 4), kRows>(smem, 0, state, at.rows(params), score.factor, scales, emit);
@@ -402,8 +429,8 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
     }
     cp_async_wait_group<0>();
     // With several new tokens, all that a thread has if every row is in use.
-    constexpr int kVectorsOfThread = (kRows * kStripsPerRow * kStripVectors + kBlockThreads - 1) / kBlockThreads;
+    constexpr int kVectorsOfThread = (kRows * kRowStrips * kStripVectors + kBlockThreads - 1) / kBlockThreads;
     constexpr int kAtOnce = kMaxNewTokens == 1 ? kPolledAtOnce : kVectorsOfThread < 8 ? kVectorsOfThread : 8;
     reduce.collect<kAtOnce>(reinterpret_cast<float4*>(smem.ring), kWarps * kRingTiles * kTileBytes, score.factor,
-                   [&](int strip, int vector, const PartialState& merged) { store_output(params, work.first, strip, vector, merged); });
+                   [&](int strip, int vector, const PartialState<kHalves>& merged) { store_output(params, work.first, strip, vector, merged); });
 }

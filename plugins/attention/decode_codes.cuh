@@ -96,15 +96,14 @@ __device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, co
         for (int d = 0; d < kHeadDim / 16; d++) {
             unsigned codes[4];
             ldmatrix_x4(codes, rows(d, 32 * j));
+            unsigned a[kRowTiles<kRows>][4];
+#pragma unroll
+            for (int m = 0; m < kRowTiles<kRows>; m++) queries.a_fragment(a[m], m, d);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const uint2 b = widen(Element{}, Codes{}, codes[i]);
+                const uint2 b = widen_in_order(Element{}, Codes{}, codes[i]);
 #pragma unroll
-                for (int m = 0; m < kRowTiles<kRows>; m++) {
-                    unsigned a[4];
-                    queries.a_fragment(a, m, d);
-                    mma_m16n8k16(Element{}, scores[m][4 * j + i], a, b.x, b.y);
-                }
+                for (int m = 0; m < kRowTiles<kRows>; m++) mma_m16n8k16(Element{}, scores[m][4 * j + i], a[m], b.x, b.y);
             }
         }
     }
@@ -153,7 +152,7 @@ __device__ __forceinline__ void multiply_new_key_codes(float (&scores)[kRowTiles
         ldmatrix_x4(codes, row + 16 * min(first + lane / 8, kStoredRowChunks - 1));
 #pragma unroll
         for (int i = 0; i < 4 && first + i < kStoredRowChunks; i++) {
-            const uint2 b = widen(Element{}, Codes{}, codes[i]);
+            const uint2 b = widen_in_order(Element{}, Codes{}, codes[i]);
 #pragma unroll
             for (int m = 0; m < kRowTiles<kRows>; m++) {
                 unsigned a[4];

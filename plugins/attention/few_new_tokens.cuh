@@ -12,7 +12,7 @@
 #include "attention/schedule.cuh"
 
 // Appends the new tokens, after RoPE, if this block has the head's last tile, and puts their codes where their rows begin. Where q stays in shared memory,
-// sorts the columns of each 16 of them: the even ones, then the odd ones (see QueryFragments). Ends with a barrier.
+// sorts the columns of each 16 of them, so that QueryFragments finds them where it wants them. Ends with a barrier.
 template <int kRows>
 __device__ __forceinline__ void quantize_few(const DecodeParams& params, const TileCoord& at, unsigned char* head, float* new_scales, bool has_last_tile) {
     using SharedMemory = DecodeSharedMemory<kRows>;
@@ -23,8 +23,8 @@ __device__ __forceinline__ void quantize_few(const DecodeParams& params, const T
             uint4* const low = reinterpret_cast<uint4*>(head + swizzled_offset(row, chunk));
             uint4* const high = reinterpret_cast<uint4*>(head + swizzled_offset(row, chunk + 1));
             const uint4 a = *low, b = *high;
-            *low = {__byte_perm(a.x, a.y, 0x5410), __byte_perm(a.z, a.w, 0x5410), __byte_perm(b.x, b.y, 0x5410), __byte_perm(b.z, b.w, 0x5410)};
-            *high = {__byte_perm(a.x, a.y, 0x7632), __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.x, b.y, 0x7632), __byte_perm(b.z, b.w, 0x7632)};
+            *low = {a.x, a.z, b.x, b.z};
+            *high = {a.y, a.w, b.y, b.w};
         }
     }
     const int rows = has_last_tile ? 2 * at.count : 0;

@@ -6,7 +6,7 @@
 #ifndef EMULATED_PTX
 
 __device__ __forceinline__ void publish_vector(float4* address, float4 value) {
-    if (value.w == 0) value.w = -0.0f;
+    if (__float_as_uint(value.w) == 0) value.w = -0.0f;  // by bits: they may be those of something else than a float
     asm volatile(
         "{.reg .b128 all; .reg .b64 low, high; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 all, {low, high};"
         "st.relaxed.gpu.global.b128 [%0], all;}" ::"l"(address),

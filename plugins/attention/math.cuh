@@ -47,3 +47,8 @@ __device__ __forceinline__ int divide(int a, int b) {
     const int estimate = static_cast<int>(static_cast<float>(a) * inverse);
     return estimate + static_cast<int>(floorf((static_cast<float>(a - estimate * b) + 0.5f) * inverse));
 }
+
+// The same for a < 2^21, in half the time: the quotient of a + 1/2 is farther from the next integer than it is wrong.
+__device__ __forceinline__ int divide_small(int a, int b) {
+    return static_cast<int>((static_cast<float>(a) + 0.5f) * reciprocal_approx(static_cast<float>(b)));
+}

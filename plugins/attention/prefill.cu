@@ -20,7 +20,7 @@
 
 constexpr int kAppendThreads = 256;
 
-// Writes k, with RoPE, and v of the new tokens to the cache. Grid: x over words of the new rows of a slot, or over its new rows, each for a warp, if
+// Writes k, with RoPE, and v of the new tokens to the cache. Grid: x over chunks of the new rows of a slot, or over its new rows, each for a warp, if
 // the cache is quantized; y over slots. Strides in bytes.
 extern "C" __global__ void __launch_bounds__(kAppendThreads)
     attention_append(const unsigned char* k, const unsigned char* v, long long k_stride, long long v_stride, long long k_token_stride,
@@ -42,21 +42,23 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
         return;
     }
     const long long slot = blockIdx.y, x = static_cast<long long>(blockIdx.x) * kAppendThreads + threadIdx.x;
-    const int word = static_cast<int>(x % kRowWords), token = static_cast<int>(x / (kRowWords * num_kv_heads));
-    const long long kv_head = x / kRowWords % num_kv_heads;
+    const int chunk = static_cast<int>(x % kRowChunks), token = static_cast<int>(x / (kRowChunks * num_kv_heads));
+    const long long kv_head = x / kRowChunks % num_kv_heads;
     if (token >= count_new_tokens(lengths, new_lengths, slot, width, max_sequence_length)) return;
     const int position = lengths[slot] + token;
     const unsigned char* key = k + slot * k_stride + token * k_token_stride + kv_head * kRowBytes;
     const unsigned char* value = v + slot * v_stride + token * v_token_stride + kv_head * kRowBytes;
-    unsigned char* to = cache + slot * slot_stride + (kv_head * max_sequence_length + position) * kRowBytes + 4 * word;
-    *reinterpret_cast<unsigned*>(to) = apply_rope(reinterpret_cast<const unsigned*>(key), word, RopeAngles(cos_sin, rotary_dim, position));
-    *reinterpret_cast<unsigned*>(to + kv_stride) = reinterpret_cast<const unsigned*>(value)[word];
+    unsigned char* to = cache + slot * slot_stride + (kv_head * max_sequence_length + position) * kRowBytes + 16 * chunk;
+    const int rotary = static_cast<int>(rotary_dim);
+    const uint4 rotated = rotated_chunk(reinterpret_cast<const uint4*>(key), chunk, rotary, RopeAngles(cos_sin, rotary, position));
+    *reinterpret_cast<uint4*>(to) = rotated;
+    *reinterpret_cast<uint4*>(to + kv_stride) = reinterpret_cast<const uint4*>(value)[chunk];
     grid_dependents_may_launch();  // at the end: its blocks would take the place of blocks of this launch
 }
 
 #define PARAMETERS                                                                                                                            \
     const int *lengths, const int *new_lengths, long long max_sequence_length, long long window, long long batch_size,                        \
-        long long num_kv_heads, long long group_size, long long width, long long row_blocks, long long splits, unsigned char *cache,         \
+        long long num_kv_heads, long long group_size, long long width, long long row_blocks, long long order, unsigned char *cache,         \
         long long slot_stride, long long kv_stride, const unsigned char *q, long long q_stride, long long q_token_stride,                     \
         const unsigned char *k, long long k_stride, long long k_token_stride, const unsigned char *v, long long v_stride,                     \
         long long v_token_stride, const float *cos_sin, long long rotary_dim, double factor, double inverse_softcap, unsigned char *out,      \
@@ -64,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
 #define ARGUMENTS                                                                                                                         \
     {lengths, new_lengths, static_cast<int>(max_sequence_length), static_cast<int>(min(window, 0x7FFFFFFFLL)),                            \
      static_cast<int>(batch_size), static_cast<int>(num_kv_heads), static_cast<int>(group_size), static_cast<int>(width),                 \
-     static_cast<int>(row_blocks), static_cast<int>(splits), cache, slot_stride, kv_stride, q, q_stride, q_token_stride, k, k_stride,    \
+     static_cast<int>(row_blocks), static_cast<int>(order), cache, slot_stride, kv_stride, q, q_stride, q_token_stride, k, k_stride,    \
      k_token_stride, v, v_stride, v_token_stride, cos_sin, static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials, SCALES}
 
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_16 * KEY_WARPS_16, BLOCKS_PER_SM_16) attention_prefill_16(PARAMETERS) {

@@ -27,10 +27,8 @@
 #include "dependent_launch.cuh"
 
 // The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
-// of 1, and most steps need no rescaling. A probability that is multiplied with the scale of its token, which may be small or as large as
-// 65504 / 127, is raised by so many powers of 2 instead: then a float16 holds the product in all of its bits.
-constexpr float kRescaleThreshold = kQuantized ? 2 : 8, kProbabilityExponent = kQuantized ? 4 : 0;
-constexpr int kPrefillPolledAtOnce = 16;  // vectors that a thread polls together
+// of 1, and most steps need no rescaling.
+constexpr float kRescaleThreshold = 8;
 
 // The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of the keys of
 // every tile. kWarpgroups: four of them, with 64 rows and the same keys, multiply together.
@@ -45,18 +43,24 @@ struct Prefill {
     using Rows = typename Tiles::Rows;
     using Work = PrefillWork<Rows>;
     using Ring = PrefillRing<kQuantized, kScoresAhead, Tiles, Work, kThreads, kTileKeys, kStages>;
-    static constexpr int kRingBytes = Ring::kBytes, kMaxStrips = kBlockRows * kStripsPerRow, kStripBytes = kStripVectors * 16;
+    static constexpr int kColumns = kStripsPerRow<1>, kRowStrips = kStripsPerRow<2>;  // 16 columns in fragments, and strips that are handed on
+    static constexpr int kRingBytes = Ring::kBytes, kMaxStrips = kBlockRows * kRowStrips, kStripBytes = kStripVectors * 16;
     static constexpr int kOwnBytes = kMaxStrips / 2 * kStripBytes, kStagingBytes = kRingBytes - kOwnBytes;
     static constexpr int kGroupRows = kWarpgroups ? 64 : kWarpRows;  // of the warps that compute together
     static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kRowTiles == 1 && kHeadDim % 64 == 0), "whole warpgroups and panels");
     // Whether the next tile is filled while the tensor cores are busy: not where two blocks of eight warps leave too few registers for it.
     static constexpr bool kFillsMeanwhile = kWarpgroups && kRowWarps == 4;
+    // Chunks of q that a thread applies RoPE to, if all have it.
+    static constexpr int kChunksByThread = (kBlockRows * (kHeadDim / 16) + kThreads - 1) / kThreads;
+    // Vectors that a thread polls together: nearly all that it has.
+    static constexpr int kPolledByThread = (kMaxStrips * kStripVectors + kThreads - 1) / kThreads < 16 ? (kMaxStrips * kStripVectors + kThreads - 1) / kThreads : 16;
     static_assert(kWarpKeys % 16 == 0, "a warp's part of a tile is whole fragments");
-    static_assert(kKeyWarps == 1 || kWarpgroups || kStagingBytes >= kKeyWarps * kMaxStrips * kStripBytes, "the ring also holds the strips of all warps");
+    static_assert(kKeyWarps == 1 || kWarpgroups || kStagingBytes >= kKeyWarps * kBlockRows * (kColumns * 64 + 8), "the ring also holds the results of all warps");
     static_assert(!kWarpgroups || kKeyWarps <= 2, "two warpgroups exchange halves of their rows");
 
     using Scores = float[kRowTiles][kWarpKeys / 8][4];
     using State = SoftmaxState<16>[kRowTiles];
+    using Partial = PartialState<2>;
 
     static __device__ __forceinline__ void clear(Scores& scores) {
 #pragma unroll
@@ -105,8 +109,8 @@ struct Prefill {
         warpgroup_commit();
     }
 
-    // Multiplies each column with the scale of its token.
-    static __device__ __forceinline__ void apply_token_scales(Scores& scores, const float* scales) {
+    // Multiplies each column with the scale of its key.
+    static __device__ __forceinline__ void apply_key_scales(Scores& scores, const float* scales) {
 #pragma unroll
         for (int j = 0; j < kWarpKeys / 8; j++) {
             const float2 both = *reinterpret_cast<const float2*>(scales + 8 * j + threadIdx.x % 4 * 2);
@@ -178,7 +182,7 @@ struct Prefill {
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) state[m].exponentiate(scores[m], i, factor, kProbabilityExponent);
+            for (int i = 0; i < 2; i++) state[m].exponentiate(scores[m], i, factor);
         }
         return is_far;
     }
@@ -238,42 +242,41 @@ struct Prefill {
         Tiles::fill_queries(queries, params, rows, work.kv_head);
         cp_async_commit_group();
         Ring ring(shared_ring, params, work);
-        ring.begin();
+        // Angles, too, are asked for before keys and values: behind these they would come last.
+        Tiles::template apply_rope<typename Tiles::QueryLayout, kChunksByThread, 8>(
+            queries, params, rows.rows, [&](int row) { return rows.past + rows.token_of(params, row); },
+            [&] {
+                ring.begin();
+                cp_async_wait_group<Ring::kGroupsYoungerThanQueries>();  // q
+                __syncthreads();
+            });
+        ring.prepare_first();  // the barrier of the first step follows
         const bool has_token_scales = kQuantized && params.scales.per_token;
         int positions[kRowTiles][2];
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                positions[m][i] = rows.past + divide(rows.first_row + row_warp * kWarpRows + 16 * m + 8 * i + lane / 4, params.group_size);
+                positions[m][i] = rows.past + rows.token_of(params, row_warp * kWarpRows + 16 * m + 8 * i + lane / 4);
             }
         }
         // Of the rows that are computed together: positions of the first and of the last one that is live; the last one is before the first if
         // none is.
         const int group_row = row_warp * kWarpRows / kGroupRows * kGroupRows, live = min(kGroupRows, rows.rows - group_row);
-        const int group_first = rows.past + divide(rows.first_row + group_row, params.group_size);
-        const int group_last = live > 0 ? rows.past + divide(rows.first_row + group_row + live - 1, params.group_size) : -1;
+        const int group_first = rows.past + rows.token_of(params, group_row);
+        const int group_last = live > 0 ? rows.past + rows.token_of(params, group_row + live - 1) : -1;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) state[m].reset();
-        Tiles::template apply_rope<typename Tiles::QueryLayout, 2, 8>(
-            queries, params, rows.rows, [&](int row) { return rows.past + divide(rows.first_row + row, params.group_size); },
-            [] {
-                cp_async_wait_group<Ring::kGroupsYoungerThanQueries>();  // q
-                __syncthreads();
-            });
-        ring.prepare_first();  // the barrier of the first step follows
 
         const SharedAddress group_queries = shared_address(queries) + group_row * 128;
         const auto part_of = [&](int tile) { return shared_address(ring.tile(tile)) + key_warp * kWarpKeys * (kWarpgroups ? 128 : kRowBytes); };
-        // scales: of the warp's keys; those of its values are kTileKeys further.
+        // scales: of the warp's keys.
         const auto to_probabilities = [&](Scores& scores, int first_key, int keys_end, const float* scales, RowScales& row_scales) {
-            if (has_token_scales) apply_token_scales(scores, scales);
+            if (has_token_scales) apply_key_scales(scores, scales);
             apply_softcap(scores, params.score);
             const bool needs_mask = first_key + kWarpKeys - 1 > group_first || first_key <= positions[kRowTiles - 1][1] - span;
             if (needs_mask || first_key + kWarpKeys > keys_end) apply_mask(scores, positions, first_key, keys_end, span);
-            const bool is_far = update_softmax(state, scores, params.score.factor, row_scales);
-            if (has_token_scales) apply_token_scales(scores, scales + kTileKeys);
-            return is_far;
+            return update_softmax(state, scores, params.score.factor, row_scales);
         };
         if constexpr (kScoresAhead) {
             Fragments a;
@@ -358,18 +361,22 @@ struct Prefill {
     }
 
     static __device__ __forceinline__ unsigned char* output_row(const PrefillParams& params, const Rows& rows, int kv_head, int row) {
-        const int at = rows.first_row + row, token = divide(at, params.group_size), head = at - token * params.group_size;
+        const int token = rows.token_of(params, row), head = rows.head_of(params, row, token);
         const long long first = (static_cast<long long>(rows.slot) * params.width + token) * params.num_kv_heads + kv_head;
         return params.out + (first * params.group_size + head) * kRowBytes;
     }
 
     // Writes one vector of a strip to the output.
     static __device__ __forceinline__ void store_vector(const PrefillParams& params, const Rows& rows, int kv_head, int strip, int vector,
-                                                        const PartialState& state) {
+                                                        const Partial& state) {
         const float inverse = reciprocal_approx(state.sum) * params.value_scale;
-        unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, strip / kStripsPerRow) + strip % kStripsPerRow * 32) + vector;
-        to[0] = pack(Element{}, {state.value.x * inverse, state.value.y * inverse});
-        to[4] = pack(Element{}, {state.value.z * inverse, state.value.w * inverse});
+        unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, strip / kRowStrips) + strip % kRowStrips * 64) + vector;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (h > 0 && kColumns % 2 && strip % kRowStrips == kRowStrips - 1) break;  // the last strip of a row is a half one
+            to[8 * h] = pack(Element{}, {state.values[h].x * inverse, state.values[h].y * inverse});
+            to[8 * h + 4] = pack(Element{}, {state.values[h].z * inverse, state.values[h].w * inverse});
+        }
     }
 
     // Writes the output of a warp, that has all keys of its rows: through the place of its queries in shared memory, so that it leaves in chunks
@@ -406,9 +413,9 @@ struct Prefill {
     template <class Emit>
     static __device__ __forceinline__ void exchange_halves(const State& state, unsigned char* ring, const Rows& rows, float factor, Emit emit) {
         constexpr int kGroupThreads = kThreads / 2;
-        static_assert(2 * kGroupThreads * (16 * kStripsPerRow + 8) <= kStagingBytes, "what this block merges lies behind it");
-        float4* const values = reinterpret_cast<float4*>(ring);  // [2][kStripsPerRow][kGroupThreads]: what each gives to the other
-        float2* const totals = reinterpret_cast<float2*>(values + 2 * kStripsPerRow * kGroupThreads);
+        static_assert(2 * kGroupThreads * (16 * kColumns + 8) <= kStagingBytes, "what this block merges lies behind it");
+        float4* const values = reinterpret_cast<float4*>(ring);  // [2][kColumns][kGroupThreads]: what each gives to the other
+        float2* const totals = reinterpret_cast<float2*>(values + 2 * kColumns * kGroupThreads);
         const bool is_second = threadIdx.x >= kGroupThreads;
         const int thread = threadIdx.x % kGroupThreads, own = is_second * kGroupThreads + thread, other = !is_second * kGroupThreads + thread;
         // Of two values, that of row `half` of a lane. By bits: a conditional index would put the registers of `state` into memory.
@@ -425,25 +432,42 @@ struct Prefill {
         const float own_maximum = chosen(state[0].maxima[0], state[0].maxima[1], kept), own_sum = chosen(sums[0], sums[1], kept);
         __syncthreads();  // all warps have left the ring
 #pragma unroll
-        for (int s = 0; s < kStripsPerRow; s++) values[(is_second * kStripsPerRow + s) * kGroupThreads + thread] = half(s, ~kept);
+        for (int s = 0; s < kColumns; s++) values[(is_second * kColumns + s) * kGroupThreads + thread] = half(s, ~kept);
         totals[own] = {chosen(state[0].maxima[0], state[0].maxima[1], ~kept), chosen(sums[0], sums[1], ~kept)};
         __syncthreads();
         const int row = thread / 32 * 16 + 8 * is_second + thread % 32 / 4;
-        if (row >= rows.rows) return;
+        if (row - thread % 32 / 4 >= rows.rows) return;  // all rows of the warp
         const float2 theirs = totals[other];
         const float maximum = fmaxf(own_maximum, theirs.x), weight = exp2_approx((own_maximum - maximum) * factor);
         const float their_weight = exp2_approx((theirs.x - maximum) * factor), sum = weight * own_sum + their_weight * theirs.y;
+        Partial parts[kRowStrips];
 #pragma unroll
-        for (int s = 0; s < kStripsPerRow; s++) {
-            const float4 a = half(s, kept), b = values[(!is_second * kStripsPerRow + s) * kGroupThreads + thread];
-            emit(row * kStripsPerRow + s, thread % 4,
-                 PartialState{maximum, sum,
-                              {weight * a.x + their_weight * b.x, weight * a.y + their_weight * b.y, weight * a.z + their_weight * b.z,
-                               weight * a.w + their_weight * b.w}});
+        for (int s = 0; s < kColumns; s++) {
+            const float4 a = half(s, kept), b = values[(!is_second * kColumns + s) * kGroupThreads + thread];
+            parts[s / 2].values[s % 2] = {weight * a.x + their_weight * b.x, weight * a.y + their_weight * b.y, weight * a.z + their_weight * b.z,
+                                          weight * a.w + their_weight * b.w};
+        }
+        emit_row(parts, maximum, sum, row, row < rows.rows, emit);
+    }
+
+    // Calls emit for the strips of a row, of which the lanes of a quad have a vector each. For whole warps.
+    template <class Emit>
+    static __device__ __forceinline__ void emit_row(Partial (&parts)[kRowStrips], float maximum, float sum, int row, bool is_live, Emit emit) {
+        float largest = 0;
+#pragma unroll
+        for (int s = 0; s < kRowStrips; s++) largest = parts[s].largest(largest);
+        largest = quad_max_or_nan(largest);
+        if (!is_live) return;
+#pragma unroll
+        for (int s = 0; s < kRowStrips; s++) {
+            parts[s].maximum = maximum;
+            parts[s].sum = sum;
+            emit(row * kRowStrips + s, threadIdx.x % 4, parts[s], largest);
         }
     }
 
-    // Calls emit(strip, vector, PartialState) for each vector of the row block, with what this block has of it. For all threads of the block.
+    // Calls emit(strip, vector, PartialState, largest value of the row) for each vector of the row block, with what this block has of it. For all
+    // threads of the block.
     template <class Emit>
     static __device__ __forceinline__ void for_each_vector(const State& state, unsigned char* ring, const Rows& rows, float factor, Emit emit) {
         if constexpr (kWarpgroups && kKeyWarps == 2) {
@@ -451,40 +475,50 @@ struct Prefill {
             return;
         }
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps, key_warp = warp / kRowWarps;
-        float4* const strips = reinterpret_cast<float4*>(ring);  // [kKeyWarps][kMaxStrips][kStripVectors]
-        if (kKeyWarps > 1) __syncthreads();                      // all warps have left the ring
+        constexpr int kVectors = kBlockRows * kColumns * 4;
+        float4* const values = reinterpret_cast<float4*>(ring);  // [kKeyWarps][kBlockRows][kColumns][4]
+        float2* const totals = reinterpret_cast<float2*>(values + kKeyWarps * kVectors);
+        if (kKeyWarps > 1) __syncthreads();  // all warps have left the ring
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float sum = quad_sum(state[m].sums[i]);
                 const int row = row_warp * kWarpRows + 16 * m + 8 * i + lane / 4;
-                if (row >= rows.rows) continue;
+                if (row - lane / 4 >= rows.rows) continue;  // all rows of the warp
+                if constexpr (kKeyWarps == 1) {
+                    Partial parts[kRowStrips];
 #pragma unroll
-                for (int s = 0; s < kStripsPerRow; s++) {
-                    const float(&low)[4] = state[m].output[2 * s], (&high)[4] = state[m].output[2 * s + 1];
-                    const PartialState part{state[m].maxima[i], sum, {low[2 * i], low[2 * i + 1], high[2 * i], high[2 * i + 1]}};
-                    if constexpr (kKeyWarps == 1) {
-                        emit(row * kStripsPerRow + s, lane % 4, part);
-                    } else {
-                        float4* const strip = strips + (key_warp * kMaxStrips + row * kStripsPerRow + s) * kStripVectors;
-                        strip[lane % 4] = part.value;
-                        if (lane % 4 == 0) strip[4] = {part.maximum, part.sum, 0, 0};
-                    }
+                    for (int s = 0; s < kColumns; s++) parts[s / 2].values[s % 2] = vector_of(state[m], s, i);
+                    emit_row(parts, state[m].maxima[i], sum, row, row < rows.rows, emit);
+                } else {
+#pragma unroll
+                    for (int s = 0; s < kColumns; s++) values[key_warp * kVectors + (row * kColumns + s) * 4 + lane % 4] = vector_of(state[m], s, i);
+                    if (lane % 4 == 0) totals[key_warp * kBlockRows + row] = {state[m].maxima[i], sum};
                 }
             }
         }
         if constexpr (kKeyWarps > 1) {
             __syncthreads();
+            const int all = rows.rows * kRowStrips * 4;
 #pragma unroll 1
-            for (int x = threadIdx.x; x < rows.rows * kStripsPerRow * 4; x += kThreads) {
-                const unsigned char* const first = reinterpret_cast<const unsigned char*>(strips + x / 4 * kStripVectors);
-                constexpr int kStride = 16 * kMaxStrips * kStripVectors;
-                PartialState merged;
-                merged.merge<kKeyWarps>(first + x % 4 * 16, kStride, first + 64, kStride, kKeyWarps, factor);
-                emit(x / 4, x % 4, merged);
+            for (int first = threadIdx.x / 32 * 32; first < all; first += kThreads) {
+                const int x = min(first + lane, all - 1), strip = x / 4, row = strip / kRowStrips, column = strip % kRowStrips * 2;
+                // Where the last strip of a row is a half one, that half comes twice.
+                const int half_bytes = column + 1 < kColumns ? 64 : 0;
+                Partial merged;
+                merged.merge<kKeyWarps>(reinterpret_cast<const unsigned char*>(values + (row * kColumns + column) * 4 + x % 4), 16 * kVectors, half_bytes,
+                                        reinterpret_cast<const unsigned char*>(totals + row), 8 * kBlockRows, kKeyWarps, factor);
+                const float largest = quad_max_or_nan(merged.largest());
+                if (first + lane < all) emit(strip, x % 4, merged, largest);
             }
         }
+    }
+
+    // What a lane has of 16 columns of a row.
+    static __device__ __forceinline__ float4 vector_of(const SoftmaxState<16>& state, int s, int i) {
+        const float(&low)[4] = state.output[2 * s], (&high)[4] = state.output[2 * s + 1];
+        return {low[2 * i], low[2 * i + 1], high[2 * i], high[2 * i + 1]};
     }
 
     // Zeros for the tokens of each slot that are not new: the blocks of the launch share them.
@@ -507,32 +541,32 @@ struct Prefill {
         }
     }
 
-    // Grid: x alone. kSplits: if params.splits, several blocks may share a row block, and the launch is cooperative. Else one block for each.
+    // Grid: x alone. kSplits: if params.order says so, several blocks may share a row block, and the launch is cooperative. Else one block for each.
     template <bool kSplits>
     static __device__ __forceinline__ void run(PrefillParams params) {
         DYNAMIC_SHARED(unsigned char, queries);
         unsigned char* const ring = queries + kBlockRows * kRowBytes;
         grid_dependency_wait();
-        const Work work = kSplits && params.splits ? part_of_row_block<Rows>(params, kMinTilesPerPart) : whole_row_block<Rows>(params);
+        const Work work = kSplits && params.order == kSplit ? part_of_row_block<Rows>(params, kMinTilesPerPart) : whole_row_block<Rows>(params);
         const Rows& rows = work.rows;
         if (kQuantized && work.begin < work.end) params.use_head_scales(rows.slot, work.kv_head);
         const float factor = params.score.factor;
         if (work.begin < work.end) {
             State state;
             accumulate(state, queries, ring, params, work);
-            const auto store = [&](int strip, int vector, const PartialState& merged) { store_vector(params, rows, work.kv_head, strip, vector, merged); };
+            const auto store = [&](int strip, int vector, const Partial& merged) { store_vector(params, rows, work.kv_head, strip, vector, merged); };
             if (kSplits && work.num_blocks > 1) {
                 __syncthreads();  // all warps have left the ring
                 float4* const own = reinterpret_cast<float4*>(ring + kStagingBytes);
-                const SplitKVReduce reduce(rows.rows * kStripsPerRow, kMaxStrips, work.first_block, work.num_blocks, true, params.partials, own);
-                for_each_vector(state, ring, rows, factor, [&](int strip, int vector, const PartialState& merged) {
-                    reduce.publish(strip, vector, merged, false);
+                const SplitKVReduce<2> reduce(rows.rows * kRowStrips, kMaxStrips, work.first_block, work.num_blocks, true, params.partials, own);
+                for_each_vector(state, ring, rows, factor, [&](int strip, int vector, const Partial& merged, float largest) {
+                    reduce.publish(strip, vector, merged, largest, false);
                 });
-                reduce.collect<kPrefillPolledAtOnce>(reinterpret_cast<float4*>(ring), kStagingBytes, factor, store);
+                reduce.template collect<kPolledByThread>(reinterpret_cast<float4*>(ring), kStagingBytes, factor, store);
             } else if constexpr (kKeyWarps == 1) {
                 store_rows(state, queries, params, rows, work.kv_head);
             } else {
-                for_each_vector(state, ring, rows, factor, store);
+                for_each_vector(state, ring, rows, factor, [&](int strip, int vector, const Partial& merged, float) { store(strip, vector, merged); });
             }
         }
         if (work.has_padding) store_zeros(params);

@@ -4,6 +4,9 @@
 #include "attention/config.cuh"
 #include "attention/softmax_state.cuh"
 
+// Several blocks may share a row block; or one block has each. trt_kvcache/kernels/cuda/prefill_plan.py has the same numbers.
+constexpr int kFromLast = 0, kSplit = 1, kInPairs = 2;
+
 // Where the scales of a quantized cache are; strides in floats.
 struct KVScales {
     float* scales;  // [2, num_kv_heads], or [batch, 2, num_kv_heads, tokens]
@@ -21,7 +24,7 @@ struct PrefillParams {
     int window;                        // 0: no sliding window
     int batch_size, num_kv_heads, group_size, width;
     int row_blocks;                    // of `width` new tokens, for each slot and K/V head
-    int splits;                        // 1: several blocks may share a row block; 0: one block for each
+    int order;                         // of row blocks: kSplit, or one block for each, kFromLast or kInPairs
     unsigned char* cache;              // [batch, 2, num_kv_heads, max_sequence_length, kHeadDim]; strides in bytes
     long long slot_stride, kv_stride;
     const unsigned char* q;            // [batch, width, num_kv_heads, group_size, kHeadDim]

@@ -20,21 +20,45 @@ struct RowBlock {
     int slot;
     int past, count;            // tokens in the cache, and new ones
     int first_row, rows;        // rows: 0 if there are no new tokens for it
+    int first_token, first_head;  // of the first row
     int keys_end;               // behind the last key in a tile
     int first_tile, num_tiles;  // num_tiles: with the one of the new tokens
 
-    // `number`: slot * row_blocks + number of the row block in the slot.
+    // `number`: slot * row_blocks + number of the row block in the slot. Each division takes long, and most calls have one row block.
     __device__ __forceinline__ void load(const PrefillParams& params, int number) {
-        slot = divide(number, params.row_blocks);
+        slot = params.row_blocks > 1 ? divide(number, params.row_blocks) : number;
         past = params.lengths[slot];
         count = count_new_tokens(params.lengths, params.new_lengths, slot, params.width, params.max_sequence_length);
         first_row = (number - slot * params.row_blocks) * kBlockRows;
         rows = max(min(kBlockRows, count * params.group_size - first_row), 0);
-        const int first_token = divide(first_row, params.group_size), last_token = divide(first_row + max(rows, 1) - 1, params.group_size);
+        first_token = first_row > 0 ? divide(first_row, params.group_size) : 0;
+        first_head = first_row - first_token * params.group_size;
         const int first_key = params.window > 0 ? max(0, past + first_token - (params.window - 1)) : 0;
-        keys_end = kAppends ? past : past + last_token + 1;
+        keys_end = kAppends ? past : past + token_of(params, max(rows, 1) - 1) + 1;
         first_tile = first_key / kTileKeys;
         num_tiles = rows > 0 ? max((keys_end + kTileKeys - 1) / kTileKeys - first_tile, 0) + kAppends : 0;
+    }
+    // The new token of a row of the block, and which of its query heads.
+    __device__ __forceinline__ int token_of(const PrefillParams& params, int row) const {
+        return first_token + divide_small(first_head + row, params.group_size);
+    }
+    __device__ __forceinline__ int head_of(const PrefillParams& params, int row, int token) const {
+        return first_head + row - (token - first_token) * params.group_size;
+    }
+    // That of another lane.
+    __device__ __forceinline__ RowBlock of_lane(int lane) const {
+        RowBlock other;
+        other.slot = __shfl_sync(~0u, slot, lane);
+        other.past = __shfl_sync(~0u, past, lane);
+        other.count = __shfl_sync(~0u, count, lane);
+        other.first_row = __shfl_sync(~0u, first_row, lane);
+        other.rows = __shfl_sync(~0u, rows, lane);
+        other.first_token = __shfl_sync(~0u, first_token, lane);
+        other.first_head = __shfl_sync(~0u, first_head, lane);
+        other.keys_end = __shfl_sync(~0u, keys_end, lane);
+        other.first_tile = __shfl_sync(~0u, first_tile, lane);
+        other.num_tiles = __shfl_sync(~0u, num_tiles, lane);
+        return other;
     }
 };
 
@@ -58,14 +82,17 @@ __device__ __forceinline__ RowBlock row_block(const PrefillParams& params, int n
     return rows;
 }
 
-// One block for each row block, those of the last tokens, which see most keys, first.
+// One block for each row block, those of the last tokens, which see most keys, first. In pairs: only half of them, and then those of the first
+// tokens; where two blocks share a multiprocessor, both together have about as much to do as two others.
 template <class RowBlock>
 __device__ __forceinline__ PrefillWork<RowBlock> whole_row_block(const PrefillParams& params) {
     PrefillWork<RowBlock> work;
     const int heads = params.batch_size * params.num_kv_heads, from_last = static_cast<int>(blockIdx.x) / heads;
     const int other = static_cast<int>(blockIdx.x) - from_last * heads, slot = other / params.num_kv_heads;
     work.kv_head = other - slot * params.num_kv_heads;
-    work.rows.load(params, slot * params.row_blocks + params.row_blocks - 1 - from_last);
+    const int half = (params.row_blocks + 1) / 2;
+    const int number = params.order == kInPairs && from_last >= half ? from_last - half : params.row_blocks - 1 - from_last;
+    work.rows.load(params, slot * params.row_blocks + number);
     work.end = work.rows.num_tiles;
     work.has_padding = true;  // as far as is known
     return work;
@@ -98,8 +125,8 @@ __device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const Prefill
     int before = 0;  // parts of the row blocks before
 #pragma unroll 1
     for (int first = 0; first < numbers; first += 32) {
-        const int tiles = first ? row_block<RowBlock>(params, first + lane).num_tiles : early.num_tiles;
-        const int own = divide(tiles + tiles_per_part - 1, tiles_per_part) * params.num_kv_heads;
+        const RowBlock rows = first ? row_block<RowBlock>(params, first + lane) : early;
+        const int parts = divide(rows.num_tiles + tiles_per_part - 1, tiles_per_part), own = parts * params.num_kv_heads;
         int sum = own;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
@@ -108,13 +135,10 @@ __device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const Prefill
         }
         const unsigned beyond = __ballot_sync(~0u, before + sum > static_cast<int>(blockIdx.x));
         if (beyond) {
-            int found = 0;
-#pragma unroll 1
-            while (!(beyond >> found & 1)) found++;
-            const int found_own = __shfl_sync(~0u, own, found);
-            before += __shfl_sync(~0u, sum, found) - found_own;
-            work.rows.load(params, first + found);
-            work.num_blocks = divide(found_own, params.num_kv_heads);
+            const int found = __ffs(static_cast<int>(beyond)) - 1;
+            before += __shfl_sync(~0u, sum - own, found);
+            work.rows = rows.of_lane(found);
+            work.num_blocks = __shfl_sync(~0u, parts, found);
             work.kv_head = divide(static_cast<int>(blockIdx.x) - before, work.num_blocks);
             work.first_block = before + work.kv_head * work.num_blocks;
             work.begin = (static_cast<int>(blockIdx.x) - work.first_block) * tiles_per_part;

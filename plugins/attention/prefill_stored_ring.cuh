@@ -1,46 +1,34 @@
-// The same as prefill_ring.cuh for a quantized cache: its codes become tiles of the element type, which has all of their values. Scales are no
-// part of a tile: those of keys are factors of scores, and those of values of probabilities.
+// The same as prefill_ring.cuh for a quantized cache: its codes become tiles of the element type, which has all of their values. If tokens have
+// scales of their own, those of keys are factors of scores, in float32; values are multiplied with theirs and rounded to elements. Scales of heads
+// are no part of a tile: see use_head_scales.
 //
 //     tiles    [2][2]: the one of this step, and the next one, which is converted while tensor cores are busy with the first
 //     codes    [kStages - 1][2], on their way. A thread converts the chunks that it has loaded, so there is no barrier between
-//     scales   [2][2][kTileKeys], of the two tiles, if each token has its own
+//     scales   [2][kTileKeys], of the keys of the two tiles, if tokens have their own
 //
 // Commit group 0 is q; group 1 + n is tile n.
 #pragma once
 
 #include "attention/cp_async.cuh"
 #include "attention/prefill_ring.cuh"
-#include "attention/stored_kv.cuh"
-
-// Four codes to elements, in their order.
-template <class Type, class Codes>
-__device__ __forceinline__ uint2 widen_in_order(Type, Codes, unsigned codes) {
-    return widen(Type{}, Codes{}, __byte_perm(codes, 0, 0x3120));
-}
-#ifdef FLOAT8_INSTRUCTIONS
-__device__ __forceinline__ uint2 widen_in_order(Float16, Float8, unsigned codes) {
-    return {float16_of_float8(codes), float16_of_float8(codes >> 16)};
-}
-#endif
-__device__ __forceinline__ uint2 widen_in_order(Float16, Int8, unsigned codes) {
-    const unsigned positive = codes ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // as in widen()
-    return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4140), one, minus),
-            multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), one, minus)};
-}
+#include "attention/real_values.cuh"
 
 template <bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
 struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> {
     static constexpr int kCodeStages = kStages - 1;
     static constexpr int kCodeChunks = kHeadDim / 16, kCodeTileBytes = kTileKeys * kHeadDim, kTilesBytes = 4 * Tiles::kTileBytes;
-    static constexpr int kBytes = kTilesBytes + kCodeStages * 2 * kCodeTileBytes, kScaleBytes = 4 * kTileKeys * static_cast<int>(sizeof(float));
+    static constexpr int kBytes = kTilesBytes + kCodeStages * 2 * kCodeTileBytes, kScaleBytes = 2 * kTileKeys * static_cast<int>(sizeof(float));
+    static constexpr int kChunksOfThread = (kTileKeys * kCodeChunks + kThreads - 1) / kThreads;
+    static constexpr bool kAllHaveChunks = kTileKeys * kCodeChunks % kThreads == 0;
     static constexpr int kGroupsYoungerThanQueries = kCodeStages;
-    static_assert(2 * kTileKeys <= kThreads, "a thread has a scale of each tile at most");
+    static_assert(kTileKeys <= kThreads, "a thread has the scale of one key of a tile");
 
     unsigned char* ring;
     const PrefillParams& params;
     const Work& work;
-    int stage = 0;         // of the codes that are converted next
-    float next_scale = 0;  // of the tile whose keys are: that of key threadIdx.x, or behind these of value threadIdx.x - kTileKeys
+    int stage = 0;             // of the codes that are converted next
+    float next_key_scale = 0;  // of these: that of key threadIdx.x, and those of the values that this thread converts
+    float next_value_scales[kChunksOfThread] = {};
 
     __device__ __forceinline__ PrefillRing(unsigned char* ring, const PrefillParams& params, const Work& work)
         : ring(ring), params(params), work(work) {}
@@ -48,15 +36,16 @@ struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> 
     __device__ __forceinline__ void begin() {
 #pragma unroll 1
         for (int i = 0; i < kCodeStages; i++) load_codes(i, work.begin + i);
-        load_scale(work.begin);
+        load_key_scale(work.begin);
+        load_value_scales(work.begin);
     }
     __device__ __forceinline__ void prepare_first() { convert(work.begin); }
     __device__ __forceinline__ void wait() {}
 
-    // Keys, then values, of the tile of a step. With kKeysAhead the keys of the next one are converted, too, and its scales.
+    // Keys, then values, of the tile of a step. With kKeysAhead there are those keys of the next one, too, and their scales.
     __device__ __forceinline__ unsigned char* tile(int tile) const { return ring + place_of_tile(tile) * 2 * Tiles::kTileBytes; }
-    // Of its keys, and kTileKeys further of its values.
-    __device__ __forceinline__ float* scales(int tile) const { return reinterpret_cast<float*>(ring + kBytes) + place_of_tile(tile) * 2 * kTileKeys; }
+    // Of its keys.
+    __device__ __forceinline__ float* scales(int tile) const { return reinterpret_cast<float*>(ring + kBytes) + place_of_tile(tile) * kTileKeys; }
 
     // Behind the barrier of the step of `tile`, and with kKeysAhead when its scores are there: converts what the next step needs.
     __device__ __forceinline__ void advance(int tile) { convert(tile + 1 + kKeysAhead); }
@@ -75,8 +64,6 @@ private:
         }
         return {x / kCodeChunks, x % kCodeChunks};
     }
-    static constexpr int kChunksOfThread = (kTileKeys * kCodeChunks + kThreads - 1) / kThreads;
-    static constexpr bool kAllHaveChunks = kTileKeys * kCodeChunks % kThreads == 0;
     static constexpr int kKeyStep = kCodeChunks % 4 == 0 && kThreads % (8 * kCodeChunks) == 0 ? kThreads / kCodeChunks : 0;
     // Where the elements of that chunk go in a tile. Those of its second half are one chunk further, before swizzling: another bit of the address.
     static __device__ __forceinline__ unsigned place_of(int i) {
@@ -108,38 +95,57 @@ private:
         }
     }
 
-    __device__ __forceinline__ void load_scale(int tile) {
-        if (!params.scales.per_token || tile >= work.end || threadIdx.x >= 2 * kTileKeys) return;
-        const int first_key = (work.rows.first_tile + tile) * kTileKeys;
-        const int kv = threadIdx.x >= kTileKeys, key = first_key + static_cast<int>(threadIdx.x) - kv * kTileKeys;
-        next_scale = key < work.rows.keys_end ? *params.scales.of(work.rows.slot, kv, work.kv_head, key) : 0;
+    __device__ __forceinline__ float scale_of(int kv, int tile, int row) const {
+        const int key = (work.rows.first_tile + tile) * kTileKeys + row;
+        return key < work.rows.keys_end ? *params.scales.of(work.rows.slot, kv, work.kv_head, key) : 0;
+    }
+    __device__ __forceinline__ void load_key_scale(int tile) {
+        if (!params.scales.per_token || tile >= work.end || threadIdx.x >= kTileKeys) return;
+        next_key_scale = scale_of(0, tile, threadIdx.x);
+    }
+    __device__ __forceinline__ void load_value_scales(int tile) {
+        if (!params.scales.per_token || tile >= work.end) return;
+#pragma unroll
+        for (int i = 0; i < kChunksOfThread; i++) {
+            const int row = chunk_of_thread(i).key;
+            if (kAllHaveChunks || row < kTileKeys) next_value_scales[i] = scale_of(1, tile, row);
+        }
     }
 
-    // Converts the oldest codes: keys of `tile`, and values of the same one, or with kKeysAhead of the one before it. The scales of both go with keys.
+    // Converts the oldest codes: keys of `tile`, and values of the same one, or with kKeysAhead of the one before it.
     __device__ __forceinline__ void convert(int tile) {
         const int values_tile = tile - kKeysAhead;
         if (values_tile >= work.end) return;
         cp_async_wait_group<kCodeStages - 1>();
-        if (!kKeysAhead || values_tile >= work.begin) widen_rows(1, values_tile);
         if (!kKeysAhead || tile < work.end) {
-            widen_rows(0, tile);
+            convert_rows(0, tile, [](int, unsigned codes) { return widen_in_order(Element{}, Stored{}, codes); });
+            if (params.scales.per_token && threadIdx.x < kTileKeys) scales(tile)[threadIdx.x] = next_key_scale;
+            load_key_scale(tile + 1);
+        }
+        if (!kKeysAhead || values_tile >= work.begin) {
             if (params.scales.per_token) {
-                if (threadIdx.x < 2 * kTileKeys) scales(tile)[threadIdx.x] = next_scale;
-                load_scale(tile + 1);
+                SplitScale scales[kChunksOfThread];
+#pragma unroll
+                for (int i = 0; i < kChunksOfThread; i++) scales[i] = split_scale(Element{}, Stored{}, next_value_scales[i]);
+                load_value_scales(values_tile + 1);
+                convert_rows(1, values_tile, [&](int i, unsigned codes) { return real_values(Element{}, Stored{}, codes, scales[i]); });
+            } else {
+                convert_rows(1, values_tile, [](int, unsigned codes) { return widen_in_order(Element{}, Stored{}, codes); });
             }
         }
         load_codes(stage, tile + kCodeStages);
         stage = stage + 1 == kCodeStages ? 0 : stage + 1;
     }
-    __device__ __forceinline__ void widen_rows(int kv, int tile) const {
+    // elements(i, codes): of four codes in the i-th chunk of this thread.
+    template <class Elements>
+    __device__ __forceinline__ void convert_rows(int kv, int tile, Elements elements) const {
         const unsigned char* const from = codes_of(stage) + kv * kCodeTileBytes;
         unsigned char* const to = this->tile(tile) + kv * Tiles::kTileBytes;
 #pragma unroll
         for (int i = 0; i < kChunksOfThread; i++) {
             if (!kAllHaveChunks && chunk_of_thread(i).key >= kTileKeys) break;
             const uint4 codes = *reinterpret_cast<const uint4*>(from + i * kThreads * 16);
-            const uint2 a = widen_in_order(Element{}, Stored{}, codes.x), b = widen_in_order(Element{}, Stored{}, codes.y);
-            const uint2 c = widen_in_order(Element{}, Stored{}, codes.z), d = widen_in_order(Element{}, Stored{}, codes.w);
+            const uint2 a = elements(i, codes.x), b = elements(i, codes.y), c = elements(i, codes.z), d = elements(i, codes.w);
             const unsigned place = place_of(i);
             *reinterpret_cast<uint4*>(to + place) = {a.x, a.y, b.x, b.y};
             *reinterpret_cast<uint4*>(to + (place ^ 16)) = {c.x, c.y, d.x, d.y};

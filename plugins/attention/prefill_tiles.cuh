@@ -24,57 +24,72 @@ struct PrefillTiles {
         for (int i = 0; i < (kBlockRows * kRowChunks + kThreads - 1) / kThreads; i++) {
             const int x = i * kThreads + threadIdx.x, row = x / kRowChunks, chunk = x % kRowChunks;
             if (kBlockRows * kRowChunks % kThreads && row >= kBlockRows) break;
-            const int token = divide(rows.first_row + row, params.group_size), head = rows.first_row + row - token * params.group_size;
+            const int token = rows.token_of(params, row), head = rows.head_of(params, row, token);
             cp_async(to + QueryLayout::offset(row, chunk), source + token * params.q_token_stride + head * kRowBytes + chunk * 16, row < rows.rows);
         }
     }
 
     // Applies RoPE to the first `count` rows of a tile; position(row) is that of a row. By chunks, if several at a time and
-    // rotary_dim ends with one, or by words. The angles of several are loaded together, as each load takes long, and the first ones before arrived()
-    // is called, which says when the rows are there. For all threads of the block.
+    // rotary_dim ends with one, or by words. The angles of several are loaded together, as each load takes long, the first chunks before arrived() is
+    // called, which returns when the rows are there, and may ask for what comes later. For all threads of the block.
     template <class RowsLayout, int kChunksAtOnce, int kWordsAtOnce, class Position, class Arrived>
     static __device__ __forceinline__ void apply_rope(unsigned char* tile, const PrefillParams& params, int count, Position position, Arrived arrived) {
         const auto angles = [&](int row) { return RopeAngles(params.cos_sin, params.rotary_dim, position(row)); };
-        if (kChunksAtOnce > 0 && params.rotary_dim % 16 == 0) {
-            const int half = params.rotary_dim / 16;
-            for_each_place<ChunkAngles, kChunksAtOnce ? kChunksAtOnce : 1>(
-                count, half, arrived, [&](int row, int chunk) { return chunk_angles(angles(row), chunk); },
-                [&](int row, int chunk, const ChunkAngles& found) { rotate_chunks<RowsLayout>(tile, row, chunk, half, found); });
+        const bool by_chunks = kChunksAtOnce > 0 && params.rotary_dim % 16 == 0;
+        const int half = params.rotary_dim / (by_chunks ? 16 : 4);
+        Places<ChunkAngles, kChunksAtOnce ? kChunksAtOnce : 1> chunks(count, half);
+        const auto chunk = [&](int row, int place) { return chunk_angles(angles(row), place); };
+        if (by_chunks) chunks.load(0, chunk);
+        arrived();
+        if (by_chunks) {
+#pragma unroll 1
+            for (int first = 0; first < chunks.all; first += chunks.kStep) {
+                if (first) chunks.load(first, chunk);
+                chunks.for_each(first, [&](int row, int place, const ChunkAngles& found) { rotate_chunks<RowsLayout>(tile, row, place, half, found); });
+            }
         } else {
-            const int half = params.rotary_dim / 4;
-            for_each_place<float4, kWordsAtOnce>(
-                count, half, arrived,
-                [&](int row, int word) {
+            Places<float4, kWordsAtOnce> words(count, half);
+#pragma unroll 1
+            for (int first = 0; first < words.all; first += words.kStep) {
+                words.load(first, [&](int row, int word) {
                     const float2 cosine = angles(row).cosine(word), sine = angles(row).sine(word);
                     return float4{cosine.x, cosine.y, sine.x, sine.y};
-                },
-                [&](int row, int word, float4 found) { rotate_in_tile<RowsLayout>(tile, row, word, half, {found.x, found.y}, {found.z, found.w}); });
+                });
+                words.for_each(first, [&](int row, int word, float4 found) {
+                    rotate_in_tile<RowsLayout>(tile, row, word, half, {found.x, found.y}, {found.z, found.w});
+                });
+            }
         }
     }
 
-    // Calls rotate(row, place, load(row, place)) for the places of `count` rows, each thread kAtOnce of them at a time: first all it loads.
-    template <class Angles, int kAtOnce, class Arrived, class Load, class Rotate>
-    static __device__ __forceinline__ void for_each_place(int count, int places_of_row, Arrived arrived, Load load, Rotate rotate) {
-        const int all = count * places_of_row;
-#pragma unroll 1
-        for (int first = 0; first == 0 || first < all; first += kThreads * kAtOnce) {
-            int rows[kAtOnce], places[kAtOnce];
-            Angles angles[kAtOnce];
+    // Places of rows of which each thread has kAtOnce at a time, and their angles.
+    template <class Angles, int kAtOnce>
+    struct Places {
+        static constexpr int kStep = kThreads * kAtOnce;
+        const int of_row, all;
+        int rows[kAtOnce], places[kAtOnce];
+        Angles angles[kAtOnce];
+
+        __device__ __forceinline__ Places(int count, int places_of_row) : of_row(places_of_row), all(count * places_of_row) {}
+        template <class Load>
+        __device__ __forceinline__ void load(int first, Load load_angles) {
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
                 const int x = first + i * kThreads + threadIdx.x;
                 if (x >= all) continue;
-                rows[i] = divide(x, places_of_row);
-                places[i] = x - rows[i] * places_of_row;
-                angles[i] = load(rows[i], places[i]);
-            }
-            if (first == 0) arrived();
-#pragma unroll
-            for (int i = 0; i < kAtOnce; i++) {
-                if (first + i * kThreads + static_cast<int>(threadIdx.x) < all) rotate(rows[i], places[i], angles[i]);
+                rows[i] = divide_small(x, of_row);
+                places[i] = x - rows[i] * of_row;
+                angles[i] = load_angles(rows[i], places[i]);
             }
         }
-    }
+        template <class Use>
+        __device__ __forceinline__ void for_each(int first, Use use) const {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) {
+                if (first + i * kThreads + static_cast<int>(threadIdx.x) < all) use(rows[i], places[i], angles[i]);
+            }
+        }
+    };
 
     // Keys, then values, of a tile; rows that are not live are zeros. `tile` is counted from the first one of the row block.
     static __device__ __forceinline__ void fill(unsigned char* tiles, const PrefillParams& params, const Rows& rows, int kv_head, int tile) {

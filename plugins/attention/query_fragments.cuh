@@ -32,7 +32,7 @@ struct QueryFragments {
     unsigned words[kInRegisters ? kHeadDim / 16 : 1][kRowsOfTile<kRows> / 4];
     SharedAddress shared;
 
-    // `head`: rows of q. Beside codes, columns 4t and 4t+2 are in the place of 2t and 2t+1, and 4t+1 and 4t+3 in that of 2t+8 and 2t+9 (stored_kv.cuh).
+    // `head`: rows of q. Beside codes, columns 4t and 4t+1 are in the place of 2t and 2t+1, and 4t+2 and 4t+3 in that of 2t+8 and 2t+9 (stored_kv.cuh).
     __device__ __forceinline__ void load(const unsigned char* head) {
         const int lane = threadIdx.x % 32;
         const SharedAddress rows = shared_address(head);
@@ -44,8 +44,8 @@ struct QueryFragments {
 #pragma unroll
                 for (int i = 0; i < kRows / 8; i++) {
                     const uint2 four = *reinterpret_cast<const uint2*>(head + swizzled_offset(8 * i + lane / 4, 2 * d + lane % 4 / 2) + lane % 2 * 8);
-                    words[d][i] = __byte_perm(four.x, four.y, 0x5410);
-                    words[d][kRows / 8 + i] = __byte_perm(four.x, four.y, 0x7632);
+                    words[d][i] = four.x;
+                    words[d][kRows / 8 + i] = four.y;
                 }
             }
         } else if constexpr (kRows == 8) {

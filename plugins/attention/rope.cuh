@@ -60,17 +60,41 @@ __device__ __forceinline__ ChunkAngles chunk_angles(RopeAngles angles, int chunk
     return {{cosines[0], cosines[1]}, {sines[0], sines[1]}};
 }
 
+// A chunk and its partner, rotated.
+struct ChunkPair {
+    uint4 low, high;
+};
+__device__ __forceinline__ ChunkPair rotated_chunks(uint4 a, uint4 b, const ChunkAngles& angles) {
+    const auto &c = angles.cosines, &s = angles.sines;
+    const uint2 x = rotated(a.x, b.x, {c[0].x, c[0].y}, {s[0].x, s[0].y}), y = rotated(a.y, b.y, {c[0].z, c[0].w}, {s[0].z, s[0].w});
+    const uint2 z = rotated(a.z, b.z, {c[1].x, c[1].y}, {s[1].x, s[1].y}), w = rotated(a.w, b.w, {c[1].z, c[1].w}, {s[1].z, s[1].w});
+    return {{x.x, y.x, z.x, w.x}, {x.y, y.y, z.y, w.y}};
+}
+
+// A chunk of a row after RoPE: by chunks where rotary_dim ends with one, else by words.
+__device__ __forceinline__ uint4 rotated_chunk(const uint4* row, int chunk, int rotary_dim, RopeAngles angles) {
+    const int half = rotary_dim / 16;
+    const uint4 own = row[chunk];
+    if (8 * chunk >= rotary_dim) return own;
+    if (rotary_dim % 16) {
+        const unsigned* const words = reinterpret_cast<const unsigned*>(row);
+        return {apply_rope(words, 4 * chunk, angles), apply_rope(words, 4 * chunk + 1, angles), apply_rope(words, 4 * chunk + 2, angles),
+                apply_rope(words, 4 * chunk + 3, angles)};
+    }
+    const bool is_high = chunk >= half;
+    const uint4 partner = row[is_high ? chunk - half : chunk + half];
+    const ChunkPair both = rotated_chunks(is_high ? partner : own, is_high ? own : partner, chunk_angles(angles, is_high ? chunk - half : chunk));
+    return is_high ? both.high : both.low;
+}
+
 // Rotates, in place, a chunk of a row of a tile and its partner `half` chunks further on.
 template <class Layout = TileLayout<false, 0>>
 __device__ __forceinline__ void rotate_chunks(unsigned char* tile, int row, int chunk, int half, const ChunkAngles& angles) {
     uint4* const low = reinterpret_cast<uint4*>(tile + Layout::offset(row, chunk));
     uint4* const high = reinterpret_cast<uint4*>(tile + Layout::offset(row, chunk + half));
-    const uint4 a = *low, b = *high;
-    const auto &c = angles.cosines, &s = angles.sines;
-    const uint2 x = rotated(a.x, b.x, {c[0].x, c[0].y}, {s[0].x, s[0].y}), y = rotated(a.y, b.y, {c[0].z, c[0].w}, {s[0].z, s[0].w});
-    const uint2 z = rotated(a.z, b.z, {c[1].x, c[1].y}, {s[1].x, s[1].y}), w = rotated(a.w, b.w, {c[1].z, c[1].w}, {s[1].z, s[1].w});
-    *low = {x.x, y.x, z.x, w.x};
-    *high = {x.y, y.y, z.y, w.y};
+    const ChunkPair both = rotated_chunks(*low, *high, angles);
+    *low = both.low;
+    *high = both.high;
 }
 
 // Applies RoPE in place to a word of a row of a tile, and to its partner `half` words further on.

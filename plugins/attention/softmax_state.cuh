@@ -86,10 +86,10 @@ struct SoftmaxState {
         }
     }
 
-    // Turns scores into probabilities relative to the maximum, times 2 to the power of `exponent`, and adds them to the sum.
+    // Turns scores into probabilities relative to the maximum, and adds them to the sum.
     template <int kFragments>
-    __device__ __forceinline__ void exponentiate(float (&scores)[kFragments][4], int i, float factor, float exponent = 0) {
-        const float shift = maxima[i] * factor - exponent;
+    __device__ __forceinline__ void exponentiate(float (&scores)[kFragments][4], int i, float factor) {
+        const float shift = maxima[i] * factor;
 #pragma unroll
         for (int j = 0; j < kFragments; j++) {
 #pragma unroll

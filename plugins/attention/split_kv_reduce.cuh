@@ -1,10 +1,12 @@
 // The reduction of partial results: first of the warps of a block (PartialState), then of the blocks that share a K/V head (SplitKVReduce).
 //
-// The unit of a reduction is a strip: 16 columns of one output row. Strip `row * kStripsPerRow + s` has columns 16 s to 16 s + 15 of a
-// query head. It takes five vectors of 16 bytes:
+// The unit of a reduction is a strip of an output row: 16 columns in the decode kernel of one new token, where few rows are merged and latency is
+// all, or 32, packed, where rows are many and bytes count (kHalves: 16 columns each). Strip `row * kStripsPerRow<kHalves> + s` has the columns
+// from 16 * kHalves * s on. It takes five vectors of 16 bytes:
 //
-//     vector 0 .. 3   vector t: columns 2t, 2t + 1, 2t + 8, 2t + 9 of the strip, as lane t of a quad has them in two fragments
-//     vector 4        maximum and sum of the row, for this part of the keys
+//     vector 0 .. 3   vector t: columns 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, as lane t of a quad has them in two fragments; as floats, or
+//                     packed (packed_vector.cuh)
+//     vector 4        maximum and sum of the row, for this part of the keys; the unit of packed values
 //
 // Protocol between the blocks of a head (SplitKVReduce):
 //
@@ -22,52 +24,129 @@
 #include "attention/config.cuh"
 #include "attention/flagged_vector.cuh"
 #include "attention/math.cuh"
+#include "attention/packed_vector.cuh"
 #include "attention/softmax_state.cuh"
 
-constexpr int kStripsPerRow = kHeadDim / 16;
+template <int kHalves>
+constexpr int kStripsPerRow = (kHeadDim + 16 * kHalves - 1) / (16 * kHalves);
 constexpr int kStripVectors = 5;
 constexpr int kMergedAtOnce = 8;  // partial results that one step of a merge loads together
 constexpr int kPolledAtOnce = 2;  // vectors that a thread polls together in a decode step; each costs time, published or not
 
-// Four columns of a row, merged from several parts of the keys, relative to the highest maximum among them.
+// Some columns of a row, merged from several parts of the keys, relative to the highest maximum among them: four of each 16.
+template <int kHalves>
 struct PartialState {
     float maximum = kInitialMax, sum = 0;
-    float4 value{0, 0, 0, 0};
+    float4 values[kHalves]{};
 
-    // Merges `count` partial results from shared memory. `values` and `totals` (maximum and sum) are those of the first one; the next
-    // ones follow at these distances in bytes.
+    __device__ __forceinline__ void scale(float factor) {
+        sum *= factor;
+#pragma unroll
+        for (int h = 0; h < kHalves; h++) values[h] = {values[h].x * factor, values[h].y * factor, values[h].z * factor, values[h].w * factor};
+    }
+
+    // Merges `count` partial results from shared memory. `at`: the values of the first one, its second half half_stride bytes further on; `totals`:
+    // its maximum and sum. The next ones follow at these distances in bytes.
     template <int kAtOnce = kMergedAtOnce>
-    __device__ __forceinline__ void merge(const unsigned char* values, int value_stride, const unsigned char* totals, int total_stride, int count,
-                                          float factor) {
+    __device__ __forceinline__ void merge(const unsigned char* at, int value_stride, int half_stride, const unsigned char* totals, int total_stride,
+                                          int count, float factor) {
 #pragma unroll 1
         for (int first = 0; first < count; first += kAtOnce) {
             float2 total[kAtOnce];
-            float4 part[kAtOnce];
+            float4 part[kAtOnce][kHalves];
             float highest = maximum;
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
                 const int index = min(first + i, count - 1);
                 total[i] = *reinterpret_cast<const float2*>(totals + index * total_stride);
-                part[i] = *reinterpret_cast<const float4*>(values + index * value_stride);
+#pragma unroll
+                for (int h = 0; h < kHalves; h++) part[i][h] = *reinterpret_cast<const float4*>(at + index * value_stride + h * half_stride);
                 highest = fmaxf(highest, total[i].x);
             }
-            const float scale = exp2_approx((maximum - highest) * factor);
+            scale(exp2_approx((maximum - highest) * factor));
             maximum = highest;
-            sum *= scale;
-            value = {value.x * scale, value.y * scale, value.z * scale, value.w * scale};
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
                 const float weight = first + i < count ? exp2_approx((total[i].x - maximum) * factor) : 0;
                 sum += weight * total[i].y;
-                value = {value.x + weight * part[i].x, value.y + weight * part[i].y, value.z + weight * part[i].z, value.w + weight * part[i].w};
+#pragma unroll
+                for (int h = 0; h < kHalves; h++) {
+                    float4& value = values[h];
+                    const float4& more = part[i][h];
+                    value = {value.x + weight * more.x, value.y + weight * more.y, value.z + weight * more.z, value.w + weight * more.w};
+                }
             }
         }
     }
+
+    // That of a packed strip alone.
+    __device__ __forceinline__ void unpack(float4 total, float4 packed) {
+        maximum = total.x;
+        sum = total.y;
+        add_packed(values[0], packed.x, packed.y, total.z);
+        add_packed(values[kHalves - 1], packed.z, packed.w, total.z);
+    }
+
+    // Merges packed ones: vector `vector` of strips in shared memory, every step-th of `count` from `first` on; `stride` in vectors.
+    __device__ __forceinline__ void merge_packed(const float4* strips, int vector, int stride, int first, int step, int count, float factor) {
+        constexpr int kAtOnce = 4;
+#pragma unroll 1
+        for (int i0 = first; i0 < count; i0 += step * kAtOnce) {
+            float4 total[kAtOnce], part[kAtOnce];
+            float highest = maximum;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) {
+                const float4* const strip = strips + min(i0 + i * step, count - 1) * stride;
+                total[i] = strip[4];
+                part[i] = strip[vector];
+                highest = fmaxf(highest, total[i].x);
+            }
+            scale(exp2_approx((maximum - highest) * factor));
+            maximum = highest;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) {
+                const float weight = i0 + i * step < count ? exp2_approx((total[i].x - maximum) * factor) : 0, unit = weight * total[i].z;
+                sum += weight * total[i].y;
+                add_packed(values[0], part[i].x, part[i].y, unit);
+                add_packed(values[kHalves - 1], part[i].z, part[i].w, unit);
+            }
+        }
+    }
+
+    // Joins what the lanes of a warp have that are these distances apart: first_distance, twice that, and so on, below end_distance.
+    __device__ __forceinline__ void join_lanes(int first_distance, int end_distance, float factor) {
+        float highest = maximum;
+#pragma unroll 1
+        for (int distance = first_distance; distance < end_distance; distance *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, distance));
+        scale(exp2_approx((maximum - highest) * factor));
+        maximum = highest;
+#pragma unroll 1
+        for (int distance = first_distance; distance < end_distance; distance *= 2) {
+            sum += __shfl_xor_sync(~0u, sum, distance);
+#pragma unroll
+            for (int h = 0; h < kHalves; h++) {
+                float4& value = values[h];
+                value.x += __shfl_xor_sync(~0u, value.x, distance);
+                value.y += __shfl_xor_sync(~0u, value.y, distance);
+                value.z += __shfl_xor_sync(~0u, value.z, distance);
+                value.w += __shfl_xor_sync(~0u, value.w, distance);
+            }
+        }
+    }
+
+    // The largest of the values; NaN if one is.
+    __device__ __forceinline__ float largest(float other = 0) const {
+#pragma unroll
+        for (int h = 0; h < kHalves; h++) other = largest_of(values[h], other);
+        return other;
+    }
 };
 
-// What this block does with its partial result of a head that it shares with other blocks. See the protocol above.
+// What this block does with its partial result of a head that it shares with other blocks. See the protocol above. kHalves: 1, floats; 2, packed.
+template <int kHalves>
 struct SplitKVReduce {
-    int num_strips;         // of a head: rows * kStripsPerRow
+    static constexpr bool kPacked = kHalves == 2;
+    int num_strips;         // of a head: rows * kStripsPerRow<kHalves>
     int place_strips;       // that a block has room for in the workspace
     int first_block;        // of those that share the head
     int rank, num_blocks;   // rank: of this block among them; a head of fewer than 2 blocks is not shared
@@ -81,23 +160,29 @@ struct SplitKVReduce {
                                              float4* own_partials)
         : num_strips(num_strips), place_strips(place_strips), first_block(first_block), rank(static_cast<int>(blockIdx.x) - first_block), num_blocks(num_blocks),
           all_merge(all_merge), partials(partials) {
-        const int strips_per_block = all_merge && num_blocks > 1 ? divide(num_strips + num_blocks - 1, num_blocks) : num_strips;
+        constexpr int kUnit = kPacked ? kStripsPerRow<kHalves> : 1;  // strips: packed ones go by rows, which is less work for who hands them on
+        const int units = num_strips / kUnit, units_per_block = all_merge && num_blocks > 1 ? divide_small(units + num_blocks - 1, num_blocks) : units;
+        const int strips_per_block = units_per_block * kUnit;
         begin = all_merge ? rank * strips_per_block : 0;
         end = min(num_strips, begin + strips_per_block);
         own = all_merge ? own_partials - begin * kStripVectors : own_partials + static_cast<long long>(blockIdx.x) * place_strips * kStripVectors;
     }
     __device__ __forceinline__ float4* partials_of(int block) const { return partials + static_cast<long long>(block) * place_strips * kStripVectors; }
 
-    // Hands on one vector of a strip. has_last_tile: this block has the last tile of the head.
-    __device__ __forceinline__ void publish(int strip, int vector, const PartialState& state, bool has_last_tile) const {
+    // Hands on one vector of a strip. `largest`: of all values that share a unit (packed), which may be those of a row. has_last_tile: this block has
+    // the last tile of the head.
+    __device__ __forceinline__ void publish(int strip, int vector, const PartialState<kHalves>& state, float largest, bool has_last_tile) const {
         const bool is_own = all_merge ? strip >= begin && strip < end : has_last_tile;
         float4* const to = (is_own ? own : partials_of(blockIdx.x)) + strip * kStripVectors;
+        const float unit = kPacked ? packed_unit(largest) : 1;
+        float4 values = state.values[0];
+        if constexpr (kPacked) values = pack_vector(state.values[0], state.values[1], unit);
         if (is_own) {
-            to[vector] = state.value;
-            if (vector == 0) to[4] = {state.maximum, state.sum, 0, 0};
+            to[vector] = values;
+            if (vector == 0) to[4] = {state.maximum, state.sum, unit, 0};
         } else {
-            publish_vector(to + vector, state.value);
-            if (vector == 0) publish_vector(to + 4, {state.maximum, state.sum, 1, 1});
+            publish_vector(to + vector, values);
+            if (vector == 0) publish_vector(to + 4, {state.maximum, state.sum, unit, 1});
         }
     }
 
@@ -106,7 +191,7 @@ struct SplitKVReduce {
     template <int kAtOnce = kPolledAtOnce, class Store>
     __device__ __forceinline__ void collect(float4* staging, int nbytes, float factor, Store store) const {
         if (num_blocks < 2) return;
-        const int threads = blockDim.x, others = num_blocks - 1, room = divide(nbytes / (16 * kStripVectors), others);
+        const int others = num_blocks - 1, room = divide(nbytes / (16 * kStripVectors), others);
 #pragma unroll 1
         for (int first = begin, last; first < end; first = last) {
             last = min(end, first + room);
@@ -114,19 +199,41 @@ struct SplitKVReduce {
             __syncthreads();
             gather<kAtOnce>(staging, first, vectors, others);
             __syncthreads();
-#pragma unroll 1
-            for (int x = threadIdx.x; x < (last - first) * 4; x += threads) {
-                const int strip = first + x / 4;
-                const float4 *const theirs = staging + x / 4 * kStripVectors, *const ours = own + strip * kStripVectors;
-                PartialState state{ours[4].x, ours[4].y, ours[x % 4]};
-                state.merge(reinterpret_cast<const unsigned char*>(theirs + x % 4), 16 * vectors, reinterpret_cast<const unsigned char*>(theirs + 4),
-                            16 * vectors, others, factor);
-                store(strip, x % 4, state);
-            }
+            merge(staging, first, last, others, factor, store);
         }
     }
 
 private:
+    template <class Store>
+    __device__ __forceinline__ void merge(const float4* staging, int first, int last, int others, float factor, Store store) const {
+        const int threads = blockDim.x, vectors = (last - first) * kStripVectors, all = (last - first) * 4;
+        if constexpr (!kPacked) {
+#pragma unroll 1
+            for (int x = threadIdx.x; x < all; x += threads) {
+                const int strip = first + x / 4;
+                const float4 *const theirs = staging + x / 4 * kStripVectors, *const ours = own + strip * kStripVectors;
+                PartialState<1> state{ours[4].x, ours[4].y, {ours[x % 4]}};
+                state.merge(reinterpret_cast<const unsigned char*>(theirs + x % 4), 16 * vectors, 0,
+                            reinterpret_cast<const unsigned char*>(theirs + 4), 16 * vectors, others, factor);
+                store(strip, x % 4, state);
+            }
+        } else {
+            int share_bits = 0;  // several lanes share a vector, with 4 or more partial results each, where threads are more than vectors
+            while (share_bits < 3 && 8 << share_bits <= others && all << (share_bits + 1) <= threads) share_bits++;
+            const int shares = 1 << share_bits, end_x = all << share_bits;
+#pragma unroll 1
+            for (int x0 = threadIdx.x / 32 * 32; x0 < end_x; x0 += threads) {
+                const int x = x0 + threadIdx.x % 32, vector = x % 4, share = x / 4 % 8 & (shares - 1);
+                const int strip = min(first + (x >> (share_bits + 2)), last - 1);
+                PartialState<kHalves> state;
+                if (share == 0) state.unpack(own[strip * kStripVectors + 4], own[strip * kStripVectors + vector]);
+                state.merge_packed(staging + (strip - first) * kStripVectors, vector, vectors, share, shares, others, factor);
+                if (shares > 1) state.join_lanes(4, 4 * shares, factor);
+                if (share == 0 && x < end_x) store(strip, vector, state);
+            }
+        }
+    }
+
     // Waits for `vectors` vectors, from strip `first` on, of each other block, and copies them to staging [others, vectors].
     template <int kAtOnce>
     __device__ __forceinline__ void gather(float4* staging, int first, int vectors, int others) const {

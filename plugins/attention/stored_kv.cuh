@@ -1,12 +1,12 @@
 // K and V in eight bits: codes, each of which stands for its value times a scale. trt_kvcache/kernels/host/quantized_kv.py defines, bit by bit, how a
 // row is quantized.
 //
-// A word holds four codes of a row, the first one in its lowest byte. As elements they come in two words: codes 0 and 2, and codes 1 and 3. With
-// that, what ldmatrix reads of a tile of codes is a B fragment, of k 16 and 8 columns:
+// A word holds four codes of a row, the first one in its lowest byte. As elements they come in two words. So what ldmatrix reads of a tile of codes
+// is a B fragment, of k 16 and 8 columns:
 //
-//     ldmatrix          a word: codes 4t .. 4t+3 of row g.                               x, y: b0, b1 of K^T for key g, if the lane with place t
-//                                                                                        in its quad has k 4t, 4t+2 and 4t+1, 4t+3 of q
-//     ldmatrix, trans   a word: codes 2g, 2g+1 of row 2t, and the same of row 2t+1.      x, y: keys 2t and 2t+1 of V, of columns 2g and 2g+1
+//     ldmatrix          a word: codes 4t .. 4t+3 of row g.                            widen_in_order: b0, b1 of K^T for key g, if the lane with
+//                                                                                     place t in its quad has columns 4t, 4t+1 and 4t+2, 4t+3 of q
+//     ldmatrix, trans   a word: codes 2g, 2g+1 of row 2t, and the same of row 2t+1.   widen: keys 2t and 2t+1 of V, of columns 2g and 2g+1
 //
 // So the 16 columns of a chunk are two B fragments of V, one of the even columns and one of the odd ones.
 #pragma once
@@ -33,11 +33,13 @@ constexpr bool kHasScales<Int8> = true;
 #if __CUDA_ARCH__ >= 890
 #define FLOAT8_INSTRUCTIONS
 
-// The two codes in the lower half of a word as elements; exact.
-__device__ __forceinline__ unsigned float16_of_float8(unsigned codes) {
-    unsigned word;
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(word) : "r"(codes));
-    return word;
+// Four codes as elements, in order; exact.
+__device__ __forceinline__ uint2 float16_of_float8(unsigned codes) {
+    uint2 words;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+        : "=r"(words.x), "=r"(words.y)
+        : "r"(codes));
+    return words;
 }
 // Two floats to codes, rounded to nearest even, and to kLargest what is larger. NaN becomes 0x7F.
 __device__ __forceinline__ unsigned float8_of_floats(float2 values) {
@@ -72,8 +74,7 @@ __device__ __forceinline__ unsigned float8_by_bits(float value) {
 // Four codes to elements: x has codes 0 and 2, y has codes 1 and 3. Exact.
 __device__ __forceinline__ uint2 widen(Float16, Float8, unsigned codes) {
 #ifdef FLOAT8_INSTRUCTIONS
-    const unsigned sorted = __byte_perm(codes, 0, 0x3120);
-    return {float16_of_float8(sorted), float16_of_float8(sorted >> 16)};
+    return float16_of_float8(__byte_perm(codes, 0, 0x3120));
 #else
     return widen_by_bits(Float16{}, codes);
 #endif
@@ -98,6 +99,15 @@ __device__ __forceinline__ uint2 widen(BFloat16, Int8, unsigned codes) {
     return {multiply_add(BFloat16{}, even & 0xFF7FFF7F, one, (even & 0x00800080) | 0xC300C300),
             multiply_add(BFloat16{}, odd & 0xFF7FFF7F, one, (odd & 0x00800080) | 0xC300C300)};
 }
+
+// The same in order: x has codes 0 and 1, y has codes 2 and 3.
+template <class Type, class Codes>
+__device__ __forceinline__ uint2 widen_in_order(Type, Codes, unsigned codes) {
+    return widen(Type{}, Codes{}, __byte_perm(codes, 0, 0x3120));
+}
+#ifdef FLOAT8_INSTRUCTIONS
+__device__ __forceinline__ uint2 widen_in_order(Float16, Float8, unsigned codes) { return float16_of_float8(codes); }
+#endif
 
 // The scale of a row with this largest magnitude: that becomes the largest code.
 template <class Codes>

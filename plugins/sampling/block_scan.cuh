@@ -1,6 +1,8 @@
 // Sums, prefix sums and maxima over the threads of a block.
 #pragma once
 
+#include "attention/math.cuh"
+
 constexpr int kRowThreads = 512;
 constexpr int kWarpsOfBlock = kRowThreads / 32;
 
@@ -32,15 +34,19 @@ __device__ __forceinline__ PrefixSum block_prefix_sum(Number value, Number* scra
     return {(warp ? before_warp : 0) + up_to - value, __shfl_sync(~0u, of_warps, 31)};
 }
 
+// By halves of 32 bits, for which there is one instruction each.
+__device__ __forceinline__ Number largest_of_warp(Number value) {
+    constexpr unsigned kSign = 0x80000000u;
+    const int high = static_cast<int>(static_cast<unsigned>(value >> 32) ^ kSign), highest = warp_max(high);
+    const int low = warp_max(high == highest ? static_cast<int>(static_cast<unsigned>(value) ^ kSign) : static_cast<int>(kSign));
+    return static_cast<Number>(static_cast<unsigned>(highest) ^ kSign) << 32 | (static_cast<unsigned>(low) ^ kSign);
+}
+
 __device__ __forceinline__ Number block_max(Number value, Number* scratch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(~0u, value, distance));
+    value = largest_of_warp(value);
     __syncthreads();
     if (lane == 0) scratch[warp] = value;
     __syncthreads();
-    value = lane < kWarpsOfBlock ? scratch[lane] : 0;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(~0u, value, distance));
-    return value;
+    return largest_of_warp(lane < kWarpsOfBlock ? scratch[lane] : 0);
 }

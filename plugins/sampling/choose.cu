@@ -37,7 +37,7 @@ struct RowSampler {
     unsigned* bins;    // shared memory
     Number* scratch;   // shared memory
     FoundBin* found;   // shared memory
-    int fine_bins[4]{-1, -1, -1, -1};  // the coarse bin that each of row.fine_count holds
+    int fine_bins[kFineSlots]{-1, -1, -1, -1, -1};  // the coarse bin that each of row.fine_count holds
     int num_fine = 0;
 
     __device__ __forceinline__ unsigned class_at(float logit) const { return class_of(largest, logit, params.scale); }
@@ -76,12 +76,14 @@ struct RowSampler {
         const Number all = kept.token_class == kClasses ? weights.total : kept.weight;
         const Number wanted = __umul64hi(shifted, all) + (shifted * all != 0), likely = params.min_weight ? row.likely_weight : all;
         const FoundBin last = weights.find(wanted - 1, found);
-        // Where the random number falls depends on where top_p ends; but nearly always the end of its bin says so too.
-        const FoundBin guessed = weights.find(__umul64hi(random << 11, min(last.before + last.value, likely)), found);
-        count_fine(last.bin, guessed.bin);
+        // Where the random number falls depends on where top_p ends; but nearly always the ends of its bin say so too.
+        const FoundBin most = weights.find(__umul64hi(random << 11, min(last.before + last.value, likely)), found);
+        int least = most.bin;  // the other end matters only where much of the weight is in that bin
+        if (last.value > last.before / 8) least = weights.find(__umul64hi(random << 11, min(last.before, likely)), found).bin;
+        count_fine(last.bin, most.bin, least);
         const Number target = __umul64hi(random << 11, min(border_in(last, wanted - 1).weight, likely));
         const FoundBin chosen = weights.find(target, found);
-        count_fine(chosen.bin, chosen.bin);
+        count_fine(chosen.bin, chosen.bin, chosen.bin);
         return border_in(chosen, target);
     }
 
@@ -99,29 +101,37 @@ struct RowSampler {
     __device__ __forceinline__ const unsigned* fine_counts(int coarse_bin) const {
         const unsigned* counts = nullptr;
 #pragma unroll
-        for (int i = 0; i < 4; i++) counts = fine_bins[i] == coarse_bin ? row.fine_count[i] : counts;
+        for (int i = 0; i < kFineSlots; i++) counts = fine_bins[i] == coarse_bin ? row.fine_count[i] : counts;
         return counts;
     }
 
     __device__ __forceinline__ void add_fine_bin(int coarse_bin) {
         if (fine_counts(coarse_bin)) return;
 #pragma unroll
-        for (int i = 0; i < 4; i++) fine_bins[i] = i == num_fine ? coarse_bin : fine_bins[i];
+        for (int i = 0; i < kFineSlots; i++) fine_bins[i] = i == num_fine ? coarse_bin : fine_bins[i];
         num_fine++;
     }
 
-    // Counts the classes of two coarse bins, unless that was done before.
-    __device__ __forceinline__ void count_fine(int first, int second) {
+    __device__ __forceinline__ int bin_of_slot(int slot) const {
+        int bin = -2;  // which no token has
+#pragma unroll
+        for (int i = 0; i < kFineSlots; i++) bin = i == slot && i < num_fine ? fine_bins[i] : bin;
+        return bin;
+    }
+
+    // Counts the classes of three coarse bins, of each unless that was done before.
+    __device__ __forceinline__ void count_fine(int a, int b, int c) {
         const int before = num_fine;
-        add_fine_bin(first);
-        add_fine_bin(second);
+        add_fine_bin(a);
+        add_fine_bin(b);
+        add_fine_bin(c);
         if (num_fine == before) return;
-        const int other = num_fine - before > 1 ? second : -1, only = fine_counts(first) == row.fine_count[before] ? first : second;
+        const int first = bin_of_slot(before), second = bin_of_slot(before + 1), third = bin_of_slot(before + 2);
         add_counts(chunk, exchange.rank, (num_fine - before) * kFineBins, row.fine_count[before], bins, [&](int, float logit) {
             const unsigned token_class = class_at(logit);
-            const int coarse = token_class < kClasses ? static_cast<int>(token_class >> kFineBits) : -2;
+            const int coarse = token_class < kClasses ? static_cast<int>(token_class >> kFineBits) : -1;
             const int bin = static_cast<int>(token_class % kFineBins);
-            return coarse == only ? bin : coarse == other ? kFineBins + bin : -1;
+            return coarse == first ? bin : coarse == second ? kFineBins + bin : coarse == third ? 2 * kFineBins + bin : -1;
         });
         barrier.wait();
     }
@@ -143,7 +153,7 @@ struct RowSampler {
         const Number wanted = static_cast<Number>(params.top_k);
         const FoundBin coarse = BinSums<kCoarseBins>(scratch, [&](int bin) -> Number { return row.coarse_count[bin]; }).find(wanted - 1, found);
         if (coarse.bin < 0) return {kClasses, 0, 0};
-        count_fine(coarse.bin, coarse.bin);
+        count_fine(coarse.bin, coarse.bin, coarse.bin);
         const unsigned* const counts = fine_counts(coarse.bin);
         const FoundBin fine =
             BinSums<kFineBins>(scratch, [&](int bin) -> Number { return counts[bin]; }).find(wanted - 1 - coarse.before, found);
@@ -277,6 +287,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     RowWorkspace& workspace = workspaces[group];
     clear_bins(bins);
     grid_dependency_wait();
+    grid_dependents_may_launch();
     RowBarrier barrier(&workspace.at_barriers, static_cast<unsigned>(blocks));
     RowExchange exchange(workspace, rank, blocks);
     for (long long row = group; row < rows; row += groups) {

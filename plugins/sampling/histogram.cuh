@@ -7,7 +7,7 @@
 #include "shared_memory.cuh"
 
 constexpr int kTokensOfHistogram = 1 << 14;  // so that sums of 17 bits fit into 32
-constexpr int kSharedBins = 2 * kFineBins;
+constexpr int kSharedBins = kFineAtOnce * kFineBins;
 static_assert(kSharedBins >= 3 * kCoarseBins, "the same shared memory for both");
 
 // Shared memory, all 0 but within a function of this file.

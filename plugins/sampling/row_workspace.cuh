@@ -7,6 +7,7 @@
 // Classes are counted in two steps: by their high bits, then those of one such bin by their low bits.
 constexpr int kFineBits = 11, kFineBins = 1 << kFineBits, kCoarseBins = kClasses >> kFineBits;
 constexpr int kMaxBlocksOfRow = 128;
+constexpr int kFineSlots = 5, kFineAtOnce = 3;  // bins whose classes are counted: in all, and in one pass
 
 // Everything is 0 between two launches, except the first words and the slots.
 struct RowWorkspace {
@@ -15,8 +16,8 @@ struct RowWorkspace {
     Number likely_weight;                // of all tokens that min_p keeps
     Weight coarse_weight[kCoarseBins];   // of the tokens in a bin
     unsigned coarse_count[kCoarseBins];  // only where top_k asks for it
-    unsigned fine_count[4][kFineBins];   // for the borders of top_k and top_p, and for the token, which is guessed first
+    unsigned fine_count[kFineSlots][kFineBins];  // for the borders of top_k and top_p, and for the token, of which two are guessed first
     unsigned order_count[3][kFineBins];  // tokens of the last class of top_k, by digits of their logits
 };
-constexpr int kRowWorkspaceBytes = 74528;
+constexpr int kRowWorkspaceBytes = 82720;
 static_assert(sizeof(RowWorkspace) == kRowWorkspaceBytes, "as the host allocates");

@@ -21,6 +21,8 @@ def test_the_names_of_k_and_v_are_those_of_edge_llm():
         "present_v_cache": "present_v_cache_{i}",
         "kv_cache": "past_key_values_{i}",
         "present_kv_cache": "present_key_values_{i}",
+        "kv_scales": "kv_scales_{i}",
+        "present_kv_scales": "present_kv_scales_{i}",
         "new_lengths": "new_lengths",
         "recurrent_state": "recurrent_state_{i}",
         "conv_state": "conv_state_{i}",

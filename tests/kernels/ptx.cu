@@ -5,6 +5,7 @@
 #include "attention/flagged_vector.cuh"
 #include "attention/math.cuh"
 #include "attention/mma.cuh"
+#include "attention/packed_vector.cuh"
 #include "attention/stored_kv.cuh"
 #include "attention/warpgroup.cuh"
 #include "shared_memory.cuh"
@@ -64,9 +65,10 @@ extern "C" __global__ void convert(unsigned* packed, float2* unpacked, const flo
 
 template <class Type>
 __device__ uint2 widened(Type, unsigned codes, long long kind) {
+    if (kind == 3) return widen_in_order(Type{}, Float8{}, codes);
     return kind == 0 ? widen(Type{}, Int8{}, codes) : kind == 1 ? widen(Type{}, Float8{}, codes) : widen_by_bits(Type{}, codes);
 }
-// kind: 0 for Int8, 1 for Float8, 2 for Float8 by bits.
+// kind: 0 for Int8, 1 for Float8, 2 for Float8 by bits, 3 for Float8 in order.
 extern "C" __global__ void widen_codes(uint2* out, const unsigned* codes, long long kind, long long bfloat16) {
     const int x = blockIdx.x * 32 + threadIdx.x;
     out[x] = bfloat16 ? widened(BFloat16{}, codes[x], kind) : widened(Float16{}, codes[x], kind);
@@ -88,6 +90,19 @@ extern "C" __global__ void functions(float* powers, float* reciprocals, const fl
     const int x = blockIdx.x * 32 + threadIdx.x;
     powers[x] = exp2_approx(exponents[x]);
     reciprocals[x] = reciprocal_approx(values[x]);
+}
+
+// Lane by lane: the larger of two; then eight values packed with the unit of a quad, and unpacked.
+extern "C" __global__ void pack_values(float* larger, float4* unpacked, const float4* values) {
+    const int x = blockIdx.x * 32 + threadIdx.x;
+    const float4 low = values[2 * x], high = values[2 * x + 1];
+    larger[x] = max_or_nan(low.x, low.y);
+    const float unit = packed_unit(quad_max_or_nan(largest_of(low, largest_of(high, 0))));
+    const float4 packed = pack_vector(low, high, unit);
+    float4 sums[2] = {};
+    add_packed(sums[0], packed.x, packed.y, unit);
+    add_packed(sums[1], packed.z, packed.w, unit);
+    for (int h = 0; h < 2; h++) unpacked[2 * x + h] = sums[h];
 }
 
 extern "C" __global__ void warp_reductions(int* sums, int* maxima, const int* values) {

@@ -35,7 +35,7 @@ def call(monkeypatch):
         (8, {"group": 7}, "64", True),
         (16, {"group": 7}, "64", True),
         (32, {"slots": 8}, "64", True),
-        (32, {"slots": 16}, "wide", True),
+        (32, {"slots": 16}, "wide", False),
         (2, {"slots": 32}, "16", False),
         (MAX_APPENDED_WIDTH + 1, {}, "short", True),
         (MAX_APPENDED_WIDTH + 1, {"tokens": 9000}, "wide", True),
@@ -44,7 +44,7 @@ def call(monkeypatch):
         (128, {"slots": 8}, "whole", False),
         (128, {"slots": 8, "tokens": 4000}, "wide", False),
         (128, {"slots": 8, "arch": "sm_89"}, "wide", False),
-        (512, {}, "wide", True),
+        (512, {}, "wide", False),
         (512, {"group": 1}, "short", True),
         (1024, {}, "wide", False),
         (1024, {"head_dim": 256}, "whole", False),
@@ -89,4 +89,4 @@ def test_no_more_parts_than_a_block_has_room_for(call, monkeypatch):
     params.cache.memory.multiprocessor_count = 1000
     plan = plan_of(params, "wide")
     assert plan.splits
-    assert plan.blocks == plan.form.max_parts == (6 * 64 * 128 - 64 * 4 // 2 * 80) // 80
+    assert plan.blocks == plan.form.max_parts == (6 * 64 * 128 - 64 * 2 // 2 * 80) // 80

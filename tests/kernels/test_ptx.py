@@ -138,13 +138,14 @@ CODES = {"int8": 0, "float8_e4m3fn": 1, "float8_e4m3fn by bits": 2}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", list(CODES))
+@pytest.mark.parametrize("kind", [*CODES, "float8_e4m3fn in order"])
 def test_widen(call, random, kind, dtype):
     codes = np.concatenate([np.arange(256), random.integers(0, 256, 768)]).astype(np.uint8)
     if kind.endswith("bits"):
         codes[codes & 0x7F == 0x7F] = 0
-    got, _ = call("widen_codes", np.zeros((256, 4), np.uint16), codes, CODES[kind], int(dtype != np.float16), blocks=8)
-    stored = codes.view(numpy_dtype(kind.split()[0])).reshape(256, 4)[:, [0, 2, 1, 3]]
+    number = CODES.get(kind, 3)
+    got, _ = call("widen_codes", np.zeros((256, 4), np.uint16), codes, number, int(dtype != np.float16), blocks=8)
+    stored = codes.view(numpy_dtype(kind.split()[0])).reshape(256, 4)[:, [0, 1, 2, 3] if number == 3 else [0, 2, 1, 3]]
     assert same(got.view(dtype), stored)
 
 
@@ -186,6 +187,28 @@ def test_functions(call, random):
         assert same(one[~finite], right[~finite])
         one, right = one[finite], right[finite]
         assert (np.abs(one - right) <= 2.0**-21 * np.abs(right) + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("size", [1.0, 3e-38, 1e38])
+def test_packed_values_of_a_quad(call, random, size):
+    values = (random.standard_normal((4, 8, 32)) * 10.0 ** random.integers(-3, 1, (4, 8, 32)) * size / 8).astype(np.float32)
+    values[1, 2], values[3, 1, :3], values[0, 3, 5] = 0, 0, size
+    larger, unpacked = call("pack_values", np.zeros((4, 32), np.float32), np.zeros_like(values), values, blocks=4)
+    pairs = values.reshape(4, 32, 8)[..., :2]
+    assert np.array_equal(larger, pairs.max(-1))
+    largest = np.abs(values).max(-1, keepdims=True)
+    assert (np.abs(unpacked.astype(np.float64) - values) <= largest * 2.0**-15.9 + 1e-34).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_packed_values_beside_one_that_is_no_number(call, random, bad):
+    values = random.standard_normal((4, 8, 32)).astype(np.float32)
+    values[2, 5, 8] = bad
+    larger, unpacked = call("pack_values", np.zeros((4, 32), np.float32), np.zeros_like(values), values, blocks=4)
+    assert np.array_equal(larger, values.reshape(4, 32, 8)[..., :2].max(-1), equal_nan=True)
+    finite = np.isfinite(unpacked).all(-1)
+    assert not np.isfinite(unpacked[2, 5]).any()
+    assert finite.sum() == 31
 
 
 def test_warp_reductions(call, random):

@@ -134,6 +134,11 @@ def test_the_tables_of_models_are_those_of_the_code():
     assert done.returncode == 0, done.stdout
 
 
+def test_the_errors_of_quantized_k_and_v_are_those_of_the_script():
+    done = subprocess.run([sys.executable, str(DOCS / "kv_error_table.py"), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_picture_of_the_layers_has_all_of_them_in_their_order(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS / "images"))
     rows = importlib.import_module("draw").ROWS

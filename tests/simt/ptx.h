@@ -139,11 +139,15 @@ unsigned multiply_add(Type, unsigned a, unsigned b, unsigned c) {
 }
 
 #define FLOAT8_INSTRUCTIONS
-inline unsigned float16_of_float8(unsigned codes) { return pack(Float16{}, {simt::of_float8(codes & 0xFF), simt::of_float8(codes >> 8 & 0xFF)}); }
+inline uint2 float16_of_float8(unsigned codes) {
+    const auto element = [=](int i) { return simt::of_float8(codes >> (8 * i) & 0xFF); };
+    return {pack(Float16{}, {element(0), element(1)}), pack(Float16{}, {element(2), element(3)})};
+}
 inline unsigned float8_of_floats(float2 values) { return simt::to_float8(values.x) | static_cast<unsigned>(simt::to_float8(values.y)) << 8; }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
+inline float max_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
 
 inline int over_warp(int value, int (*join)(int, int)) {
     for (int distance = 16; distance > 0; distance /= 2) value = join(value, __shfl_xor_sync(~0u, value, distance));

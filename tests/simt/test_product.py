@@ -23,6 +23,7 @@ run.use_tiles()
 
 ATTENTION = "test_attention"
 _PREFILLS = (1 + len(PREFILL_FORMS)) * len(PREFILL_CASES)  # as it is planned, and in each form
+_OVER_CODES = len(PREFILL_FORMS) * len(PREFILL_CASES)  # in each form, over a quantized cache
 
 
 def run_tests(cubins: Path, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +66,13 @@ def test_nothing_is_found(sanitizer, chosen, at_least):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tests", "count"), [("test_decode", len(DECODE_CASES)), ("test_few and not 12", len(FEW_CASES)), ("test_prefill", _PREFILLS)]
+    ("tests", "count"),
+    [
+        ("test_decode", len(DECODE_CASES)),
+        ("test_few and not 12", len(FEW_CASES)),
+        ("test_prefill", _PREFILLS),
+        ("test_quantized_prefill_forms", _OVER_CODES),
+    ],
 )
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_nothing_is_found_in_attention(sanitizer, tests, count):
@@ -83,15 +90,15 @@ def test_grid_of_attention():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_tiles_of_smaller_gpus(arch):
     command = [sys.executable, str(run.HERE / "run.py"), "-q", "-p", "no:cacheprovider", "-m", "device and not slow"]
-    command += [f"tests/kernels/{ATTENTION}.py", "-k", "test_decode or test_few or test_prefill"]
+    command += [f"tests/kernels/{ATTENTION}.py", "-k", "test_decode or test_few or test_prefill or test_quantized_prefill_forms"]
     result = subprocess.run(command, env={**os.environ, "SIMT_TILES": arch}, cwd=run.REPOSITORY, capture_output=True, text=True)
-    assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS
+    assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS + _OVER_CODES
 
 
 RACE, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "bytes differ", "misaligned address"
 OVERRUN = "ERROR: AddressSanitizer: heap-"  # an overflow, or a use after free where memory beside it was freed
 DECODE, FEW_TESTS, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_few", "test_prefill"))
-FEW = "attention/few_new_tokens.cuh"
+FEW, PACKED = "attention/few_new_tokens.cuh", "attention/packed_vector.cuh"
 DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
     f"attention/{name}.cuh" for name in ("decode", "kv_pipeline", "schedule", "split_kv_reduce", "softmax_state")
 )
@@ -242,6 +249,17 @@ MISTAKES = {
         FEW_TESTS,
         "assert",
     ),
+    "a unit that is too small": (PACKED, "(1 / kPackedSteps)", "(0.5f / kPackedSteps)", "none", FEW_TESTS, "error <="),
+    "the unit of another part": (REDUCE, "unit = weight * total[i].z", "unit = weight * total[0].z", "none", FEW_TESTS, "error <="),
+    "lanes that do not join what they merged": (
+        REDUCE,
+        "if (shares > 1) state.join_lanes",
+        "if (shares > 8) state.join_lanes",
+        "none",
+        PREFILL,
+        "error <=",
+    ),
+    "rows that are packed with the unit of one lane": (PREFILLING, "largest = quad_max_or_nan(largest);", "", "none", PREFILL, "error <="),
     "tiles that no block has": (SCHEDULE, "max(split - (splits - remainder), 0)", "0", "none", DECODE, "assert"),
     "a slot that is full": (
         SCHEDULE,
@@ -359,6 +377,15 @@ MISTAKES = {
         f"{SAMPLING}::test_sorted_logits",
         RACE,
     ),
+    "classes that are counted with those of another bin": (
+        CHOOSE,
+        "2 * kFineBins + bin : -1",
+        "kFineBins + bin : -1",
+        "none",
+        SAMPLING,
+        "assert",
+    ),
+    "a largest logit whose token is another one's": ("sampling/block_scan.cuh", "high == highest ?", "true ?", "none", SAMPLING, "assert"),
     "an exchange that begins where the last launch began": (
         "sampling/row_exchange.cuh",
         "row.exchanges = done;",

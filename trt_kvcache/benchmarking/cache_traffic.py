@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
-from trt_kvcache.memory.shapes import row_nbytes
 from trt_kvcache.model import ModelConfig
 
 
@@ -51,10 +50,11 @@ class CacheTraffic:
             Sums over the layers.
         """
         layers = () if config.kv is None else config.kv.layers
+        scaled = config.kv is not None and config.kv.scales_by_token
         windows = [None] * len(layers) if model is None else [mixer.window for mixer in model.attention_layers]
         rows: dict[int | None, int] = {}
         for layer, window in zip(layers, windows, strict=True):
-            rows[window] = rows.get(window, 0) + 2 * layer.num_kv_heads * row_nbytes(layer.head_dim, config.dtype)
+            rows[window] = rows.get(window, 0) + layer.token_nbytes(config.dtype, scaled=scaled)
         states = 0 if config.mamba is None else config.mamba.slot_nbytes // config.mamba.num_buffers
         return cls(rows=tuple((nbytes, window) for window, nbytes in rows.items()), states_nbytes=2 * states)
 

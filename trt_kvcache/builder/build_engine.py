@@ -22,11 +22,12 @@ from trt_kvcache.checkpoint import Checkpoint, Tokenizer
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, default_attention
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
+from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import check_target, write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
-from trt_kvcache.errors import BuildError
+from trt_kvcache.errors import BuildError, ConfigError
 from trt_kvcache.trt.module import load
 from trt_kvcache.trt.plugin import can_add_plugins
 
@@ -85,6 +86,8 @@ def build_engine(
     builder_optimization_level: int | None = None,
     timing_cache: str | os.PathLike[str] | None = None,
     quantize: str | None = None,
+    kv_dtype: str | None = None,
+    kv_scales: str | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Build a TensorRT engine from a Hugging Face folder.
@@ -126,6 +129,10 @@ def build_engine(
     quantize : str, optional
         Round weights to the nearest integers of a scale, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or ``"int4,head=int8"``: see
         :class:`~trt_kvcache.checkpoint.quantized.quantization.Quantization`. For a checkpoint that is not quantized.
+    kv_dtype : {"fp8", "int8"}, optional
+        Quantize K and V, with plugin attention between the segments of TensorRT for RTX. If left out they are in ``dtype``.
+    kv_scales : {"tensor", "head", "token"}, optional
+        As for :class:`~trt_kvcache.session.session_options.SessionOptions`.
     progress : callable, optional
         Called as ``progress(stage, fraction)``; ``fraction`` is None while it is not known. An exception that it raises
         stops the build and is raised by this function.
@@ -168,13 +175,13 @@ def build_engine(
         max_prefill_length=_default_prefill_length(sequence_length) if max_prefill_length is None else max_prefill_length,
         max_logits_per_slot=max_logits_per_slot,
         dtype=dtype,
-        attention=attention or "native",
+        attention=attention or ("plugin" if kv_dtype else "native"),
         flavour=flavour,
         compute_capabilities=None if compute_capabilities is None else _as_tuple(compute_capabilities),
         builder_optimization_level=builder_optimization_level,
         timing_cache=None if timing_cache is None else Path(timing_cache),
     )
-    if attention is None:
+    if attention is None and kv_dtype is None:
         options = replace(options, attention=_default_attention(Path(model_path), options.max_sequence_length))
     target = Path(engine_path)
     check_target(target, Path(model_path))
@@ -191,9 +198,12 @@ def build_engine(
         Tokenizer.open(checkpoint.path)  # a damaged tokenizer is reported before the work, not by the first prompt
         report(DEFINING, None)
         in_segments = options.attention == "plugin" and not can_add_plugins(tensorrt)
+        quantized = quantized_kv(checkpoint, kv_dtype, kv_scales)
+        if quantized is not None and not in_segments:
+            raise ConfigError(f"kv_dtype: expected plugin attention of TensorRT for RTX, got {options.attention} attention of {tensorrt}.")
         definitions: tuple[DecoderDefinition, ...]
         if in_segments:
-            definitions = define_segments(checkpoint, options, tensorrt, messages)
+            definitions = define_segments(checkpoint, options, tensorrt, messages, quantized=quantized)
         else:
             definitions = (define_decoder(checkpoint, options, tensorrt, messages),)
         definition = definitions[0]
@@ -204,7 +214,7 @@ def build_engine(
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
-        constants = define_constants(checkpoint, definition.cache) if in_segments else None
+        constants = define_constants(checkpoint, definition.cache, dtype=options.dtype or checkpoint.config.dtype) if in_segments else None
         chunks = with_padding(plans)
         config = EngineConfig(
             model=checkpoint.config,
@@ -226,6 +236,7 @@ def build_engine(
                 weights=checkpoint.weights.format,
                 quantize=rounding or "",
             ),
+            computed_dtype=None if quantized is None else options.dtype or checkpoint.config.dtype,
             segments=None if constants is None else _segments_record(checkpoint, definition, options, plans, constants),
         )
         write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
@@ -260,7 +271,13 @@ def _segments_record(
     checkpoint: Checkpoint, definition: DecoderDefinition, options: BuildOptions, plans: Sequence[Any], constants: bytes
 ) -> SegmentsRecord:
     """Return what ``config.json`` records of an engine in segments."""
-    stages = decoder_stages(checkpoint.config, definition.cache, definition.names, max_logits_per_slot=options.logits_per_slot)
+    stages = decoder_stages(
+        checkpoint.config,
+        definition.cache,
+        definition.names,
+        max_logits_per_slot=options.logits_per_slot,
+        dtype=options.dtype or checkpoint.config.dtype,
+    )
     return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of([constants]))
 
 

@@ -15,6 +15,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, DecoderCacheConfig, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, decoder_stages
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
@@ -94,17 +95,17 @@ def define_decoder(
     """
     options.check_tensorrt(tensorrt)
     model = checkpoint.config
-    cache = options.cache_for(model)
+    cache, dtype = options.cache_for(model), options.dtype or model.dtype
     if options.attention == "plugin" and not can_add_plugins(tensorrt):
         raise ConfigError(
             f"attention: expected native or mask in one network, got plugin: {tensorrt} has no plugin layers. Build segments."
         )
     builder, create_network = _network_factory(model, tensorrt, messages)
     network = create_network()
-    graph = Graph(tensorrt, network, messages, dtype=cache.dtype)
+    graph = Graph(tensorrt, network, messages, dtype=dtype)
     attention = add_decoder(
         graph,
-        Weights(checkpoint, cache.dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
+        Weights(checkpoint, dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
         cache=cache,
         max_prefill_length=options.max_prefill_length,
@@ -126,7 +127,13 @@ def define_decoder(
 
 
 def define_segments(
-    checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages, names: TensorNames = DEFAULT_NAMES
+    checkpoint: Checkpoint,
+    options: BuildOptions,
+    tensorrt: TensorRT,
+    messages: Messages,
+    names: TensorNames = DEFAULT_NAMES,
+    *,
+    quantized: QuantizedKV | None = None,
 ) -> tuple[DecoderDefinition, ...]:
     """Make the networks of a checkpoint's segments.
 
@@ -142,6 +149,8 @@ def define_segments(
         As for :func:`define_decoder`.
     names : TensorNames
         As for :func:`define_decoder`.
+    quantized : QuantizedKV, optional
+        How K and V are quantized.
 
     Returns
     -------
@@ -156,7 +165,7 @@ def define_segments(
         TensorRT has no form for a quantized weight, or refused a layer, which is named.
     """
     model = checkpoint.config
-    cache = options.cache_for(model)
+    cache, dtype = options.cache_for(model, quantized), options.dtype or model.dtype
     builder, create_network = _network_factory(model, tensorrt, messages)
     networks = [create_network()]
 
@@ -164,10 +173,10 @@ def define_segments(
         networks.append(create_network())
         return networks[-1]
 
-    graph = Graph(tensorrt, networks[0], messages, dtype=cache.dtype)
+    graph = Graph(tensorrt, networks[0], messages, dtype=dtype)
     attention = add_segments(
         graph,
-        Weights(checkpoint, cache.dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
+        Weights(checkpoint, dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
         create_next,
         cache=cache,
@@ -175,7 +184,7 @@ def define_segments(
         max_logits_per_slot=options.logits_per_slot,
         names=names,
     )
-    stages = decoder_stages(model, cache, names, max_logits_per_slot=options.logits_per_slot)
+    stages = decoder_stages(model, cache, names, max_logits_per_slot=options.logits_per_slot, dtype=dtype)
     segments = [stage for stage in stages if isinstance(stage, Segment)]
     make = partial(
         DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=options.profiles, attention=attention
@@ -183,7 +192,7 @@ def define_segments(
     return tuple(make(network=network, tensors=segment.tensors) for network, segment in zip(networks, segments, strict=True))
 
 
-def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig) -> bytes:
+def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype: str | None = None) -> bytes:
     """Return the constants of an engine in segments.
 
     Parameters
@@ -192,6 +201,8 @@ def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig) -> bytes
         The open checkpoint.
     cache : KVCacheConfig or HybridCacheConfig
         The cache that the engine will run on.
+    dtype : str, optional
+        What it computes in; the dtype of the cache if left out.
 
     Returns
     -------
@@ -201,7 +212,7 @@ def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig) -> bytes
     """
     from safetensors.numpy import save
 
-    table = Weights(checkpoint, cache.dtype)(embedding_name(checkpoint.config))
+    table = Weights(checkpoint, dtype or cache.dtype)(embedding_name(checkpoint.config))
     angles = {name: cos_sin(kind, length=cache.max_sequence_length) for kind, name in cos_sin_names(checkpoint.config).items()}
     return save({EMBEDDING: table, **angles})
 

@@ -19,6 +19,7 @@ from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import default_attention
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
@@ -100,6 +101,8 @@ def estimate_build(
     attention: str | None = None,
     flavour: str = "auto",
     quantize: str | None = None,
+    kv_dtype: str | None = None,
+    kv_scales: str | None = None,
     compute_capabilities: Sequence[str] | None = None,
 ) -> BuildEstimate:
     """Estimate what ``build_engine`` would take and give. TensorRT is not needed.
@@ -120,7 +123,7 @@ def estimate_build(
         ``"native"``, ``"mask"`` or ``"plugin"``; chosen as by ``build_engine`` if left out.
     flavour : str
         ``"tensorrt"`` builds plugin attention into one network; otherwise it runs between the segments of the engine.
-    quantize : str, optional
+    quantize, kv_dtype, kv_scales : str, optional
         As for ``build_engine``.
     compute_capabilities : sequence of str, optional
         As for ``build_engine``. They say whether FP4 is stored as it is.
@@ -155,6 +158,8 @@ def estimate_build(
         dtype=dtype,
         attention=attention,
         flavour=flavour,
+        kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
     )
 
 
@@ -205,12 +210,14 @@ class PackedModel:
         dtype: str | None = None,
         attention: str | None = None,
         flavour: str = "auto",
+        kv_dtype: str | None = None,
+        kv_scales: str | None = None,
     ) -> BuildEstimate:
         """Return the bytes of a build: see :func:`estimate_build`.
 
         Parameters
         ----------
-        max_batch_size, max_sequence_length, max_prefill_length, max_logits_per_slot, dtype, attention, flavour
+        max_batch_size, max_sequence_length, max_prefill_length, max_logits_per_slot, dtype, attention, flavour, kv_dtype, kv_scales
             As for :func:`estimate_build`, with its errors.
         """
         model, packed = self.model, dict(self.packed)
@@ -221,16 +228,17 @@ class PackedModel:
             max_prefill_length=min(length, DEFAULT_MAX_PREFILL_LENGTH) if max_prefill_length is None else max_prefill_length,
             max_logits_per_slot=max_logits_per_slot,
             dtype=dtype,
-            attention=attention or "native",
+            attention=attention or ("plugin" if kv_dtype else "native"),
             flavour=flavour,
         )
-        if attention is None:
+        if attention is None and kv_dtype is None:
             options = replace(options, attention=default_attention(model, options.max_sequence_length))
-        cache = options.cache_for(model)
+        computed = dtype or model.dtype
+        cache = options.cache_for(model, _any_scales(model, kv_dtype, kv_scales))
         options.check_kernels(model)
         segmented = options.attention == "plugin" and flavour != "tensorrt"
-        sizes = {name: math.prod(shape) * itemsize(cache.dtype) for name, shape in tensor_shapes(model).items()} | packed
-        embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(cache.dtype)
+        sizes = {name: math.prod(shape) * itemsize(computed) for name, shape in tensor_shapes(model).items()} | packed
+        embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(computed)
         if segmented:
             sizes[embedding_name(model)] = embedding_nbytes  # constants beside the plan are never packed
             packed.pop(embedding_name(model), None)
@@ -243,18 +251,26 @@ class PackedModel:
         if len(options.profiles) > 2:
             once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
             kernels += once + model.num_layers * per_layer
+        constants = decoder_constants(model, cache, dtype=computed)
         return BuildEstimate(
             weights_nbytes=weights,
             plan_nbytes=weights + twice - embedding + kernels,
-            constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in decoder_constants(model, cache)) if segmented else 0,
+            constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in constants) if segmented else 0,
             cache_nbytes=cache.nbytes,
-            activations_nbytes=_activations_nbytes(model, cache.dtype, options),
+            activations_nbytes=_activations_nbytes(model, computed, options),
             host_peak_nbytes=(
                 _host_peak_nbytes(model, weights, embedding, segmented=segmented)
                 + twice
-                + (_converted_nbytes(model, cache.dtype, dense, packed) if cache.dtype != model.dtype else 0)
+                + (_converted_nbytes(model, computed, dense, packed) if computed != model.dtype else 0)
             ),
         )
+
+
+def _any_scales(model: ModelConfig, kv_dtype: str | None, kv_scales: str | None) -> QuantizedKV | None:
+    """Return how K and V are quantized, as far as bytes go: the values of static scales are in the checkpoint."""
+    if kv_dtype is None:
+        return None
+    return QuantizedKV(kv_dtype, kv_scales or "token", () if kv_scales in (None, "token") else [(1.0, 1.0)] * len(model.attention_layers))
 
 
 def _packed_sizes(path: Path, model: ModelConfig, quantize: str | None, *, is_quantized: bool, is_native: bool) -> dict[str, int]:

@@ -14,6 +14,7 @@ from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, decoder_profiles, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.protocol import EngineProfile
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
@@ -187,13 +188,15 @@ class BuildOptions:
             max_logits_per_slot=self.logits_per_slot,
         )
 
-    def cache_for(self, model: ModelConfig) -> DecoderCacheConfig:
+    def cache_for(self, model: ModelConfig, quantized: QuantizedKV | None = None) -> DecoderCacheConfig:
         """Return the configuration of the engine's cache, after checking that the model can be built with these options.
 
         Parameters
         ----------
         model : ModelConfig
             Configuration of the model.
+        quantized : QuantizedKV, optional
+            How K and V are quantized.
 
         Returns
         -------
@@ -225,7 +228,9 @@ class BuildOptions:
         if dtype == "bfloat16" and _TURING in (self.compute_capabilities or ()):
             raise ConfigError(f"dtype: GPUs of compute capability {_TURING} have no bfloat16. Build with dtype float16.")
         slots, length = self.max_batch_size, self.max_sequence_length
-        return decoder_cache_config(model, max_batch_size=slots, max_sequence_length=length, dtype=dtype, attention=self.attention)
+        return decoder_cache_config(
+            model, max_batch_size=slots, max_sequence_length=length, dtype=dtype, attention=self.attention, quantized=quantized
+        )
 
     def check_kernels(self, model: ModelConfig) -> None:
         """Check that the attention kernels of this package support a model; nothing is checked for other variants of attention.

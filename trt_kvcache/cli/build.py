@@ -16,6 +16,8 @@ from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import (
     ATTENTION_HELP,
     DTYPE_HELP,
+    KV_DTYPE_HELP,
+    KV_SCALES_HELP,
     MAX_SEQUENCE_LENGTH_HELP,
     QUANTIZE_HELP,
     DTypeName,
@@ -25,6 +27,7 @@ from trt_kvcache.cli.session_flags import (
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.reference import Attention
+from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 
 _STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take a minute. Press Ctrl-C again to end it at once."
 
@@ -81,6 +84,8 @@ def build(
         ),
     ] = None,
     quantize: Annotated[str | None, typer.Option(metavar="INT", help=QUANTIZE_HELP)] = None,
+    kv_dtype: Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP)] = None,
+    kv_scales: Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP)] = None,
     timing_cache: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Start from the kernel timings in this file and add to them (full TensorRT). It need not exist."),
@@ -103,6 +108,8 @@ def build(
             attention=attention,
             flavour=flavour,
             quantize=quantize,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
             compute_capabilities=compute_capability or None,
         )
         if json:
@@ -126,6 +133,8 @@ def build(
             builder_optimization_level=builder_optimization_level,
             timing_cache=timing_cache,
             quantize=quantize,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
             progress=progress,
             on_interrupt=lambda: note(_STOPPING),
         )

@@ -49,14 +49,17 @@ def compare(
     dtype: session_flags.DTypeOption = None,
     attention: session_flags.AttentionOption = None,
     quantize: session_flags.QuantizeOption = None,
+    kv_dtype: session_flags.KVDTypeOption = None,
+    kv_scales: session_flags.KVScalesOption = None,
     json: Json = False,
 ) -> None:
     """Check that several ways to run a model agree.
 
     They run the same tokens, and logits and live cache rows are compared. The ways are the NumPy reference engine, recomputing everything
     at each step, and TensorRT if a supported GPU is present, or PyTorch with --engine torch. Each runs with TensorRT's attention and with
-    the plugin's, unless --attention names one. At a difference, the first step, layer, slot and head are named, and the exit code is 3. For
-    an engine folder, the engine with the other attention is built from its checkpoint.
+    the plugin's, unless --attention names one; with --kv-dtype the plugin's alone, and not TensorRT. At a difference, the first step,
+    layer, slot and head are named, and the exit code is 3. For an engine folder, the engine with the other attention is built from its
+    checkpoint.
     """
     from trt_kvcache.polygraphy.comparison import comparison_lines
     from trt_kvcache.polygraphy.path_comparison import TOLERANCES, compare_paths
@@ -77,18 +80,20 @@ def compare(
         dtype=dtype,
         attention=attention,
         quantize=quantize,
+        kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
     )
     source = flags.source(folder, slots=len(prompts))
     sources = {"": source}
     paths = [SessionRunner(source, reference), RecomputeRunner(source, "full recomputation")]
-    if attention is None:
+    if attention is None and kv_dtype is None:
         other = _other_attention(folder, source)
         sources[f"{other.options.attention} "] = other
         paths.append(SessionRunner(other, f"{other.options.attention} {reference}"))
     if engine == "torch" != reference:
         paths[:0] = [SessionRunner(one.replace(engine="torch"), f"{name}torch") for name, one in sources.items()]
     with ExitStack() as opened:
-        if _with_tensorrt(engine, folder, flavour):
+        if kv_dtype is None and _with_tensorrt(engine, folder, flavour):
             refusals = (BuildError, CudaError, EngineError) if engine == "auto" else ()
             for place, (name, source) in enumerate(sources.items()):
                 try:

@@ -287,6 +287,8 @@ class BindingPlan:
                 set_shape(self.names.new_lengths, (count,))
             for input_name, view in self._inputs:
                 set_shape(input_name, (count, *view.shape[1:]))
+            for input_name, view in self._constants:
+                set_shape(input_name, view.shape)
 
     def _check_scales(self, specs: Mapping[str, TensorSpec], kv: KVCacheBase, layer: int) -> None:
         """Check the tensors of the scales of a layer, and add them to what is bound: those by token to K and V, others to what stays."""

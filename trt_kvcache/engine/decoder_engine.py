@@ -293,7 +293,7 @@ def _computed_dtype(cache: DecoderCacheConfig, dtype: str | None) -> str:
         if dtype not in (None, cache.dtype):
             raise ConfigError(f"dtype: expected {cache.dtype} as the cache, got {dtype!r}.")
         return cache.dtype
-    one_of("dtype of an engine with quantized K and V", dtype, MODEL_DTYPES)
+    one_of(f"dtype with K and V in {cache.kv.dtype}", dtype, MODEL_DTYPES)
     return str(dtype)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trt_kvcache._util.checks import one_of
+from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.dtypes import KV_SCALES, SCALED_KV_DTYPES
 from trt_kvcache.errors import ConfigError
@@ -14,7 +15,7 @@ from trt_kvcache.errors import ConfigError
 KV_DTYPE_NAMES = {"fp8": "float8_e4m3fn", "int8": "int8"}
 
 #: The static scales of each attention layer: of K and of V, each a number or one for each head.
-StaticScales = Sequence[tuple[float | tuple[float, ...], float | tuple[float, ...]]]
+StaticScales = Sequence[tuple[float | Sequence[float], float | Sequence[float]]]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class QuantizedKV:
         if (self.scales == "token") is bool(self.static):
             expected = "'token' without static scales" if self.static == () else "'tensor' or 'head' with static scales"
             raise ConfigError(f"kv_scales: expected {expected}, got {self.scales!r}.")
+
+    @classmethod
+    def of(cls, kv: KVCacheConfig | None) -> QuantizedKV | None:
+        """Return how the K and V of a cache are quantized; None if they are not."""
+        if kv is None or kv.scales is None:
+            return None
+        return cls(kv.dtype, kv.scales, () if kv.scales_by_token else [(layer.k_scale, layer.v_scale) for layer in kv.layers])
 
     def layers(self, layers: Sequence[KVLayerConfig]) -> tuple[KVLayerConfig, ...]:
         """Return the layers of a cache with their static scales, if there are some.

@@ -21,7 +21,7 @@ from trt_kvcache.model import ModelConfig
 _Record = TypeVar("_Record")
 
 #: The format of ``config.json`` that this package writes and reads.
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class EngineConfig:
     model : ModelConfig
         Of the checkpoint; its ``dtype`` is that of the stored weights.
     cache : KVCacheConfig or HybridCacheConfig
-        The cache that the engine runs on; its ``dtype`` is the one that the engine computes in.
+        The cache that the engine runs on.
     names : TensorNames
         Names of the inputs and outputs.
     tensors : tuple of TensorSpec
@@ -54,6 +54,8 @@ class EngineConfig:
         What it was built from.
     segments : SegmentsRecord or None
         None for an engine in one piece.
+    computed_dtype : str or None
+        What the engine computes in, if its K and V are quantized; else None, and it is the dtype of the cache.
     package_version : str
         Version of this package at the build.
     """
@@ -71,12 +73,13 @@ class EngineConfig:
     plan: FileRecord
     checkpoint: CheckpointRecord
     segments: SegmentsRecord | None = None
+    computed_dtype: str | None = None
     package_version: str = __version__
 
     @property
     def dtype(self) -> str:
         """The dtype that the engine computes in."""
-        return self.cache.dtype
+        return self.computed_dtype or self.cache.dtype
 
     @property
     def max_prefill_length(self) -> int:
@@ -98,6 +101,7 @@ class EngineConfig:
             "plan": asdict(self.plan),
             "checkpoint": asdict(self.checkpoint),
             "segments": None if self.segments is None else self.segments.to_dict(),
+            "computed_dtype": self.computed_dtype,
             "kv_cache": self.cache.to_dict(),
             "names": asdict(self.names),
             "profiles": [asdict(profile) for profile in self.profiles],
@@ -143,6 +147,7 @@ class EngineConfig:
                 plan=_record(FileRecord, "plan", data["plan"]),
                 checkpoint=_record(CheckpointRecord, "checkpoint", data["checkpoint"]),
                 segments=_segments(data["segments"]),
+                computed_dtype=None if data["computed_dtype"] is None else _typed("computed_dtype", data["computed_dtype"], str),
                 package_version=_typed("producer.version", data["producer"]["version"], str),
             )
             check_consistency(config)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
+from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, why_not_native
 from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.segments import can_replace
@@ -33,14 +35,21 @@ def check_consistency(config: EngineConfig) -> None:
     """
     cache, names = config.cache, config.names
     _check_attention(config)
+    quantized = cache.kv is not None and cache.kv.has_scales
+    if quantized is not (config.computed_dtype is not None):
+        raise EngineError(
+            f"computed_dtype: expected {'one' if quantized else 'none'} for K and V in {cache.dtype}, got {config.computed_dtype}."
+        )
+    one_of("computed_dtype", config.dtype, MODEL_DTYPES, error=EngineError)
     if config.checkpoint.quantize:
         Quantization.parse(config.checkpoint.quantize)
     expected = decoder_cache_config(
         config.model,
         max_batch_size=cache.max_batch_size,
         max_sequence_length=cache.max_sequence_length,
-        dtype=cache.dtype,
+        dtype=config.dtype,
         attention=config.attention_variant,
+        quantized=QuantizedKV.of(cache.kv),
     )
     if cache != expected:
         field, wanted, got = _difference(expected.to_dict(), cache.to_dict())
@@ -78,7 +87,7 @@ def _check_segments(config: EngineConfig) -> None:
         )
     if config.segments is None:
         return
-    stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot)
+    stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot, dtype=config.dtype)
     if len(stages) != len(config.segments.stages):
         raise EngineError(f"segments.steps: expected {len(stages)} for this model and kv_cache, got {len(config.segments.stages)}.")
     for index, (wanted, got) in enumerate(zip(stages, config.segments.stages, strict=True)):

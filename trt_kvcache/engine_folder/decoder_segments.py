@@ -4,7 +4,7 @@ A segment ends where a layer needs its attention; the last one ends in the logit
 """
 
 from trt_kvcache.engine.attention_variants import window_in_cache
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, indices_in_kind, logits_tensors, state_tensors
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, indices_in_kind, logits_tensors, scale_tensors, state_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig
@@ -141,7 +141,7 @@ def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int)
     return {**attributes, **{name: value for name, value in own.items() if value is not None}}
 
 
-def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig) -> tuple[TensorSpec, ...]:
+def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig, *, dtype: str | None = None) -> tuple[TensorSpec, ...]:
     """Return the constants that the stages of a decoder read.
 
     Parameters
@@ -150,14 +150,16 @@ def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig) -> tuple[Te
         Configuration of the model.
     cache : KVCacheConfig or HybridCacheConfig
         The cache that the engine runs on.
+    dtype : str, optional
+        What the engine computes in; that of the cache if left out.
 
     Returns
     -------
     tuple of TensorSpec
-        The embedding table ``[vocab, hidden]`` in the dtype of the cache, and for each kind of RoPE cosines and sines, float32
+        The embedding table ``[vocab, hidden]`` in that dtype, and for each kind of RoPE cosines and sines, float32
         ``[S, 2, rotary_dim / 2]``.
     """
-    table = TensorSpec.input(EMBEDDING, (model.vocab_size, model.hidden_size), cache.dtype)
+    table = TensorSpec.input(EMBEDDING, (model.vocab_size, model.hidden_size), dtype or cache.dtype)
     angles = (
         TensorSpec.input(name, (cache.max_sequence_length, 2, rope.rotary_dim(head_dim) // 2), "float32")
         for (rope, head_dim), name in cos_sin_names(model).items()
@@ -165,7 +167,9 @@ def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig) -> tuple[Te
     return table, *angles
 
 
-def decoder_stages(model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1) -> tuple[Stage, ...]:
+def decoder_stages(
+    model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1, dtype: str | None = None
+) -> tuple[Stage, ...]:
     """Return the stages of an engine of ``model`` over a combined cache.
 
     Parameters
@@ -178,19 +182,22 @@ def decoder_stages(model: ModelConfig, cache: DecoderCacheConfig, names: TensorN
         Names of the engine's inputs and outputs.
     max_logits_per_slot : int
         Most new tokens per slot whose logits one enqueue returns.
+    dtype : str, optional
+        What the engine computes in; that of the cache if left out.
 
     Returns
     -------
     tuple of Segment or CustomOpNode
         In the order in which they run: the embedding, then for each layer that is cut a segment and its operation, then the last segment.
     """
-    table, *_ = decoder_constants(model, cache)
+    computed = dtype or cache.dtype
+    table, *_ = decoder_constants(model, cache, dtype=computed)
     embedded = embedding_output_name(model)
     stages: list[Stage] = [
         CustomOpNode(operation=EmbeddingOp.name, attributes={}, inputs=(EMBEDDING, names.input_ids), outputs=(embedded,))
     ]
     hidden = (-1, -1, model.hidden_size)
-    entering, tensors = embedded, [TensorSpec.input(embedded, hidden, cache.dtype)]
+    entering, tensors = embedded, [TensorSpec.input(embedded, hidden, computed)]
     for layer, (config, index) in enumerate(zip(model.layers, indices_in_kind(model), strict=True)):
         mixer = config.mixer
         if mixer is None or index is None:
@@ -200,17 +207,17 @@ def decoder_stages(model: ModelConfig, cache: DecoderCacheConfig, names: TensorN
             continue
         *qkv, attended_name = attention_tensor_names(layer)
         heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
-        tensors += [TensorSpec.output(name, (-1, -1, count, mixer.head_dim), cache.dtype) for name, count in zip(qkv, heads, strict=True)]
+        tensors += [TensorSpec.output(name, (-1, -1, count, mixer.head_dim), computed) for name, count in zip(qkv, heads, strict=True)]
         if entering != hidden_state_name(layer):
-            tensors.append(TensorSpec.output(hidden_state_name(layer), hidden, cache.dtype))
+            tensors.append(TensorSpec.output(hidden_state_name(layer), hidden, computed))
         gates = [(output_gate_name(layer), (-1, -1, mixer.num_heads * mixer.head_dim))] if mixer.output_gate else []
-        tensors += [TensorSpec.output(name, shape, cache.dtype) for name, shape in gates]
+        tensors += [TensorSpec.output(name, shape, computed) for name, shape in gates]
         if mixer.query_scaling is not None:
             tensors.append(TensorSpec.input(names.kvcache_start_index, (-1,), "int32"))
         stages += [Segment(tensors=tuple(tensors)), _attention_node(model, cache, names, layer, index)]
         entering, attended = hidden_state_name(layer), (-1, -1, mixer.num_heads, mixer.head_dim)
-        tensors = [TensorSpec.input(entering, hidden, cache.dtype), TensorSpec.input(attended_name, attended, cache.dtype)]
-        tensors += [TensorSpec.input(name, shape, cache.dtype) for name, shape in gates]
+        tensors = [TensorSpec.input(entering, hidden, computed), TensorSpec.input(attended_name, attended, computed)]
+        tensors += [TensorSpec.input(name, shape, computed) for name, shape in gates]
     last_token_ids, logits = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
     tensors += [last_token_ids, table, logits] if model.tie_word_embeddings else [last_token_ids, logits]
     return (*stages, Segment(tensors=tuple(tensors)))
@@ -223,11 +230,12 @@ def _attention_node(model: ModelConfig, cache: DecoderCacheConfig, names: Tensor
     mixer = model.layers[layer].attention
     kind = rope_kind(mixer)
     angles = () if kind is None else (cos_sin_names(model)[kind],)
+    scales = [spec.name for spec in ([] if cache.kv is None else scale_tensors(cache.kv, names, index))]
     return CustomOpNode(
         operation=AttentionOp.name,
         attributes=attention_op_attributes(mixer, max_sequence_length=cache.max_sequence_length),
-        inputs=(*qkv, past, names.kvcache_start_index, *angles),
-        outputs=(attended, present),
+        inputs=(*qkv, past, names.kvcache_start_index, *scales[:1], *angles),
+        outputs=(attended, present, *scales[1:]),
     )
 
 

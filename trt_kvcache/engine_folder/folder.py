@@ -160,7 +160,7 @@ class EngineFolder:
         path = self.path / CONSTANTS_FILE
         _read_file(path, self.config.segments.constants).close()
         file, constants = SafetensorsFile(path), {}
-        for spec in decoder_constants(self.config.model, self.config.cache):
+        for spec in decoder_constants(self.config.model, self.config.cache, dtype=self.config.dtype):
             stored = file.tensors.get(spec.name)
             if stored is None or (stored.dtype, stored.shape) != (spec.dtype, spec.shape):
                 raise EngineError(f"{path}: expected `{spec.name}` {spec.dtype} {spec.shape}, got {stored}. Build it again.")

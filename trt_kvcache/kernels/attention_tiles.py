@@ -156,8 +156,8 @@ PREFILL_FORMS = ("16", "32", "64", "short", "wide", "whole")
 #: New tokens of a slot that the first three of them append, at most.
 MAX_APPENDED_WIDTH = 32
 
-#: Bytes of 16 columns of a partial result: ``kStripVectors`` of ``plugins/attention/split_kv_reduce.cuh``.
-_STRIP_NBYTES = 5 * 16
+#: Columns of a strip of a prefill kernel's partial result, and its bytes: ``kStripVectors`` of ``plugins/attention/split_kv_reduce.cuh``.
+_STRIP_COLUMNS, _STRIP_NBYTES = 32, 5 * 16
 
 _PREFILL_MACROS = ("ROW_WARPS", "KEY_WARPS", "ROW_TILES", "TILE_KEYS", "STAGES", "MIN_TILES", "BLOCKS_PER_SM", "WARPGROUPS")
 
@@ -249,16 +249,16 @@ def prefill_form(head_dim: int, arch: str, form: str, quantized: bool = False) -
 
     Notes
     -----
-    The ring is that of ``plugins/attention/prefill_ring.cuh``; or two tiles, codes for one stage less, and behind them the scales of the
-    two tiles (``prefill_stored_ring.cuh``).
+    The ring is that of ``plugins/attention/prefill_ring.cuh``; or two tiles, codes for one stage less, and behind them the scales of
+    their keys (``prefill_stored_ring.cuh``).
     """
     tiles = quantized_prefill_tiles(head_dim, arch) if quantized else prefill_tiles(head_dim, arch)
     row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm, warpgroups = (
         tiles[f"{macro}_{form.upper()}"] for macro in _PREFILL_MACROS
     )
     rows = 16 * row_warps * row_tiles
-    row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // 16)
+    row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // _STRIP_COLUMNS)
     tile = 2 * tile_keys * row
-    ring, scales = (2 * tile + (stages - 1) * tile // 2, 16 * tile_keys) if quantized else (stages * tile, 0)
+    ring, scales = (2 * tile + (stages - 1) * tile // 2, 8 * tile_keys) if quantized else (stages * tile, 0)
     max_parts = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
     return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring + scales, max_parts, bool(warpgroups))

@@ -6,18 +6,20 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trt_kvcache.dtypes import SCALED_KV_DTYPES
 from trt_kvcache.errors import CapacityError, DTypeError, ShapeError
-from trt_kvcache.kernels.attention_params import AttentionParams
+from trt_kvcache.kernels.attention_params import HEAD_SCALES_NDIM, TOKEN_SCALES_NDIM, AttentionParams
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
 from trt_kvcache.kernels.backend import backend_of
+from trt_kvcache.kernels.scale_views import saved_scales
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
 from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS, workspace_nbytes
 from trt_kvcache.ops.custom_op import TensorType
 from trt_kvcache.ops.unowned_workspace import UnownedWorkspace
 
-#: Index of the cache among the inputs.
-_CACHE = 3
+#: Index of the cache among the inputs, and of the scales of a quantized one.
+_CACHE, _SCALES = 3, 5
 
 
 class AttentionOp:
@@ -28,11 +30,13 @@ class AttentionOp:
     Inputs, in order, for B slots of s new tokens:
 
     - q ``[B, s, num_heads, D]``, k and v ``[B, s, num_kv_heads, D]`` before RoPE, in one dtype;
-    - cache ``[B, 2, num_kv_heads, S, D]`` in that dtype;
+    - cache ``[B, 2, num_kv_heads, S, D]`` in that dtype, or in ``float8_e4m3fn`` or ``int8``;
     - lengths ``[B]`` int32: tokens in the cache before the step;
+    - kv_scales float32, of a quantized cache: ``[2, num_kv_heads]``, or ``[B, 2, num_kv_heads, S']`` with a scale for each token and
+      head, S' the smallest multiple of 4 from S on; not there otherwise;
     - cos_sin ``[S, 2, rotary_dim / 2]`` float32; not there if ``rotary_dim`` is 0.
 
-    Outputs: the result ``[B, s, num_heads, D]``, and the cache, in place.
+    Outputs: the result ``[B, s, num_heads, D]``, and the cache, in place; and scales by token, in place.
 
     Parameters
     ----------
@@ -108,13 +112,30 @@ class AttentionOp:
         tokens, head_dim = shapes[_CACHE][3], self._head_dim
         q, *kv = ((batch, width, heads, head_dim) for heads in (self._heads, self._kv_heads, self._kv_heads))
         cache = (batch, 2, self._kv_heads, tokens, head_dim)
-        expected = [q, *kv, cache, (batch,), *([(tokens, 2, self._rotary_dim // 2)] if self._rotary_dim else [])]
+        scales = self._scales_shape(inputs)
+        expected = [q, *kv, cache, (batch,), *([] if scales is None else [scales])]
+        expected += [(tokens, 2, self._rotary_dim // 2)] if self._rotary_dim else []
         if shapes != expected or width > tokens:
             raise ShapeError(f"attention: expected inputs of shapes {expected} and at most {tokens} new tokens, got {shapes}.")
         dtypes = [one.dtype for one in inputs]
-        if dtypes != [dtypes[0]] * 4 + ["int32", "float32"][: len(dtypes) - 4]:
-            raise DTypeError(f"attention: expected q, k, v and cache of one dtype, int32 lengths and float32 cos_sin, got {dtypes}.")
-        return TensorType(q, dtypes[0]), TensorType(cache, dtypes[0], alias=_CACHE)
+        stored = dtypes[0] if scales is None else dtypes[_CACHE]
+        if dtypes != [dtypes[0]] * 3 + [stored, "int32", *["float32"] * (len(dtypes) - 5)]:
+            raise DTypeError(
+                "attention: expected q, k and v of one dtype, the cache of the same or quantized, int32 lengths and float32 cos_sin and "
+                f"scales, got {dtypes}."
+            )
+        found = TensorType(q, dtypes[0]), TensorType(cache, stored, alias=_CACHE)
+        by_token = scales is not None and len(scales) == TOKEN_SCALES_NDIM
+        return (*found, TensorType(scales, "float32", alias=_SCALES)) if scales is not None and by_token else found
+
+    def _scales_shape(self, inputs: Sequence[TensorType]) -> tuple[int, ...] | None:
+        """Return the shape that the scales must have, of the two that they may have the one that is meant; None without scales."""
+        cache = inputs[_CACHE]
+        if cache.dtype not in SCALED_KV_DTYPES:
+            return None
+        if len(inputs) > _SCALES and len(inputs[_SCALES].shape) == HEAD_SCALES_NDIM:
+            return (2, self._kv_heads)
+        return (cache.shape[0], 2, self._kv_heads, saved_scales(cache.shape[3]))
 
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
         """See :meth:`CustomOp.workspace_nbytes <trt_kvcache.ops.custom_op.CustomOp.workspace_nbytes>`.
@@ -126,9 +147,10 @@ class AttentionOp:
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
         """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. One launch for up to 32 new tokens, else two."""
-        q, k, v, cache, lengths, *angles = inputs
+        q, k, v, cache, lengths, *others = inputs
+        scales, *angles = others if cache.dtype in SCALED_KV_DTYPES else (None, *others)
         call = AttentionParams(
-            q=q, k=k, v=v, cache=cache, lengths=lengths, new_lengths=None, cos_sin=angles[0] if angles else None,
+            q=q, k=k, v=v, cache=cache, kv_scales=scales, lengths=lengths, new_lengths=None, cos_sin=angles[0] if angles else None,
             out=outputs[0], scale=self._scale or 1 / math.sqrt(self._head_dim), **self._scores,
         )  # fmt: skip
         kernel_workspace = None if cache.memory.is_host else self._kernel_workspace(workspace)

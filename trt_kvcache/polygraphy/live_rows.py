@@ -9,6 +9,7 @@ from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.hybrid_config import LayerType
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.engine.names import DEFAULT_NAMES
+from trt_kvcache.kernels.attention_params import HEAD_SCALES_NDIM
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.sequences.slot_format import AnyCache
 
@@ -62,9 +63,10 @@ def live_rows(cache: AnyCache) -> dict[str, np.ndarray[Any, Any]]:
     -------
     dict of str to ndarray
         ``k_cache_{i}`` and ``v_cache_{i}``: float32 ``[A, H, n, D]``, where n is the longest length; rows past the length of a slot are
-        0, whatever the cache holds there. ``conv_state_{i}`` and ``recurrent_state_{i}``: float32 ``[A, channels, kernel]`` and
-        ``[A, heads, head_dim, state_size]``, what the next enqueue reads; 0 for a slot of length 0. They come in the order of the layers,
-        which a :class:`~trt_kvcache.cache.linear_kv_cache.LinearKVCache` does not know: its states come last. ``kvcache_lengths``: int32
+        0, whatever the cache holds there, and quantized ones are multiplied with their scales. ``conv_state_{i}`` and
+        ``recurrent_state_{i}``: float32 ``[A, channels, kernel]`` and ``[A, heads, head_dim, state_size]``, what the next enqueue reads;
+        0 for a slot of length 0. They come in the order of the layers, which a
+        :class:`~trt_kvcache.cache.linear_kv_cache.LinearKVCache` does not know: its states come last. ``kvcache_lengths``: int32
         ``[A]``.
 
     Raises
@@ -113,7 +115,21 @@ def _layer_types(cache: AnyCache) -> tuple[LayerType, ...]:
 def _attention_rows(cache: AnyCache, layer: int, dead: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
     kv = cache.kv_cache_manager if isinstance(cache, HybridCacheManager) else cache
     assert kv is not None  # it has an attention layer
-    return {name: _read(view, dead) for name, view in zip(rows_names(layer), kv.get_separate_kv_cache(layer), strict=True)}
+    rows = {name: _read(view, dead) for name, view in zip(rows_names(layer), kv.get_separate_kv_cache(layer), strict=True)}
+    scales = kv.get_kv_scales(layer)
+    if scales is not None:
+        for values, found in zip(rows.values(), _scales(scales, dead), strict=True):
+            values *= np.where(dead[:, np.newaxis], np.float32(0), found)[..., np.newaxis]
+    return rows
+
+
+def _scales(scales: DeviceTensor, dead: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the scales of K and of V, to be broadcast to ``[A, H, n]``."""
+    slots, longest = dead.shape
+    found = scales.numpy()
+    if found.ndim == HEAD_SCALES_NDIM:
+        return found[0][:, np.newaxis], found[1][:, np.newaxis]
+    return found[:slots, 0, :, :longest], found[:slots, 1, :, :longest]
 
 
 def _states(cache: AnyCache, layer: int, lengths: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:

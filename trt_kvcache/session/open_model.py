@@ -21,6 +21,7 @@ from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, logits_per_slot
+from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.quantized_kv import QuantizedKV
@@ -36,7 +37,6 @@ from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.session.model_location import expanded
-from trt_kvcache.session.quantized_kv import quantized_kv
 from trt_kvcache.session.session_options import DEFAULT_ATTENTION, SessionOptions
 from trt_kvcache.trt.module import load as load_tensorrt
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
@@ -126,6 +126,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
             checkpoint,
             options,
             kv=config.cache,
+            dtype=config.dtype,
             max_prefill_length=config.max_prefill_length,
             max_logits_per_slot=config.max_logits_per_slot,
             attention=cast(Attention, config.attention_variant),
@@ -170,11 +171,17 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         cache = _cache_config(model, options, attention, quantized)
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
-        if options.kv_dtype and options.engine == "tensorrt":
-            raise ConfigError(f"kv_dtype: expected engine torch or reference for K and V in {options.kv_dtype}, got tensorrt.")
-        if not options.kv_dtype and _tries_tensorrt(options, options.flavour, model):
-            built = options.attention or default_attention(model, cache.max_sequence_length)  # of the same layout
-            build_options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": built, "progress": progress}
+        if _tries_tensorrt(options, options.flavour, model):
+            # Of the same layout.
+            built = "plugin" if options.kv_dtype else options.attention or default_attention(model, cache.max_sequence_length)
+            kv_options = {"dtype": options.dtype or model.dtype, "kv_dtype": options.kv_dtype, "kv_scales": options.kv_scales}
+            build_options = {
+                "max_prefill_length": width,
+                "max_logits_per_slot": logits,
+                "attention": built,
+                "progress": progress,
+                **kv_options,
+            }
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 return _built_parts(checkpoint.path, cache, memory, options, **build_options)
@@ -338,7 +345,6 @@ def _built_parts(path: Path, cache: DecoderCacheConfig, memory: CudaMemory, opti
             Path(place.name) / "engine",
             max_batch_size=cache.max_batch_size,
             max_sequence_length=cache.max_sequence_length,
-            dtype=cache.dtype,
             flavour=options.flavour,
             quantize=options.quantize,
             **build_options,

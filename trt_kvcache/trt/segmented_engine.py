@@ -114,7 +114,7 @@ class SegmentedEngine(Uncopyable):
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
             plans = list(_load_plans(tensorrt, plan, config, config.segments, self._resources))
-            constant_specs = decoder_constants(config.model, config.cache)
+            constant_specs = decoder_constants(config.model, config.cache, dtype=config.dtype)
             intermediates = intermediate_tensors(self._stages, (*config.tensors, *constant_specs))
             self._shared = SharedTensors(
                 self._stages,

@@ -19,6 +19,7 @@ from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decoder_constants, decoder_stages
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.ops.custom_op import run_on_host
@@ -38,19 +39,20 @@ pytestmark = pytest.mark.trt
 class Segments:
     """The segments of a golden model, and combined caches; driven as ``test_network_values.Network`` is."""
 
-    def __init__(self, rtx, folder, model, dtype, *, logits=1):
+    def __init__(self, rtx, folder, model, dtype, *, logits=1, quantized=None):
         self.tensorrt, self.options = rtx, BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits)
         with recording(rtx, model) as (checkpoint, self.arrays, messages):
-            self.definitions = define_segments(checkpoint, self.options, rtx, messages)
+            self.definitions = define_segments(checkpoint, self.options, rtx, messages, quantized=quantized)
             self.model, self.cache = checkpoint.config, self.definitions[0].cache
-            constants = define_constants(checkpoint, self.cache)
+            constants = define_constants(checkpoint, self.cache, dtype=dtype)
         (folder / "constants").write_bytes(constants)
         file = SafetensorsFile(folder / "constants")
-        self.values = {spec.name: file.array(spec.name) for spec in decoder_constants(self.model, self.cache)}
+        self.values = {spec.name: file.array(spec.name) for spec in decoder_constants(self.model, self.cache, dtype=dtype)}
         layers = self.cache.kv.layers if self.cache.kv else ()
         shapes = [(MAX_BATCH_SIZE, 2, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim) for layer in layers]
         self._states = States(self.cache.mamba)
         self.combined = [np.zeros(shape, numpy_dtype(self.cache.dtype)) for shape in shapes]
+        self.scales = [np.full((*shape[:3], -(-shape[3] // 4) * 4), np.nan, np.float32) for shape in shapes] if quantized else []
 
     def caches(self):
         return [cache[:, side] for cache in self.combined for side in (0, 1)]
@@ -67,9 +69,12 @@ class Segments:
         }
         pairs = [DEFAULT_NAMES.combined_pair(layer) for layer in range(len(self.combined))]
         known |= {before: cache[:slots] for (before, _), cache in zip(pairs, self.combined, strict=True)}
+        scales = [DEFAULT_NAMES.scales_pair(layer) for layer in range(len(self.scales))]
+        known |= {before: values[:slots] for (before, _), values in zip(scales, self.scales, strict=True)}
         known |= self._states.feed(ids, new)
         networks = iter(self.definitions)
-        for step in decoder_stages(self.model, self.cache, DEFAULT_NAMES, max_logits_per_slot=self.options.logits_per_slot):
+        options = {"max_logits_per_slot": self.options.logits_per_slot, "dtype": self.options.dtype}
+        for step in decoder_stages(self.model, self.cache, DEFAULT_NAMES, **options):
             if isinstance(step, Segment):
                 feed = {spec.name: known[spec.name] for spec in step.tensors if spec.mode is TensorMode.INPUT}
                 known |= interpret(self.tensorrt, next(networks).network, self.arrays, feed)
@@ -77,6 +82,8 @@ class Segments:
                 known |= dict(zip(step.outputs, run_on_host(step.create_op(), *(known[name] for name in step.inputs)), strict=True))
         for (_, after), cache in zip(pairs, self.combined, strict=True):
             cache[:slots] = known[after]
+        for (_, after), values in zip(scales, self.scales, strict=True):
+            values[:slots] = known[after]
         self._states.take(known, slots)
         return known["logits"]
 
@@ -99,6 +106,24 @@ def test_segments_compute_the_logits_of_hugging_face_and_of_the_whole_network(rt
         assert_near(cache[live], expected[live], {"float32": 1e-5, "float16": 0.02}[dtype])
     for state, expected in zip(segments.states(), whole.states(), strict=True):
         assert_near(state, expected, {"float32": 1e-5, "float16": 0.02}[dtype])
+
+
+#: Of logits, beside those of K and V in 32 bits.
+QUANTIZED_TOLERANCE = {"float8_e4m3fn": 0.15, "int8": 0.04}
+
+
+@pytest.mark.parametrize("kv_dtype", list(QUANTIZED_TOLERANCE))
+@pytest.mark.parametrize("model", ["llama-linear", "gemma2-bias"])
+def test_segments_over_quantized_k_and_v(rtx, tmp_path, model, kv_dtype):
+    segments = Segments(rtx, tmp_path, model, "float32", quantized=QuantizedKV(kv_dtype))
+    for cache in segments.combined:
+        cache[...] = np.nan if kv_dtype != "int8" else 127  # and all scales are NaN
+    logits = run(segments, *tokens_of(model))
+    lengths = np.cumsum([new[GOLDEN_SLOT] for new in STEPS])
+    expected = np.array([golden(model)[1][n] for n in lengths])
+    assert_near(np.array([step[GOLDEN_SLOT] for step in logits]), expected, QUANTIZED_TOLERANCE[kv_dtype])
+    declared_by_segments = [spec.name for definition in segments.definitions for spec in definition.tensors]
+    assert not [name for name in declared_by_segments if "kv_scales" in name or "key_values" in name]  # TensorRT sees none of them
 
 
 @pytest.mark.parametrize(

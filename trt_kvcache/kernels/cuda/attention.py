@@ -94,8 +94,8 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
 def _append(params: AttentionParams, stream: Any) -> None:
     memory, cache, (k, v) = _memory(params), params.cache, (params.k, params.v)
     slots, width, kv_heads, head_dim = k.shape
-    # A thread for each word of two elements; for a quantized cache a warp for each row.
-    threads = width * kv_heads * (head_dim // 2 if params.kv_scales is None else _WARP)
+    # A thread for each chunk of eight elements; for a quantized cache a warp for each row.
+    threads = width * kv_heads * (head_dim // 8 if params.kv_scales is None else _WARP)
     arguments = (
         *(k.ptr, v.ptr, *_strides(0, k, v), *_strides(1, k, v), cache.ptr, *_strides(0, cache), *_strides(1, cache), cache.shape[3]),
         *(params.lengths.ptr, address(params.new_lengths), address(params.cos_sin), params.rotary_dim, width, kv_heads),
@@ -119,7 +119,7 @@ def _prefill(params: AttentionParams, workspace: AttentionWorkspace, stream: Any
         _append(params, stream)
     arguments = (
         *(params.lengths.ptr, address(params.new_lengths), cache.shape[3], params.window),
-        *(q.shape[0], k.shape[2], params.group, q.shape[1], plan.row_blocks, int(plan.splits)),
+        *(q.shape[0], k.shape[2], params.group, q.shape[1], plan.row_blocks, plan.order),
         *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
         *(q.ptr, *_strides(0, q), *_strides(1, q), k.ptr, *_strides(0, k), *_strides(1, k), v.ptr, *_strides(0, v), *_strides(1, v)),
         *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),

@@ -22,6 +22,13 @@ _LONG_CACHE, _LONG_CACHE_KEYS_PER_SM = 32, 1536
 #: The head dim from which 64 rows of a warpgroup take less time than 32 of single warps.
 _MIN_WARPGROUP_HEAD_DIM = 128
 
+#: Orders of row blocks, as ``plugins/attention/prefill_params.cuh`` has them: one block for each, from the last tokens on; several blocks
+#: may share one; one block for each, two of a multiprocessor in a pair of a long and a short one.
+FROM_LAST, SPLIT, IN_PAIRS = 0, 1, 2
+
+#: Blocks beside one for each row block, as a part of these, from which splitting K and V brings more than pairs do.
+_MIN_REST = 0.25
+
 
 class PrefillPlan(NamedTuple):
     """A launch of a prefill kernel. It depends on shapes alone: lengths are on the device."""
@@ -34,10 +41,15 @@ class PrefillPlan(NamedTuple):
     row_blocks: int
     #: Blocks of the launch.
     blocks: int
-    #: Whether several blocks may share a row block. All of them are resident at once then.
-    splits: bool
+    #: How they take row blocks: one of the numbers above.
+    order: int
     #: Whether the launch appends the new tokens; else another one has to do so before.
     appends: bool
+
+    @property
+    def splits(self) -> bool:
+        """Whether several blocks may share a row block. All of them are resident at once then."""
+        return self.order == SPLIT
 
 
 def prefill_plan(params: AttentionParams) -> PrefillPlan:
@@ -77,10 +89,12 @@ def plan_of(params: AttentionParams, name: str) -> PrefillPlan:
     row_blocks = -(-params.q.shape[1] * params.group // form.rows)
     total, resident = slots * kv_heads * row_blocks, memory.multiprocessor_count * form.blocks_per_sm
     if name == "whole" or total > resident:
-        return PrefillPlan(name, form, row_blocks, total, False, appends)
+        return PrefillPlan(name, form, row_blocks, total, FROM_LAST, appends)
+    if form.blocks_per_sm == 2 and resident < (1 + _MIN_REST) * total:
+        return PrefillPlan(name, form, row_blocks, total, IN_PAIRS, appends)
     useful = total * (-(-tokens // (form.tile_keys * form.min_tiles)) + 1)
     blocks = min(resident, useful, max(total, form.max_parts))
-    return PrefillPlan(name, form, row_blocks, blocks, blocks > total, appends)
+    return PrefillPlan(name, form, row_blocks, blocks, SPLIT if blocks > total else FROM_LAST, appends)
 
 
 def _memory(params: AttentionParams) -> CudaMemory:

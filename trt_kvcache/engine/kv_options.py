@@ -1,7 +1,8 @@
-"""How the K and V of a session are quantized: by its options, and by what its checkpoint has."""
+"""How the K and V of an engine are quantized: by the options of a session or a build, and by what the checkpoint has."""
 
 from __future__ import annotations
 
+from trt_kvcache._util.checks import one_of
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.quantized_kv import KV_DTYPE_NAMES, QuantizedKV
 from trt_kvcache.errors import ConfigError
@@ -22,10 +23,13 @@ def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | 
     Raises
     ------
     ConfigError
-        Static scales are asked for, and the checkpoint has none of this dtype.
+        There are scales without a dtype; or static scales are asked for, and the checkpoint has none of this dtype.
     """
     if kv_dtype is None:
+        if kv_scales is not None:
+            raise ConfigError(f"kv_scales: expected kv_dtype with it, fp8 or int8, got {kv_scales} alone.")
         return None
+    one_of("kv_dtype", kv_dtype, KV_DTYPE_NAMES)
     if kv_scales == "token":
         return QuantizedKV(kv_dtype)
     static = checkpoint.kv_scales() if checkpoint.kv_dtype == KV_DTYPE_NAMES[kv_dtype] else ()

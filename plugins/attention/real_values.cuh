@@ -1,0 +1,65 @@
+// Codes times a scale as elements: what the values of a quantized cache stand for, rounded once to the element type.
+#pragma once
+
+#include "attention/config.cuh"
+
+// Four codes to elements, in their order.
+template <class Type, class Codes>
+__device__ __forceinline__ uint2 widen_in_order(Type, Codes, unsigned codes) {
+    return widen(Type{}, Codes{}, __byte_perm(codes, 0, 0x3120));
+}
+#ifdef FLOAT8_INSTRUCTIONS
+__device__ __forceinline__ uint2 widen_in_order(Float16, Float8, unsigned codes) {
+    return {float16_of_float8(codes), float16_of_float8(codes >> 16)};
+}
+#endif
+__device__ __forceinline__ uint2 widen_in_order(Float16, Int8, unsigned codes) {
+    const unsigned positive = codes ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // as in widen()
+    return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4140), one, minus),
+            multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), one, minus)};
+}
+
+// A float16 has too few exponents for scales. It has them times this power of 2, and codes divided by it: then both are of the size of the values.
+template <class Type, class Codes>
+constexpr float kRaised = 1;
+template <>
+constexpr float kRaised<Float16, Int8> = 64;
+template <>
+constexpr float kRaised<Float16, Float8> = 256;
+
+// Four codes divided by kRaised, exactly.
+template <class Type, class Codes>
+__device__ __forceinline__ uint2 widen_lowered(Type, Codes, unsigned codes) {
+    return widen_in_order(Type{}, Codes{}, codes);
+}
+__device__ __forceinline__ uint2 widen_lowered(Float16, Int8, unsigned codes) {
+    const unsigned positive = codes ^ 0x80808080, inverse = 0x24002400, minus = 0xCC80CC80;  // 1 / 64, -1152 / 64
+    return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4140), inverse, minus),
+            multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), inverse, minus)};
+}
+__device__ __forceinline__ uint2 widen_lowered(Float16, Float8, unsigned codes) {
+    const uint2 values = widen_in_order(Float16{}, Float8{}, codes);
+    const unsigned inverse = 0x1C001C00, zero = 0x80008000;  // 1 / 256
+    return {multiply_add(Float16{}, values.x, inverse, zero), multiply_add(Float16{}, values.y, inverse, zero)};
+}
+
+// The scale of a row, raised, as the sum of two elements: the nearest one, and the rest. Each is in both halves of a word.
+struct SplitScale {
+    unsigned nearest, rest;
+};
+template <class Type, class Codes>
+__device__ __forceinline__ SplitScale split_scale(Type, Codes, float scale) {
+    const float raised = scale * kRaised<Type, Codes>;
+    const unsigned nearest = pack(Type{}, {raised, raised});
+    const float rest = raised - unpack(Type{}, nearest).x;
+    return {nearest, pack(Type{}, {rest, rest})};
+}
+
+// Four codes times their scale.
+template <class Type, class Codes>
+__device__ __forceinline__ uint2 real_values(Type, Codes, unsigned codes, SplitScale scale) {
+    const uint2 lowered = widen_lowered(Type{}, Codes{}, codes);
+    const unsigned zero = 0x80008000;
+    return {multiply_add(Type{}, lowered.x, scale.nearest, multiply_add(Type{}, lowered.x, scale.rest, zero)),
+            multiply_add(Type{}, lowered.y, scale.nearest, multiply_add(Type{}, lowered.y, scale.rest, zero))};
+}
