@@ -23,10 +23,14 @@ class AccessFlags:
 
     Parameters
     ----------
-    host, port
+    host : str
         Where it listens.
-    api_key, api_key_file
+    port : int
+        Where it listens.
+    api_key : list of str or None
         Keys.
+    api_key_file : Path or None
+        A file with keys.
     allow_anyone : bool
         Serve other machines without keys.
     """
@@ -79,7 +83,11 @@ class LimitFlags:
 
     Parameters
     ----------
-    queue, max_prompt_tokens, max_body_mib, max_seconds, drain_seconds
+    queue, max_body_mib : int
+        As their help says.
+    max_prompt_tokens : int or None
+        None if not given.
+    max_seconds, drain_seconds : float
         As their help says.
     """
 

@@ -42,6 +42,7 @@ def need_lm_eval() -> None:
         pytest.skip(f"{missing[0]} is not installed: `make test-serve` installs it")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")
 def test_a_task_has_the_scores_of_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     need_lm_eval()

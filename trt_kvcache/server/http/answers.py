@@ -147,7 +147,9 @@ async def whole_answers(engine: AsyncEngine, requests: Sequence[Mapping[str, Any
 
     Parameters
     ----------
-    engine, requests
+    engine : AsyncEngine
+        What answers.
+    requests : sequence of mapping
         As for :func:`chunks_of`.
 
     Returns

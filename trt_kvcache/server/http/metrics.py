@@ -60,8 +60,10 @@ class Metrics:
 
         Parameters
         ----------
-        config, stats
-            Of the engine now; None for what was counted here only.
+        config : EngineConfig, optional
+            Of the engine.
+        stats : EngineStats, optional
+            Of the engine now. None for what was counted here only.
 
         Returns
         -------

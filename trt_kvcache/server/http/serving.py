@@ -23,7 +23,7 @@ _KEEP_ALIVE = 65
 
 
 class Server(uvicorn.Server):
-    """uvicorn with an orderly end: the first signal drains, a second one ends at once.
+    """A uvicorn server with an orderly end: the first signal drains, a second one ends at once.
 
     Parameters
     ----------
