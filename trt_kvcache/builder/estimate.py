@@ -217,7 +217,9 @@ class PackedModel:
 
         Parameters
         ----------
-        max_batch_size, max_sequence_length, max_prefill_length, max_logits_per_slot, dtype, attention, flavour, kv_dtype, kv_scales : int or str
+        max_batch_size, max_sequence_length, max_prefill_length, max_logits_per_slot : int or str
+            As for :func:`estimate_build`, like those that follow.
+        dtype, attention, flavour, kv_dtype, kv_scales : str
             As for :func:`estimate_build`, with its errors.
         """
         model, packed = self.model, dict(self.packed)
