@@ -157,22 +157,28 @@ def _moves(content: dict[str, Any], device: str = "host") -> Iterator[tuple[str,
         yield f"{label}, host time, B = {times['batch_size']}", f"{times[what]:.1f} us", f"{limits['host_us']:g} us"
 
 
-def _states(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Decode steps by layer beside the copy bandwidth, and prefill beside each other implementation."""
-    limits, rows = content["limits"], _rows(content, "rows")
+def _state_steps(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Decode steps by layer beside the copy bandwidth."""
+    rows = _rows(content, "rows")
     for layer in dict.fromkeys(row["layer"] for row in rows):
-        mine = [row for row in rows if row["layer"] == layer]
         # States are read and written.
-        large = [row["of_copy"] for row in mine if row["width"] == 1 and 2 * row["state_mb"] >= 64]
+        large = [row["of_copy"] for row in rows if row["layer"] == layer and row["width"] == 1 and 2 * row["state_mb"] >= 64]
         if large:
             shapes = f"{min(large):.2f} to {max(large):.2f} ({len(large)} shapes)"
-            yield f"{layer}, decode from 64 MB of states: share of the copy bandwidth", shapes, f"at least {limits['of_copy']:g}"
+            yield f"{layer}, decode from 64 MB of states: share of the copy bandwidth", shapes, f"at least {content['limits']['of_copy']:g}"
+
+
+def _state_prefill(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Prefill by layer beside each other implementation."""
+    rows = [row for row in _rows(content, "rows") if row["width"] > 1]
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        mine = [row for row in rows if row["layer"] == layer]
         for other in dict.fromkeys(name for row in mine for name in row.get("others_us", {})):
-            pairs = [(row["us"], row.get("others_us", {}).get(other)) for row in mine if row["width"] > 1]
+            pairs = [(row["us"], row.get("others_us", {}).get(other)) for row in mine]
             times = [ours / one for ours, one in pairs if isinstance(one, float)]
             if times:
                 shapes = f"{min(times):.3f} to {max(times):.3f} ({len(times)} shapes)"
-                yield f"{layer}, several new tokens: time over that of {other}", shapes, f"{limits['of_best_other']:g}"
+                yield f"{layer}, several new tokens: time over that of {other}", shapes, f"{content['limits']['of_best_other']:g}"
 
 
 def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -336,7 +342,8 @@ _FILES = {
     "attention_prefill": _attention,
     "attention_quantized_decode": _attention_quantized_decode,
     "attention_quantized_prefill": _attention_quantized_prefill,
-    "states": _states,
+    "states": _state_steps,
+    "states_prefill": _state_prefill,
     "compare_kernels": _compare_kernels,
     "gpu": _gpu,
     "end_to_end": end_to_end_report.rows,

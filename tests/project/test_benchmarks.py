@@ -117,10 +117,11 @@ def test_the_table_of_states(monkeypatch):
     rows = [row("mamba2", 1, 32.0, 0.9, 9.0), row("mamba2", 1, 64.0, 0.8, 9.0), row("mamba2", 1, 31.0, 0.1, 9.0)]
     rows += [row("mamba2", 16, 1.0, 0.1, 8.0, a=4.0, b="none"), row("mamba2", 32, 1.0, 0.1, 3.0, a=4.0), row("conv", 2, 1.0, 0.1, 3.0)]
     content = {"limits": {"of_copy": 0.85, "of_best_other": 1.0}, "rows": importlib.import_module("environment").to_table(rows)}
-    assert [*importlib.import_module("tables")._states(json.loads(json.dumps(content)))] == [
-        ("mamba2, decode from 64 MB of states: share of the copy bandwidth", "0.80 to 0.90 (2 shapes)", "at least 0.85"),
-        ("mamba2, several new tokens: time over that of a", "0.750 to 2.000 (2 shapes)", "1"),
+    tables, content = importlib.import_module("tables"), json.loads(json.dumps(content))
+    assert [*tables._state_steps(content)] == [
+        ("mamba2, decode from 64 MB of states: share of the copy bandwidth", "0.80 to 0.90 (2 shapes)", "at least 0.85")
     ]
+    assert [*tables._state_prefill(content)] == [("mamba2, several new tokens: time over that of a", "0.750 to 2.000 (2 shapes)", "1")]
 
 
 def compare_kernels(monkeypatch):
