@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 TORCH_READY := .venv/.torch
 TRANSFORMERS_READY := .venv/.transformers
 SERVE_READY := .venv/.serve
+RAY_READY := .venv/.ray
 FAST := not trt and not gpu and not slow and not long
 JOBS ?= auto
 # A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
@@ -84,6 +85,10 @@ test-torch: $(TRANSFORMERS_READY)  ## Run the tests of the PyTorch engine on the
 test-serve: $(SERVE_READY)  ## Run the tests of the server, with a browser and lm-eval; installs playwright and lm-eval
 	TRT_KVCACHE_REQUIRE_SERVE=1 $(BIN)/pytest -n $(JOBS) -m "not slow" tests/server
 
+.PHONY: test-ray
+test-ray: $(RAY_READY)  ## Run two replicas of an engine behind Ray Serve, and read Triton's configuration; installs ray and tritonclient
+	TRT_KVCACHE_REQUIRE_RAY=1 $(BIN)/pytest tests/server/ray_serve tests/server/test_triton.py tests/project/test_docstrings.py
+
 .PHONY: docs
 docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
 	@$(BIN)/python docs/images/draw.py --check
@@ -139,3 +144,10 @@ $(TRANSFORMERS_READY): $(TORCH_READY)
 $(SERVE_READY): $(TRANSFORMERS_READY)
 	@$(BIN)/python -c "import lm_eval, playwright" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check playwright "lm-eval[api]"
 	@touch $(SERVE_READY)
+
+# tritonclient asks for an older ml_dtypes than this package has, and its schema of a configuration needs none.
+$(RAY_READY): $(READY)
+	@$(BIN)/python -c "import ray.serve" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --editable ".[ray]"
+	@$(BIN)/python -c "import tritonclient.grpc" 2>/dev/null || \
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps tritonclient python-rapidjson
+	@touch $(RAY_READY)

@@ -4,6 +4,7 @@ from importlib import import_module
 from types import ModuleType
 
 from tests.server.needs_libraries import need_libraries
+from tests.server.needs_ray import need_ray
 from tests.torch_engine.needs_torch import need_torch
 
 
@@ -13,4 +14,6 @@ def imported(name: str) -> ModuleType:
         need_torch()
     if name.startswith("trt_kvcache.server"):
         need_libraries()
+    if name.startswith("trt_kvcache.server.ray_serve"):
+        need_ray()
     return import_module(name)

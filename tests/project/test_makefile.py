@@ -23,6 +23,7 @@ TARGETS = (
     "test-gpu",
     "test-torch",
     "test-serve",
+    "test-ray",
     "docs",
     "plugins",
     "engines",
@@ -36,6 +37,7 @@ CHOSEN = {
     "test-slow": '-m "slow and not trt and not gpu"',
     "test-gpu": "TRT_KVCACHE_REQUIRE_GPU=1",
     "test-torch": "TRT_KVCACHE_REQUIRE_TORCH=1",
+    "test-ray": "TRT_KVCACHE_REQUIRE_RAY=1",
     "test-serve": "TRT_KVCACHE_REQUIRE_SERVE=1",
 }
 
@@ -51,7 +53,7 @@ def checkout(tmp_path):
 def ready(checkout):
     """A checkout whose environment, torch and transformers too, is newer than what it was made from."""
     (checkout / ".venv").mkdir()
-    for name in (".ready", ".torch", ".transformers", ".serve"):
+    for name in (".ready", ".torch", ".transformers", ".serve", ".ray"):
         (checkout / ".venv" / name).touch()
     os.utime(checkout / "pyproject.toml", (0, 0))
     return checkout

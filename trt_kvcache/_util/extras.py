@@ -15,6 +15,7 @@ _EXTRA_OF = {
     "prometheus_client": "serve",
     "prompt_toolkit": "models",
     "pydantic": "serve",
+    "ray": "ray",
     "rich": "models",
     "safetensors": "models",
     "tokenizers": "models",

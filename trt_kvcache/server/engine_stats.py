@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from trt_kvcache.session.request_handle import RequestState
@@ -97,6 +98,30 @@ class EngineStats:
             prompt_cache_misses=cache.misses,
             prompt_cache_bytes=cache.nbytes,
             session=session.statistics,
+        )
+
+    @classmethod
+    def together(cls, parts: Sequence[EngineStats]) -> EngineStats:
+        """Return those of several engines as one: sums, and the slots of all.
+
+        Parameters
+        ----------
+        parts : sequence of EngineStats
+            One for each engine, at least one.
+
+        Returns
+        -------
+        EngineStats
+            Of all.
+        """
+        sessions = [part.session for part in parts]
+        return cls(
+            slots=tuple(slot for part in parts for slot in part.slots),
+            waiting=sum(part.waiting for part in parts),
+            prompt_cache_hits=sum(part.prompt_cache_hits for part in parts),
+            prompt_cache_misses=sum(part.prompt_cache_misses for part in parts),
+            prompt_cache_bytes=sum(part.prompt_cache_bytes for part in parts),
+            session=SessionStatistics(**{one.name: sum(getattr(of, one.name) for of in sessions) for one in fields(SessionStatistics)}),
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trt_kvcache.generation.prompt_score import PromptScore
-from trt_kvcache.server.async_engine import AsyncEngine
+from trt_kvcache.server.engine import Engine
 from trt_kvcache.server.generate_request import GenerateChunk
 from trt_kvcache.server.http.errors import ApiError
 
@@ -78,12 +78,12 @@ class Usage:
         }
 
 
-async def chunks_of(engine: AsyncEngine, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
+async def chunks_of(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
     """Yield the chunks of the answers to all requests, each with the number of its request, as they come.
 
     Parameters
     ----------
-    engine : AsyncEngine
+    engine : Engine
         What answers.
     requests : sequence of mapping
         To the engine. If one fails, the others are cancelled.
@@ -116,7 +116,7 @@ async def chunks_of(engine: AsyncEngine, requests: Sequence[Mapping[str, Any]]) 
             yield item
 
 
-async def _merged(engine: AsyncEngine, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
+async def _merged(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
     ready: asyncio.Queue[tuple[int, GenerateChunk] | None] = asyncio.Queue(maxsize=len(requests))
 
     async def pump(index: int) -> None:
@@ -142,12 +142,12 @@ async def _merged(engine: AsyncEngine, requests: Sequence[Mapping[str, Any]]) ->
         await asyncio.gather(*tasks, ends, return_exceptions=True)
 
 
-async def whole_answers(engine: AsyncEngine, requests: Sequence[Mapping[str, Any]]) -> tuple[list[list[Answer]], Usage]:
+async def whole_answers(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> tuple[list[list[Answer]], Usage]:
     """Wait for all answers.
 
     Parameters
     ----------
-    engine : AsyncEngine
+    engine : Engine
         What answers.
     requests : sequence of mapping
         As for :func:`chunks_of`.

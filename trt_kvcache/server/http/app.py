@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from trt_kvcache import __version__
-from trt_kvcache.server.async_engine import AsyncEngine
+from trt_kvcache.server.engine import Engine
 from trt_kvcache.server.http.chat import chat_route
 from trt_kvcache.server.http.completions import completions_route
 from trt_kvcache.server.http.errors import handle_errors
@@ -20,12 +20,12 @@ from trt_kvcache.server.http.status import status_routes
 from trt_kvcache.server.http.tokens import token_routes
 
 
-def make_app(engine: AsyncEngine, options: ServerOptions | None = None, *, metrics: Metrics | None = None) -> FastAPI:
+def make_app(engine: Engine, options: ServerOptions | None = None, *, metrics: Metrics | None = None) -> FastAPI:
     """Return an ASGI application. It starts the engine when it starts, and closes it when it ends.
 
     Parameters
     ----------
-    engine : AsyncEngine
+    engine : Engine
         What answers; not started.
     options : ServerOptions, optional
         What is allowed.

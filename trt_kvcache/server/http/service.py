@@ -12,7 +12,7 @@ from typing import Any
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
-from trt_kvcache.server.async_engine import AsyncEngine
+from trt_kvcache.server.engine import Engine
 from trt_kvcache.server.http.bodies import Message
 from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.options import ServerOptions
@@ -27,7 +27,7 @@ class Service:
 
     Parameters
     ----------
-    engine : AsyncEngine
+    engine : Engine
         Started before the first request.
     options : ServerOptions
         What is allowed.
@@ -35,7 +35,7 @@ class Service:
         When it was made, in seconds since 1970.
     """
 
-    engine: AsyncEngine
+    engine: Engine
     options: ServerOptions
     created: int = field(default_factory=lambda: int(time.time()))
 

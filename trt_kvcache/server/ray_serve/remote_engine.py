@@ -1,0 +1,187 @@
+"""``RemoteEngine``: the replicas of a deployment, in the shape of one engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextvars import Context
+from typing import Any, TypeVar
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from trt_kvcache.checkpoint import Tokenizer
+from trt_kvcache.errors import ClosedError, QueueFullError
+from trt_kvcache.server.engine_stats import EngineConfig, EngineObserver, EngineStats, RequestRecord
+from trt_kvcache.server.generate_request import GenerateChunk
+
+#: How often a request that has not begun to be answered is sent to another replica because one has died.
+_ATTEMPTS = 5
+
+_T = TypeVar("_T")
+
+
+class RemoteEngine:
+    """Has the replicas of a deployment answer requests, as one :class:`~trt_kvcache.server.async_engine.AsyncEngine`.
+
+    Parameters
+    ----------
+    handle : DeploymentHandle
+        Of :class:`~trt_kvcache.server.ray_serve.replica.EngineReplica`.
+    tokenizer : Tokenizer, optional
+        Of the model.
+    observer : EngineObserver, optional
+        Is told of each answer that ends, for metrics.
+    """
+
+    def __init__(self, handle: DeploymentHandle, *, tokenizer: Tokenizer | None, observer: EngineObserver | None = None) -> None:
+        self._handle = handle
+        self._tokenizer = tokenizer
+        self._observer = observer
+        self._config: EngineConfig | None = None
+        self._draining = False
+
+    async def start(self) -> EngineConfig:
+        """Wait for a replica, and ask it what it is.
+
+        Returns
+        -------
+        EngineConfig
+            Of one replica.
+        """
+        self._config = await _alone(self._handle.config.remote)
+        assert self._config is not None
+        return self._config
+
+    @property
+    def config(self) -> EngineConfig:
+        """What each of the engines is.
+
+        Raises
+        ------
+        ClosedError
+            Before :meth:`start`.
+        """
+        if self._config is None:
+            raise ClosedError("this RemoteEngine: expected start() first.")
+        return self._config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one."""
+        return self._tokenizer
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no new requests."""
+        return self._draining
+
+    async def generate(self, request: Mapping[str, Any]) -> AsyncGenerator[GenerateChunk, None]:
+        """Have a replica answer a request. Leaving the iteration ends the request there.
+
+        A request of which nothing has been answered when its replica dies is sent to another one.
+
+        Parameters
+        ----------
+        request : mapping
+            A :class:`~trt_kvcache.server.generate_request.GenerateRequest`.
+
+        Yields
+        ------
+        GenerateChunk
+            As ``AsyncEngine.generate``.
+
+        Raises
+        ------
+        ClosedError
+            Its replica has died in the middle of the answer, or the deployment ends.
+        QueueFullError
+            All replicas have as many requests as they may.
+        KVCacheError, TimeoutError
+            As ``AsyncEngine.generate``.
+        """
+        for attempt in range(_ATTEMPTS):
+            answers = _Answers(len(request["token_ids"]))
+            response = _alone(lambda: self._handle.options(stream=True).generate.remote(dict(request)))
+            try:
+                async for chunk in response:
+                    if isinstance(chunk, Exception):
+                        raise self._seen(chunk)
+                    answers.add(chunk)
+                    yield chunk
+                return
+            except RayActorError:
+                if answers.begun or attempt == _ATTEMPTS - 1:
+                    raise ClosedError("engine: the replica that ran this request has ended. Send it again.") from None
+            except BackPressureError:
+                raise self._seen(QueueFullError("queue: expected room in one of the replicas, got none. Try again later.")) from None
+            except DeploymentUnavailableError:
+                raise ClosedError("engine: no replica can be started.") from None
+            finally:
+                response.cancel()
+                if self._observer is not None:
+                    for record in answers.records():
+                        self._observer.ended(record)
+
+    async def stats(self) -> EngineStats:
+        """Return what all replicas do now, together.
+
+        Returns
+        -------
+        EngineStats
+            Sums, and the slots of all.
+        """
+        return EngineStats.together(await _alone(lambda: self._handle.broadcast("stats")).results_async())
+
+    async def cleanup(self) -> None:
+        """Take no new requests. The replicas end with the application."""
+        self._draining = True
+
+    def _seen(self, error: Exception) -> Exception:
+        """Return an error, and count it if a queue was full."""
+        if isinstance(error, QueueFullError) and self._observer is not None:
+            self._observer.refused()
+        return error
+
+
+class _Answers:
+    """When the answers to one prompt came."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._submitted = time.perf_counter()
+        self._times: dict[int, list[float]] = {}
+        self._ends: dict[int, GenerateChunk] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of one has come."""
+        return bool(self._times)
+
+    def add(self, chunk: GenerateChunk) -> None:
+        """Take the next part of one."""
+        self._times.setdefault(chunk["index"], []).extend([time.perf_counter()] * len(chunk["token_ids"]))
+        if "finish_reason" in chunk:
+            self._ends[chunk["index"]] = chunk
+
+    def records(self) -> list[RequestRecord]:
+        """Return the record of each that has begun."""
+        return [self._record(index, tuple(times)) for index, times in self._times.items()]
+
+    def _record(self, index: int, times: tuple[float, ...]) -> RequestRecord:
+        end = self._ends.get(index)
+        usage: dict[str, Any] = {} if end is None else end["completion_usage"]
+        return RequestRecord(
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+            generated_tokens=len(times),
+            submitted=self._submitted,
+            times=times,
+            finish_reason="cancelled" if end is None else end["finish_reason"],
+        )
+
+
+def _alone(call: Callable[[], _T]) -> _T:
+    """Call a deployment as a request of its own: Ray's router takes two calls of one HTTP request at a time for the same one."""
+    return Context().run(call)
