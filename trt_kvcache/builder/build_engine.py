@@ -128,7 +128,7 @@ def build_engine(
         is shorter. It need not exist.
     quantize : str, optional
         Round weights to the nearest integers of a scale, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or ``"int4,head=int8"``: see
-        :class:`~trt_kvcache.checkpoint.quantized.quantization.Quantization`. For a checkpoint that is not quantized.
+        ``docs/quantization.md``. For a checkpoint that is not quantized.
     kv_dtype : {"fp8", "int8"}, optional
         Quantize K and V, with plugin attention between the segments of TensorRT for RTX. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional

@@ -115,7 +115,7 @@ class Checkpoint:
             A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or one GGUF file in their place.
         quantize : str or Quantization, optional
             Round weights to the nearest integers of a scale when they are read, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or
-            ``"int4,head=int8"``: see :class:`~trt_kvcache.checkpoint.quantized.quantization.Quantization`.
+            ``"int4,head=int8"``: see ``docs/quantization.md``.
 
         Returns
         -------
@@ -290,12 +290,12 @@ class Checkpoint:
 
     @property
     def code_kinds(self) -> frozenset[str]:
-        """What codes of quantized weights are: see :data:`~trt_kvcache.checkpoint.quantized.codes.CODE_BITS`. Empty if there are none."""
+        """What codes of quantized weights are, of ``CODE_BITS`` in ``checkpoint/quantized/codes.py``. Empty if there are none."""
         files = self._open_files()
         return frozenset(weight.code_kind(files) for weight in self._quantized.values())
 
     def names_of_kind(self, kind: str) -> tuple[str, ...]:
-        """Return the names of tensors with codes of a kind: see :data:`~trt_kvcache.checkpoint.quantized.codes.CODE_BITS`.
+        """Return the names of tensors with codes of a kind: see ``CODE_BITS`` of ``trt_kvcache/checkpoint/quantized/codes.py``.
 
         Parameters
         ----------

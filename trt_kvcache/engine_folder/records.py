@@ -73,7 +73,7 @@ class CheckpointRecord:
     weights : str
         How the weights of the engine are stored: see :class:`~trt_kvcache.checkpoint.weights_summary.WeightsSummary`.
     quantize : str
-        How weights were rounded at the build: see :class:`~trt_kvcache.checkpoint.quantized.quantization.Quantization`. Empty if none were.
+        How weights were rounded at the build: see ``docs/quantization.md``. Empty if none were.
     """
 
     path: str

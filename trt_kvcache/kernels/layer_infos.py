@@ -41,7 +41,7 @@ class KVLayerInfos(DeviceInfos[KVLayerInfo]):
         Of one head dim, dtype and memory. Cache layers share B; any layout: their slots and K/V may be strided. Saved tensors
         are dense and share n; they count as one slot.
     tokens_per_row : int
-        Tokens that a row belongs to: 1 for K and V, 4 for scales (:func:`~trt_kvcache.kernels.scale_views.scales_in_rows`). Functions
+        Tokens that a row belongs to: 1 for K and V, 4 for scales (``trt_kvcache/kernels/scale_views.py``). Functions
         that take tokens move every row that one of them is in.
     stream : cuda.core.Stream
         The device array is made on it, once. Saved tensors need none, so nothing is allocated for them: their addresses

@@ -91,7 +91,7 @@ class SessionOptions:
     quantize : str, optional
         Round weights to the nearest integers of a scale: ``"int8"``, ``"int4"`` (groups of 32), ``"int4:128"``, and behind it
         ``",embedding=..."`` and ``",head=..."``, which stay as they are stored if left out. See
-        :class:`~trt_kvcache.checkpoint.quantized.quantization.Quantization`.
+        ``docs/quantization.md``.
     kv_dtype : {"fp8", "int8"}, optional
         Quantize K and V: ``float8_e4m3fn`` or ``int8``, in plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional

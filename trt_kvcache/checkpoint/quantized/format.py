@@ -47,7 +47,7 @@ class QuantizedFormat(ABC):
     name : str
         What people call the format.
     kinds : tuple of str
-        What codes may be: see :data:`~trt_kvcache.checkpoint.quantized.codes.CODE_BITS`.
+        What codes may be: see ``CODE_BITS`` of ``trt_kvcache/checkpoint/quantized/codes.py``.
     title : str
         What people call it, with its bits and groups.
     ignored : tuple of str

@@ -51,7 +51,7 @@ class StoredWeight:
         return sum(files[name].tensors[name].nbytes for name in self.tensor_names)
 
     def code_kind(self, files: Files) -> str:
-        """Return what one code is: see :data:`~trt_kvcache.checkpoint.quantized.codes.CODE_BITS`."""
+        """Return what one code is: see ``CODE_BITS`` of ``trt_kvcache/checkpoint/quantized/codes.py``."""
         return self.read(files).codes.kind
 
     def read(self, files: Files) -> QuantizedWeight:
