@@ -20,6 +20,7 @@ TREE = {
     "BuildError": RuntimeError,
     "EngineError": RuntimeError,
     "ProcessorError": RuntimeError,
+    "QueueFullError": RuntimeError,
     "CaptureError": RuntimeError,
     "LengthsUnknown": RuntimeError,
     "ClosedError": RuntimeError,

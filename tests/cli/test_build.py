@@ -36,6 +36,8 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "model": SHIPPED,
         "target": tmp_path / "engine",
         "max_batch_size": 1,
+        "kv_dtype": None,
+        "kv_scales": None,
         "max_sequence_length": None,
         "max_prefill_length": None,
         "max_logits_per_slot": 1,

@@ -43,7 +43,7 @@ def test_config_is_plain_json(model: Path) -> None:
         config = make_config(checkpoint)
     data = json.loads(json.dumps(config.to_dict()))
     assert EngineConfig.from_dict(data) == config
-    assert data["format"] == 6
+    assert data["format"] == 7
     assert data["producer"]["name"] == "trt-kvcache"
     assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
 
@@ -87,11 +87,11 @@ def test_tensors_without_more_logits_are_refused_where_the_profiles_have_them(mo
         EngineConfig.from_dict(data)
 
 
-@pytest.mark.parametrize("older", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("older", range(1, 7))
 def test_an_older_format_is_refused(model: Path, older: int) -> None:
     with Checkpoint.open(model) as checkpoint:
         data = make_config(checkpoint).to_dict()
-    message = rf"^format: this package reads 6, got {older}\. An older trt-kvcache built the engine: build it again\.$"
+    message = rf"^format: this package reads 7, got {older}\. An older trt-kvcache built the engine: build it again\.$"
     with pytest.raises(EngineError, match=message):
         EngineConfig.from_dict({**data, "format": older})
 

@@ -56,5 +56,5 @@ def test_a_tolerance_of_its_own() -> None:
     assert SessionCompareFunc(dtype="bfloat16").tolerance == TOLERANCES["bfloat16"]
     with pytest.raises(RangeError, match="tolerance: expected 0 or more, got -1"):
         SessionCompareFunc(tolerance=-1)
-    with pytest.raises(ConfigError, match="dtype: expected one of float32, float16, bfloat16, got 'int8'"):
-        SessionCompareFunc(dtype="int8")
+    with pytest.raises(ConfigError, match="dtype: expected one of float32, float16, bfloat16, int8, float8_e4m3fn, got 'int4'"):
+        SessionCompareFunc(dtype="int4")

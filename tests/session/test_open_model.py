@@ -247,6 +247,8 @@ class TestModel:
             "max_batch_size": 3,
             "max_sequence_length": 38,
             "max_prefill_length": 11,
+            "kv_dtype": None,
+            "kv_scales": None,
             "max_logits_per_slot": 1,
             "dtype": "float16",
             "attention": "native",

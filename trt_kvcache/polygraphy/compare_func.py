@@ -21,7 +21,7 @@ class SessionCompareFunc(BaseCompareFunc):  # type: ignore[misc]  # polygraphy h
 
     Parameters
     ----------
-    dtype : {"float32", "float16", "bfloat16"}
+    dtype : {"float32", "float16", "bfloat16", "int8", "float8_e4m3fn"}
         Dtype of the cache; of two, the one with the larger tolerance.
     tolerance : float, optional
         The largest accepted difference, instead of that of the dtype

@@ -183,4 +183,4 @@ def test_a_stream_that_cannot_begin_is_an_error_with_a_status(chatting):
         assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")
         ok = client.post("/v1/completions", json={"prompt": "A", "stream": True, "max_tokens": 2})
         assert ok.headers["content-type"].startswith("text/event-stream")
-        assert len(events_of(ok)) == 2
+        assert events_of(ok)[-1]["choices"][0]["finish_reason"] == "length"  # tokens that are there together are one event
