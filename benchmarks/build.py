@@ -18,7 +18,8 @@ from pathlib import Path
 from environment import describe_environment, write_result
 from random_model import QWEN2_0_5B, write_random_model
 
-from trt_kvcache.builder.build_engine import build_engine, peak_memory_nbytes
+from trt_kvcache._util.peak_memory import peak_memory_nbytes
+from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.builder.code_types import for_codes
 from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.options import BuildOptions

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trt_kvcache._util.peak_memory import peak_memory_nbytes
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import check
 
@@ -43,7 +43,7 @@ def memory_use(memory: Memory) -> MemoryUse | None:
     if not memory.is_host:
         free, total = free_and_total(memory)
         return MemoryUse(total - free, "device")
-    peak = _peak_of_process()
+    peak = peak_memory_nbytes()
     return None if peak is None else MemoryUse(peak, "process")
 
 
@@ -55,12 +55,3 @@ def free_and_total(memory: Any) -> tuple[int, int]:
     status, free, total = driver.cuMemGetInfo()
     check((status,))
     return free, total
-
-
-def _peak_of_process() -> int | None:
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak << 10

@@ -1,13 +1,13 @@
 """``build_engine``: from a Hugging Face checkpoint to an engine folder."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trt_kvcache._util.peak_memory import peak_memory_nbytes
 from trt_kvcache.builder.code_types import for_codes
 from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
 from trt_kvcache.builder.options import (
@@ -281,13 +281,3 @@ def _progress_of_part(report: Progress, index: int, count: int) -> Callable[[flo
 def _as_tuple(compute_capabilities: Sequence[str]) -> tuple[str, ...]:
     """Return a tuple; a string is one capability."""
     return (compute_capabilities,) if isinstance(compute_capabilities, str) else tuple(compute_capabilities)
-
-
-def peak_memory_nbytes() -> int | None:
-    """Return the peak resident set of this process since it started, in bytes; None where the system does not say."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
