@@ -150,6 +150,23 @@ def test_abort_ends_a_request_by_its_context():
     run(main)
 
 
+def test_abort_ends_a_request_that_is_being_submitted():
+    async def main():
+        async with running(2) as engine:
+            context = RequestContext("mine")
+            task = asyncio.create_task(answers(engine, request([5], 100), context))
+            await asyncio.sleep(0)
+            assert engine.num_live == 1
+            await engine.abort(context)
+            [answer] = await task
+            assert answer["finish_reason"] == "cancelled"
+            assert len(answer["token_ids"]) < 100
+            [again] = await answers(engine, request([5], 3), context)
+            assert len(again["token_ids"]) == 3
+
+    run(main)
+
+
 def test_the_queue_is_bounded_and_says_when_to_try_again():
     async def main():
         async with running(1, max_queue=1) as engine:

@@ -120,6 +120,7 @@ class AsyncEngine:
         self._defaults = SamplingParams()
         self._guidance: Guidance | None = None
         self._live: dict[str, list[AsyncRequest]] = {}
+        self._aborted: set[str] = set()
         self._reserved = 0
         self._draining = False
         self._mean_seconds = _FIRST_GUESS
@@ -223,6 +224,8 @@ class AsyncEngine:
         timer: _Timer | None = None
         try:
             await self._submit(wanted, requests)
+            if name in self._aborted:  # while it was submitted
+                self._cancel(requests)
             timer = _Timer(self._max_seconds, requests)
             async with aclosing(_chunks(requests, wanted)) as chunks:
                 async for chunk in chunks:
@@ -235,6 +238,7 @@ class AsyncEngine:
                 if not one.ended:
                     one.cancel()
             del self._live[name]
+            self._aborted.discard(name)
             self._record(requests, submitted)
 
     async def abort(self, context: Context) -> None:
@@ -245,8 +249,10 @@ class AsyncEngine:
         context : Context
             As it was passed to :meth:`generate`.
         """
-        for one in self._live.get(context.id(), ()):
-            one.cancel()
+        name = context.id()
+        if name in self._live:
+            self._aborted.add(name)
+            self._cancel(self._live[name])
 
     async def stats(self) -> EngineStats:
         """Return what it does now. Waits for the step that runs.
@@ -277,8 +283,7 @@ class AsyncEngine:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), seconds)
         for requests in list(self._live.values()):
-            for one in requests:
-                one.cancel()
+            self._cancel(requests)
 
     async def cleanup(self) -> None:
         """End all requests and close the session. Idempotent."""
@@ -286,6 +291,11 @@ class AsyncEngine:
         await self._session.close()
 
     # --- parts of the above ---
+
+    @staticmethod
+    def _cancel(requests: Sequence[AsyncRequest]) -> None:
+        for one in requests:
+            one.cancel()
 
     def _admit(self, count: int) -> None:
         """Reserve room for so many answers, or raise."""
