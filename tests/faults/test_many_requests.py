@@ -42,7 +42,7 @@ def alone(session: InferenceSession, prompt: list[int], options: dict[str, Any])
 
 
 @every_model
-@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [50, pytest.param(2000, marks=pytest.mark.slow)])
 def test_each_gets_what_it_gets_alone(model: Path, count: int) -> None:
     chance = random.Random(3)
     wanted = drawn_requests(chance, count)

@@ -290,6 +290,11 @@ def random_prefill(seed):
 QUANTIZED = [(kv_dtype, scales) for kv_dtype in ("float8_e4m3fn", "int8") for scales in ("head", "token")]
 
 
+def over_quantized(cases):
+    """Return each case with both dtypes of K and V and both kinds of scales: two of the four pairs, and the other two for the next case."""
+    return [(name, *pair) for number, name in enumerate(cases) for pair in (QUANTIZED[::3], QUANTIZED[1:3])[number % 2]]
+
+
 def quantized(case, kv_dtype, scales):
     """Return the same call over a quantized cache."""
     return replace(case, kv_dtype=kv_dtype, scales=scales)

@@ -8,7 +8,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES, QUANTIZED, check, quantized, random_prefill
+from tests.kernels.attention import (
+    DECODE_CASES,
+    FEW_CASES,
+    GRID,
+    PREFILL_CASES,
+    QUANTIZED,
+    check,
+    over_quantized,
+    quantized,
+    random_prefill,
+)
 from tests.simt.standin import needs_standin
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import CudaError, KVCacheError
@@ -70,23 +80,20 @@ def test_random_prefill(memory, stream, seed, multiprocessors, monkeypatch):
     check(random_prefill(seed), memory, stream, seed)
 
 
-@pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
-@pytest.mark.parametrize("name", list(DECODE_CASES))
+@pytest.mark.parametrize(("name", "kv_dtype", "scales"), over_quantized(DECODE_CASES))
 def test_quantized_decode(memory, stream, name, kv_dtype, scales, monkeypatch):
     if "parts" in name:
         monkeypatch.setattr(memory, "multiprocessor_count", 12, raising=False)
     check(quantized(DECODE_CASES[name], kv_dtype, scales), memory, stream)
 
 
-@pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
-@pytest.mark.parametrize("name", list(FEW_CASES))
+@pytest.mark.parametrize(("name", "kv_dtype", "scales"), over_quantized(FEW_CASES))
 def test_quantized_few(memory, stream, name, kv_dtype, scales, monkeypatch):
     monkeypatch.setattr(memory, "multiprocessor_count", 12, raising=False)
     check(quantized(FEW_CASES[name], kv_dtype, scales), memory, stream)
 
 
-@pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
-@pytest.mark.parametrize("name", list(PREFILL_CASES))
+@pytest.mark.parametrize(("name", "kv_dtype", "scales"), over_quantized(PREFILL_CASES))
 def test_quantized_prefill(memory, stream, name, kv_dtype, scales, monkeypatch):
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
     check(quantized(PREFILL_CASES[name], kv_dtype, scales), memory, stream)

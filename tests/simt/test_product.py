@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES, QUANTIZED
+from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES, over_quantized
 from tests.simt import run
 from tests.simt.standin import need_compiler
 from trt_kvcache.kernels.attention_tiles import PREFILL_FORMS
@@ -72,8 +72,8 @@ def test_nothing_is_found(sanitizer, chosen, at_least):
         ("test_few and not 12", len(FEW_CASES)),
         ("test_prefill", _PREFILLS),
         ("test_quantized_prefill_forms", _OVER_CODES),
-        ("test_quantized_decode", len(QUANTIZED) * len(DECODE_CASES)),
-        ("test_quantized_few", len(QUANTIZED) * len(FEW_CASES)),
+        ("test_quantized_decode", len(over_quantized(DECODE_CASES))),
+        ("test_quantized_few", len(over_quantized(FEW_CASES))),
     ],
 )
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
@@ -98,7 +98,7 @@ def test_tiles_of_smaller_gpus(arch):
         "test_decode or test_few or test_prefill or test_quantized_prefill_forms or test_quantized_decode or test_quantized_few",
     ]
     result = subprocess.run(command, env={**os.environ, "SIMT_TILES": arch}, cwd=run.REPOSITORY, capture_output=True, text=True)
-    over_codes = _OVER_CODES + len(QUANTIZED) * (len(DECODE_CASES) + len(FEW_CASES))
+    over_codes = _OVER_CODES + len(over_quantized(DECODE_CASES)) + len(over_quantized(FEW_CASES))
     assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS + over_codes
 
 
