@@ -35,9 +35,9 @@ check: $(READY)  ## Lint and type-check
 
 # The second half runs after a failure of the first too, and the target fails if either does.
 .PHONY: test
-test: $(READY)  ## Run the tests that need neither TensorRT nor a GPU
+test: $(READY)  ## Run the tests that need neither TensorRT nor a GPU, but for those of the server
 	@status=0; \
-	$(BIN)/pytest $(WORKERS) -m "$(FAST)" || status=1; \
+	$(BIN)/pytest $(WORKERS) -m "$(FAST)" --ignore tests/server || status=1; \
 	$(BIN)/python tests/simt/run.py $(WORKERS) -m "device and $(FAST)" || status=1; \
 	exit $$status
 
