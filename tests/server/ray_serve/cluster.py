@@ -78,6 +78,11 @@ class Cluster:
                 return False
 
 
+def _take_interrupts() -> None:
+    """Let the new process see Ctrl-C, which is ignored where the tests run in the background of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
     """Run the application, and end it as Ctrl-C does."""
@@ -91,7 +96,14 @@ def running(folder: Path) -> Iterator[Cluster]:
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     command = [str(Path(sys.executable).with_name("serve")), "run", "--app-dir", str(Path.cwd()), str(file)]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_take_interrupts,
+        )
     cluster = Cluster(f"http://127.0.0.1:{port}", process, log)
     try:
         cluster.wait_until(lambda: cluster.answers() and len(cluster.replicas()) == 2)
