@@ -13,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from table_pages import write_tables  # noqa: E402
+
 from trt_kvcache.builder.code_types import FIRST_CAPABILITY  # noqa: E402
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES, NATIVE_TYPES  # noqa: E402
 from trt_kvcache.checkpoint.quantized.gguf import GGUF  # noqa: E402
@@ -69,26 +71,5 @@ def _number(capability: str) -> tuple[int, ...]:
     return tuple(map(int, capability.split(".")))
 
 
-def with_table(page: str) -> str:
-    """Return a page with the table between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
-
-
-def main() -> int:
-    """Write the tables, or with ``--check`` say whether they are those of the code."""
-    is_same = True
-    for path in PAGES:
-        page = path.read_text(encoding="utf-8")
-        if with_table(page) != page:
-            is_same = False
-            if "--check" in sys.argv:
-                print(f"{path.relative_to(ROOT)}: the table of formats is not that of the code. Run: python docs/formats_table.py")
-            else:
-                path.write_text(with_table(page), encoding="utf-8")
-    return 0 if is_same or "--check" not in sys.argv else 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_tables(PAGES, BEGIN, END, table(), name="formats", script="docs/formats_table.py"))

@@ -14,6 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from table_pages import write_tables  # noqa: E402
+
 from trt_kvcache.model import ModelConfig  # noqa: E402
 from trt_kvcache.model.families.registry import FAMILIES  # noqa: E402
 from trt_kvcache.model.features import FEATURES, features  # noqa: E402
@@ -58,26 +60,5 @@ def computed_features(path: Path) -> frozenset[str]:
     raise ValueError(f"{path}: expected COMPUTED_FEATURES, got none.")
 
 
-def with_table(page: str) -> str:
-    """Return a page with the table between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
-
-
-def main() -> int:
-    """Write the tables, or with ``--check`` say whether they are those of the code."""
-    is_same = True
-    for path in PAGES:
-        page = path.read_text(encoding="utf-8")
-        if with_table(page) != page:
-            is_same = False
-            if "--check" in sys.argv:
-                print(f"{path.relative_to(ROOT)}: the table of models is not that of the code. Run: python docs/models_table.py")
-            else:
-                path.write_text(with_table(page), encoding="utf-8")
-    return 0 if is_same or "--check" not in sys.argv else 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_tables(PAGES, BEGIN, END, table(), name="models", script="docs/models_table.py"))
