@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from attention import Gpu, Shape, _copy_bandwidth
 from attention_peers import peer_versions
-from attention_quantized_prefill import _tensor
+from attention_quantized_cache import device_tensor, largest_error
 from environment import describe_environment, to_table, write_result
 
 HERE = Path(__file__).resolve().parent
@@ -63,9 +63,9 @@ class Problem:
         )
         copies = copies or max(1, min(64, -(-_ROTATED_NBYTES // self.nbytes)))
         workspace = AttentionWorkspace(gpu.memory, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, stream=gpu.stream)
-        (q, self.q), (out, self.out) = (_tensor(gpu, (batch, width, heads, dim), dtype) for _ in range(2))
-        (k, self.k), (v, self.v) = (_tensor(gpu, (batch, width, kv_heads, dim), dtype) for _ in range(2))
-        lengths, self.lengths = _tensor(gpu, (batch,), "int32")
+        (q, self.q), (out, self.out) = (device_tensor(gpu, (batch, width, heads, dim), dtype) for _ in range(2))
+        (k, self.k), (v, self.v) = (device_tensor(gpu, (batch, width, kv_heads, dim), dtype) for _ in range(2))
+        lengths, self.lengths = device_tensor(gpu, (batch,), "int32")
         table, angles = gpu.tensor((tokens, 2, dim // 2), "float32")
         angles[:, 0], angles[:, 1] = 1, 0
         self.lengths.fill_(past)
@@ -77,34 +77,19 @@ class Problem:
         if scales != "none":
             values = (values * (SCALED_KV_DTYPES[kv_dtype] / 4)).round().clamp(-127, 127)
         for _ in range(copies):
-            cache, codes = _tensor(gpu, row, kv_dtype if scales != "none" else dtype)
+            cache, codes = device_tensor(gpu, row, kv_dtype if scales != "none" else dtype)
             codes.copy_(values)
             options: dict[str, Any] = {"cos_sin": table, "out": out, "workspace": workspace}
             if scales != "none":
-                options["kv_scales"], factors = _tensor(gpu, per_token if scales == "token" else (2, kv_heads), "float32")
+                options["kv_scales"], factors = device_tensor(gpu, per_token if scales == "token" else (2, kv_heads), "float32")
                 factors.uniform_(2 / SCALED_KV_DTYPES[kv_dtype], 4 / SCALED_KV_DTYPES[kv_dtype])
                 self.scales = self.scales if self.cache is not None else factors
             self.cache = codes if self.cache is None else self.cache
             self.calls.append(lambda stream, c=cache, o=options: attend(q, k, v, c, lengths, **o, stream=stream))
 
     def error(self) -> float:
-        """Return max|error| / max|reference| over slots and some heads, from what is stored; the reference is in float64."""
-        assert self.cache is not None
-        worst, (batch, width, heads, dim), kv_heads = 0.0, self.q.shape, self.k.shape[2]
-        for slot in range(batch):
-            n = int(self.lengths[slot]) + width
-            future = torch.ones(width, n, dtype=torch.bool, device="cuda").triu(n - width + 1)
-            for head in range(0, heads, max(heads // 4, 1)):
-                kv_head = head * kv_heads // heads
-                keys, values = self.cache[slot, :, kv_head, :n].double()
-                if self.scales is not None:
-                    of_head = self.scales[:, kv_head, None] if self.scales.ndim == 2 else self.scales[slot, :, kv_head, :n]
-                    keys, values = (rows * scale[:, None].double() for rows, scale in zip((keys, values), of_head, strict=True))
-                scores = (self.q[slot, :, head].double() @ keys.T) * dim**-0.5
-                expected = scores.masked_fill(future, -torch.inf).softmax(-1) @ values
-                error = float((self.out[slot, :, head].double() - expected).abs().max() / expected.abs().max())
-                worst = max(worst, error if error == error else torch.inf)
-        return worst
+        """Return :func:`~attention_quantized_cache.largest_error` of the last call."""
+        return largest_error(self.out, self.q, self.cache, self.scales, self.lengths)
 
 
 _CHECKED = [

@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 from attention import Gpu, Shape
+from attention_quantized_cache import device_tensor, largest_error
 from environment import describe_environment, to_table, write_result
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 from tests.kernels import attention as cases  # noqa: E402
-from trt_kvcache import DeviceTensor  # noqa: E402
 from trt_kvcache.dtypes import SCALED_KV_DTYPES  # noqa: E402
 from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles, source_variants  # noqa: E402
-from trt_kvcache.kernels.attention_params import TOKEN_SCALES_NDIM  # noqa: E402
 from trt_kvcache.memory.shapes import dense_nbytes  # noqa: E402
 
 #: Time over that with 16 bits: from the start, for so many tokens and more; and over a past.
@@ -37,7 +36,6 @@ _LIMITED_WIDTH = 2048
 KINDS = (("float16", "none"), ("float8_e4m3fn", "token"), ("int8", "token"), ("float8_e4m3fn", "head"))
 
 _LARGEST_BUFFERS = 256 * 2**20  # bytes of all caches that take turns: several times an L2
-_KV_HEADS, _DTYPES = 8, {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 def shapes(quick: bool) -> list[Shape]:
@@ -49,14 +47,6 @@ def shapes(quick: bool) -> list[Shape]:
     return prompts + [Shape(batch, width, past, *heads[0]) for batch, width, past in chunks + more] + [Shape(1, 16, 8192, *heads[-1])]
 
 
-def _tensor(gpu: Gpu, shape: tuple[int, ...], dtype: str) -> tuple[DeviceTensor, Any]:
-    """Return a tensor and torch's view of it; codes, which torch does not take from others, as bytes."""
-    allocation = gpu.memory.allocate(dense_nbytes(shape, dtype), stream=gpu.stream)
-    seen = "int8" if dtype in SCALED_KV_DTYPES else dtype
-    view = torch.from_dlpack(DeviceTensor(allocation, shape=shape, dtype=seen))
-    return DeviceTensor(allocation, shape=shape, dtype=dtype), view.view(_DTYPES.get(dtype, view.dtype))
-
-
 class Problem:
     """A shape over a kind of cache: tensors, and calls over caches that take turns."""
 
@@ -66,17 +56,17 @@ class Problem:
         row = (batch, 2, kv_heads, tokens, dim)
         copies = max(1, min(16, _LARGEST_BUFFERS // dense_nbytes(row, kv_dtype)))
         workspace = AttentionWorkspace(gpu.memory, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, stream=gpu.stream)
-        (q, self.q), (out, self.out) = (_tensor(gpu, (batch, width, heads, dim), "float16") for _ in range(2))
-        (k, self.k), (v, self.v) = (_tensor(gpu, (batch, width, kv_heads, dim), "float16") for _ in range(2))
-        lengths, self.lengths = _tensor(gpu, (batch,), "int32")
+        (q, self.q), (out, self.out) = (device_tensor(gpu, (batch, width, heads, dim), "float16") for _ in range(2))
+        (k, self.k), (v, self.v) = (device_tensor(gpu, (batch, width, kv_heads, dim), "float16") for _ in range(2))
+        lengths, self.lengths = device_tensor(gpu, (batch,), "int32")
         self.lengths.fill_(past)
         for one in (self.q, self.k, self.v):
             one.normal_()
-        made = [_tensor(gpu, row, kv_dtype) for _ in range(copies)]
+        made = [device_tensor(gpu, row, kv_dtype) for _ in range(copies)]
         self.cache, self.scales, options = made[0][1], None, {}
         if scales != "none":
             per_token = (batch, 2, kv_heads, -(-tokens // 4) * 4)
-            kv_scales, self.scales = _tensor(gpu, per_token if scales == "token" else (2, kv_heads), "float32")
+            kv_scales, self.scales = device_tensor(gpu, per_token if scales == "token" else (2, kv_heads), "float32")
             self.scales.fill_(4 / SCALED_KV_DTYPES[kv_dtype])
             options = {"kv_scales": kv_scales}
         for _, cache in made:
@@ -87,22 +77,8 @@ class Problem:
         ]
 
     def error(self) -> float:
-        """Return max|error| / max|reference| over slots and some heads, from what is stored; the reference is in float64."""
-        worst, (batch, width, heads, dim) = 0.0, self.q.shape
-        tokens, kv_heads = self.cache.shape[3], self.k.shape[2]
-        future = torch.ones(width, tokens, dtype=torch.bool, device="cuda").triu(tokens - width + 1)
-        for slot in range(batch):
-            for head in range(0, heads, max(heads // 4, 1)):
-                keys, values = self.cache[slot, :, head * kv_heads // heads].double()
-                if self.scales is not None:
-                    per_token = self.scales.ndim == TOKEN_SCALES_NDIM
-                    of_head = (self.scales[slot, :, :, :tokens] if per_token else self.scales[:, :, None])[:, head * kv_heads // heads]
-                    keys, values = (rows * scale[:, None].double() for rows, scale in zip((keys, values), of_head, strict=True))
-                scores = (self.q[slot, :, head].double() @ keys.T) * dim**-0.5
-                expected = scores.masked_fill(future, -torch.inf).softmax(-1) @ values
-                error = float((self.out[slot, :, head].double() - expected).abs().max() / expected.abs().max())
-                worst = max(worst, error if error == error else torch.inf)
-        return worst
+        """Return :func:`~attention_quantized_cache.largest_error` of the last call."""
+        return largest_error(self.out, self.q, self.cache, self.scales, self.lengths)
 
 
 def check(gpu: Gpu) -> float:
