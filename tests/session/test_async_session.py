@@ -326,3 +326,26 @@ def test_slots_are_free_when_all_requests_have_ended():
                 pass
 
     run(main)
+
+
+def test_a_step_that_fails_is_not_tried_again_before_the_next_request(monkeypatch):
+    tried = []
+
+    async def main():
+        session = make(slots=2)
+        async with AsyncSession(session) as served:
+            request = await served.submit([1], max_new_tokens=30)
+
+            def fail():
+                tried.append(len(tried))
+                raise EngineError("planted")
+
+            monkeypatch.setattr(session, "step", fail)
+            with pytest.raises(EngineError, match="planted"):
+                await request.wait()
+            await asyncio.sleep(0.1)
+            assert len(tried) == 1
+            monkeypatch.undo()
+            assert (await (await served.submit([1], max_new_tokens=3)).wait()).tokens == tuple(continuation([1], 3))
+
+    run(main)

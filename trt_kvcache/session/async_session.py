@@ -283,12 +283,15 @@ class AsyncSession:
                     if command is None:
                         return
                     command[0](session)
-            if (self._running or slots_held) and (news := self._step(session)):
-                self._tell(_deliver, news)
-            slots_held = bool(session.running_requests)  # those of the last requests are freed by a step that runs nothing
+            if self._running or slots_held:
+                news, has_run = self._step(session)
+                if news:
+                    self._tell(_deliver, news)
+                # Slots of the last requests are freed by a step that runs nothing. One that fails is not tried again before the next request.
+                slots_held = has_run and bool(session.running_requests)
 
-    def _step(self, session: InferenceSession) -> list[_News]:
-        """Run one step, and return what came of it."""
+    def _step(self, session: InferenceSession) -> tuple[list[_News], bool]:
+        """Run one step, and return what came of it, and whether it has not failed."""
         failed: BaseException | None = None
         concerned: list[AsyncRequest] = []
         try:
@@ -307,7 +310,7 @@ class AsyncSession:
                 self._running.remove(request)
             if events or request.handle.finished:
                 news.append((request, events, request.handle.finished, reason))
-        return news
+        return news, failed is None
 
     def _tell(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in the event loop."""
