@@ -287,7 +287,7 @@ class AsyncSession:
                 news, has_run = self._step(session)
                 if news:
                     self._tell(_deliver, news)
-                # Slots of the last requests are freed by a step that runs nothing. One that fails is not tried again before the next request.
+                # Slots of the last requests are freed by a step that runs nothing. One that fails is not tried again alone.
                 slots_held = has_run and bool(session.running_requests)
 
     def _step(self, session: InferenceSession) -> tuple[list[_News], bool]:
