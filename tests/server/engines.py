@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
@@ -24,14 +25,28 @@ def source(slots: int = 4, **options: Any) -> SessionSource:
 
 
 @asynccontextmanager
-async def running(slots: int = 4, *, max_queue: int = 64, max_seconds: float | None = None, **options: Any) -> AsyncIterator[AsyncEngine]:
-    """Run an engine over the shipped model."""
+async def running(
+    slots: int = 4, *, max_queue: int = 64, max_seconds: float | None = None, step_seconds: float = 0, **options: Any
+) -> AsyncIterator[AsyncEngine]:
+    """Run an engine over the shipped model, of which each step lasts ``step_seconds`` more: then requests run while others come and go."""
     engine = AsyncEngine(source(slots, **options), model="tiny", max_queue=max_queue, max_seconds=max_seconds)
     await engine.start()
+    if step_seconds:
+        await engine._session.run(lambda session: _slow(session, step_seconds))
     try:
         yield engine
     finally:
         await engine.cleanup()
+
+
+def _slow(session: InferenceSession, seconds: float) -> None:
+    step = session.step
+
+    def slow_step() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    session.step = slow_step  # type: ignore[method-assign]
 
 
 def run(main: Callable[[], Awaitable[_T]], seconds: float = 60) -> _T:

@@ -98,7 +98,7 @@ def test_without_a_limit_an_answer_fills_its_slot():
 
 def test_leaving_the_iteration_frees_the_slot_within_a_step():
     async def main():
-        async with running(1) as engine:
+        async with running(1, step_seconds=0.005) as engine:
             async with aclosing(engine.generate(request([5], 100))) as chunks:
                 async for _ in chunks:
                     break
@@ -114,7 +114,7 @@ def test_leaving_the_iteration_frees_the_slot_within_a_step():
 
 def test_a_cancelled_task_frees_the_slot_and_its_place_in_the_queue():
     async def main():
-        async with running(1, max_queue=2) as engine:
+        async with running(1, max_queue=2, step_seconds=0.005) as engine:
             tasks = [asyncio.create_task(answers(engine, request([5 + index], 120))) for index in range(3)]
             while not (await engine.stats()).slots:
                 await asyncio.sleep(0)
@@ -132,7 +132,7 @@ def test_a_cancelled_task_frees_the_slot_and_its_place_in_the_queue():
 
 def test_abort_ends_a_request_by_its_context():
     async def main():
-        async with running(2) as engine:
+        async with running(2, step_seconds=0.005) as engine:
             context = RequestContext("mine")
             found = []
             async for chunk in engine.generate(request([5], 100), context):
@@ -152,7 +152,7 @@ def test_abort_ends_a_request_by_its_context():
 
 def test_abort_ends_a_request_that_is_being_submitted():
     async def main():
-        async with running(2) as engine:
+        async with running(2, step_seconds=0.005) as engine:
             context = RequestContext("mine")
             task = asyncio.create_task(answers(engine, request([5], 100), context))
             await asyncio.sleep(0)
@@ -169,7 +169,7 @@ def test_abort_ends_a_request_that_is_being_submitted():
 
 def test_the_queue_is_bounded_and_says_when_to_try_again():
     async def main():
-        async with running(1, max_queue=1) as engine:
+        async with running(1, max_queue=1, step_seconds=0.005) as engine:
             tasks = [asyncio.create_task(answers(engine, request([5 + index], 60))) for index in range(2)]
             await asyncio.sleep(0.01)
             with pytest.raises(QueueFullError, match="queue: expected room for 1 more of 2 requests, got 0") as caught:
@@ -221,7 +221,7 @@ def test_what_is_not_possible_is_refused_and_nothing_has_begun(wanted, error, te
 
 def test_a_request_that_lasts_too_long_is_cancelled():
     async def main():
-        async with running(1, max_seconds=0.05) as engine:
+        async with running(1, max_seconds=0.05, step_seconds=0.005) as engine:
             found = []
 
             async def read():
@@ -239,7 +239,7 @@ def test_a_request_that_lasts_too_long_is_cancelled():
 
 def test_a_drain_lets_what_runs_end_and_takes_nothing_new():
     async def main():
-        async with running(1) as engine:
+        async with running(1, step_seconds=0.005) as engine:
             tasks = [asyncio.create_task(answers(engine, request([5 + index], 30))) for index in range(3)]
             await asyncio.sleep(0.01)
             drain = asyncio.create_task(engine.drain())
@@ -255,7 +255,7 @@ def test_a_drain_lets_what_runs_end_and_takes_nothing_new():
 
 def test_a_drain_with_a_limit_cancels_what_is_left():
     async def main():
-        async with running(1) as engine:
+        async with running(1, step_seconds=0.005) as engine:
             task = asyncio.create_task(answers(engine, request([5], 120)))
             await asyncio.sleep(0.01)
             await engine.drain(0)
