@@ -272,6 +272,12 @@ def compressed(packing: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+def in_groups_of(size: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``quantization_config`` of compressed-tensors with groups of another size."""
+    group = config["config_groups"]["group_0"]
+    return {**config, "config_groups": {"group_0": {**group, "weights": {**group["weights"], "group_size": size}}}}
+
+
 CT_INT4 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8)
 CT_ASYMMETRIC = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8, symmetric=False)
 CT_ORDER = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8, actorder="group")
@@ -301,11 +307,14 @@ CASES: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "gptq-order": (gptq(order=True), {**GPTQ_CONFIG, "desc_act": True}),
     "gptq-symmetric": (gptq(symmetric=True), {**GPTQ_CONFIG, "sym": True}),
     "gptq-8-bits": (gptq(bits=8, group_size=4), {**GPTQ_CONFIG, "bits": 8, "group_size": 4}),
+    "gptq-smaller-last-group": (gptq(group_size=12), {**GPTQ_CONFIG, "group_size": 12}),
+    "gptq-order-smaller-last-group": (gptq(group_size=12, order=True), {**GPTQ_CONFIG, "group_size": 12, "desc_act": True}),
     "awq": (awq(), AWQ_CONFIG),
     "fp8-blocks": (fp8_blocks(), FP8_CONFIG),
     "compressed-int4": (integers(4, 8, packed=True, symmetric=True), CT_INT4),
     "compressed-int4-asymmetric": (integers(4, 8, packed=True, symmetric=False), CT_ASYMMETRIC),
     "compressed-int4-order": (integers(4, 8, packed=True, symmetric=True, order=True), CT_ORDER),
+    "compressed-int4-smaller-last-group": (integers(4, 12, packed=True, symmetric=False), in_groups_of(12, CT_ASYMMETRIC)),
     "compressed-packed-int8": (integers(8, None, packed=True, symmetric=True), CT_PACKED_INT8),
     "compressed-int8": (integers(8, None, packed=False, symmetric=True), CT_INT8),
     "compressed-int8-asymmetric": (integers(8, None, packed=False, symmetric=False), CT_INT8_ASYMMETRIC),

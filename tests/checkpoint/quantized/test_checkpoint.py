@@ -107,7 +107,7 @@ def test_fields_of_the_config_that_decide_nothing_do_not_change_the_fingerprint(
             {**GPTQ_CONFIG, "group_size": None},
             "quantization_config.group_size: expected a positive integer, or -1 for one group, got none.",
         ),
-        ({**GPTQ_CONFIG, "group_size": 7}, "quantization_config.group_size: expected a divisor of the 32 inputs of"),
+        ({**GPTQ_CONFIG, "group_size": 7}, "qzeros of shape (5, 4), as GPTQ int4 in groups of 7 stores it"),
         ({**GPTQ_CONFIG, "group_size": 16}, "Bits or group size of `quantization_config` may be those of another checkpoint."),
         ({**GPTQ_CONFIG, "checkpoint_format": "marlin"}, "checkpoint_format: expected 'gptq' or 'gptq_v2', got 'marlin'."),
         ({**GPTQ_CONFIG, "sym": "yes"}, "quantization_config.sym: expected true or false, got 'yes'."),

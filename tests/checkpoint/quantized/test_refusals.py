@@ -42,7 +42,10 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
         ),
         (changed(CT_INT4, type="float"), "config_groups.group_0.weights.type: expected the one of pack-quantized, got 'float'."),
         (changed(CT_INT4, group_size=None), "quantization_config.group_size: expected a positive integer"),
-        (changed(CT_INT4, group_size=12), "quantization_config.group_size: expected a divisor of the 32 inputs"),
+        (
+            changed(CT_INT4, group_size=12),
+            f"expected {MODULE}.weight_scale of shape (32, 3), as compressed-tensors int4 (pack-quantized) in",
+        ),
         (changed(CT_INT4, symmetric=False), f"expected {MODULE}.weight_zero_point beside {MODULE}.weight_packed, got nothing there."),
         (changed(CT_INT4, actorder="group"), f"expected {MODULE}.weight_g_idx beside"),
         (changed(CT_FP8, symmetric=False), "weights.symmetric: expected True, got False."),

@@ -9,7 +9,7 @@ import numpy as np
 
 from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.quantized.codes import Codes
-from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, divided, groups_of, one_of_field
+from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, divided, one_of_field
 from trt_kvcache.checkpoint.quantized.group_size import group_size_of
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import ConfigError
@@ -59,7 +59,7 @@ class GPTQ(QuantizedFormat):
     def parts(self, module: str, shape: tuple[int, int]) -> Mapping[str, StoredPart]:
         """Return the tensors of a weight: see :class:`QuantizedFormat`."""
         (outputs, inputs), together = shape, _WORD_BITS // self.bits
-        groups = groups_of(module, inputs, self.group_size or inputs)
+        groups = -(-inputs // (self.group_size or inputs))  # the last one may be smaller
         columns = divided(module, "outputs", outputs, together)
         return {
             "qweight": StoredPart(((divided(module, "inputs", inputs, together), outputs),), ("I32",)),
@@ -73,7 +73,7 @@ class GPTQ(QuantizedFormat):
         (outputs, inputs), kind = shape, f"uint{self.bits}"
         group_size = self.group_size or inputs
         added = 1 if self.version == "gptq" else 0
-        groups = inputs // group_size
+        groups = -(-inputs // group_size)
         zero_points = Codes(stored=arrays["qzeros"].T, kind=kind, shape=(outputs, groups), packed_axis="rows", added=added)
         self._check_zero_points(module, zero_points)
         return QuantizedWeight(
@@ -104,7 +104,7 @@ def _group_index(module: str, arrays: Arrays, inputs: int, group_size: int) -> A
     """Return the group of each input, or None if groups lie one after another."""
     if "g_idx" not in arrays:
         return None
-    found = arrays["g_idx"]
-    if found.size and not 0 <= found.min() <= found.max() < inputs // group_size:
-        raise ConfigError(f"{module}.g_idx: expected groups from 0 to {inputs // group_size - 1}, got {found.min()} to {found.max()}.")
+    found, last = arrays["g_idx"], (inputs - 1) // group_size
+    if found.size and not 0 <= found.min() <= found.max() <= last:
+        raise ConfigError(f"{module}.g_idx: expected groups from 0 to {last}, got {found.min()} to {found.max()}.")
     return None if np.array_equal(found, np.arange(inputs) // group_size) else found
