@@ -26,11 +26,17 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
     return {**config, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **weights}}}}
 
 
+def in_group(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a configuration of compressed-tensors with another group."""
+    return {**config, "config_groups": {"group_0": {**config["config_groups"]["group_0"], **changes}}}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({**CT_INT4, "format": "marlin-24"}, "quantization_config.format: expected 'pack-quantized' or "),
-        ({**CT_INT4, "quantization_status": "frozen"}, "quantization_config.quantization_status: expected 'compressed', got 'frozen'."),
+        ({**CT_INT4, "quantization_status": "initialized"}, "quantization_status: expected 'compressed' or 'frozen', got 'initialized'."),
+        (in_group(CT_INT4, targets=["re:.*[mlp"]), "config_groups.group_0.targets: expected a regular expression, got '.*[mlp': "),
         ({**CT_INT4, "config_groups": {}}, "quantization_config.config_groups: expected an object of groups, got {}."),
         ({**CT_INT4, "config_groups": {"a": {"targets": ["Linear"]}}}, "config_groups.a.weights: expected an object, got None."),
         ({**CT_INT4, "transform_config": {"config_groups": {"u": {}}}}, "quantization_config.transform_config: expected nothing, got"),

@@ -12,7 +12,17 @@ import numpy as np
 
 from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.quantized.codes import CODE_BITS, Codes
-from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, constant, divided, groups_of, one_of_field
+from trt_kvcache.checkpoint.quantized.format import (
+    FLOATS,
+    Arrays,
+    QuantizedFormat,
+    StoredPart,
+    checked_expression,
+    constant,
+    divided,
+    groups_of,
+    one_of_field,
+)
 from trt_kvcache.checkpoint.quantized.fp8_blocks import WEIGHT_ONLY
 from trt_kvcache.checkpoint.quantized.group_size import group_size_of
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
@@ -110,7 +120,7 @@ class CompressedTensors(QuantizedFormat):
     )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        one_of_field("quantization_status", config.get("quantization_status", "compressed"), ("compressed",))
+        one_of_field("quantization_status", config.get("quantization_status") or "compressed", ("compressed", "frozen"))
         for name in ("sparsity_config", "transform_config"):
             value = config.get(name)
             if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
@@ -197,6 +207,9 @@ def _scheme(name: str, group: Any, packing: Any) -> Scheme:
     targets = group.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ConfigError(f"quantization_config.{name}.targets: expected a list of names, got {shown(targets)}.")
+    for target in targets:
+        if target.startswith("re:"):
+            checked_expression(f"quantization_config.{name}.targets", target.removeprefix("re:"))
     packing = one_of_field("format", group.get("format") or packing, _FORMATS)
     is_float = one_of_field(f"{name}.weights.type", weights.get("type", "int"), ("int", "float")) == "float"
     is_fp4 = packing in _FP4_GROUPS
