@@ -80,10 +80,14 @@ def test_what_one_raises_ends_the_others(number):
     async def main():
         engine = Endless(fails_at=("b", number))
         found = []
-        with pytest.raises(ValueError, match=f"b at {number}"):
+
+        async def read():
             async with aclosing(chunks_of(engine, REQUESTS)) as chunks:
                 async for item in chunks:
                     found.append(item)
+
+        with pytest.raises(ValueError, match=f"b at {number}"):
+            await read()
         assert engine.live == set()
         assert [chunk["token_ids"] for index, chunk in found if index == 1] == [[one] for one in range(number)]
 

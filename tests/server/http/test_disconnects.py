@@ -57,14 +57,12 @@ def test_an_answer_that_nobody_waits_for_frees_its_slot_at_once(one_slot: Runnin
 
 
 def test_one_that_waits_in_the_queue_leaves_it(one_slot: Running):
-    with one_slot.held(steps=3), one_slot.client() as client:
-        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": 16}) as stream:
-            lines = stream.iter_lines()  # while it lives, the stream is open
-            next(lines)
-            for streamed in (True, False):
-                with asked(one_slot, stream=streamed, n=3):
-                    one_slot.wait_until(lambda _: one_slot.engine.num_live == 19)
-                one_slot.wait_until(lambda _: one_slot.engine.num_live == 16)
+    with one_slot.held(steps=3), asked(one_slot, stream=True, n=16):
+        one_slot.wait_until(lambda _: one_slot.engine.num_live == 16)
+        for streamed in (True, False):
+            with asked(one_slot, stream=streamed, n=3):
+                one_slot.wait_until(lambda _: one_slot.engine.num_live == 19)
+            one_slot.wait_until(lambda _: one_slot.engine.num_live == 16)
 
 
 def test_all_prompts_of_a_request_end_with_it(one_slot: Running):
