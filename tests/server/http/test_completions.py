@@ -64,6 +64,12 @@ def test_several_answers_to_several_prompts(client, session):
     assert answer.usage.prompt_tokens == sum(len(session.tokenizer.encode(prompt)) for prompt in PROMPTS[:2])
 
 
+def test_a_prompt_of_several_answers_counts_as_run(client):
+    prompt = [9, *range(40, 90)]
+    answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=3, n=3, extra_body={"ignore_eos": True})
+    assert (answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens) == (51, 0)
+
+
 def test_stop_texts_and_tokens(client, session):
     whole = text_of(session, PROMPTS[0], max_new_tokens=12)
     answer = client.completions.create(model=NAME, prompt=PROMPTS[0], max_tokens=12, stop=whole[5:8])
