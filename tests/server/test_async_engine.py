@@ -81,8 +81,13 @@ def test_prompts_of_several_clients_run_what_they_share_once():
     prompts = [[*system, 70 + client] for client in range(4)]
 
     async def main():
-        async with running(4, step_seconds=0.01) as engine:
-            found = await asyncio.gather(*[answers(engine, request(prompt, 4)) for prompt in prompts])
+        pace = Pace().hold()
+        async with running(4, pace=pace) as engine:
+            tasks = [asyncio.create_task(answers(engine, request(prompt, 4))) for prompt in prompts]
+            while (await engine.stats()).waiting < len(prompts):
+                await asyncio.sleep(0)
+            pace.go()
+            found = await asyncio.gather(*tasks)
             return [answer["token_ids"] for [answer] in found], (await engine.stats()).session
 
     found, session = run(main)
