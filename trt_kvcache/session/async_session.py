@@ -310,7 +310,14 @@ class AsyncSession:
                 request.handle.cancel()
             self._tell(_deliver, [(request, [], True, None)])
 
-        self._commands.put((cancel, lambda _: None))
+        def end(_: BaseException | None = None) -> None:
+            request.deliver([], ended=True)
+
+        assert self._ended is not None
+        if self._ended.done():  # no thread is there to take a command
+            end()
+        else:
+            self._commands.put((cancel, end))
 
     # --- in the thread of the session ---
 

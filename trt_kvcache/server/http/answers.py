@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,17 +130,16 @@ async def _merged(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> Asyn
                 await ready.put((index, chunk))
 
     async def pump_all() -> None:
-        try:
+        with suppress(Exception):  # raised below
             await asyncio.gather(*tasks)
-        finally:
-            await ready.put(None)
+        await ready.put(None)
 
     tasks = [asyncio.create_task(pump(index)) for index in range(len(requests))]
     ends = asyncio.create_task(pump_all())
     try:
         while (item := await ready.get()) is not None:
             yield item
-        await ends
+        await asyncio.gather(*tasks)
     finally:
         for task in (*tasks, ends):
             task.cancel()
