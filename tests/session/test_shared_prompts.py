@@ -165,20 +165,55 @@ def test_states_are_shared_where_prompts_part(name, prompt_cache_bytes):
         assert [handle.reused_tokens for handle in handles] == [0, 9, 6, 9]
 
 
-@pytest.mark.parametrize("name", MODELS[:3])
-def test_states_that_were_copied_are_dropped_if_the_step_fails(name):
+@pytest.mark.parametrize("name", MODELS)
+def test_the_prompt_cache_keeps_states_where_a_second_prompt_parts(name):
     whole = tokens_of(name)
-    with open_model(name, slots=3) as session:
-        params = params_of([4, 3, 2])
-        handles = [session.submit(whole[:9], one) for one in params]
-        session.step()
+    prompts = [(*whole[:8], first, *whole[3:5]) for first in (3, 4, 5)]
+    [params] = params_of([3])
+    with open_model(name, slots=1, prompt_cache_bytes=1 << 20) as session:
+        reused = []
+        for prompt in prompts:
+            handle = session.submit(prompt, params)
+            drain(session)
+            assert list(handle.tokens) == alone_with_states(name, prompt, params)
+            reused.append(handle.reused_tokens)
+    assert reused == [0, 0, 8]
+
+
+@pytest.mark.parametrize("last", [(), (3,)], ids=["equal", "not equal"])
+@pytest.mark.parametrize("held", [0, 3])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_5"])
+def test_states_that_were_copied_are_dropped_if_the_step_fails(name, held, last):
+    whole = tokens_of(name)
+    params = params_of([4, 3, 2])
+    prompts = [whole[:9], whole[:9], (*whole[: 9 - len(last)], *last)]
+    with open_model(name, slots=3, prompt_cache_bytes=1 << 20) as session:
+        if held:
+            list(session.generate([whole[: held + 1]], *params_of([1])))
+        handles = [session.submit(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
         choose = handles[2]._queued.request.choose
         handles[2]._queued.request.choose = lambda *_, **__: 1 / 0
         with pytest.raises(ZeroDivisionError):
-            session.step()
+            drain(session)
         handles[2]._queued.request.choose = choose
         drain(session)
+        assert [list(handle.tokens) for handle in handles] == [
+            alone_with_states(name, prompt, one) for prompt, one in zip(prompts, params, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_5"])
+def test_states_behind_the_shared_tokens_are_not_copied(name):
+    whole = tokens_of(name)
+    params = params_of([8, 3])
+    with open_model(name, slots=2) as session:
+        handles = [session.submit(whole[:9], params[0])]
+        for _ in range(4):
+            session.step()
+        handles.append(session.submit(whole[:9], params[1]))
+        drain(session)
         assert [list(handle.tokens) for handle in handles] == [alone_with_states(name, whole[:9], one) for one in params]
+        assert handles[1].reused_tokens == 0
 
 
 def test_a_scored_prompt_runs_alone():

@@ -14,7 +14,7 @@ from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import CapacityError, RangeError, ShapeError
 from trt_kvcache.generation.sampling import SamplerPosition
-from trt_kvcache.generation.token_ids import common_prefix
+from trt_kvcache.generation.token_ids import TokenArray, common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptMatch
 from trt_kvcache.sequences.slot_copy import SlotCopy
 from trt_kvcache.sequences.snapshot import Snapshot
@@ -704,6 +704,23 @@ class Batch:
         States can be used for exactly the tokens that they are after, and the last token of a prompt is always run.
         """
         return self._steps.has_states and self._prompt_cache.max_bytes > 0
+
+    def parting(self, tokens: TokenArray) -> int:
+        """Return after how many tokens a sequence parts from the most alike one in the prompt cache, if that can be of use to a third one.
+
+        Parameters
+        ----------
+        tokens : ndarray int32 (n,)
+            On the host.
+
+        Returns
+        -------
+        int
+            0 without states: what the prompt cache holds can be used up to any token.
+        """
+        if not self.remembers_before_last:
+            return 0
+        return max((common_prefix(tokens, entry.tokens) for entry in self._prompt_cache.entries), default=0)
 
     def remember(self, slots: Iterable[int]) -> None:
         """Copy what slots hold into the prompt cache, if it is on."""

@@ -51,6 +51,8 @@ class QueuedRequest:
         self.reused = 0
         #: What its slot gets of another one before its prompt goes on; None if it waits for nothing.
         self.shared: SharedPrompt | None = None
+        #: Tokens after which the prompt cache is to keep its states, as another prompt began with them too.
+        self.parting = 0
         #: Where it is, or where it was when it ended.
         self.stage: RequestStage = "queued"
         #: Whether the caller ended it.
@@ -109,6 +111,7 @@ class QueuedRequest:
         self.stage = "prefilling"
         self.reused = reused
         self.shared = None
+        self.parting = 0
         self._scored = []
 
     def take_prompt_logits(self, held: int, logits: np.ndarray[Any, Any]) -> None:

@@ -34,7 +34,8 @@ class SharedPrompts:
     Notes
     -----
     States are those after the last token of a slot, so with recurrent layers the earlier prompt stops where they part, and what it has run
-    beyond that cannot be shared any more. Prompts that are scored run alone.
+    beyond that cannot be shared any more. It stops as well where it parts from one that the prompt cache holds: so that has what the next
+    prompt needs which begins alike, such as with the same system message. Prompts that are scored run alone.
     """
 
     def __init__(self, steps: StepExecutor, batch: Batch) -> None:
@@ -56,6 +57,7 @@ class SharedPrompts:
         queued, held = running[slot], self._batch.held
         queued.shared = None
         row = np.asarray(queued.row)
+        queued.parting = self._batch.parting(row[:-1])
         best = held[slot] + WORTH_SHARING - 1  # shared tokens, of which there must be more
         if queued.is_scored or len(row) <= best or not self._reaches_every_slot:
             return
@@ -78,7 +80,7 @@ class SharedPrompts:
         return all(map(self._steps.plan.can_start_at, range(self._steps.cache.max_batch_size)))
 
     def stop(self, source: QueuedRequest, running: Sequence[QueuedRequest], held: int) -> int:
-        """Return up to how many tokens a prompt is to run now, so that those that wait for it can take its states.
+        """Return up to how many tokens a prompt is to run now, so that those that wait for it, and the prompt cache, can take its states.
 
         Parameters
         ----------
@@ -96,6 +98,8 @@ class SharedPrompts:
         """
         stops = [len(source.row)]
         if self._steps.has_states:
+            if source.parting >= held + WORTH_SHARING:
+                stops.append(source.parting)
             stops += [one.shared.length for one in running if one.shared and one.shared.source is source and one.shared.length > held]
         return min(stops)
 

@@ -7,6 +7,8 @@ import json
 import openai
 import pytest
 
+from tests.checkpoint.tokenizer_folders import EOS, byte_level_folder
+from tests.helpers.small_model import write_model
 from tests.server.engines import read_all, source
 from tests.server.http.running import NAME, Running, chat_model, serving
 from trt_kvcache import ChatPrompt
@@ -70,6 +72,17 @@ def test_log_probabilities(client, session):
     assert [one.token for one in content] == [session.tokenizer.decode([event.token]) for event in events]
     assert all(bytes(one.bytes).decode() == one.token for one in content)
     assert all(len(one.top_logprobs) == 2 for one in content)
+
+
+def test_bytes_of_parts_of_a_character(tmp_path):
+    folder = byte_level_folder(write_model(tmp_path / "bytes", vocab_size=264, eos_token_id=260))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with serving(1, folder=folder, max_sequence_length=64) as server, server.client() as client:
+        asked = {"messages": HELLO, "max_tokens": 9, "logprobs": True, "response_format": {"type": "regex", "regex": "é n"}}
+        choice = client.post("/v1/chat/completions", json=asked).json()["choices"][0]
+    content = [one for one in choice["logprobs"]["content"] if one["token"] != EOS]
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == choice["message"]["content"] == "é n"
+    assert [one["token"][:9] for one in content] == ["token_id:", "token_id:", " ", "n"]
 
 
 def test_the_next_turn_runs_only_what_is_new(client, chatting):

@@ -82,9 +82,8 @@ class _Chat:
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._service.token_text(token)
-        is_text = not text.startswith("token_id:")
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_text else None}
+        found = self._service.token_bytes(token)
+        return {"token": self._service.token_text(token), "logprob": logprob, "bytes": None if found is None else list(found)}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
