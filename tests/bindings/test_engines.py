@@ -5,6 +5,7 @@ the real bindings.
 from __future__ import annotations
 
 import gc
+import json
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar
@@ -347,6 +348,25 @@ class TestQuantizedKV:
             with pytest.raises(BindingError, match=r"^`past_key_values_0` expects int32 "):
                 BindingPlan(engine, cache)
             cache.close()
+
+    def test_states_beside_quantized_k_and_v(
+        self, stand_in: Any, full: TensorRT, tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two contexts of a profile, for either buffer of the states, each with cache and scales."""
+        runs = record_plugin_runs(monkeypatch)
+        config = json.loads((GOLDEN / "lfm2" / "config.json").read_text())
+        model = write_model(tmp_path / "model", **config | {"hidden_size": 256, "head_dim": 64})
+        path = build_engine(model, tmp_path / "engine", **SIZES, dtype="float16", kv_dtype="int8", flavour="tensorrt").path
+        with TensorRTEngine.open(path, memory=memory) as engine:
+            bound = []
+            for parity in (0, 1):
+                engine.use_bindings(parity)
+                bound.append(make_ready(engine, memory, batch=2, width=5))
+                enqueue(engine)
+        assert [shapes["cache"] for shapes, _, _ in runs] == [(2, 2, 2, 38, 16)] * 2
+        assert [outputs[1:] for _, _, outputs in runs] == [[one["past_key_values_0"].ptr, one["kv_scales_0"].ptr] for one in bound]
+        del engine
+        gc.collect()
 
     @pytest.mark.parametrize("attention", ["native", "mask"])
     def test_attention_of_tensorrt_takes_none(self, full: TensorRT, model: Path, tmp_path: Path, attention: str) -> None:
