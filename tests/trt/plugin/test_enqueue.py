@@ -138,7 +138,13 @@ def test_after_copies_an_aliased_cache_is_updated_in_place_again(memory, stream)
 
 @needs_standin
 @pytest.mark.parametrize(
-    ("name", "calls"), [("groups", {"cuMemsetD8Async": 1, "cuLaunchKernelEx": 1}), ("chunks", {"cuLaunchKernelEx": 2})]
+    ("name", "calls"),
+    [
+        ("groups", {"cuMemsetD8Async": 1, "cuLaunchKernelEx": 1}),
+        ("chunks", {"cuLaunchKernelEx": 2}),
+        ("groups, int8, token", {"cuMemsetD8Async": 1, "cuLaunchKernelEx": 1}),
+        ("ragged, float8_e4m3fn, head", {"cuLaunchKernelEx": 2}),
+    ],
 )
 def test_enqueue_neither_waits_nor_allocates(memory, stream, name, calls):
     bound = Bound(_CASES[name], memory, stream)
