@@ -29,7 +29,9 @@ from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, BuildError, ConfigError, EngineError, ShapeError
 from trt_kvcache.ops.kv_words import in_words
 from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plan_inspection import inspect_plan
 from trt_kvcache.trt.plugin import plugin as plugin_module
+from trt_kvcache.trt.plugin.creator import register_version
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 SIZES = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
@@ -404,6 +406,14 @@ class TestPluginErrors:
         monkeypatch.setattr(stand_in, "creators", {})
         with pytest.raises(EngineError, match=r"refuses this engine\. TensorRT says: "):
             TensorRTEngine.open(EngineFolder.open(built).plan_path, memory=memory, flavour="tensorrt")
+
+    def test_a_plan_with_plugins_is_inspected_without_its_folder(
+        self, built: Path, stand_in: Any, full: TensorRT, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(stand_in, "creators", {})
+        register_version.cache_clear()  # as in a process that has built nothing
+        found = inspect_plan(EngineFolder.open(built).plan_path, "tensorrt")
+        assert {spec.name for spec in found.tensors} == {spec.name for spec in EngineFolder.open(built).config.tensors}
 
 
 def record_plugin_runs(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[Any]:
