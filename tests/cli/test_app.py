@@ -138,7 +138,9 @@ def test_wrong_usage_is_exit_code_2(run: Run, arguments: list[str], complaint: s
     ("raised", "code", "complaint"),
     [
         (ClosedError("this [red]thing is closed."), 1, "error: this [red]thing is closed."),
-        (PermissionError(13, "Permission denied", "/a/folder"), 1, "error: [Errno 13] Permission denied: '/a/folder'"),
+        (PermissionError(13, "Permission denied", "/a/folder"), 1, "error: /a/folder: Permission denied."),
+        (OSError(28, "No space left on device"), 1, "error: No space left on device."),
+        (OSError("a message alone"), 1, "error: a message alone"),
         (MemoryError("Unable to allocate 3 TiB"), 1, "error: out of memory. Unable to allocate 3 TiB"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],

@@ -61,6 +61,40 @@ def test_several_answers_to_one_prompt_are_those_of_following_seeds():
     assert len({tuple(answer["token_ids"]) for answer in found}) == 4
 
 
+def test_several_answers_to_one_prompt_run_it_once():
+    prompt = [5 + index % 50 for index in range(70)]
+    wanted = request(prompt, 6, temperature=1.5, seed=11, n=3)
+
+    async def main():
+        async with running(3) as engine:
+            return await answers(engine, wanted), (await engine.stats()).session
+
+    found, session = run(main)
+    assert session.prefill_tokens == len(prompt)
+    assert [answer["token_ids"] for answer in found] == [alone(request(prompt, 6, temperature=1.5, seed=11 + i))[0] for i in range(3)]
+    cached = [answer["completion_usage"]["prompt_tokens_details"]["cached_tokens"] for answer in found]
+    assert cached == [0, len(prompt), len(prompt)]
+
+
+def test_prompts_of_several_clients_run_what_they_share_once():
+    system = [5 + index % 50 for index in range(60)]
+    prompts = [[*system, 70 + client] for client in range(4)]
+
+    async def main():
+        pace = Pace().hold()
+        async with running(4, pace=pace) as engine:
+            tasks = [asyncio.create_task(answers(engine, request(prompt, 4))) for prompt in prompts]
+            while (await engine.stats()).waiting < len(prompts):
+                await asyncio.sleep(0)
+            pace.go()
+            found = await asyncio.gather(*tasks)
+            return [answer["token_ids"] for [answer] in found], (await engine.stats()).session
+
+    found, session = run(main)
+    assert session.prefill_tokens == len(system) + len(prompts)
+    assert found == [alone(request(prompt, 4))[0] for prompt in prompts]
+
+
 def test_log_probabilities_of_prompt_and_answer():
     wanted = {**request([5, 6, 7, 8], 3), "output_options": {"logprobs": 2, "prompt_logprobs": 1}}
 

@@ -391,3 +391,22 @@ def test_a_step_that_fails_is_not_tried_again_before_the_next_request(monkeypatc
             assert (await (await served.submit([1], max_new_tokens=3)).wait()).tokens == tuple(continuation([1], 3))
 
     run(main)
+
+
+def test_answers_to_one_prompt_are_submitted_together():
+    params = [sampled(3, seed=index) for index in range(3)]
+
+    async def main():
+        async with AsyncSession(make(slots=3), max_requests=3) as served:
+            first, second = await asyncio.gather(*[submit_and_wait(served, [4, 5, 6], params) for _ in range(2)])
+            with pytest.raises(CapacityError, match="params: expected at most max_requests=3 answers, got 4"):
+                await served.submit_answers([4], [*params, params[0]])
+            with pytest.raises(CapacityError, match="prompt 0 has 17 tokens"):
+                await served.submit_answers([1] * 17, params)
+            return first, second, await submit_and_wait(served, [4, 5, 6], params)  # the refused ones take no room
+
+    async def submit_and_wait(served, prompt, params):
+        return [outcome(await request.wait()) for request in await served.submit_answers(prompt, params)]
+
+    expected = [alone(make(), [4, 5, 6], one) for one in params]
+    assert run(main) == (expected, expected, expected)

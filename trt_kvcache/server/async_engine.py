@@ -317,18 +317,12 @@ class AsyncEngine:
         self._reserved += count
 
     async def _submit(self, wanted: WantedAnswers, requests: list[AsyncRequest]) -> None:
-        """Submit each answer; what was reserved for it becomes it."""
-        left = len(wanted.params)
+        """Submit all answers at once; what was reserved for them becomes them."""
         try:
-            for index, params in enumerate(wanted.params):
-                guided = await self._guided(params, wanted.guided)
-                scored = wanted.prompt_logprobs if index == 0 else None
-                request = await self._session.submit(wanted.token_ids, guided, prompt_logprobs=scored)
-                requests.append(request)
-                left -= 1
-                self._reserved -= 1
+            params = [await self._guided(one, wanted.guided) for one in wanted.params]
+            requests += await self._session.submit_answers(wanted.token_ids, params, prompt_logprobs=wanted.prompt_logprobs)
         finally:
-            self._reserved -= left
+            self._reserved -= len(wanted.params)
 
     async def _guided(self, params: SamplingParams, guided: dict[str, Any] | None) -> SamplingParams:
         """Return parameters with the mask of a grammar."""

@@ -113,7 +113,7 @@ QUANTIZED_TOLERANCE = {"float8_e4m3fn": 0.15, "int8": 0.04}
 
 
 @pytest.mark.parametrize("kv_dtype", list(QUANTIZED_TOLERANCE))
-@pytest.mark.parametrize("model", ["llama-linear", "gemma2-bias"])
+@pytest.mark.parametrize("model", ["llama-linear", "gemma2-bias", "granitemoehybrid-bias", "qwen3_next", "nemotron_h", "lfm2"])
 def test_segments_over_quantized_k_and_v(rtx, tmp_path, model, kv_dtype):
     segments = Segments(rtx, tmp_path, model, "float32", quantized=QuantizedKV(kv_dtype))
     for cache in segments.combined:

@@ -90,6 +90,54 @@ def test_tools_are_passed_to_the_template(client):
     assert prompt_tokens(tools=[TOOL]) > prompt_tokens() == prompt_tokens(tools=[TOOL], tool_choice="none")
 
 
+def test_fields_that_clients_send_and_that_change_nothing(client):
+    asked = {"model": NAME, "messages": HELLO, "max_completion_tokens": 5}
+    plain = client.chat.completions.create(**asked).choices[0].message.content
+    fields = {
+        "user": "me",
+        "safety_identifier": "me",
+        "metadata": {"page": "1"},
+        "parallel_tool_calls": False,
+        "prediction": {"type": "content", "content": "a"},
+        "prompt_cache_key": "a",
+        "prompt_cache_retention": "24h",
+        "store": False,
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "verbosity": "medium",
+        "reasoning_effort": "low",
+    }
+    nothing = dict.fromkeys(["audio", "functions", "function_call", "web_search_options", "metadata", "store", "tools", "stream_options"])
+    assert client.chat.completions.create(**asked, **fields).choices[0].message.content == plain
+    assert client.chat.completions.create(**asked, extra_body=nothing).choices[0].message.content == plain
+    padded = client.chat.completions.create(**asked, stream=True, stream_options={"include_obfuscation": False})
+    assert "".join(part.choices[0].delta.content or "" for part in padded) == plain
+
+
+def test_messages_of_answers_and_of_tools_come_back(client, chatting):
+    answer = client.chat.completions.create(model=NAME, messages=HELLO, max_tokens=3).choices[0].message
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        *HELLO,
+        answer,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+    ]
+    assert client.chat.completions.create(model=NAME, messages=messages, max_tokens=2).usage.completion_tokens == 2
+    with chatting.client() as http:
+        tokens = [http.post("/tokenize", json={"messages": [{"role": role, "content": "x"}]}).json() for role in ("developer", "system")]
+    assert tokens[0] == tokens[1]
+
+
+def test_the_effort_is_for_the_template(tmp_path):
+    folder = chat_model(tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text("{{ reasoning_effort }}{{ messages[0].content }}")
+    with serving(1, folder=folder) as server, server.client() as http:
+        asked = {"messages": HELLO, "max_tokens": 1}
+        usage = [http.post("/v1/chat/completions", json={**asked, **more}).json()["usage"] for more in ({}, {"reasoning_effort": "x"})]
+        assert usage[1]["prompt_tokens"] == usage[0]["prompt_tokens"] + 1
+
+
 def test_an_answer_in_json(client):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
@@ -109,7 +157,13 @@ def test_an_answer_in_json(client):
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs: expected logprobs to be true"),
         ({"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens: expected max_completion_tokens only"),
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": HELLO, "functions": []}, "functions: this field is not known"),
+        ({"messages": HELLO, "functions": []}, "functions: Input should be None"),
+        ({"messages": HELLO, "store": True}, "store: Input should be False"),
+        ({"messages": HELLO, "modalities": ["text", "audio"]}, "modalities.1: Input should be 'text'"),
+        ({"messages": HELLO, "thinking": True}, "thinking: this field is not known"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: expected a text, or a list of parts"),
+        ({"messages": [{"role": "user"}]}, "messages.0: expected a content of the role 'user', got none"),
+        ({"messages": [{"role": "tool", "content": None, "tool_call_id": "1"}]}, "messages.0: expected a content of the role 'tool'"),
     ],
 )
 def test_what_is_wrong_is_said(chatting, options, text):

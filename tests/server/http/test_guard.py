@@ -126,6 +126,15 @@ def test_other_machines_may_be_served_with_a_key_or_on_purpose():
             assert address_of(bound).startswith("http://0.0.0.0:")
 
 
+def test_a_port_that_is_taken_is_named():
+    with bound_socket("127.0.0.1", 0, ServerOptions()) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port: expected one that is free, got {port}, which another process has"):
+            bound_socket("127.0.0.1", port, ServerOptions())
+    with pytest.raises(OSError, match=r"192\.0\.2\.1:8000"):  # an address of nobody
+        bound_socket("192.0.2.1", 8000, ServerOptions(any_host=True))
+
+
 @pytest.mark.long
 def test_a_slow_reader_is_cut_off_and_holds_nobody_up():
     with serving(2, options=ServerOptions(stalled_seconds=0.5), max_sequence_length=512) as server, server.client() as client:

@@ -87,3 +87,14 @@ def test_other_paths_and_methods_are_errors_of_the_same_shape(chatting: Running,
         answer = client.request(method, path)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_path_or_a_method_that_is_not_known(chatting):
+    with chatting.client() as client:
+        answer = client.post("/v1/embeddings", json={})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"].startswith("POST /v1/embeddings: expected a path of this server")
+        answer = client.get("/v1/completions")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+        assert answer.json()["error"]["message"] == "GET /v1/completions: expected POST."
+        assert client.head("/health").status_code == client.head("/").status_code == 200

@@ -38,9 +38,7 @@ def chat_route(service: Service) -> APIRouter:
     async def chat(body: ChatBody, request: Request) -> Response:
         service.check_model(body.model)
         tools = None if body.tool_choice == "none" else body.tools
-        tokens = await service.conversation(
-            body.messages, tools, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
-        )
+        tokens = await service.conversation(body.messages, tools, body.template_args, add_generation_prompt=body.add_generation_prompt)
         answer = _Chat(service, body, service.checked(tokens))
         if body.stream:
             return await event_stream(request, answer.events(), stalled_seconds=service.options.stalled_seconds)
