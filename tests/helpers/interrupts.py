@@ -22,7 +22,8 @@ class LineTracer:
         self.visits = {}
         self._at = at
         before = sys.gettrace()
-        sys.settrace(lambda frame, event, arg: self._line if frame.f_code.co_filename.startswith(PACKAGE) else None)
+        files = PACKAGE if at is None else at[0][0]  # to look at every line of the package takes long
+        sys.settrace(lambda frame, event, arg: self._line if frame.f_code.co_filename.startswith(files) else None)
         try:
             call()
         finally:

@@ -59,8 +59,10 @@ def test_serving(tmp_path):
 
 def test_segments(tmp_path):
     result = measured("segments.py", tmp_path / "segments.json", "--steps", "5")
-    assert 0 < result["eager_us_per_layer"] < 1000
-    assert list(result["eager_us"]) == ["16", "32", "64"]
+    eager = result["eager_us"]
+    assert list(eager) == ["16", "32", "64"]
+    assert all(us > 0 for us in eager.values())
+    assert result["eager_us_per_layer"] == (eager["64"] - eager["16"]) / 48  # of either sign, on a machine with other work
     assert (result["launches"], result["graph_us"]) == ("nothing", {})
 
 

@@ -92,6 +92,7 @@ def test_a_target_of_a_checkout_that_is_set_up_runs_what_is_there_and_no_more(re
     files += [f"{module.replace('.', '/')}.py" for module in re.findall(r"(?<=python -m )[\w.]+", commands)]
     files += [f"{folder}/config.json" for folder in re.findall(r"trt-kvcache build (\S+)", commands)]
     assert [name for name in files if not (ROOT / name).is_file()] == []
+    assert [path for path in re.findall(r"--ignore[ =](\S+)", commands) if not (ROOT / path).exists()] == []
 
 
 def test_the_processes_that_tests_start_may_keep_their_bytecode(ready, monkeypatch):

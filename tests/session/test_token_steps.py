@@ -389,6 +389,7 @@ def test_after_a_failure_of_any_call_the_step_can_be_repeated(after, error):
     assert failures >= 5
 
 
+@pytest.mark.long
 def test_ctrl_c_at_any_line_of_a_step_can_be_repeated():
     expected = ended(*serving())
     session, _ = serving()
