@@ -7,7 +7,7 @@ import numpy as np
 
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.model import ModelConfig
-from trt_kvcache.model.tensor_shapes import tensor_shapes
+from trt_kvcache.model.tensor_shapes import HEAD, tensor_shapes
 
 #: The shape of Qwen2-0.5B: 494 million parameters, the head tied to the embedding.
 QWEN2_0_5B = {
@@ -120,10 +120,10 @@ _SAFETENSORS_NAME = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _CHUNK_ELEMENTS = 1 << 22
 
 
-def write_random_model(folder, config, *, seed=0):
+def write_random_model(folder, config, *, seed=0, head_factor=1.0):
     """Write a model folder: norms near 1, everything else normal with a standard deviation that keeps activations of order 1.
 
-    ``folder`` is made here, its parent must be there; ``config`` is a ``config.json``.
+    ``folder`` is made here, its parent must be there; ``config`` is a ``config.json``; logits are multiplied with ``head_factor``.
     """
     model = ModelConfig.from_dict(config)
     shapes = tensor_shapes(model)
@@ -134,6 +134,7 @@ def write_random_model(folder, config, *, seed=0):
         file.write(_header(shapes, model.dtype))
         for name, shape in shapes.items():
             mean, deviation = (1.0, 0.02) if name.endswith("norm.weight") else (0.0, 1 / math.sqrt(model.hidden_size))
+            deviation *= head_factor if name == HEAD else 1
             for start in range(0, math.prod(shape), _CHUNK_ELEMENTS):
                 count = min(_CHUNK_ELEMENTS, math.prod(shape) - start)
                 values = random.standard_normal(count, np.float32) * np.float32(deviation) + np.float32(mean)

@@ -110,8 +110,7 @@ def formats_table(content: dict[str, Any]) -> str:
     tables = {which: {row["format"]: row for row in of_table(content[which])} for which in ("shipped", "random")}
     dense = {which: next(iter(rows.values())) for which, rows in tables.items()}
     for name, row in list(tables["random"].items())[1:]:
-        small = tables["shipped"].get(name) or tables["shipped"].get(name.removesuffix(",head=int8"))
-        of_small = f"{small['perplexity'] / dense['shipped']['perplexity']:.4f}" if small else ""
+        of_small = f"{tables['shipped'][name]['perplexity'] / dense['shipped']['perplexity']:.4f}"
         nbytes = row["weights_nbytes"] / dense["random"]["weights_nbytes"]
         label = f"`--quantize {name}`" if name.startswith("int") else name
         lines.append(f"| {label} | {nbytes:.2f} | {of_small} | {row['perplexity'] / dense['random']['perplexity']:.3f} |")

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 Places = Mapping[str, Mapping[str, Place]]
 
 #: ``DataType``, by the numbers of the headers.
-FLOAT, HALF, INT32, BOOL, BF16, INT64 = 0, 1, 3, 4, 7, 8
+FLOAT, HALF, INT8, INT32, BOOL, FP8, BF16, INT64 = 0, 1, 2, 3, 4, 6, 7, 8
 _COMPARISONS, _ND, _TRANSPOSE = (11, 12), 2, 1  # ElementWiseOperation, GatherMode, MatrixOperation
 
 

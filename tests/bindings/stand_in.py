@@ -12,12 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .cpp import CppObject, Dims, call, function, keep, object_at, take_over
-from .network import Network, Places, Shape
+from .network import BF16, FLOAT, HALF, INT32, INT64, Network, Places, Shape
 from .places import find_places
 from .plugin_calls import Creator, Plugin, Typed, fields, in_a_thread
 
 _INPUT, _OUTPUT, _DEVICE, _BUILD, _RUNTIME = 1, 2, 0, 0, 1
 _CONTEXT_MEMORY = 4096
+
+#: Types of plugin tensors that mean nothing to TensorRT but their bytes. Its headers exclude bool and uint8; int8 and FP8 may need scales,
+#: or a GPU.
+_PLAIN_TYPES = (FLOAT, HALF, BF16, INT32, INT64)
 
 
 @dataclass
@@ -154,12 +158,15 @@ def _build_plugin(layer: Any, plugin: Plugin) -> PluginLayer | None:
     """Do what a build does with a plugin layer, on clones as TensorRT does; None where the plugin refuses."""
     inputs, outputs = layer.values.inputs, layer.outputs
     tensors = [(one.shape, one.type) for one in (*inputs, *outputs)]
+    assert all(kind in _PLAIN_TYPES for _, kind in tensors), f"plugin tensors {tensors}"
     tried = plugin.clone()
     formats = all(tried.supports(position, tensors, len(inputs)) for position in range(len(tensors)))
     if not formats or not tried.configure(tensors, len(inputs)):
         tried.destroy()
         return None
-    assert tried.aliased_inputs() == [-1, 3]
+    aliases = tried.aliased_inputs()
+    assert aliases == [-1, 3, 5][: len(outputs)]
+    assert all(tensors[len(inputs) + output] == tensors[alias] for output, alias in enumerate(aliases) if alias >= 0)
     assert tried.workspace_nbytes(tensors, len(inputs)) > 0
     stored = tried.serialized()
     key = tried.key()

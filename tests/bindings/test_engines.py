@@ -5,28 +5,38 @@ the real bindings.
 from __future__ import annotations
 
 import gc
+import json
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
+from tests.bindings.network import FLOAT, INT32
+from tests.checkpoint.folders import edit_tensors
 from tests.helpers.fake_tensorrt import FakeGpuMemory
 from tests.helpers.quantized_models import ALL_CASES, write_quantized
 from tests.helpers.small_model import write_model
 from tests.helpers.tensorrt_engines import enqueue, make_ready, set_shapes, tensor
 from tests.paths import GOLDEN
-from trt_kvcache import build_engine
+from trt_kvcache import InferenceSession, KVCacheManager, build_engine
 from trt_kvcache.builder import options
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
+from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, BuildError, ConfigError, EngineError, ShapeError
+from trt_kvcache.ops.kv_words import in_words
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin import plugin as plugin_module
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 SIZES = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
 LAYERS = 2
+
+#: What K and V are stored as, whether the checkpoint has scales, and what a plugin stores of both.
+KVForm = tuple[str, bool, dict[str, int]]
 
 
 _YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1, "rope_theta": 1e4}
@@ -236,6 +246,135 @@ def test_an_output_that_shares_memory_must_be_bound_there(built: Path, full: Ten
         engine.bind(name, elsewhere)
         with pytest.raises(BindingError, match=f"^`{name}`: expected the address of `{alias}`, whose memory it shares"):
             enqueue(engine)
+
+
+def test_engines_in_16_bits_store_the_plugin_as_they_did_before(stand_in: Any, full: TensorRT, built: Path, variant: str) -> None:
+    """A plan that another release of this package has made, and one for it to open."""
+    if variant != "plugin":
+        assert [*stand_in.plans.values()][-1].plugins == []
+        return
+    fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "scale": 0.0, "window": 0, "softcap": 0.0, "rotary_dim": 64}
+    assert [(layer.key, layer.fields) for layer in [*stand_in.plans.values()][-1].plugins] == [
+        ((b"KVCacheAttention", b"1", b"trt_kvcache"), fields)
+    ] * LAYERS
+
+
+class TestQuantizedKV:
+    """Engines with quantized K and V, whose scales are by token, or those of a checkpoint."""
+
+    FORMS: ClassVar[dict[str, KVForm]] = {
+        "fp8 by token": ("fp8", False, {"kv_dtype": 1, "kv_scales": 2}),
+        "int8 by token": ("int8", False, {"kv_dtype": 2, "kv_scales": 2}),
+        "static fp8": ("fp8", True, {"kv_dtype": 1, "kv_scales": 1}),
+        "static int8": ("int8", True, {"kv_dtype": 2, "kv_scales": 1}),
+    }
+
+    @pytest.fixture(params=FORMS)
+    def form(self, request: pytest.FixtureRequest) -> KVForm:
+        return self.FORMS[request.param]
+
+    @pytest.fixture
+    def source(self, model: Path, tmp_path: Path, form: KVForm) -> Path:
+        kv_dtype, static, _ = form
+        if not static:
+            return model
+        quantize, config = ALL_CASES["compressed-int8"]
+        scheme = {"num_bits": 8, "type": "float" if kv_dtype == "fp8" else "int", "dynamic": False}
+        write_quantized(tmp_path / "static", str(model), quantize, {**config, "kv_cache_scheme": scheme})
+        names = (f"model.layers.{layer}.self_attn.{side}_scale" for layer in range(LAYERS) for side in "kv")
+        scales = {name: np.array(0.5 + index, np.float32) for index, name in enumerate(names)}
+        edit_tensors(tmp_path / "static", lambda tensors: tensors.update(scales))
+        return tmp_path / "static"
+
+    @pytest.fixture
+    def built(self, stand_in: Any, full: TensorRT, source: Path, tmp_path: Path, form: KVForm) -> Path:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the checkpoint has scales
+            return build_engine(source, tmp_path / "engine", **SIZES, kv_dtype=form[0], flavour="tensorrt").path
+
+    def test_the_network_has_codes_in_words(self, stand_in: Any, full: TensorRT, built: Path, form: KVForm) -> None:
+        config, network = EngineFolder.open(built).config, stand_in.networks[-1]
+        assert (config.attention_variant, config.segments, config.dtype) == ("plugin", None, "float16")
+        specs = [in_words(spec) for spec in config.tensors]
+        assert network.tensors() == {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in specs}
+        words, scales = (network.tensors()[f"{name}_0"] for name in ("past_key_values", "kv_scales"))
+        assert words == ((-1, 2, 2, 38, 16), INT32)
+        assert scales == ((2, 2) if form[1] else (-1, 2, 2, 40), FLOAT)
+        assert ("present_kv_scales_0" in network.tensors()) is not form[1]
+
+    def test_the_plan_says_how(self, stand_in: Any, built: Path, form: KVForm) -> None:
+        plan = [*stand_in.plans.values()][-1]
+        for layer in plan.plugins:
+            assert layer.key == (b"KVCacheAttention", b"2", b"trt_kvcache")
+            assert {name: value for name, value in layer.fields.items() if name.startswith("kv_")} == form[2]
+        assert plan.profiles[1]["past_key_values_0"] == [(1, 2, 2, 38, 16), (3, 2, 2, 38, 16), (3, 2, 2, 38, 16)]
+        scales = plan.profiles[0]["kv_scales_0"]
+        assert scales == ([(2, 2)] * 3 if form[1] else [(1, 2, 2, 40), (3, 2, 2, 40), (3, 2, 2, 40)])
+
+    def test_an_engine_is_opened_and_enqueued(
+        self, stand_in: Any, built: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, form: KVForm
+    ) -> None:
+        runs = record_plugin_runs(monkeypatch)
+        folder = EngineFolder.open(built)
+        with TensorRTEngine.open(folder, memory=memory) as engine:
+            assert dict(engine.tensors) == {spec.name: spec for spec in folder.config.tensors}
+            assert engine.tensors["past_key_values_1"].shape == (-1, 2, 2, 38, 64)
+            bound = make_ready(engine, memory, batch=2, width=7)
+            enqueue(engine)
+            updated = ["past_key_values", *([] if form[1] else ["kv_scales"])]
+            for layer, (shapes, inputs, outputs) in enumerate(runs):
+                assert (shapes["q"], shapes["cache"]) == ((2, 7, 4, 64), (2, 2, 2, 38, 16))
+                assert shapes["kv_scales"] == ((2, 2) if form[1] else (2, 2, 2, 40))
+                assert outputs[1:] == [bound[f"{name}_{layer}"].ptr for name in updated]
+                assert (inputs[3], inputs[5]) == tuple(bound[f"{name}_{layer}"].ptr for name in ("past_key_values", "kv_scales"))
+        del engine
+        gc.collect()
+
+    def test_other_engines_open_the_folder(self, built: Path, form: KVForm) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            session = InferenceSession.open(built, engine="reference")
+        with session:
+            assert np.isfinite(session.prefill([[1, 2, 3]])).all()
+            assert session.cache_config.dtype == {"fp8": "float8_e4m3fn", "int8": "int8"}[form[0]]
+            assert session.cache_config.scales == ("tensor" if form[1] else "token")
+
+    def test_a_bare_plan_has_no_meaning(self, built: Path, memory: FakeGpuMemory, form: KVForm) -> None:
+        """Without its folder nothing says what the words are."""
+        folder = EngineFolder.open(built)
+        with TensorRTEngine.open(folder.plan_path, memory=memory, flavour="tensorrt") as engine:
+            assert engine.tensors["past_key_values_0"].dtype == "int32"
+            cache = KVCacheManager(folder.config.cache, memory=memory)
+            with pytest.raises(BindingError, match=r"^`past_key_values_0` expects int32 "):
+                BindingPlan(engine, cache)
+            cache.close()
+
+    def test_states_beside_quantized_k_and_v(
+        self, stand_in: Any, full: TensorRT, tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two contexts of a profile, for either buffer of the states, each with cache and scales."""
+        runs = record_plugin_runs(monkeypatch)
+        config = json.loads((GOLDEN / "lfm2" / "config.json").read_text())
+        model = write_model(tmp_path / "model", **config | {"hidden_size": 256, "head_dim": 64})
+        path = build_engine(model, tmp_path / "engine", **SIZES, dtype="float16", kv_dtype="int8", flavour="tensorrt").path
+        with TensorRTEngine.open(path, memory=memory) as engine:
+            bound = []
+            for parity in (0, 1):
+                engine.use_bindings(parity)
+                bound.append(make_ready(engine, memory, batch=2, width=5))
+                enqueue(engine)
+        assert [shapes["cache"] for shapes, _, _ in runs] == [(2, 2, 2, 38, 16)] * 2
+        assert [outputs[1:] for _, _, outputs in runs] == [[one["past_key_values_0"].ptr, one["kv_scales_0"].ptr] for one in bound]
+        del engine
+        gc.collect()
+
+    @pytest.mark.parametrize("attention", ["native", "mask"])
+    def test_attention_of_tensorrt_takes_none(self, full: TensorRT, model: Path, tmp_path: Path, attention: str) -> None:
+        if not full.supports(attention_variant(attention)):
+            pytest.skip(f"{full} has no {attention} attention")
+        with pytest.raises(ConfigError, match=rf"^kv_dtype: expected plugin attention for K and V in int8, got {attention}: "):
+            build_engine(model, tmp_path / "engine", **SIZES, attention=attention, kv_dtype="int8", flavour="tensorrt")
+        assert not (tmp_path / "engine").exists()
 
 
 class TestPluginErrors:

@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.quantized_models import AWQ_CONFIG, CT_FP8, FP4_CASES, GPTQ_CONFIG, awq, floats, gptq, write_quantized
+from tests.helpers.quantized_models import (
+    AWQ_CONFIG,
+    CT_FP8,
+    FP4_CASES,
+    FP8_CONFIG,
+    GPTQ_CONFIG,
+    awq,
+    floats,
+    fp8_blocks,
+    gptq,
+    write_quantized,
+)
 from tests.helpers.small_model import write_model
 from trt_kvcache import InferenceSession, build_engine, estimate_build
 from trt_kvcache.builder.build_engine import BuildReport
@@ -65,6 +76,21 @@ def test_weights_stay_packed(wide: Path, dense: BuildReport, tmp_path: Path, qua
 def test_checkpoints_stay_packed(wide: Path, dense: BuildReport, tmp_path: Path, quantize: Any, config: dict[str, Any]) -> None:
     write_quantized(tmp_path / "model", str(wide), quantize, config)
     assert_packed(build_engine(tmp_path / "model", tmp_path / "engine", **SIZES), dense)
+
+
+@pytest.mark.parametrize("form", ["int4:128", "fp8", "gptq"])
+def test_weights_whose_last_group_is_smaller_stay_packed(tmp_path: Path, form: str) -> None:
+    model = write_model(tmp_path / "model", hidden_size=320, intermediate_size=16320, head_dim=64)
+    dense = build_engine(model, tmp_path / "dense", **SIZES)
+    packed: dict[str, Any] = {
+        "fp8": (fp8_blocks(block=(128, 128)), {**FP8_CONFIG, "weight_block_size": [128, 128]}),
+        "gptq": (gptq(group_size=128), {**GPTQ_CONFIG, "group_size": 128}),
+    }
+    if form in packed:
+        write_quantized(tmp_path / "quantized", str(model), *packed[form])
+        assert_packed(build_engine(tmp_path / "quantized", tmp_path / "engine", **SIZES), dense)
+    else:
+        assert_packed(build_engine(model, tmp_path / "engine", **SIZES, quantize=form), dense)
 
 
 @pytest.mark.parametrize("case", ["modelopt-nvfp4", "mxfp4"])

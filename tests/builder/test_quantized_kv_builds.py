@@ -81,7 +81,7 @@ class TestBuild:
             ({"kv_scales": "token"}, "kv_scales: expected kv_dtype with it, fp8 or int8, got token alone."),
             (
                 {"kv_dtype": "fp8", "attention": "native"},
-                "kv_dtype: expected plugin attention of TensorRT for RTX, got native attention of ",
+                "kv_dtype: expected plugin attention for K and V in float8_e4m3fn, got native: TensorRT's layers take no ",
             ),
             (
                 {"kv_dtype": "fp8", "kv_scales": "head"},

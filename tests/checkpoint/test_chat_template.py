@@ -197,3 +197,11 @@ def test_no_template_leaves_the_sandbox(tmp_path: Path, template: str) -> None:
         return
     assert "root:" not in text
     assert "class" not in text
+
+
+@pytest.mark.parametrize(("template", "text"), [("", "system"), ("{# developer #}", "developer")], ids=["not known", "known"])
+def test_the_role_of_developers_is_that_of_the_system_where_a_template_does_not_know_it(tmp_path: Path, template: str, text: str) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=template + "{{ messages[0].role }}"))
+    messages = [{"role": "developer", "content": "x"}]
+    assert tokenizer.apply_chat_template(messages) == text
+    assert messages[0]["role"] == "developer"

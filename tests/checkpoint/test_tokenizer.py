@@ -29,6 +29,24 @@ def test_round_trip(tmp_path: Path, make: object) -> None:
     assert max(ids) < tokenizer.vocab_size
 
 
+@pytest.mark.parametrize("make", [byte_level_folder, byte_fallback_folder])
+def test_the_bytes_of_tokens_together_are_those_of_the_text(tmp_path: Path, make: object) -> None:
+    tokenizer = opened(make(tmp_path))  # type: ignore[operator]
+    text = "the\x00 the tea: 漢字 👩‍🚀\n\xad"
+    pieces = [tokenizer.token_bytes(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    assert b"".join(piece or b"?" for piece in pieces).decode().removeprefix(" ") == text
+    assert {b" the", "漢".encode()[:1]} <= set(pieces)
+    assert tokenizer.token_bytes(tokenizer.encode("")[0]) == BOS.encode()
+    assert tokenizer.token_bytes(tokenizer.vocab_size) is None
+
+
+def test_the_bytes_of_tokens_of_another_kind_are_not_known(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path)
+    data = json.loads((folder / "tokenizer.json").read_text()) | {"decoder": None}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    assert opened(folder).token_bytes(0) is None
+
+
 def test_special_tokens_are_added_and_skipped(tmp_path: Path) -> None:
     tokenizer = opened(byte_level_folder(tmp_path))
     plain = tokenizer.encode("the", add_special_tokens=False)

@@ -26,6 +26,15 @@ from .conftest import GOLDEN, SHIPPED, Run
 COMMANDS = ("build", "generate", "chat", "serve-file", "score", "compare", "memory", "inspect")
 PROGRAM = "import sys; from trt_kvcache.cli import main; sys.exit(main(sys.argv[1:]))"
 
+#: The same, but so slow that it does not end before the reader of its output.
+SLOW = """
+import sys, time
+from trt_kvcache.cli import generate, main
+put = generate.put
+generate.put = lambda text: (put(text), time.sleep(0.2))
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 def test_help_names_every_command_and_the_exit_codes(run: Run):
     for option in ("--help", "-h"):
@@ -129,7 +138,9 @@ def test_wrong_usage_is_exit_code_2(run: Run, arguments: list[str], complaint: s
     ("raised", "code", "complaint"),
     [
         (ClosedError("this [red]thing is closed."), 1, "error: this [red]thing is closed."),
-        (PermissionError(13, "Permission denied", "/a/folder"), 1, "error: [Errno 13] Permission denied: '/a/folder'"),
+        (PermissionError(13, "Permission denied", "/a/folder"), 1, "error: /a/folder: Permission denied."),
+        (OSError(28, "No space left on device"), 1, "error: No space left on device."),
+        (OSError("a message alone"), 1, "error: a message alone"),
         (MemoryError("Unable to allocate 3 TiB"), 1, "error: out of memory. Unable to allocate 3 TiB"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
@@ -190,7 +201,7 @@ def test_a_missing_dependency_is_one_line(module: str, extra: str, arguments: li
 
 def test_a_closed_pipe_is_no_error():
     arguments = ["generate", SHIPPED, "--engine", "reference", "-p", "Alice", "--max-new-tokens", "300"]
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(5) == b"Alice"

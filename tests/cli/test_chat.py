@@ -237,7 +237,7 @@ class TestFiles:
         type_lines(f"/load {tmp_path / 'none.json'}", f"/save {tmp_path / 'no' / 'folder'}", "/save", "/stats", terminal=True)
         done = run(*CHAT)
         assert done.code == 0
-        assert done.err.count("error: [Errno 2] No such file or directory") == 2
+        assert done.err.count(": No such file or directory.\n") == 2
         assert "/save needs the name of a file." in done.err
         type_lines(f"/load {tmp_path / 'none.json'}")
         assert run(*CHAT).code == 1

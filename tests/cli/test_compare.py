@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.small_model import write_model
 from trt_kvcache.cli import compare as compare_module
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.polygraphy.runners import RecomputeRunner
 from trt_kvcache.session.session_source import SessionSource
@@ -179,8 +180,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["--engine", "reference"], ["reference None", "full recomputation None", PLUGIN]),
         (["--engine", "reference", "--attention", "plugin"], ["reference plugin", "full recomputation plugin"]),
         (["--attention", "native"], ["TensorRT native", "reference native", "full recomputation native"]),
+        (["--kv-dtype", "fp8"], ["TensorRT None", "reference None", "full recomputation None"]),
     ],
-    ids=["reference", "one attention", "TensorRT's own"],
+    ids=["reference", "one attention", "TensorRT's own", "quantized K and V"],
 )
 def test_paths_of_a_model(run: Run, compared: list[str], options: list[str], expected: list[str]):
     assert run("compare", MODEL, *options, *PROMPTS).err == "error: enough seen\n"
@@ -199,6 +201,14 @@ def test_an_engine_folder_is_compared_with_the_other_attention(run: Run, compare
     assert run("compare", folder, *PROMPTS).err == "error: enough seen\n"
     paths = ["TensorRT None", f"{other} TensorRT {other}", "reference None", "full recomputation None"]
     assert compared == [*paths, f"{other} reference {other}"]
+
+
+def test_an_engine_folder_with_quantized_k_and_v_is_compared_with_no_other_attention(run: Run, compared: list[str], tmp_path: Path):
+    """Which would be over 16 bits: that is what quantization costs, and no difference of engines."""
+    options = {"segments": None, "tensorrt_flavour": "tensorrt", "attention_variant": "plugin", "quantized": QuantizedKV("fp8")}
+    folder = make_engine_folder(write_model(tmp_path / "wide", head_dim=64), tmp_path / "engine", **options).path
+    assert run("compare", folder, *PROMPTS).err == "error: enough seen\n"
+    assert compared == ["TensorRT None", "reference None", "full recomputation None"]
 
 
 def test_json_is_one_document(run: Run):

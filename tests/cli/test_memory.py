@@ -53,7 +53,7 @@ def test_static_scales_add_little(run: Run):
 def test_scales_of_k_and_v_in_16_bits(run: Run, dtype: list[str]):
     done = run("memory", *LLAMA_7B, *dtype, "--kv-scales", "token")
     assert done.code == 2
-    assert "expected --dtype float8_e4m3fn or int8 with it" in done.err
+    assert "expected --kv-dtype fp8 or int8 with it, got none." in done.err
 
 
 def test_a_model_folder(run: Run):
@@ -212,6 +212,27 @@ def test_engine_counts_the_logits_of_more_tokens(run: Run):
         for given in ((), ("--max-logits-per-slot", 9))
     )
     assert more - one == 8 * CONFIG.vocab_size * (2 + 4)
+
+
+@pytest.mark.parametrize("said", [["--dtype", "int8"], ["--kv-dtype", "int8"], ["--kv-dtype", "fp8", "--dtype", "bfloat16"]])
+def test_an_engine_with_k_and_v_in_8_bits(run: Run, tmp_path: Path, said: list[str]):
+    model = write_model(tmp_path / "model", head_dim=64)
+    found = json.loads(run("memory", model, "--engine", "--json", "--max-batch-size", 2, *said).out)
+    assert found["config"]["dtype"] == ("float8_e4m3fn" if "fp8" in said else "int8")
+    assert found["config"]["scales"] == "token"
+    assert found["build"]["cache_nbytes"] == found["estimate"]["nbytes"]
+
+
+def test_states_beside_k_and_v_in_8_bits(run: Run):
+    """``--dtype`` is that of what is computed, and of convolution states."""
+    found = json.loads(run("memory", GOLDEN / "granitemoehybrid-bias", "--json", "--kv-dtype", "int8", "--dtype", "bfloat16").out)["config"]
+    assert (found["kv"]["dtype"], found["mamba"]["conv_dtype"]) == ("int8", "bfloat16")
+
+
+def test_two_dtypes_of_k_and_v(run: Run):
+    done = run("memory", *LLAMA_7B, "--dtype", "int8", "--kv-dtype", "fp8")
+    assert done.code == 2
+    assert "expected --dtype float16 or bfloat16 or float32 with it, got int8." in done.err
 
 
 def test_engine_needs_a_model(run: Run):

@@ -90,7 +90,8 @@ def test_files_that_cannot_be_opened(run, tmp_path):
     for prompts, output in (("none.txt", "out"), ("prompts.txt", "none/out")):
         done = run("serve-file", SHIPPED, tmp_path / prompts, "-o", tmp_path / output, *REFERENCE)
         assert (done.code, done.out) == (1, "")
-        assert done.err.startswith("error: [Errno 2] No such file or directory: ")
+        assert done.err.startswith(f"error: {tmp_path / 'none'}")
+        assert done.err.endswith(": No such file or directory.\n")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("prompts.txt", "a")]
 
 

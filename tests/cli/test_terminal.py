@@ -24,16 +24,25 @@ from .conftest import SHIPPED
 #: Makes stdin the terminal of the process, whose keys send it signals.
 OF_THE_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
 
-#: The command, slowed down so that there is time to interrupt it.
-SLOW = """
+#: The command, which stops behind the first " tunnel" that it generates until it is interrupted.
+HELD = """
 import sys, time
 from trt_kvcache.cli import chat, generate, main  # the modules
-def slow(put):
-    return lambda text: (put(text), time.sleep(0.02))
-chat.put, generate.put = slow(chat.put), slow(generate.put)
+said = ""
+def held(put):
+    def put_and_wait(text):
+        global said
+        said += text
+        stops = " tunnel" in said
+        said = "" if stops else said  # once: what is put behind an interrupt is not held
+        put(text)
+        for _ in range(60_000 * stops):  # not one long sleep: a signal just before it would not end it
+            time.sleep(0.01)
+    return put_and_wait
+chat.put, generate.put = held(chat.put), held(generate.put)
 sys.exit(main(sys.argv[1:]))
 """
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 120
 REFERENCE = ("--engine", "reference", "--max-new-tokens", "400")
 
 
@@ -44,7 +53,7 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
         environment = {**os.environ, "TERM": term, "COLUMNS": "200", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        command = [sys.executable, "-c", OF_THE_TERMINAL + SLOW, *arguments]
+        command = [sys.executable, "-c", OF_THE_TERMINAL + HELD, *arguments]
         self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True)
         os.close(slave)
         self.shown = ""
@@ -64,6 +73,7 @@ class Terminal:
 
     def press_the_ctrl_c_key(self) -> None:
         """Press the key, of which the terminal makes a signal unless the program reads every key itself."""
+        self._wait_until_it_sleeps()
         self.shown = ""
         os.write(self._master, b"\x03")
 
@@ -83,6 +93,14 @@ class Terminal:
         self.process.kill()
         self.process.wait()
         os.close(self._master)
+
+    def _wait_until_it_sleeps(self) -> None:
+        """Wait until it reads: a signal between Python's last look at signals and the read itself would be seen after the next key."""
+        status = Path(f"/proc/{self.process.pid}/stat")
+        asleep = 0
+        while status.exists() and asleep < 3:
+            asleep = asleep + 1 if status.read_text().rpartition(")")[2].split()[0] == "S" else 0
+            time.sleep(0.01)
 
     def _read(self) -> bool:
         if not select.select([self._master], [], [], PATIENCE_SECONDS)[0]:

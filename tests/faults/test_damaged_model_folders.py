@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.mutations import damage_bytes, damaged_json
-from tests.faults.watch import Findings, peak_nbytes
+from tests.faults.watch import Findings
+from tests.helpers.peak import begin_peak, peak_growth
 from tests.paths import ROOT
 from trt_kvcache import InferenceSession
 from trt_kvcache.model import ModelConfig
@@ -58,7 +59,7 @@ def damage_folder(folder: Path, seed: int, names: tuple[str, ...]) -> None:
 
 
 def cases(folder: Path, seeds: range, names: tuple[str, ...]) -> None:
-    findings, before = Findings(), peak_nbytes()
+    findings, before = Findings(), begin_peak()
     for seed in seeds:
         name = names[seed % len(names)]
         original = (folder / name).read_bytes() if (folder / name).exists() else None
@@ -67,7 +68,7 @@ def cases(folder: Path, seeds: range, names: tuple[str, ...]) -> None:
         (folder / name).unlink() if original is None else (folder / name).write_bytes(original)
     findings.check()
     assert findings.refused
-    assert peak_nbytes() - before < 1 << 30
+    assert peak_growth(before) < 1 << 30
 
 
 def test_damaged_json_files(folder: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.sessions import every_model
+from tests.helpers.peak import begin_peak, peak_growth
 from trt_kvcache import InferenceSession
 
 OPTIONS: dict[str, Any] = {"engine": "reference", "max_batch_size": 8, "max_sequence_length": 64, "max_prefill_length": 8}
@@ -73,10 +72,10 @@ def test_memory_stays_flat(model: Path, count: int) -> None:
     with InferenceSession.from_model(model, prompt_cache_bytes=1 << 16, **OPTIONS) as session:
         run_steps(session, chance, 60)
         gc.collect()
-        before, live, objects = _peak(), session.cache.memory.live_nbytes, len(gc.get_objects())
+        before, live, objects = begin_peak(), session.cache.memory.live_nbytes, len(gc.get_objects())
         run_steps(session, chance, count)
         gc.collect()
-        assert _peak() - before < 16 << 20
+        assert peak_growth(before) < 16 << 20
         assert session.cache.memory.live_nbytes <= live + (1 << 16)
         assert len(gc.get_objects()) < objects + 5000
 
@@ -94,7 +93,3 @@ def run_steps(session: InferenceSession, chance: random.Random, count: int) -> N
         session.step()
     while session.step():
         pass
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -24,6 +24,11 @@ def test_parts_of_text_are_joined():
     assert ChatPrompt([{"role": "user", "content": parts, "name": "Al"}]).messages == ({"role": "user", "content": "ab", "name": "Al"},)
 
 
+def test_fields_without_a_value_are_not_there():
+    prompt = ChatPrompt([{"role": "assistant", "content": None, "tool_calls": None, "refusal": None}])
+    assert prompt.messages == ({"role": "assistant", "content": None},)
+
+
 def test_arguments_of_tool_calls_become_objects():
     function = {"name": "clock", "arguments": '{"zone": "UTC"}'}
     calls = [{"id": "1", "type": "function", "function": function}, {"function": {"name": "f", "arguments": "not json"}}]

@@ -18,8 +18,9 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes
     model = checkpoint.config
     segmented, logits = changes.pop("segmented", False), {"max_logits_per_slot": changes.pop("max_logits_per_slot", 1)}
     chosen = changes["attention"][0].variant if changes.get("attention") else "plugin" if segmented else "native"
-    variant, dtype = changes.get("attention_variant", chosen), changes.pop("dtype", "float16")
-    cache = decoder_cache_config(model, max_batch_size=3, max_sequence_length=38, dtype=dtype, attention=variant)
+    variant, dtype, quantized = changes.get("attention_variant", chosen), changes.pop("dtype", "float16"), changes.pop("quantized", None)
+    sizes = {"max_batch_size": 3, "max_sequence_length": 38}
+    cache = decoder_cache_config(model, **sizes, dtype=dtype, attention=variant, quantized=quantized)
     values = {
         "model": model,
         "cache": cache,
@@ -40,6 +41,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes
             weights=checkpoint.weights.format,
             quantize=quantize,
         ),
+        "computed_dtype": None if quantized is None else dtype,
     }
     if segmented and changes.get("segments", True):
         steps = decoder_stages(model, cache, DEFAULT_NAMES, **logits)

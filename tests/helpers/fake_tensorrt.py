@@ -222,7 +222,8 @@ class _Context(_Part):
         if spec.mode is TensorMode.INPUT:
             return list(self.shapes.get(name, spec.shape))
         batch = next(iter(self.shapes.values()), (-1,))[0]
-        return [batch, *spec.shape[1:]]  # not asked for of segments
+        logits = self.shapes.get(DEFAULT_NAMES.last_token_ids, (-1, -1))[1]  # the only other size of an output that is free
+        return [batch, *(logits if size < 0 else size for size in spec.shape[1:])]  # not asked for of segments
 
     def is_stream_capturable(self, stream):
         self.fake.record("is_stream_capturable", stream)

@@ -206,11 +206,27 @@ def mxfp4(names: tuple[str, str], *, blocks: bool) -> Quantize:
     return quantize
 
 
-def modelopt_int4(group_size: int) -> Quantize:
-    """Return how ModelOpt stores W4A16_AWQ: two rows share a byte, and inputs have factors."""
+def symmetric(group_size: int) -> Quantize:
+    """Return how compressed-tensors stores int4 without zero points: the scale is 2 / 15 of the largest magnitude of a group."""
 
     def quantize(weight: np.ndarray[Any, Any], random: np.random.Generator) -> tuple[Tensors, np.ndarray[Any, Any]]:
-        factor = (0.5 + random.random(weight.shape[1])).astype(ml_dtypes.bfloat16)
+        groups = np.arange(weight.shape[1]) // group_size
+        scales = np.stack([np.abs(weight[:, groups == group]).max(axis=1) / 7.5 for group in range(groups.max() + 1)], 1)
+        scales = scales.astype(ml_dtypes.bfloat16)
+        spread = scales[:, groups].astype(np.float32)
+        codes = np.clip(np.rint(weight / spread), -8, 7).astype(np.int64)
+        packed = packed_columns(padded(codes + 8, 8), 4)
+        stored = {"weight_packed": packed, "weight_scale": scales, "weight_shape": np.array(weight.shape)}
+        return stored, codes.astype(np.float32) * spread
+
+    return quantize
+
+
+def modelopt_int4(group_size: int, *, factors: bool = True) -> Quantize:
+    """Return how ModelOpt stores W4A16_AWQ: two rows share a byte, and inputs may have factors."""
+
+    def quantize(weight: np.ndarray[Any, Any], random: np.random.Generator) -> tuple[Tensors, np.ndarray[Any, Any]]:
+        factor = (0.5 + random.random(weight.shape[1]) if factors else np.ones(weight.shape[1])).astype(ml_dtypes.bfloat16)
         scaled = weight / factor.astype(np.float32)
         groups = np.arange(weight.shape[1]) // group_size
         scales = np.stack([np.abs(scaled[:, groups == group]).max(axis=1) / 7 for group in range(groups.max() + 1)], 1)
@@ -272,6 +288,12 @@ def compressed(packing: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+def in_groups_of(size: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``quantization_config`` of compressed-tensors with groups of another size."""
+    group = config["config_groups"]["group_0"]
+    return {**config, "config_groups": {"group_0": {**group, "weights": {**group["weights"], "group_size": size}}}}
+
+
 CT_INT4 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8)
 CT_ASYMMETRIC = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8, symmetric=False)
 CT_ORDER = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8, actorder="group")
@@ -301,11 +323,15 @@ CASES: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "gptq-order": (gptq(order=True), {**GPTQ_CONFIG, "desc_act": True}),
     "gptq-symmetric": (gptq(symmetric=True), {**GPTQ_CONFIG, "sym": True}),
     "gptq-8-bits": (gptq(bits=8, group_size=4), {**GPTQ_CONFIG, "bits": 8, "group_size": 4}),
+    "gptq-smaller-last-group": (gptq(group_size=12), {**GPTQ_CONFIG, "group_size": 12}),
+    "gptq-order-smaller-last-group": (gptq(group_size=12, order=True), {**GPTQ_CONFIG, "group_size": 12, "desc_act": True}),
     "awq": (awq(), AWQ_CONFIG),
     "fp8-blocks": (fp8_blocks(), FP8_CONFIG),
     "compressed-int4": (integers(4, 8, packed=True, symmetric=True), CT_INT4),
+    "compressed-int4-nearest": (symmetric(8), CT_INT4),
     "compressed-int4-asymmetric": (integers(4, 8, packed=True, symmetric=False), CT_ASYMMETRIC),
     "compressed-int4-order": (integers(4, 8, packed=True, symmetric=True, order=True), CT_ORDER),
+    "compressed-int4-smaller-last-group": (integers(4, 12, packed=True, symmetric=False), in_groups_of(12, CT_ASYMMETRIC)),
     "compressed-packed-int8": (integers(8, None, packed=True, symmetric=True), CT_PACKED_INT8),
     "compressed-int8": (integers(8, None, packed=False, symmetric=True), CT_INT8),
     "compressed-int8-asymmetric": (integers(8, None, packed=False, symmetric=False), CT_INT8_ASYMMETRIC),

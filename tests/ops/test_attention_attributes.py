@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_CODES, QUANTIZED_ATTRIBUTE_TYPES
 from trt_kvcache.trt.plugin import AttentionAttributes
 
 Kind = enum.Enum("Kind", "INT32 INT64 FLOAT32 FLOAT64 CHAR")
@@ -23,6 +23,43 @@ def test_attributes_are_read_back_from_plugin_fields():
     stored = fields.plugin_field_arrays()
     assert {name: array.dtype.name.upper() for name, array in stored.items()} == ATTRIBUTE_TYPES
     assert AttentionAttributes.from_plugin_fields(field(name, ATTRIBUTE_TYPES[name], *array) for name, array in stored.items()) == fields
+
+
+@pytest.mark.parametrize("kv_dtype", KV_CODES["kv_dtype"])
+@pytest.mark.parametrize("kv_scales", KV_CODES["kv_scales"])
+def test_how_k_and_v_are_quantized_is_read_back(kv_dtype, kv_scales):
+    attributes = AttentionAttributes(**LEAST, kv_dtype=kv_dtype, kv_scales=kv_scales)
+    stored = attributes.plugin_field_arrays()
+    assert {name: array.dtype.name.upper() for name, array in stored.items()} == QUANTIZED_ATTRIBUTE_TYPES
+    fields = [field(name, QUANTIZED_ATTRIBUTE_TYPES[name], *array) for name, array in stored.items()]
+    assert AttentionAttributes.from_plugin_fields(fields, quantized=True) == attributes
+    with pytest.raises(ConfigError, match=r"^field 'kv_dtype' is unknown\. Expected num_heads, .*, rotary_dim, each once\.$"):
+        AttentionAttributes.from_plugin_fields(fields)  # those of 16 bits have no such field
+
+
+_QUANTIZED = [field(name, "INT32", value) for name, value in LEAST.items()]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ([], "fields: expected kv_dtype, kv_scales too, got num_heads, num_kv_heads, head_dim."),
+        ([field("kv_dtype", "INT32", 1)], "fields: expected kv_scales too, got num_heads, num_kv_heads, head_dim, kv_dtype."),
+        (
+            [field("kv_dtype", "INT32", 0), field("kv_scales", "INT32", 1)],
+            "field 'kv_dtype': expected 1 (float8_e4m3fn) or 2 (int8), got 0.",
+        ),
+        ([field("kv_dtype", "INT32", 2), field("kv_scales", "INT32", 3)], "field 'kv_scales': expected 1 (head) or 2 (token), got 3."),
+        (
+            [field("kv_dtype", "CHAR", 105, 110, 116, 56), field("kv_scales", "INT32", 1)],
+            "field 'kv_dtype': expected one value of type INT32 or INT64, got 4 of type CHAR.",
+        ),
+    ],
+)
+def test_plugin_fields_of_quantized_k_and_v_that_are_refused(fields, said):
+    with pytest.raises(ConfigError) as caught:
+        AttentionAttributes.from_plugin_fields([*_QUANTIZED, *fields], quantized=True)
+    assert str(caught.value) == said
 
 
 def test_attributes_with_a_default_may_be_left_out():
@@ -67,6 +104,10 @@ def test_plugin_fields_that_are_refused(fields, said):
         ],
         ({"rotary_dim": 6}, "rotary_dim: expected a multiple of 4 from 0 to 80, got 6."),
         ({"rotary_dim": 84}, "rotary_dim: expected a multiple of 4 from 0 to 80, got 84."),
+        ({"kv_dtype": "fp8", "kv_scales": "head"}, "kv_dtype: expected one of float8_e4m3fn, int8, got 'fp8'."),
+        ({"kv_dtype": "int8", "kv_scales": "tensor"}, "kv_scales: expected one of head, token, got 'tensor'."),
+        ({"kv_dtype": "int8"}, "kv_scales: expected one of head, token, got None."),
+        ({"kv_scales": "head"}, "kv_scales: expected none without kv_dtype, got 'head'."),
     ],
 )
 def test_values_out_of_range_are_refused(changed, said):

@@ -1,10 +1,12 @@
 """Rules for shapes and dtypes, and the workspace."""
 
+from dataclasses import replace
+
 import pytest
 
 from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
-from trt_kvcache.ops.attention_shapes import check_dtypes, check_shapes, input_names, workspace_nbytes
+from trt_kvcache.ops.attention_shapes import check_dtypes, check_shapes, input_names, outputs_of, workspace_nbytes
 
 FIELDS = AttentionAttributes(num_heads=6, num_kv_heads=2, head_dim=80, rotary_dim=20)
 SHAPES = {
@@ -18,6 +20,15 @@ SHAPES = {
 }
 NAMES = tuple(SHAPES)
 
+#: Attributes and inputs over quantized K and V, by what shares a scale. Codes of a row of 80 are 20 words; 7 tokens have 8 scales.
+QUANTIZED = {scales: replace(FIELDS, kv_dtype="int8", kv_scales=scales) for scales in ("head", "token")}
+QUANTIZED_SHAPES = {
+    scales: {name: SHAPES[name] for name in "qkv"}
+    | {"cache": (3, 2, 2, 7, 20), "lengths": (3,), "kv_scales": shape}
+    | {name: SHAPES[name] for name in ("cos_sin", "new_lengths")}
+    for scales, shape in (("head", (2, 2)), ("token", (3, 2, 2, 8)))
+}
+
 
 def test_names_of_the_inputs():
     plain = AttentionAttributes(num_heads=6, num_kv_heads=2, head_dim=80)
@@ -30,6 +41,47 @@ def test_names_of_the_inputs():
     ):
         with pytest.raises(ShapeError, match=f"^inputs: expected q, k, v, cache,.* {said}$"):
             input_names(fields, count)
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_names_of_the_inputs_over_quantized_k_and_v(scales):
+    names = ("q", "k", "v", "cache", "lengths", "kv_scales", "cos_sin", "new_lengths")
+    assert input_names(QUANTIZED[scales], 8) == names
+    assert input_names(replace(QUANTIZED[scales], rotary_dim=0), 6) == names[:6]
+    with pytest.raises(ShapeError, match=r"^inputs: expected q, k, v, cache, lengths, kv_scales, cos_sin and, if wanted, .*, got 6\.$"):
+        input_names(QUANTIZED[scales], 6)
+
+
+def test_scales_by_token_are_an_output_too():
+    assert [list(outputs_of(attributes)) for attributes in (FIELDS, *QUANTIZED.values())] == [
+        ["out", "cache"],
+        ["out", "cache"],
+        ["out", "cache", "kv_scales"],
+    ]
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_sizes_are_read_from_the_shapes_over_quantized_k_and_v(scales):
+    found = {"B": 3, "s": 4, "S": 7, "P": 9}
+    assert check_shapes(QUANTIZED[scales], QUANTIZED_SHAPES[scales]) == (found | {"S'": 8} if scales == "token" else found)
+
+
+@pytest.mark.parametrize(
+    ("scales", "name", "shape", "said"),
+    [
+        ("head", "cache", (3, 2, 2, 7, 80), "cache: expected [3, 2, 2, S, 20], got [3, 2, 2, 7, 80]."),
+        ("head", "kv_scales", (3, 2, 2, 8), "kv_scales: expected [2, 2], got [3, 2, 2, 8]."),
+        ("head", "kv_scales", (2, 6), "kv_scales: expected [2, 2], got [2, 6]."),
+        ("token", "kv_scales", (2, 2), "kv_scales: expected [3, 2, 2, S'], got [2, 2]."),
+        ("token", "kv_scales", (4, 2, 2, 8), "kv_scales: expected [3, 2, 2, S'], got [4, 2, 2, 8]."),
+        ("token", "kv_scales", (3, 2, 2, 7), "kv_scales: expected scales of 8 tokens with a cache of 7, got 7."),
+        ("token", "kv_scales", (3, 2, 2, 12), "kv_scales: expected scales of 8 tokens with a cache of 7, got 12."),
+    ],
+)
+def test_shapes_over_quantized_k_and_v_that_are_refused(scales, name, shape, said):
+    with pytest.raises(ShapeError) as caught:
+        check_shapes(QUANTIZED[scales], QUANTIZED_SHAPES[scales] | {name: shape})
+    assert str(caught.value) == said
 
 
 def test_sizes_are_read_from_the_shapes():
@@ -70,12 +122,21 @@ def test_a_step_without_new_tokens_is_refused():
 def test_dtypes_that_do_not_fit_are_refused():
     others = {"lengths": "int32", "cos_sin": "float32", "new_lengths": "int32"}
     right = dict.fromkeys(NAMES, "bfloat16") | others
-    assert check_dtypes(right) == "bfloat16"
+    assert check_dtypes(FIELDS, right) == "bfloat16"
     for name in NAMES:
         expected, dtype = others.get(name, "bfloat16"), "int64" if name in ("q", "lengths") else "float16"
         expected = "float16 or bfloat16" if name == "q" else expected
         with pytest.raises(DTypeError, match=f"^{name}: expected {expected}, got {dtype}.$"):
-            check_dtypes(right | {name: dtype})
+            check_dtypes(FIELDS, right | {name: dtype})
+
+
+def test_dtypes_over_quantized_k_and_v():
+    others = {"cache": "int32", "lengths": "int32", "kv_scales": "float32", "cos_sin": "float32", "new_lengths": "int32"}
+    right = dict.fromkeys(QUANTIZED_SHAPES["head"], "float16") | others
+    assert check_dtypes(QUANTIZED["head"], right) == "float16"
+    for name, expected in others.items():
+        with pytest.raises(DTypeError, match=f"^{name}: expected {expected}, got int8.$"):
+            check_dtypes(QUANTIZED["head"], right | {name: "int8"})
 
 
 def test_the_workspace_is_that_of_the_largest_gpu():

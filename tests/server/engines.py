@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
+from tests.helpers.pace import Pace
 from tests.paths import ROOT
 from trt_kvcache import InferenceSession
 from trt_kvcache.server.async_engine import AsyncEngine, Context
@@ -26,27 +26,21 @@ def source(slots: int = 4, **options: Any) -> SessionSource:
 
 @asynccontextmanager
 async def running(
-    slots: int = 4, *, max_queue: int = 64, max_seconds: float | None = None, step_seconds: float = 0, **options: Any
+    slots: int = 4, *, max_queue: int = 64, max_seconds: float | None = None, pace: Pace | None = None, **options: Any
 ) -> AsyncIterator[AsyncEngine]:
-    """Run an engine over the shipped model, of which each step lasts ``step_seconds`` more: then requests run while others come and go."""
-    engine = AsyncEngine(source(slots, **options), model="tiny", max_queue=max_queue, max_seconds=max_seconds)
+    """Run an engine over the shipped model."""
+    opens = paced(source(slots, **options), pace or Pace())
+    engine = AsyncEngine(opens, model="tiny", max_queue=max_queue, max_seconds=max_seconds)
     await engine.start()
-    if step_seconds:
-        await engine._session.run(lambda session: _slow(session, step_seconds))
     try:
         yield engine
     finally:
         await engine.cleanup()
 
 
-def _slow(session: InferenceSession, seconds: float) -> None:
-    step = session.step
-
-    def slow_step() -> Any:
-        time.sleep(seconds)
-        return step()
-
-    session.step = slow_step  # type: ignore[method-assign]
+def paced(opens: Callable[[], InferenceSession], pace: Pace) -> Callable[[], InferenceSession]:
+    """Return what opens a session of which the steps run when ``pace`` lets them."""
+    return lambda: pace.attach(opens())
 
 
 def run(main: Callable[[], Awaitable[_T]], seconds: float = 60) -> _T:

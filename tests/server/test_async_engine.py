@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from contextlib import aclosing
 
 import pytest
 
+from tests.helpers.pace import Pace
 from tests.server.engines import alone, answers, held_slots, request, run, running, source
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, QueueFullError, RangeError, ShapeError
 from trt_kvcache.server.async_engine import AsyncEngine, RequestContext
@@ -59,6 +61,40 @@ def test_several_answers_to_one_prompt_are_those_of_following_seeds():
     assert len({tuple(answer["token_ids"]) for answer in found}) == 4
 
 
+def test_several_answers_to_one_prompt_run_it_once():
+    prompt = [5 + index % 50 for index in range(70)]
+    wanted = request(prompt, 6, temperature=1.5, seed=11, n=3)
+
+    async def main():
+        async with running(3) as engine:
+            return await answers(engine, wanted), (await engine.stats()).session
+
+    found, session = run(main)
+    assert session.prefill_tokens == len(prompt)
+    assert [answer["token_ids"] for answer in found] == [alone(request(prompt, 6, temperature=1.5, seed=11 + i))[0] for i in range(3)]
+    cached = [answer["completion_usage"]["prompt_tokens_details"]["cached_tokens"] for answer in found]
+    assert cached == [0, len(prompt), len(prompt)]
+
+
+def test_prompts_of_several_clients_run_what_they_share_once():
+    system = [5 + index % 50 for index in range(60)]
+    prompts = [[*system, 70 + client] for client in range(4)]
+
+    async def main():
+        pace = Pace().hold()
+        async with running(4, pace=pace) as engine:
+            tasks = [asyncio.create_task(answers(engine, request(prompt, 4))) for prompt in prompts]
+            while (await engine.stats()).waiting < len(prompts):
+                await asyncio.sleep(0)
+            pace.go()
+            found = await asyncio.gather(*tasks)
+            return [answer["token_ids"] for [answer] in found], (await engine.stats()).session
+
+    found, session = run(main)
+    assert session.prefill_tokens == len(system) + len(prompts)
+    assert found == [alone(request(prompt, 4))[0] for prompt in prompts]
+
+
 def test_log_probabilities_of_prompt_and_answer():
     wanted = {**request([5, 6, 7, 8], 3), "output_options": {"logprobs": 2, "prompt_logprobs": 1}}
 
@@ -98,12 +134,15 @@ def test_without_a_limit_an_answer_fills_its_slot():
 
 def test_leaving_the_iteration_frees_the_slot_within_a_step():
     async def main():
-        async with running(1, step_seconds=0.005) as engine:
+        pace = Pace().hold()
+        async with running(1, pace=pace) as engine:
+            pace.allow(3)
             async with aclosing(engine.generate(request([5], 100))) as chunks:
                 async for _ in chunks:
                     break
             before = (await engine.stats()).session.decode_tokens
             assert engine.num_live == 0
+            pace.go()
             await answers(engine, request([6], 2))
             stats = await engine.stats()
             assert stats.session.decode_tokens <= before + 2
@@ -114,7 +153,9 @@ def test_leaving_the_iteration_frees_the_slot_within_a_step():
 
 def test_a_cancelled_task_frees_the_slot_and_its_place_in_the_queue():
     async def main():
-        async with running(1, max_queue=2, step_seconds=0.005) as engine:
+        pace = Pace().hold()
+        async with running(1, max_queue=2, pace=pace) as engine:
+            pace.allow(3)
             tasks = [asyncio.create_task(answers(engine, request([5 + index], 120))) for index in range(3)]
             while not (await engine.stats()).slots:
                 await asyncio.sleep(0)
@@ -123,6 +164,7 @@ def test_a_cancelled_task_frees_the_slot_and_its_place_in_the_queue():
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            pace.go()
             [answer] = await answers(engine, request([9], 3))
             assert answer["token_ids"] == alone(request([9], 3))[0]
             assert engine.num_live == 0
@@ -132,7 +174,9 @@ def test_a_cancelled_task_frees_the_slot_and_its_place_in_the_queue():
 
 def test_abort_ends_a_request_by_its_context():
     async def main():
-        async with running(2, step_seconds=0.005) as engine:
+        pace = Pace().hold()
+        async with running(2, pace=pace) as engine:
+            pace.allow(3)
             context = RequestContext("mine")
             found = []
             async for chunk in engine.generate(request([5], 100), context):
@@ -152,15 +196,16 @@ def test_abort_ends_a_request_by_its_context():
 
 def test_abort_ends_a_request_that_is_being_submitted():
     async def main():
-        async with running(2, step_seconds=0.005) as engine:
+        pace = Pace().hold()
+        async with running(2, pace=pace) as engine:
             context = RequestContext("mine")
             task = asyncio.create_task(answers(engine, request([5], 100), context))
             await asyncio.sleep(0)
             assert engine.num_live == 1
             await engine.abort(context)
             [answer] = await task
-            assert answer["finish_reason"] == "cancelled"
-            assert len(answer["token_ids"]) < 100
+            assert (answer["finish_reason"], answer["token_ids"]) == ("cancelled", [])
+            pace.go()
             [again] = await answers(engine, request([5], 3), context)
             assert len(again["token_ids"]) == 3
 
@@ -169,14 +214,16 @@ def test_abort_ends_a_request_that_is_being_submitted():
 
 def test_the_queue_is_bounded_and_says_when_to_try_again():
     async def main():
-        async with running(1, max_queue=1, step_seconds=0.005) as engine:
+        pace = Pace().hold()
+        async with running(1, max_queue=1, pace=pace) as engine:
             tasks = [asyncio.create_task(answers(engine, request([5 + index], 60))) for index in range(2)]
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match="queue: expected room for 1 more of 2 requests, got 0") as caught:
                 await answers(engine, request([9], 1))
             assert caught.value.retry_after >= 1
             with pytest.raises(QueueFullError, match="room for 3 more of 2"):
                 await answers(engine, request([9], 1, n=3))
+            pace.go()
             for [answer] in await asyncio.gather(*tasks):
                 assert len(answer["token_ids"]) == 60
 
@@ -221,31 +268,31 @@ def test_what_is_not_possible_is_refused_and_nothing_has_begun(wanted, error, te
 
 def test_a_request_that_lasts_too_long_is_cancelled():
     async def main():
-        async with running(1, max_seconds=0.05, step_seconds=0.005) as engine:
-            found = []
-
-            async def read():
-                async for chunk in engine.generate(request([5], 100)):
-                    found.append(chunk)
-                    await asyncio.sleep(0.06)
-
+        pace = Pace().hold()
+        async with running(1, max_seconds=0.05, pace=pace) as engine:
+            pace.allow(3)
             with pytest.raises(TimeoutError, match=r"expected to end within 0\.05 seconds"):
-                await read()
-            assert 0 < len(found) < 100
+                await answers(engine, request([5], 100))
             assert engine.num_live == 0
+            pace.go()
+            while (await engine.stats()).slots:
+                pass
 
     run(main)
 
 
 def test_a_drain_lets_what_runs_end_and_takes_nothing_new():
     async def main():
-        async with running(1, step_seconds=0.005) as engine:
+        pace = Pace().hold()
+        async with running(1, pace=pace) as engine:
             tasks = [asyncio.create_task(answers(engine, request([5 + index], 30))) for index in range(3)]
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             drain = asyncio.create_task(engine.drain())
             await asyncio.sleep(0)
             with pytest.raises(ClosedError, match="takes no new requests"):
                 await answers(engine, request([9], 1))
+            assert not drain.done()
+            pace.go()
             await drain
             assert engine.num_live == 0
             assert [len(answer["token_ids"]) for [answer] in await asyncio.gather(*tasks)] == [30] * 3
@@ -255,11 +302,32 @@ def test_a_drain_lets_what_runs_end_and_takes_nothing_new():
 
 def test_a_drain_with_a_limit_cancels_what_is_left():
     async def main():
-        async with running(1, step_seconds=0.005) as engine:
+        pace = Pace().hold()
+        async with running(1, pace=pace) as engine:
+            pace.allow(3)
             task = asyncio.create_task(answers(engine, request([5], 120)))
-            await asyncio.sleep(0.01)
+            while not (await engine.stats()).slots:
+                pass
             await engine.drain(0)
             [answer] = await task
+            assert answer["finish_reason"] == "cancelled"
+            assert len(answer["token_ids"]) <= 3
+
+    run(main)
+
+
+def test_a_drain_with_a_limit_cancels_what_is_being_submitted():
+    release = threading.Event()
+
+    async def main():
+        async with running(1) as engine:
+            held = asyncio.create_task(engine._session.run(lambda _: release.wait(60)))
+            task = asyncio.create_task(answers(engine, request([5], 120)))
+            await asyncio.sleep(0)
+            await engine.drain(0)
+            release.set()
+            [answer] = await task
+            assert await held
             assert answer["finish_reason"] == "cancelled"
 
     run(main)

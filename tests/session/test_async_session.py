@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
+from tests.helpers.pace import Pace
 from tests.helpers.requests import alone, make, sampled
 from tests.helpers.sessions import continuation, damage_logits
 from tests.paths import ROOT
@@ -101,15 +102,16 @@ def test_a_task_that_is_cancelled_while_it_waits_cancels_its_request():
 
 
 def test_requests_share_batches():
-    session = make(slots=8)
+    session, pace = make(slots=8), Pace().hold()
 
     async def main():
-        async with AsyncSession(session) as served:
+        async with AsyncSession(pace.attach(session)) as served:
             requests = await asyncio.gather(*[served.submit([index], max_new_tokens=8) for index in range(8)])
+            pace.go()
             await asyncio.gather(*[request.wait() for request in requests])
 
     run(main)
-    assert session.statistics.decode_steps < 7 * 8 / 2
+    assert session.statistics.decode_steps == 7
 
 
 def test_tokens_come_as_they_are_made():
@@ -146,7 +148,8 @@ def test_other_tasks_run_meanwhile():
 
 def test_submit_waits_while_there_are_too_many():
     async def main():
-        async with AsyncSession(make(slots=1), max_requests=2) as served:
+        pace = Pace().hold()
+        async with AsyncSession(pace.attach(make(slots=1)), max_requests=2) as served:
             first = await served.submit([1], max_new_tokens=12)
             second = await served.submit([2], max_new_tokens=12)
             third = asyncio.create_task(served.submit([3], max_new_tokens=2))
@@ -154,7 +157,9 @@ def test_submit_waits_while_there_are_too_many():
                 await asyncio.sleep(0)
             assert not third.done()
             first.cancel()
-            assert (await (await third).wait()).tokens == tuple(continuation([3], 2))
+            request = await third
+            pace.go()
+            assert (await request.wait()).tokens == tuple(continuation([3], 2))
             await second.wait()
 
     run(main)
@@ -237,6 +242,40 @@ def test_closing_ends_what_runs_and_what_waits():
 
     run(main)
     assert threads() == []
+
+
+def test_a_start_that_fails_leaves_nobody_waiting_behind_a_task_that_was_cancelled():
+    release = threading.Event()
+
+    def source():
+        assert release.wait(60)
+        raise RangeError("no model")
+
+    async def main():
+        served = AsyncSession(source, max_requests=1)
+        starting = asyncio.create_task(served.start())
+        await asyncio.sleep(0)
+        first, second = (asyncio.create_task(served.submit([token])) for token in (1, 2))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        release.set()
+        started, waited = await asyncio.gather(starting, second, return_exceptions=True)
+        assert (type(started), type(waited)) == (RangeError, ClosedError)
+
+    run(main)
+    assert threads() == []
+
+
+def test_a_request_can_be_cancelled_when_all_has_ended():
+    async def main():
+        async with AsyncSession(make()) as served:
+            request = await served.submit([1], max_new_tokens=2)
+            await request.wait()
+        request.cancel()
+        assert (request.finish_reason, served._commands.empty()) == ("length", True)
+
+    run(main)
 
 
 def test_it_must_be_started_once():
@@ -352,3 +391,22 @@ def test_a_step_that_fails_is_not_tried_again_before_the_next_request(monkeypatc
             assert (await (await served.submit([1], max_new_tokens=3)).wait()).tokens == tuple(continuation([1], 3))
 
     run(main)
+
+
+def test_answers_to_one_prompt_are_submitted_together():
+    params = [sampled(3, seed=index) for index in range(3)]
+
+    async def main():
+        async with AsyncSession(make(slots=3), max_requests=3) as served:
+            first, second = await asyncio.gather(*[submit_and_wait(served, [4, 5, 6], params) for _ in range(2)])
+            with pytest.raises(CapacityError, match="params: expected at most max_requests=3 answers, got 4"):
+                await served.submit_answers([4], [*params, params[0]])
+            with pytest.raises(CapacityError, match="prompt 0 has 17 tokens"):
+                await served.submit_answers([1] * 17, params)
+            return first, second, await submit_and_wait(served, [4, 5, 6], params)  # the refused ones take no room
+
+    async def submit_and_wait(served, prompt, params):
+        return [outcome(await request.wait()) for request in await served.submit_answers(prompt, params)]
+
+    expected = [alone(make(), [4, 5, 6], one) for one in params]
+    assert run(main) == (expected, expected, expected)

@@ -46,9 +46,9 @@ def test_the_queue_and_the_prompt_cache(log):
     assert log.messages == [
         "request 0: 3 prompt tokens, is number 1 in the queue",
         "request 1: 4 prompt tokens, seed 9, is number 2 in the queue",
-        "request 0: begins in slot 0, 0 of its tokens are from the prompt cache",
+        "request 0: begins in slot 0, 0 of its tokens are copies",
         "request 0: ended after 2 tokens, length",
-        "request 1: begins in slot 0, 3 of its tokens are from the prompt cache",
+        "request 1: begins in slot 0, 3 of its tokens are copies",
         "request 1: ended after 1 tokens, length",
     ]
 

@@ -62,20 +62,24 @@ def what_is_missing() -> str | None:
 
 
 def once(name: str, sources: Sequence[Path], make: Callable[[Path], None]) -> Path:
-    """Return a folder under build/simt that ``make`` filled. It is made anew when a source has changed."""
+    """Return a folder under build/simt that ``make`` filled: once, whoever asks. It is made anew when a source has changed."""
+    import fcntl  # on Linux, where alone this is called
+
     digest = hashlib.sha256()
     for path in sources:
         digest.update(path.name.encode() + path.read_bytes())
     folder = REPOSITORY / "build" / "simt" / f"{name}-{digest.hexdigest()[:16]}"
     if folder.is_dir():
         return folder
-    unfinished = folder.with_suffix(f".{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    make(unfinished)
-    try:
-        os.replace(unfinished, folder)
-    except OSError:  # someone else made the same meanwhile
-        shutil.rmtree(unfinished)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever else needs it waits, in this process or in another one
+        if not folder.is_dir():
+            unfinished = folder.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)
     return folder
 
 

@@ -33,6 +33,28 @@ def check_target(target: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
 
 
+def about(target: Path, error: OSError, temporary: Path) -> OSError:
+    """Return an error that names what was to be written, where it names nothing (a full disk) or what nobody knows.
+
+    Parameters
+    ----------
+    target : Path
+        What was to be written.
+    error : OSError
+        Raised meanwhile.
+    temporary : Path
+        The name that it had until then.
+
+    Returns
+    -------
+    OSError
+        Of the same kind; ``error`` itself if it names something else.
+    """
+    if error.errno is None or error.filename not in (None, str(temporary), temporary):
+        return error
+    return OSError(error.errno, error.strerror, str(target))
+
+
 @contextmanager
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
     """Yield an empty file that becomes ``target`` when the block ends and its bytes are on disk.
@@ -63,5 +85,7 @@ def atomic_file(target: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
+    except OSError as error:
+        raise about(target, error, temporary) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trt_kvcache._util.atomic_file import about
+
 # Of renameat2 in Linux.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -38,10 +40,12 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _sibling(target, "new")
-    temporary.mkdir()
     try:
+        temporary.mkdir()
         yield temporary
         _replace(temporary, target)
+    except OSError as error:
+        raise about(target, error, temporary) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

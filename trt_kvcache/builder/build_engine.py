@@ -27,7 +27,7 @@ from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import check_target, write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
-from trt_kvcache.errors import BuildError, ConfigError
+from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.module import load
 from trt_kvcache.trt.plugin import can_add_plugins
 
@@ -130,7 +130,7 @@ def build_engine(
         Round weights to the nearest integers of a scale, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or ``"int4,head=int8"``: see
         ``docs/quantization.md``. For a checkpoint that is not quantized.
     kv_dtype : {"fp8", "int8"}, optional
-        Quantize K and V, with plugin attention between the segments of TensorRT for RTX. If left out they are in ``dtype``.
+        Quantize K and V, with plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
         As for :class:`~trt_kvcache.session.session_options.SessionOptions`.
     progress : callable, optional
@@ -201,13 +201,11 @@ def build_engine(
         report(DEFINING, None)
         in_segments = options.attention == "plugin" and not can_add_plugins(tensorrt)
         quantized = quantized_kv(checkpoint, kv_dtype, kv_scales)
-        if quantized is not None and not in_segments:
-            raise ConfigError(f"kv_dtype: expected plugin attention of TensorRT for RTX, got {options.attention} attention of {tensorrt}.")
         definitions: tuple[DecoderDefinition, ...]
         if in_segments:
             definitions = define_segments(checkpoint, options, tensorrt, messages, quantized=quantized)
         else:
-            definitions = (define_decoder(checkpoint, options, tensorrt, messages),)
+            definitions = (define_decoder(checkpoint, options, tensorrt, messages, quantized=quantized),)
         definition = definitions[0]
         plans = []
         for index, part in enumerate(definitions):

@@ -20,6 +20,7 @@ from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names,
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.tensor_shapes import embedding_name
+from trt_kvcache.ops.kv_words import in_words
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
@@ -45,7 +46,7 @@ class DecoderDefinition:
     names : TensorNames
         Names of the whole engine's inputs and outputs.
     tensors : tuple of TensorSpec
-        Inputs and outputs of this network.
+        Inputs and outputs of this network; codes of quantized K and V in words.
     profiles : tuple of EngineProfile
         Optimisation profiles to build with.
     attention : tuple of AttentionLayerConfig
@@ -63,7 +64,13 @@ class DecoderDefinition:
 
 
 def define_decoder(
-    checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages, names: TensorNames = DEFAULT_NAMES
+    checkpoint: Checkpoint,
+    options: BuildOptions,
+    tensorrt: TensorRT,
+    messages: Messages,
+    names: TensorNames = DEFAULT_NAMES,
+    *,
+    quantized: QuantizedKV | None = None,
 ) -> DecoderDefinition:
     """Make the network of a checkpoint.
 
@@ -79,6 +86,8 @@ def define_decoder(
         An open collection of TensorRT's log.
     names : TensorNames
         Names of the inputs and outputs.
+    quantized : QuantizedKV, optional
+        How K and V are quantized; with plugin attention.
 
     Returns
     -------
@@ -95,7 +104,7 @@ def define_decoder(
     """
     options.check_tensorrt(tensorrt)
     model = checkpoint.config
-    cache, dtype = options.cache_for(model), options.dtype or model.dtype
+    cache, dtype = options.cache_for(model, quantized), options.dtype or model.dtype
     if options.attention == "plugin" and not can_add_plugins(tensorrt):
         raise ConfigError(
             f"attention: expected native or mask in one network, got plugin: {tensorrt} has no plugin layers. Build segments."
@@ -120,7 +129,7 @@ def define_decoder(
         graph=graph,
         cache=cache,
         names=names,
-        tensors=decoder_tensors(model, cache, names, max_logits_per_slot=options.logits_per_slot),
+        tensors=tuple(map(in_words, decoder_tensors(model, cache, names, max_logits_per_slot=options.logits_per_slot))),
         profiles=options.profiles,
         attention=attention,
     )

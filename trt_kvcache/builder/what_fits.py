@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,8 +18,11 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
 from trt_kvcache.model import ModelConfig
 
-#: How the weights of a checkpoint in 16 bits are rounded in the rows of an answer; what a model does not take is left out.
-ROUNDINGS = ("int8", "int4:32", "int4:128", "int4:128,embedding=int8,head=int8")
+#: How the weights of a checkpoint in 16 bits are rounded in the rows of an answer.
+ROUNDINGS = ("int8", "int4:32", "int4:128")
+
+#: The last row of them, with a head that is tied to the embedding and with one of its own.
+SMALLEST = {True: "int4:128,embedding=int8", False: "int4:128,embedding=int8,head=int8"}
 
 #: K and V beside those in the dtype of the engine: bits and scales. float8_e4m3fn takes the bytes of int8.
 KV_FORMATS = (("int8", "head"), ("int8", "token"))
@@ -83,8 +85,8 @@ def what_fits(
     Returns
     -------
     tuple of Fit
-        A checkpoint in 16 bits first as it is and then rounded in each way that its shapes allow; a quantized one as it is. Each with K
-        and V in the dtype of the engine and, where plugin attention has the model, in 8 bits.
+        A checkpoint in 16 bits first as it is and then rounded in several ways; a quantized one as it is. Each with K and V in the dtype
+        of the engine and, where plugin attention has the model, in 8 bits.
 
     Raises
     ------
@@ -141,11 +143,8 @@ def _sources(path: Path) -> tuple[ModelConfig, list[tuple[str, PackedModel]]]:
     stored, source = quantized_format(data, path), PackedModel.read(path)
     if stored is not None:
         return source.model, [(stored.title, source)]
-    sources = [(source.model.dtype, source)]
-    for quantize in ROUNDINGS:
-        with suppress(ConfigError):  # no whole groups, or no head of its own
-            sources.append((quantize, PackedModel.read(path, quantize=quantize)))
-    return source.model, sources
+    roundings = (*ROUNDINGS, SMALLEST[source.model.tie_word_embeddings])
+    return source.model, [(source.model.dtype, source), *((one, PackedModel.read(path, quantize=one)) for one in roundings)]
 
 
 def _device_nbytes(source: PackedModel, dtype: str, kv_dtype: str, scales: str | None, slots: int, length: int) -> int:

@@ -17,6 +17,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 # The most bytes of a template: the longest in use has a twentieth of it.
 _MAX_NBYTES = 1 << 20
 
+_DEVELOPER = "developer"
+
 
 class ChatTemplate:
     """A chat template. It is rendered in a process of its own, which a template that takes too long or too much memory cannot leave.
@@ -48,6 +50,7 @@ class ChatTemplate:
             from jinja2 import TemplateError
 
         self._source = source
+        self._knows_developers = _DEVELOPER in text
         if len(text) > _MAX_NBYTES:
             raise CheckpointError(
                 f"{source}: the chat template cannot be read: expected at most {_MAX_NBYTES} characters, got {len(text)}."
@@ -64,7 +67,8 @@ class ChatTemplate:
         Parameters
         ----------
         messages : sequence of mapping
-            ``{"role": ..., "content": ...}``, oldest first.
+            ``{"role": ..., "content": ...}``, oldest first. The role ``developer``, which OpenAI's newer API has for
+            ``system``, becomes that for a template that does not know it: many would leave the message out.
         variables : mapping of str to object
             The other variables of the template, as JSON has them: texts of the special tokens (``"bos_token"``, ``"eos_token"``, ...),
             ``"tools"``, and those that this template alone knows.
@@ -84,6 +88,8 @@ class ChatTemplate:
         CheckpointError
             The template is not valid: it uses a filter that Jinja does not have, ...
         """
+        if not self._knows_developers:
+            messages = [{**one, "role": "system"} if one.get("role") == _DEVELOPER else one for one in messages]
         known = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._process.render(known)

@@ -444,6 +444,8 @@ def _check(
         hint = " If the head is the embedding, config.json must say `tie_word_embeddings: true`." if missing == [HEAD] else ""
         if format_ is not None and missing[0].endswith(".weight"):
             hint += f" As {format_.title}, it would be there with .{format_.main_part(missing[0].removesuffix('.weight'))} in its place."
+        elif f"{missing[0].removesuffix('.weight')}.qweight" in files:
+            hint += f" They are quantized, and {CONFIG_FILE} has no `quantization_config`: it may be in a file of its own."
         raise CheckpointError(f"{folder}: {len(missing)} tensor(s) of a {config.family} model are missing: {_some(missing)}.{hint}")
     for name, shape in shapes.items():
         stored = files[name].tensors[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.chat_template import ChatTemplate, find_chat_template
 from trt_kvcache.checkpoint.json_file import read_json_if_present, read_text
+from trt_kvcache.checkpoint.token_bytes import TokenBytes
 from trt_kvcache.errors import CheckpointError, ConfigError, RangeError
 
 if TYPE_CHECKING:
@@ -190,6 +192,25 @@ class Tokenizer:
             if not _is_of_library(error):
                 raise
             raise self._failure(error) from error
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes that a token adds to a text: those of a part of a character too, which has no text.
+
+        Parameters
+        ----------
+        token : int
+            Its id.
+
+        Returns
+        -------
+        bytes or None
+            Of a special token its name. None if no token has this id, or ``tokenizer.json`` does not say which bytes it stands for.
+        """
+        return self._token_bytes.of(token)
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._backend)
 
     def _failure(self, error: BaseException) -> CheckpointError:
         return CheckpointError(f"{self.path / TOKENIZER_FILE}: the tokenizer fails: {type(error).__name__}: {error!s:.300}.")

@@ -19,7 +19,7 @@ from trt_kvcache.cli.bench import bench
 from trt_kvcache.cli.build import build
 from trt_kvcache.cli.chat import chat
 from trt_kvcache.cli.compare import compare
-from trt_kvcache.cli.console import complain, warn
+from trt_kvcache.cli.console import complain, message_of, warn
 from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.help import Command
 from trt_kvcache.cli.inspect import inspect as inspect_command
@@ -60,7 +60,7 @@ def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:
             raise  # the reader of our output has stopped: typer ends the command without a message
         except (KVCacheError, OSError) as error:
-            complain("error:", str(error))
+            complain("error:", message_of(error))
             raise typer.Exit(FAILED) from None
         except MemoryError as error:
             complain("error:", f"out of memory. {error}")

@@ -12,7 +12,7 @@ from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.chat_flags import ChatFlags, Template
 from trt_kvcache.cli.chat_input import LineReader, open_reader
-from trt_kvcache.cli.console import complain, count, note, put
+from trt_kvcache.cli.console import complain, count, message_of, note, put
 from trt_kvcache.cli.conversation import Conversation
 from trt_kvcache.cli.sampling_flags import MaxNewTokens, SamplingFlags, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
@@ -138,7 +138,7 @@ class Chat:
         except (KVCacheError, OSError) as error:
             if not self._reader.interactive:
                 raise
-            complain("error:", f"{error} /undo and /reset make room." if isinstance(error, CapacityError) else str(error))
+            complain("error:", f"{error} /undo and /reset make room." if isinstance(error, CapacityError) else message_of(error))
 
     def _answer(self, question: str) -> None:
         """Print the answer as it is generated. If it fails, or is stopped before its first word, the turn is not kept."""

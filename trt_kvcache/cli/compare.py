@@ -57,9 +57,8 @@ def compare(
 
     They run the same tokens, and logits and live cache rows are compared. The ways are the NumPy reference engine, recomputing everything
     at each step, and TensorRT if a supported GPU is present, or PyTorch with --engine torch. Each runs with TensorRT's attention and with
-    the plugin's, unless --attention names one; with --kv-dtype the plugin's alone, and not TensorRT. At a difference, the first step,
-    layer, slot and head are named, and the exit code is 3. For an engine folder, the engine with the other attention is built from its
-    checkpoint.
+    the plugin's, unless --attention names one; over quantized K and V with the plugin's alone. At a difference, the first step, layer,
+    slot and head are named, and the exit code is 3. For an engine folder, the engine with the other attention is built from its checkpoint.
     """
     from trt_kvcache.polygraphy.comparison import comparison_lines
     from trt_kvcache.polygraphy.path_comparison import TOLERANCES, compare_paths
@@ -86,14 +85,14 @@ def compare(
     source = flags.source(folder, slots=len(prompts))
     sources = {"": source}
     paths = [SessionRunner(source, reference), RecomputeRunner(source, "full recomputation")]
-    if attention is None and kv_dtype is None:
+    if attention is None and kv_dtype is None and not _has_quantized_kv(folder):
         other = _other_attention(folder, source)
         sources[f"{other.options.attention} "] = other
         paths.append(SessionRunner(other, f"{other.options.attention} {reference}"))
     if engine == "torch" != reference:
         paths[:0] = [SessionRunner(one.replace(engine="torch"), f"{name}torch") for name, one in sources.items()]
     with ExitStack() as opened:
-        if kv_dtype is None and _with_tensorrt(engine, folder, flavour):
+        if _with_tensorrt(engine, folder, flavour):
             refusals = (BuildError, CudaError, EngineError) if engine == "auto" else ()
             for place, (name, source) in enumerate(sources.items()):
                 try:
@@ -137,6 +136,12 @@ def _with_tensorrt(engine: str, folder: Path, flavour: str) -> bool:
     if reason is not None:
         warn(f"comparing without TensorRT: {reason}")
     return reason is None
+
+
+def _has_quantized_kv(folder: Path) -> bool:
+    """Tell whether a folder is that of an engine with quantized K and V."""
+    kv = EngineFolder.open(folder).config.cache.kv if is_engine_folder(folder) else None
+    return kv is not None and kv.has_scales
 
 
 def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:

@@ -66,6 +66,13 @@ def complain(head: str, text: str = "") -> None:
     _print(messages(), Text.assemble((head, "red"), f" {text}" if text else ""))
 
 
+def message_of(error: Exception) -> str:
+    """Return what an error says, without the number that the system has for it."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return f"{error.strerror}." if error.filename is None else f"{error.filename}: {error.strerror}."
+
+
 def _print(console: Console, text: Text) -> None:
     console.print(text, soft_wrap=not console.is_terminal)
 

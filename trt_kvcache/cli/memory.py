@@ -27,10 +27,11 @@ from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located
 from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
+from trt_kvcache.engine.quantized_kv import KV_DTYPE_NAMES
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
 from trt_kvcache.model import ModelConfig
-from trt_kvcache.session.session_options import KVScalesChoice
+from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 
 _GIB = 2**30
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -59,6 +60,9 @@ def memory(
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens that a slot can hold. Default: the folder's.")
     ] = None,
     dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
+    kv_dtype: Annotated[
+        KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help="Quantize K and V to 8 bits; --dtype is what is computed in.")
+    ] = None,
     kv_scales: Annotated[
         KVScalesChoice | None,
         choice(KVScalesChoice, "--kv-scales", help="Scales of K and V in 8 bits: for each token and head (default), or static ones."),
@@ -98,15 +102,19 @@ def memory(
         config = config.with_max_batch_size(max_batch_size)
     if max_sequence_length:
         config = config.with_max_sequence_length(max_sequence_length)
-    if kv_scales and dtype not in SCALED_KV_DTYPES:
-        raise typer.BadParameter(f"expected --dtype {' or '.join(SCALED_KV_DTYPES)} with it, got {dtype}.", param_hint="--kv-scales")
-    if dtype:
-        config = _with_dtype(config, dtype, (kv_scales or "token") if dtype in SCALED_KV_DTYPES else None)
+    computed, stored = _dtypes(dtype, kv_dtype)
+    if kv_scales and stored is None:
+        raise typer.BadParameter(f"expected --kv-dtype {' or '.join(KV_DTYPE_NAMES)} with it, got none.", param_hint="--kv-scales")
+    if computed:
+        config = _with_dtype(config, computed, None)
+    if stored:
+        config = _with_dtype(config, stored, kv_scales or "token")
     estimate = estimate_memory(config)
     model = _model_of(folder)
     packed = None if folder is None else weights_format(located(folder, ["config.json"]))
     positions = None if model is None else model.max_position_embeddings
-    build = _build_estimate(folder, config, dtype, max_logits_per_slot, quantize) if engine else None
+    asked = {"dtype": computed, "max_logits_per_slot": max_logits_per_slot, "quantize": quantize}
+    build = _build_estimate(folder, config, **asked, kv_dtype=stored, kv_scales=kv_scales) if engine else None
     fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length)
     if json:
         extra = {} if build is None else {"build": as_json(build)}
@@ -124,6 +132,15 @@ def memory(
         _print_what_fits(config, gib, positions)
     if fitting is not None and memory_nbytes is not None:
         _print_fits(fitting, memory_nbytes, config, max_sequence_length)
+
+
+def _dtypes(dtype: str | None, kv_dtype: str | None) -> tuple[str | None, str | None]:
+    """Return what is computed in, and what K and V in 8 bits are; None for what is not said. ``--dtype`` may say the second too."""
+    if dtype not in SCALED_KV_DTYPES:
+        return dtype, None if kv_dtype is None else KV_DTYPE_NAMES[kv_dtype]
+    if kv_dtype is not None:
+        raise typer.BadParameter(f"expected --dtype {' or '.join(MODEL_DTYPES)} with it, got {dtype}.", param_hint="--kv-dtype")
+    return None, dtype
 
 
 def _parsed_size(text: str) -> int:
@@ -172,19 +189,13 @@ def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int |
     return KVCacheConfig(layers=(layer,) * layers, max_batch_size=1, max_sequence_length=max_sequence_length)
 
 
-def _build_estimate(folder: Path | None, config: DecoderCacheConfig, dtype: str | None, logits: Any, quantize: str | None) -> BuildEstimate:
+def _build_estimate(folder: Path | None, config: DecoderCacheConfig, **asked: Any) -> BuildEstimate:
     if folder is None or is_engine_folder(folder):
         raise typer.BadParameter(
             "expected a model folder with it; `trt-kvcache inspect` has the sizes of an engine.", param_hint="--engine"
         )
-    return estimate_build(
-        located(folder, ["config.json"]),
-        max_batch_size=config.max_batch_size,
-        max_sequence_length=config.max_sequence_length,
-        max_logits_per_slot=logits,
-        dtype=dtype,
-        quantize=quantize,
-    )
+    path = located(folder, ["config.json"])
+    return estimate_build(path, max_batch_size=config.max_batch_size, max_sequence_length=config.max_sequence_length, **asked)
 
 
 def _config_of_folder(folder: Path) -> DecoderCacheConfig:

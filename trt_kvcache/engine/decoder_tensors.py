@@ -239,15 +239,10 @@ def decoder_tensors(
         inputs.append(TensorSpec.input(names.new_lengths, (-1,), "int32"))
     outputs = []
     if cache.kv is not None:
-        combined = cache.kv.layout is KVLayout.COMBINED
-        for index, layer in enumerate(cache.kv.layers):
-            shape = (-1, *((2,) if combined else ()), layer.num_kv_heads, cache.max_sequence_length, layer.head_dim)
-            for past, present in names.layer_pairs(index, combined=combined):
-                inputs.append(TensorSpec.input(past, shape, cache.kv.dtype))
-                outputs.append(TensorSpec.output(present, shape, cache.kv.dtype, alias=past))
-            scales = scale_tensors(cache.kv, names, index)
-            inputs += scales[:1]
-            outputs += scales[1:]
+        for index in range(cache.kv.num_layers):
+            before, after = kv_tensors(cache.kv, names, index)
+            inputs += before
+            outputs += after
     if cache.mamba is not None:
         for kind in state_storages(cache.mamba):
             for index in range(cache.mamba.num_layers):
@@ -255,6 +250,33 @@ def decoder_tensors(
                 inputs.append(past_state)
                 outputs.append(present_state)
     return (*inputs, *outputs, logits)
+
+
+def kv_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """Return the tensors of K and V of a layer.
+
+    Parameters
+    ----------
+    kv : KVCacheConfig
+        The attention layers of the engine's cache.
+    names : TensorNames
+        Names of the engine's inputs and outputs.
+    index : int
+        Index of the layer among those with attention.
+
+    Returns
+    -------
+    inputs, outputs : list of TensorSpec
+        One cache tensor in the COMBINED layout, else one for K and one for V; then those of :func:`scale_tensors`.
+    """
+    layer, combined = kv.layers[index], kv.layout is KVLayout.COMBINED
+    shape = (-1, *((2,) if combined else ()), layer.num_kv_heads, kv.max_sequence_length, layer.head_dim)
+    pairs = names.layer_pairs(index, combined=combined)
+    scales = scale_tensors(kv, names, index)
+    return (
+        [*(TensorSpec.input(past, shape, kv.dtype) for past, _ in pairs), *scales[:1]],
+        [*(TensorSpec.output(present, shape, kv.dtype, alias=past) for past, present in pairs), *scales[1:]],
+    )
 
 
 def scale_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[TensorSpec, ...]:

@@ -21,7 +21,7 @@ class ChatPrompt:
     messages : sequence of mapping
         ``{"role": ..., "content": ...}``, oldest first, as OpenAI's API has them. ``content`` is a text, None, or a list of parts
         ``{"type": "text", "text": ...}``, which are joined. Tool calls of the assistant (``tool_calls``) and their results are passed on to
-        the template.
+        the template; other fields that are None are not, because many templates ask only whether a field is there.
     tools : sequence of mapping, optional
         Descriptions of the functions that the model may call, as OpenAI's API has them (JSON schema).
     template_args : mapping of str to object
@@ -69,7 +69,7 @@ def _message(what: str, message: Any) -> dict[str, Any]:
         raise ConfigError(f'{what}: expected {{"role": ..., "content": ...}}, got {_shown(message)}.')
     if not isinstance(message.get("role"), str):
         raise ConfigError(f'{what}: expected a "role" such as "user", got {_shown(dict(message))}.')
-    copy = dict(message)
+    copy = {name: value for name, value in message.items() if value is not None or name == "content"}
     content = copy.get("content")
     if isinstance(content, _SEQUENCE):
         copy["content"] = "".join(_part(f"{what}.content[{index}]", part) for index, part in enumerate(content))

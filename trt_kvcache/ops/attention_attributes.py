@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, MAX_GROUP, MAX_SCORE_FACTOR, MIN_SCORE_FACTOR
 
@@ -24,6 +24,10 @@ ATTRIBUTE_TYPES = {
     "softcap": "FLOAT64",
     "rotary_dim": "INT32",
 }
+#: What is stored for each value of the two attributes that only attention over quantized K and V has.
+KV_CODES = {"kv_dtype": {"float8_e4m3fn": 1, "int8": 2}, "kv_scales": {"head": 1, "token": 2}}
+#: The same with these two.
+QUANTIZED_ATTRIBUTE_TYPES = ATTRIBUTE_TYPES | dict.fromkeys(KV_CODES, "INT32")
 _ACCEPTED_TYPES = {"INT32": ("INT32", "INT64"), "FLOAT64": ("FLOAT32", "FLOAT64")}
 _ROTARY_DIM_STEP = 4
 _INT32_MAX = 2**31 - 1
@@ -47,6 +51,10 @@ class AttentionAttributes:
         Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
     rotary_dim : int
         Elements of a row that RoPE is applied to, a multiple of 4; 0 for none.
+    kv_dtype : {"float8_e4m3fn", "int8"}, optional
+        What K and V are stored as in the cache; the dtype of q if left out.
+    kv_scales : {"head", "token"}, optional
+        What shares a scale: a head, or a token of a head. With ``kv_dtype``, and always with it.
 
     Raises
     ------
@@ -67,6 +75,8 @@ class AttentionAttributes:
     window: int = 0
     softcap: float = 0.0
     rotary_dim: int = 0
+    kv_dtype: str | None = None
+    kv_scales: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in ATTRIBUTE_TYPES.items():
@@ -89,6 +99,11 @@ class AttentionAttributes:
             raise ConfigError(f"head_dim: expected one of {', '.join(map(str, HEAD_DIMS))}, got {self.head_dim}.")
         if self.rotary_dim % _ROTARY_DIM_STEP or self.rotary_dim > self.head_dim:
             raise ConfigError(f"rotary_dim: expected a multiple of {_ROTARY_DIM_STEP} from 0 to {self.head_dim}, got {self.rotary_dim}.")
+        if self.kv_dtype is not None:
+            for name, codes in KV_CODES.items():
+                one_of(name, getattr(self, name), codes)
+        elif self.kv_scales is not None:
+            raise ConfigError(f"kv_scales: expected none without kv_dtype, got {self.kv_scales!r}.")
 
     @property
     def group(self) -> int:
@@ -106,19 +121,23 @@ class AttentionAttributes:
         Returns
         -------
         dict of str to ndarray (1,)
-            int32 or float64, by name. ``PluginField`` points into the arrays: keep them alive as long as the fields.
+            int32 or float64, by name; ``kv_dtype`` and ``kv_scales`` only over quantized K and V. ``PluginField`` points into the arrays:
+            keep them alive as long as the fields.
         """
         dtypes = {"INT32": np.int32, "FLOAT64": np.float64}
-        return {name: np.array([value], dtypes[ATTRIBUTE_TYPES[name]]) for name, value in asdict(self).items()}
+        values = {name: KV_CODES[name][value] if name in KV_CODES else value for name, value in asdict(self).items() if value is not None}
+        return {name: np.array([value], dtypes[QUANTIZED_ATTRIBUTE_TYPES[name]]) for name, value in values.items()}
 
     @classmethod
-    def from_plugin_fields(cls, fields: Iterable[Any]) -> AttentionAttributes:
+    def from_plugin_fields(cls, fields: Iterable[Any], *, quantized: bool = False) -> AttentionAttributes:
         """Read a ``PluginFieldCollection``.
 
         Parameters
         ----------
         fields : iterable of PluginField
             With ``name``, ``type`` and ``data``.
+        quantized : bool
+            Whether they are those of attention over quantized K and V.
 
         Returns
         -------
@@ -131,17 +150,28 @@ class AttentionAttributes:
             A field is unknown, of another type, there twice, missing or out of range.
         """
         values: dict[str, Any] = {}
+        types = QUANTIZED_ATTRIBUTE_TYPES if quantized else ATTRIBUTE_TYPES
         for field in fields:
             name, kind = str(field.name), field.type.name
-            if name not in ATTRIBUTE_TYPES or name in values:
+            if name not in types or name in values:
                 what = "is there twice" if name in values else "is unknown"
-                raise ConfigError(f"field {name!r} {what}. Expected {', '.join(ATTRIBUTE_TYPES)}, each once.")
+                raise ConfigError(f"field {name!r} {what}. Expected {', '.join(types)}, each once.")
             data = np.asarray(field.data)
-            if kind not in _ACCEPTED_TYPES[ATTRIBUTE_TYPES[name]] or data.size != 1:
-                expected = " or ".join(_ACCEPTED_TYPES[ATTRIBUTE_TYPES[name]])
+            if kind not in _ACCEPTED_TYPES[types[name]] or data.size != 1:
+                expected = " or ".join(_ACCEPTED_TYPES[types[name]])
                 raise ConfigError(f"field {name!r}: expected one value of type {expected}, got {data.size} of type {kind}.")
             values[name] = data.reshape(-1)[0].item()
-        missing = [name for name in ("num_heads", "num_kv_heads", "head_dim") if name not in values]
+        missing = [name for name in ("num_heads", "num_kv_heads", "head_dim", *(KV_CODES if quantized else ())) if name not in values]
         if missing:
             raise ConfigError(f"fields: expected {', '.join(missing)} too, got {', '.join(values) or 'none'}.")
+        values |= {name: _meaning(name, values[name]) for name in KV_CODES if name in values}
         return cls(**values)
+
+
+def _meaning(name: str, stored: int) -> str:
+    """Return the value of an attribute that is stored as a number."""
+    meanings = {code: value for value, code in KV_CODES[name].items()}
+    if stored not in meanings:
+        expected = " or ".join(f"{code} ({value})" for code, value in meanings.items())
+        raise ConfigError(f"field {name!r}: expected {expected}, got {stored}.")
+    return meanings[stored]

@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
 from trt_kvcache.kernels.attention_workspace import partials_shape
+from trt_kvcache.kernels.scale_views import saved_scales
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
+from trt_kvcache.ops.kv_words import CODES_PER_WORD
+
+#: Shape and dtype of an input.
+Pattern = tuple[tuple[int | str, ...], str]
 
 #: Shape and dtype of each input, in order. A dimension is a number, an attribute, or a symbol (B, s, S, P) for a size that the shapes
 #: give. The dtype "q" is that of q, float16 or bfloat16. ``cos_sin`` is not there if ``rotary_dim`` is 0; ``new_lengths`` is optional.
-INPUTS: dict[str, tuple[tuple[int | str, ...], str]] = {
+INPUTS: dict[str, Pattern] = {
     "q": (("B", "s", "num_heads", "head_dim"), "q"),
     "k": (("B", "s", "num_kv_heads", "head_dim"), "q"),
     "v": (("B", "s", "num_kv_heads", "head_dim"), "q"),
@@ -24,11 +29,59 @@ INPUTS: dict[str, tuple[tuple[int | str, ...], str]] = {
 #: For each output the input that it has shape and dtype of, and whether it is at the address of that input.
 OUTPUTS = {"out": ("q", False), "cache": ("cache", True)}
 
+#: The same over quantized K and V: four codes of the cache are one int32, and S' is the smallest multiple of 4 from S on.
+QUANTIZED_INPUTS: dict[str, Pattern] = {
+    **{name: INPUTS[name] for name in ("q", "k", "v")},
+    "cache": (("B", 2, "num_kv_heads", "S", "head_dim / 4"), "int32"),
+    "lengths": INPUTS["lengths"],
+    "kv_scales": (("B", 2, "num_kv_heads", "S'"), "float32"),
+    "cos_sin": INPUTS["cos_sin"],
+    "new_lengths": INPUTS["new_lengths"],
+}
+QUANTIZED_OUTPUTS = {**OUTPUTS, "kv_scales": ("kv_scales", True)}
+
+#: Scales by head, which no step changes, in place of those by token.
+HEAD_SCALES: Pattern = ((2, "num_kv_heads"), "float32")
+
 #: Most multiprocessors of a GPU. The workspace is sized for this many, so that an engine may run on another GPU than it was built on.
 MAX_MULTIPROCESSORS = 256
 
 #: Sizes of a shape; None for one that is not known yet.
 Sizes = Sequence["int | None"]
+
+
+def inputs_of(attributes: AttentionAttributes) -> dict[str, Pattern]:
+    """Return the inputs of attention with these attributes, as :data:`INPUTS` has them.
+
+    Parameters
+    ----------
+    attributes : AttentionAttributes
+        Attributes of the attention.
+
+    Returns
+    -------
+    dict of str to tuple
+        Shape and dtype by name, those that may be left out too.
+    """
+    if attributes.kv_dtype is None:
+        return INPUTS
+    return QUANTIZED_INPUTS if attributes.kv_scales == "token" else QUANTIZED_INPUTS | {"kv_scales": HEAD_SCALES}
+
+
+def outputs_of(attributes: AttentionAttributes) -> dict[str, tuple[str, bool]]:
+    """Return the outputs of attention with these attributes, as :data:`OUTPUTS` has them.
+
+    Parameters
+    ----------
+    attributes : AttentionAttributes
+        Attributes of the attention.
+
+    Returns
+    -------
+    dict of str to tuple
+        By name: the input like which it is, and whether it is at its address.
+    """
+    return QUANTIZED_OUTPUTS if attributes.kv_scales == "token" else OUTPUTS
 
 
 def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
@@ -51,7 +104,7 @@ def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
     ShapeError
         Attention with these attributes has another number of inputs.
     """
-    names = tuple(name for name in INPUTS if name != "cos_sin" or attributes.rotary_dim)
+    names = tuple(name for name in inputs_of(attributes) if name != "cos_sin" or attributes.rotary_dim)
     if count not in (len(names), len(names) - 1):
         raise ShapeError(f"inputs: expected {', '.join(names[:-1])} and, if wanted, {names[-1]}, got {count}.")
     return names[:count]
@@ -71,7 +124,7 @@ def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -
     -------
     dict of str to int or None
         ``B``, the slots; ``s``, the new tokens per slot; ``S``, the tokens that a slot of the cache can hold; ``P``, the positions that
-        ``cos_sin`` has.
+        ``cos_sin`` has; ``S'``, the scales of a head of a slot.
 
     Raises
     ------
@@ -80,9 +133,10 @@ def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -
     """
     sizes: dict[str, int | None] = {}
     fixed = {name: getattr(attributes, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-    fixed["rotary_dim / 2"] = attributes.rotary_dim // 2
+    fixed |= {"rotary_dim / 2": attributes.rotary_dim // 2, "head_dim / 4": attributes.head_dim // CODES_PER_WORD}
+    inputs = inputs_of(attributes)
     for name, shape in shapes.items():
-        pattern = INPUTS[name][0]
+        pattern = inputs[name][0]
         known = fixed | {part: size for part, size in sizes.items() if size is not None}
         expected = [known.get(part, part) if isinstance(part, str) else part for part in pattern]
         differ = [part != size for part, size in zip(expected, shape, strict=False) if isinstance(part, int) and size is not None]
@@ -97,14 +151,19 @@ def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -
         less, more = sizes.get(small), sizes.get(large)
         if less is not None and more is not None and less > more:
             raise ShapeError(f"{what}: expected {less} ({small}) or more, got {more}.")
+    tokens, scales = sizes.get("S"), sizes.get("S'")
+    if tokens is not None and scales is not None and scales != saved_scales(tokens):
+        raise ShapeError(f"kv_scales: expected scales of {saved_scales(tokens)} tokens with a cache of {tokens}, got {scales}.")
     return sizes
 
 
-def check_dtypes(dtypes: Mapping[str, str]) -> str:
+def check_dtypes(attributes: AttentionAttributes, dtypes: Mapping[str, str]) -> str:
     """Check the dtypes of the inputs.
 
     Parameters
     ----------
+    attributes : AttentionAttributes
+        Attributes of the attention.
     dtypes : mapping of str to str
         By name of the input.
 
@@ -118,10 +177,11 @@ def check_dtypes(dtypes: Mapping[str, str]) -> str:
     DTypeError
         The kernels do not support the dtype of q, or the dtype of another input does not go with it.
     """
+    inputs = inputs_of(attributes)
     for name, dtype in dtypes.items():
         if name == "q" and dtype not in ELEMENT_TYPES:
             raise DTypeError(f"q: expected {' or '.join(ELEMENT_TYPES)}, got {dtype}.")
-        expected = dtypes["q"] if INPUTS[name][1] == "q" else INPUTS[name][1]
+        expected = dtypes["q"] if inputs[name][1] == "q" else inputs[name][1]
         if dtype != expected:
             raise DTypeError(f"{name}: expected {expected}, got {dtype}.")
     return dtypes["q"]

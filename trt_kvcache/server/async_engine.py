@@ -249,10 +249,8 @@ class AsyncEngine:
         context : Context
             As it was passed to :meth:`generate`.
         """
-        name = context.id()
-        if name in self._live:
-            self._aborted.add(name)
-            self._cancel(self._live[name])
+        if context.id() in self._live:
+            self._abort(context.id())
 
     async def stats(self) -> EngineStats:
         """Return what it does now. Waits for the step that runs.
@@ -282,8 +280,8 @@ class AsyncEngine:
             self._idle.clear()
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), seconds)
-        for requests in list(self._live.values()):
-            self._cancel(requests)
+        for name in self._live:
+            self._abort(name)
 
     async def cleanup(self) -> None:
         """End all requests and close the session. Idempotent."""
@@ -291,6 +289,11 @@ class AsyncEngine:
         await self._session.close()
 
     # --- parts of the above ---
+
+    def _abort(self, name: str) -> None:
+        """Cancel a request: what was submitted of it, and what is about to be."""
+        self._aborted.add(name)
+        self._cancel(self._live[name])
 
     @staticmethod
     def _cancel(requests: Sequence[AsyncRequest]) -> None:
@@ -314,18 +317,12 @@ class AsyncEngine:
         self._reserved += count
 
     async def _submit(self, wanted: WantedAnswers, requests: list[AsyncRequest]) -> None:
-        """Submit each answer; what was reserved for it becomes it."""
-        left = len(wanted.params)
+        """Submit all answers at once; what was reserved for them becomes them."""
         try:
-            for index, params in enumerate(wanted.params):
-                guided = await self._guided(params, wanted.guided)
-                scored = wanted.prompt_logprobs if index == 0 else None
-                request = await self._session.submit(wanted.token_ids, guided, prompt_logprobs=scored)
-                requests.append(request)
-                left -= 1
-                self._reserved -= 1
+            params = [await self._guided(one, wanted.guided) for one in wanted.params]
+            requests += await self._session.submit_answers(wanted.token_ids, params, prompt_logprobs=wanted.prompt_logprobs)
         finally:
-            self._reserved -= left
+            self._reserved -= len(wanted.params)
 
     async def _guided(self, params: SamplingParams, guided: dict[str, Any] | None) -> SamplingParams:
         """Return parameters with the mask of a grammar."""

@@ -132,7 +132,7 @@ class RequestRecord:
     Parameters
     ----------
     prompt_tokens, cached_tokens, generated_tokens : int
-        Of the prompt, those of them that came from the prompt cache, and of the answer.
+        Of the prompt, those of them that were not run for it, and of the answer.
     submitted : float
         When it was submitted, by ``time.perf_counter``.
     times : tuple of float

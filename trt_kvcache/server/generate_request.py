@@ -69,7 +69,7 @@ class GenerateChunk(TypedDict, total=False):
         In the last chunk: ``"stop"``, ``"length"`` or ``"cancelled"``.
     completion_usage : dict
         In the last chunk: ``prompt_tokens``, ``completion_tokens`` and ``total_tokens`` of this answer, and ``prompt_tokens_details`` with
-        ``cached_tokens``, those of the prompt that came from the prompt cache.
+        ``cached_tokens``, those of the prompt that came from the prompt cache or another slot.
     """
 
     index: Required[int]

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.errors import ClosedError, ProcessorError
+from trt_kvcache.errors import CapacityError, ClosedError, ProcessorError
 from trt_kvcache.generation.prompts import AnyPrompt
 from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.session.async_request import AsyncRequest
+from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.session import InferenceSession
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class AsyncSession:
 
     def __init__(self, source: InferenceSession | Callable[[], InferenceSession], *, max_requests: int = 256) -> None:
         self._source = source
-        self._room = asyncio.Semaphore(int_in_range("max_requests", max_requests, 1))
+        self._max_requests = int_in_range("max_requests", max_requests, 1)
+        self._room = asyncio.Semaphore(self._max_requests)
+        self._arrival = asyncio.Lock()
         self._commands: SimpleQueue[_Command | None] = SimpleQueue()
         self._running: list[AsyncRequest] = []  # only the thread changes it
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -140,23 +143,77 @@ class AsyncSession:
         ClosedError
             It is closed, or was not started.
         """
+
+        def begin(session: InferenceSession) -> RequestHandle:
+            return session.submit(prompt, params, prompt_logprobs=prompt_logprobs, **options)
+
+        [request] = await self._submit([begin])
+        return request
+
+    async def submit_answers(
+        self, prompt: AnyPrompt, params: Sequence[SamplingParams], *, prompt_logprobs: int | None = None
+    ) -> list[AsyncRequest]:
+        """Put one prompt in the queue several times, one directly behind another, so that those that run together run it once.
+
+        Parameters
+        ----------
+        prompt : prompt
+            As for :meth:`submit`.
+        params : sequence of SamplingParams (n,)
+            Of each answer.
+        prompt_logprobs : int, optional
+            As for :meth:`submit`, with the first answer. Its prompt runs alone.
+
+        Returns
+        -------
+        list of AsyncRequest
+            One for each answer.
+
+        Raises
+        ------
+        CapacityError, RangeError, ShapeError, ConfigError, BindingError, ClosedError
+            As :meth:`submit`; or there are more answers than ``max_requests``. None of them has begun.
+        """
+        if len(params) > self._max_requests:
+            raise CapacityError(f"params: expected at most max_requests={self._max_requests} answers, got {len(params)}.")
+
+        def begin(of: SamplingParams, scored: int | None, session: InferenceSession) -> RequestHandle:
+            return session.submit(prompt, of, prompt_logprobs=scored)
+
+        return await self._submit([partial(begin, one, None if index else prompt_logprobs) for index, one in enumerate(params)])
+
+    async def _submit(self, submits: Sequence[Callable[[InferenceSession], RequestHandle]]) -> list[AsyncRequest]:
+        """Submit requests between two steps: all of them, or none. Waits for room."""
         self._check_open()
-        await self._room.acquire()
-        request = AsyncRequest(self._cancel, self._room.release)
-
-        def begin(session: InferenceSession) -> None:
-            request.begin(session.submit(prompt, params, prompt_logprobs=prompt_logprobs, **options))
-            self._running.append(request)
-
+        requests: list[AsyncRequest] = []
         try:
+            async with self._arrival:  # two who have room for a part of theirs would wait for each other
+                for _ in submits:
+                    await self._room.acquire()
+                    requests.append(AsyncRequest(self._cancel, self._room.release))
+
+            def begin(session: InferenceSession) -> None:
+                handles: list[RequestHandle] = []
+                try:
+                    for submit in submits:
+                        handles.append(submit(session))
+                except BaseException:
+                    for handle in handles:
+                        handle.cancel()
+                    raise
+                for request, handle in zip(requests, handles, strict=True):
+                    request.begin(handle)
+                self._running.extend(requests)
+
             await self.run(begin)
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
-                request.cancel()  # comes after ``begin``
-            else:
-                request.deliver([], ended=True)
+            for request in requests:
+                if isinstance(error, asyncio.CancelledError):
+                    request.cancel()  # comes after ``begin``
+                else:
+                    request.deliver([], ended=True)
             raise
-        return request
+        return requests
 
     async def generate(
         self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
@@ -253,7 +310,14 @@ class AsyncSession:
                 request.handle.cancel()
             self._tell(_deliver, [(request, [], True, None)])
 
-        self._commands.put((cancel, lambda _: None))
+        def end(_: BaseException | None = None) -> None:
+            request.deliver([], ended=True)
+
+        assert self._ended is not None
+        if self._ended.done():  # no thread is there to take a command
+            end()
+        else:
+            self._commands.put((cancel, end))
 
     # --- in the thread of the session ---
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -14,8 +14,9 @@ from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import CapacityError, RangeError, ShapeError
 from trt_kvcache.generation.sampling import SamplerPosition
-from trt_kvcache.generation.token_ids import common_prefix
+from trt_kvcache.generation.token_ids import TokenArray, common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptMatch
+from trt_kvcache.sequences.slot_copy import SlotCopy
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.slot_state import SlotSavepoint, SlotState
@@ -282,6 +283,36 @@ class Batch:
             self._cache.set_active_batch_size(first + len(prompts), stream=self._steps.stream)
             self._slots += [SlotState([], sampler=sampler) for sampler in samplers]
             self._restore({slot: match for slot, row in enumerate(sought) if row and (match := self._prompt_cache.find(row))})
+
+    def copy_tokens(self, source: int, lengths: Mapping[int, int]) -> None:
+        """Copy the first tokens of a slot to others, over what these hold. Nothing is run.
+
+        Parameters
+        ----------
+        source : int
+            An active slot.
+        lengths : mapping of int to int
+            For each slot that gets them how many: more than it holds, and at most those of ``source``, with states exactly those. What it
+            holds is their beginning.
+
+        Raises
+        ------
+        CapacityError
+            There is no room for the copy that lies between the slots. Nothing was changed.
+        """
+        stream, tokens = self._steps.stream, self._slots[source].tokens
+        copy = SlotCopy.capture(self._cache, source, max(lengths.values()), stream=stream)
+        increments = [0] * len(self._slots)
+        with self.transaction():
+            if any(self._slots[slot].tokens for slot in lengths):
+                self._steps.note_state_change()
+            for slot, length in lengths.items():
+                increments[slot] = length - len(self._slots[slot].tokens)
+                copy.restore(self._cache, slot, length, stream=stream)
+            self._cache.commit_sequence_length(increments, stream=stream)
+            for slot, length in lengths.items():
+                self._slots[slot].restore(tokens[length - increments[slot] : length])
+            self._counters.reused_tokens += sum(increments)
 
     @nvtx_range("compaction")
     def compact(self, mapping: Sequence[int]) -> None:
@@ -673,6 +704,23 @@ class Batch:
         States can be used for exactly the tokens that they are after, and the last token of a prompt is always run.
         """
         return self._steps.has_states and self._prompt_cache.max_bytes > 0
+
+    def parting(self, tokens: TokenArray) -> int:
+        """Return after how many tokens a sequence parts from the most alike one in the prompt cache, if that can be of use to a third one.
+
+        Parameters
+        ----------
+        tokens : ndarray int32 (n,)
+            On the host.
+
+        Returns
+        -------
+        int
+            0 without states: what the prompt cache holds can be used up to any token.
+        """
+        if not self.remembers_before_last:
+            return 0
+        return max((common_prefix(tokens, entry.tokens) for entry in self._prompt_cache.entries), default=0)
 
     def remember(self, slots: Iterable[int]) -> None:
         """Copy what slots hold into the prompt cache, if it is on."""

@@ -1,6 +1,8 @@
 """``QueuedRequest``: a submitted request as the queue sees it. What callers see of it is a :class:`RequestHandle`."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +14,21 @@ from trt_kvcache.session.request_handle import RequestHandle, RequestStage, Requ
 
 #: What a :class:`QueuedRequest` needs to return to an earlier state: stage, text, log-probabilities of the prompt, and its request's.
 QueuedSavepoint = tuple[RequestStage, str, tuple[list[TokenLogprobs], int], RequestSavepoint]
+
+
+class SharedPrompt(NamedTuple):
+    """Tokens at the start of a prompt that are copied from the slot of another request instead of being run.
+
+    Parameters
+    ----------
+    source : QueuedRequest
+        Whose slot holds them, or will.
+    length : int
+        How many. All tokens of both prompts, or fewer than this one has.
+    """
+
+    source: QueuedRequest
+    length: int
 
 
 class QueuedRequest:
@@ -32,6 +49,10 @@ class QueuedRequest:
         self._scored: list[TokenLogprobs] = []
         #: Tokens at the start of its slot that were not run for it.
         self.reused = 0
+        #: What its slot gets of another one before its prompt goes on; None if it waits for nothing.
+        self.shared: SharedPrompt | None = None
+        #: Tokens after which the prompt cache is to keep its states, as another prompt began with them too.
+        self.parting = 0
         #: Where it is, or where it was when it ended.
         self.stage: RequestStage = "queued"
         #: Whether the caller ended it.
@@ -89,6 +110,8 @@ class QueuedRequest:
         """Begin its prompt in a slot that holds ``reused`` tokens of it."""
         self.stage = "prefilling"
         self.reused = reused
+        self.shared = None
+        self.parting = 0
         self._scored = []
 
     def take_prompt_logits(self, held: int, logits: np.ndarray[Any, Any]) -> None:

@@ -82,7 +82,7 @@ class RequestHandle(Uncopyable):
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens of the prompt that were not run, because the prompt cache had them; 0 while it has no slot."""
+        """Tokens of the prompt that were not run, because the prompt cache or another slot had them; 0 while it has no slot."""
         return self._queued.reused
 
     @property

@@ -15,6 +15,7 @@ from trt_kvcache.session.batch import Batch, Logits
 from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.queued_request import QueuedRequest
 from trt_kvcache.session.request_handle import RequestHandle
+from trt_kvcache.session.shared_prompts import SharedPrompts
 from trt_kvcache.session.step_executor import StepExecutor
 from trt_kvcache.session.timeline import Activity, Timeline
 from trt_kvcache.session.token_steps import TokenSteps
@@ -44,6 +45,7 @@ class RequestQueue:
         self._steps = steps
         self._batch = batch
         self._token_steps = token_steps
+        self._shared_prompts = SharedPrompts(steps, batch)
         self._num_submitted = 0
         self._waiting: deque[QueuedRequest] = deque()
         #: Requests that have a slot, by slot.
@@ -137,7 +139,7 @@ class RequestQueue:
         for slot, queued in enumerate(self._running):
             if queued in admitted:
                 reused = self._batch.reused[slot]
-                _LOGGER.info("request %d: begins in slot %d, %d of its tokens are from the prompt cache", queued.index, slot, reused)
+                _LOGGER.info("request %d: begins in slot %d, %d of its tokens are copies", queued.index, slot, reused)
             if queued.finished:
                 _LOGGER.info("request %d: ended after %d tokens, %s", queued.index, len(queued.request.tokens), queued.handle.finish_reason)
 
@@ -203,6 +205,8 @@ class RequestQueue:
         self._running = [*self._running, *admitted]
         for queued, reused in zip(admitted, self._batch.reused[first:], strict=True):
             queued.begin(reused)
+        for slot in range(first, len(self._running)):
+            self._shared_prompts.assign(slot, self._running, range(slot))
 
     def _prefill(self) -> list[QueuedRequest]:
         """Run one chunk of every prompt that is not in its slot yet, and return the requests that have advanced.
@@ -210,6 +214,7 @@ class RequestQueue:
         Prompts that are scored go on their own: the others get the logits that they get without them. Together only where that could make a
         slot full in front of another that cannot be reached then.
         """
+        self._shared_prompts.take(self._running)
         scored = [queued.state == "prefilling" and queued.is_scored for queued in self._running]
         if not any(scored):
             return self._prefill_some([True] * len(scored), every_logit=False)
@@ -244,16 +249,21 @@ class RequestQueue:
                 if is_whole != self._batch.remembers_before_last:
                     self._batch.remember([slot])
                 if is_whole:
-                    queued.stage = "decoding"
-                    self._choose_first(slot, logits[slot])
+                    for equal in (slot, *self._shared_prompts.take_whole(slot, self._running)):
+                        self._running[equal].stage = "decoding"
+                        self._choose_first(equal, logits[slot])
+                        if equal != slot:
+                            advanced.append(self._running[equal])
         return advanced
 
     def _next_row(self, queued: QueuedRequest, held: int) -> Sequence[int]:
-        """Return what is to be run next of a prompt: all that its slot does not hold, or first all but the last token of it."""
-        if queued.state != "prefilling":
+        """Return what is to be run next of a prompt: all that its slot does not hold, or less where states are to be copied first."""
+        if queued.state != "prefilling" or queued.shared:
             return []
-        end = len(queued.row) - int(self._batch.remembers_before_last)
-        return queued.row[held : end if held < end else None]
+        row, end = queued.row, self._shared_prompts.stop(queued, self._running, held)
+        if self._batch.remembers_before_last and held < len(row) - 1:
+            end = min(end, len(row) - 1)
+        return row[held:end]
 
     def _decode(self, decoding: Sequence[bool]) -> list[QueuedRequest]:
         """Run the last token of the requests that are decoding; the other slots are idle in this step."""

@@ -21,6 +21,8 @@ from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.ops.kv_words import in_words
+from trt_kvcache.trt.codes_in_words import CodesInWords
 from trt_kvcache.trt.engine_bindings import EngineBindings, stream_handle
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, require_gpu_memory
@@ -83,20 +85,22 @@ class TensorRTEngine(Uncopyable):
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
-                compare_tensors(self._plan.tensors, config.tensors)
+                compare_tensors(self._plan.tensors, [in_words(spec) for spec in config.tensors])
                 compare_profiles(self._profiles, config.profiles)
                 self._profiles = config.profiles  # with their names
+            shown = CodesInWords(self._plan, () if config is None else config.tensors)
+            self._tensors = shown.tensors
             nbytes = self._plan.context_memory_nbytes
             context_memory = self._resources.allocate(nbytes, stream=stream)
-            num_sets = count_binding_sets(self._plan.tensors, names)
+            num_sets = count_binding_sets(self._tensors, names)
             self._plan.create_contexts(context_memory.ptr, nbytes, plan_sha256=plan_sha256, stream=stream, num_sets=num_sets)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,
-                tensors=self._plan.tensors,
-                ranges=self._plan.ranges,
+                tensors=self._tensors,
+                ranges=shown.ranges,
                 memory=memory,
-                target=self._plan,
+                target=shown,
                 num_sets=num_sets,
             )
         except BaseException:
@@ -170,7 +174,7 @@ class TensorRTEngine(Uncopyable):
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Inputs and outputs by name, inputs first."""
-        return self._plan.tensors
+        return self._tensors
 
     @property
     def profiles(self) -> Sequence[EngineProfile]:

@@ -1,12 +1,8 @@
 """What a session needs to run on networks in the interpreter, by way of the engines that run TensorRT."""
 
-import ctypes
-
-import numpy as np
-
 from tests.helpers.fake_tensorrt import FakeStream
+from tests.helpers.plugin_on_host import array_at
 from trt_kvcache import HybridCacheConfig, HybridCacheManager, KVCacheManager
-from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
@@ -27,18 +23,12 @@ class AddressedMemory(HostMemory):
         return AddressedStream(0x77)
 
 
-def array_at(address, shape, dtype):
-    dtype = numpy_dtype(dtype)
-    buffer = (ctypes.c_uint8 * (int(np.prod(shape)) * dtype.itemsize)).from_address(address)
-    return np.frombuffer(buffer, dtype).reshape(shape)
-
-
 def make_cache(config, memory):
     return (HybridCacheManager if isinstance(config, HybridCacheConfig) else KVCacheManager)(config, memory=memory)
 
 
-def interpreter_of(tensorrt, definition, constants):
-    """Return what runs the network of an execution context, at the addresses that are bound."""
+def interpreter_of(tensorrt, definition, constants, plugins=()):
+    """Return what runs the network of an execution context, at the addresses that are bound; ``plugins`` as in :func:`interpret`."""
 
     def run(context):
         known = (context.shapes.get(name) for name in ("input_ids", "hidden_0", definition.tensors[0].name))
@@ -51,7 +41,7 @@ def interpreter_of(tensorrt, definition, constants):
         }
         feed = {spec.name: arrays[spec.name] for spec in definition.tensors if spec.mode is TensorMode.INPUT}
         assert {name: array.shape for name, array in feed.items()}.items() >= context.shapes.items()
-        for name, output in interpret(tensorrt, definition.network, constants, feed).items():
+        for name, output in interpret(tensorrt, definition.network, constants, feed, plugins).items():
             arrays[name][...] = output
 
     return run

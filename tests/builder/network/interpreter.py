@@ -7,13 +7,21 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.trt.module import CONSTANT_DTYPES
 
 
-def interpret(tensorrt, network, constants, feed):
-    """Return the network's outputs by name. ``constants`` are by layer name: TensorRT does not give back bfloat16."""
+def interpret(tensorrt, network, constants, feed, plugins=()):
+    """Return the network's outputs by name. ``constants`` are by layer name: TensorRT does not give back bfloat16.
+
+    ``plugins`` are the plugin layers of ``plugin_networks``; what stands for them in the network is not run.
+    """
     layers = [_typed(tensorrt, network.get_layer(index)) for index in range(network.num_layers)]
     producer = {layer.get_output(0).name: layer for layer in layers}
+    plugin_of = {output.name: plugin for plugin in plugins for output in plugin.outputs}
     values = dict(feed)
 
     def value(tensor):
+        if tensor.name not in values and tensor.name in plugin_of:
+            plugin = plugin_of[tensor.name]
+            results = plugin.run([value(each) for each in plugin.inputs])
+            values.update({each.name: _rounded(tensorrt, each, result) for each, result in zip(plugin.outputs, results, strict=True)})
         if tensor.name not in values:
             layer = producer[tensor.name]
             kind = layer_kind(tensorrt, layer)

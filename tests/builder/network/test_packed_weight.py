@@ -87,10 +87,29 @@ def test_rows_of_several_places() -> None:
     np.testing.assert_array_equal(values(packed), stored.dequantized()[[1, 2, 4, 5]])
 
 
-def test_groups_of_an_order_must_be_of_one_size() -> None:
-    index = np.array([0] * 9 + [1] * 7 + [2] * 8, np.int32)
-    with pytest.raises(BuildError, match=r"weight `w`: expected 24 inputs in groups of 8, got groups of several sizes"):
-        PackedWeight.of("w", [weight("int4", group_index=index)])
+@pytest.mark.parametrize("kind", ["int4", "uint4", "e4m3"])
+def test_groups_of_several_sizes_are_several_blocks(kind: str) -> None:
+    index = RNG.permutation([0] * 10 + [1] * 6 + [2] * 8).astype(np.int32)
+    stored = weight(kind, zero_points=kind == "uint4", group_index=index)
+    packed = PackedWeight.of("w", [stored])
+    assert packed.block == (1, 2)
+    np.testing.assert_array_equal(values(packed), stored.dequantized())
+
+
+@pytest.mark.parametrize("kind", ["int4", "uint4", "int8", "uint8", "e2m1", "e4m3"])
+def test_a_last_block_that_is_smaller(kind: str) -> None:
+    stored = weight(kind, zero_points=kind.startswith("uint"))
+    stored = replace(stored, scales=replace(stored.scales, block=(1, 9)))
+    packed = PackedWeight.of("w", [stored])
+    assert packed.block == (1, 3)
+    np.testing.assert_array_equal(values(packed), stored.dequantized())
+
+
+def test_blocks_of_several_rows_whose_last_is_smaller() -> None:
+    stored = replace(weight("e4m3"), scales=Scales(stored=np.array([[0.5, 2], [3, 1]], np.float32), block=(3, 16)))
+    packed = PackedWeight.of("w", [stored])
+    assert packed.block == (3, 8)
+    np.testing.assert_array_equal(values(packed), stored.dequantized())
 
 
 def test_a_scale_that_is_not_finite() -> None:

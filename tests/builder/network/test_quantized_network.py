@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +15,6 @@ import pytest
 from tests.builder.network.conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH, SIZES, Defined, recording
 from tests.builder.network.interpreter import layer_kind
 from tests.builder.network.test_network_values import LOGITS_TOLERANCE, ROWS_TOLERANCE, STEPS, Network, assert_near, run, total
-from tests.checkpoint.quantized.test_gguf import write_gguf
 from tests.helpers.golden_models import attentions_of
 from tests.helpers.quantized_models import ALL_CASES, FP4_CASES, FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_quantized
 from tests.helpers.small_model import write_model
@@ -27,9 +27,6 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError, CheckpointError
 
 pytestmark = [pytest.mark.trt, pytest.mark.filterwarnings("ignore:(?s).*are not")]
-
-#: Blocks whose inputs are not whole.
-REFUSED = ("fp8-blocks", "compressed-fp8-blocks")
 
 
 @pytest.fixture
@@ -76,7 +73,7 @@ def assert_computes_what_the_reference_engine_does(rtx: Any, folder: Path, dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("case", [case for case in ALL_CASES if case not in REFUSED])
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_every_format(rtx: Any, tmp_path: Path, case: str, dtype: str) -> None:
     quantize, config = ALL_CASES[case]
     write_quantized(tmp_path / "model", "llama", quantize, config)
@@ -149,6 +146,8 @@ def test_rounded_to_nearest(rtx: Any, opened: Any, tmp_path: Path, quantize: str
 def test_gguf(rtx: Any, tmp_path: Path, kind: str) -> None:
     """Scales of Q4_0 have both signs; rows of an embedding have no product that takes offsets, so its codes are int8."""
     pytest.importorskip("gguf")
+    from tests.helpers.gguf_models import write_gguf
+
     write_gguf(tmp_path / "model", kind)
     with pytest.warns(UserWarning, match="are converted"):
         defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", "float16")
@@ -165,19 +164,33 @@ def test_a_head_of_its_own(rtx: Any, opened: Any, tmp_path: Path) -> None:
     assert "lm_head.weight" not in defined.constants
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("model", ["phi3-long", "qwen3_next", "nemotron_h"])
-def test_weights_that_share_a_tensor(rtx: Any, opened: Any, model: str) -> None:
+def test_weights_that_share_a_tensor(rtx: Any, opened: Any, model: str, quantize: str) -> None:
     """q, k and v of Phi-3 are rows of one tensor, as gate and up are; those of Qwen3-Next lie head by head."""
-    opened("int8")
+    opened(quantize)
     (attention, *_) = attentions_of(model, MAX_SEQUENCE_LENGTH)
     assert_computes_what_the_reference_engine_does(rtx, GOLDEN / model, "float32", attention)
 
 
-def test_groups_of_several_sizes_are_refused(rtx: Any, tmp_path: Path) -> None:
-    quantize, config = ALL_CASES["fp8-blocks"]
-    write_quantized(tmp_path / "model", "llama", quantize, config)
-    with pytest.raises(BuildError, match=r"weight `model.*q_proj.weight`: expected 32 inputs in groups of 12, got groups of several"):
-        define(rtx, tmp_path / "model", "float32")
+@pytest.mark.parametrize("columns", [24, 20])
+def test_inputs_that_are_not_whole_blocks(rtx: Any, tmp_path: Path, columns: int) -> None:
+    """A block of TensorRT is the widest that all are made of: 8 or 4 of the 32 inputs, and the rows stay together."""
+    source = write_model(tmp_path / "small", hidden_size=32, intermediate_size=64, head_dim=16)
+    config = {**FP8_CONFIG, "weight_block_size": [32, columns]}
+    write_quantized(tmp_path / "model", str(source), fp8_blocks(block=(32, columns)), config)
+    defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", "float32")
+    shapes = {name.split(".")[-2]: array.shape for name, array in defined.constants.items() if name.endswith("proj.scales")}
+    width = math.gcd(columns, 32)
+    assert (shapes["gate_proj"], shapes["down_proj"]) == ((2, 32 // width), (1, 64 // width))
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int4:128,embedding=int4,head=int4:128"])
+def test_rounded_in_groups_of_which_the_last_is_smaller(rtx: Any, opened: Any, tmp_path: Path, quantize: str) -> None:
+    model = write_model(tmp_path / "model", hidden_size=48, intermediate_size=200, head_dim=16, scale=0.1)
+    opened(quantize)
+    defined = assert_computes_what_the_reference_engine_does(rtx, model, "float16")
+    assert defined.constants["model.layers.0.mlp.down_proj.scales"].shape == (48, 25)  # 8 divides 200 and 32 and 128
 
 
 def test_values_that_float16_cannot_hold(rtx: Any, tmp_path: Path) -> None:

@@ -1,33 +1,21 @@
 """Segments: what their networks declare, and what they compute, joined by the NumPy twins of the operations."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from tests.helpers.golden_models import attentions_of
-from tests.helpers.small_model import write_model
 from tests.reference.rig import MODELS, golden
-from trt_kvcache.builder import definition as network_definition, serialization
-from trt_kvcache.builder.definition import define_constants, define_decoder, define_segments
-from trt_kvcache.builder.network import attention_lowering
-from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.definition import define_constants, define_segments
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.serialization import make_config, serialize
-from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decoder_constants, decoder_stages
-from trt_kvcache.errors import ConfigError
 from trt_kvcache.ops.custom_op import run_on_host
 from trt_kvcache.ops.segments import Segment
-from trt_kvcache.trt import module as trt_module
-from trt_kvcache.trt.module import TensorRT
-from trt_kvcache.trt.plugin import AttentionAttributes
-from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION
 
 from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, SIZES, declared, recording
 from .interpreter import interpret
@@ -113,7 +101,7 @@ QUANTIZED_TOLERANCE = {"float8_e4m3fn": 0.15, "int8": 0.04}
 
 
 @pytest.mark.parametrize("kv_dtype", list(QUANTIZED_TOLERANCE))
-@pytest.mark.parametrize("model", ["llama-linear", "gemma2-bias"])
+@pytest.mark.parametrize("model", ["llama-linear", "gemma2-bias", "granitemoehybrid-bias", "qwen3_next", "nemotron_h", "lfm2"])
 def test_segments_over_quantized_k_and_v(rtx, tmp_path, model, kv_dtype):
     segments = Segments(rtx, tmp_path, model, "float32", quantized=QuantizedKV(kv_dtype))
     for cache in segments.combined:
@@ -155,77 +143,3 @@ def test_segments_build_with_the_tensors_that_are_declared(rtx, tmp_path, model,
             assert config.get_flag(rtx.module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # so that it can be captured
             assert serialize(definition, segments.options, rtx, messages, lambda done: None).nbytes > 10_000
     assert (EMBEDDING in tensors, COS_SIN in tensors) == (segments.model.tie_word_embeddings, False)  # of the last one
-
-
-def define_with_plugin_layers(rtx, monkeypatch, folder):
-    """Define the network of a model for full TensorRT; return it, and inputs and attributes of its plugin layers.
-
-    Full TensorRT is played by TensorRT for RTX, the plugin's layer by two others. Nothing here has met full TensorRT.
-    """
-    layers, fields, original = [], [], Graph.layer
-
-    def layer(graph, name, kind, *arguments):
-        if kind != "plugin_v3":
-            return original(graph, name, kind, *arguments)
-        inputs, shape_inputs, plugin = arguments
-        layers.append(([(rtx.dtype_name(one.dtype), tuple(one.shape)) for one in inputs], shape_inputs, plugin))
-        both = [original(graph, f"{name}/{side}", "identity", inputs[side]) for side in (0, 3)]
-        return SimpleNamespace(name=name, get_output=lambda index: both[index].get_output(0))
-
-    def create(name, given, phase):
-        fields.append(AttentionAttributes.from_plugin_fields(given))
-        return name, phase.name
-
-    creators = {("KVCacheAttention", PLUGIN_VERSION, "trt_kvcache"): SimpleNamespace(create_plugin=create)}
-    registry = SimpleNamespace(get_creator=lambda *key: creators[key])
-    module = SimpleNamespace(**{**vars(rtx.module), "get_plugin_registry": lambda: registry})
-    full = TensorRT(module=module, flavour="tensorrt", version="10.3.0", log=rtx.log)
-    for module in (network_definition, serialization):
-        monkeypatch.setattr(module, "can_add_plugins", lambda tensorrt: True)
-    monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
-    monkeypatch.setattr(Graph, "layer", layer)
-    monkeypatch.setattr(attention_lowering, "register", lambda tensorrt: None)
-    with Checkpoint.open(folder) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:
-        definition = define_decoder(checkpoint, BuildOptions(**SIZES, dtype="float16", attention="plugin"), full, messages)
-        monkeypatch.setattr(serialization, "allow_aliasing", lambda tensorrt, config: layers.append("aliasing is allowed"))
-        make_config(definition, BuildOptions(**SIZES, attention="plugin"), full, messages)
-    assert layers.pop() == "aliasing is allowed"
-    assert declared(rtx, definition.network).keys() == {spec.name for spec in definition.tensors}
-    return definition, layers, fields
-
-
-def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatch, tmp_path):
-    with pytest.raises(ConfigError, match=r"expected native or mask in one network, got plugin: tensorrt_rtx .* has no plugin layers"):
-        define("llama", attention="plugin")
-    _, layers, fields = define_with_plugin_layers(rtx, monkeypatch, write_model(tmp_path / "model", head_dim=64, num_hidden_layers=2))
-    heads = [("float16", (-1, -1, count, 64)) for count in (4, 2, 2)]
-    inputs = [*heads, ("float16", (-1, 2, 2, 38, 64)), ("int32", (-1,)), ("float32", (38, 2, 32))]
-    assert layers == [(inputs, [], (f"model.layers.{index}.self_attn/attend", "BUILD")) for index in (0, 1)]
-    assert fields == [AttentionAttributes(num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64)] * 2
-
-
-def test_plugin_layers_have_the_attributes_of_their_layers(rtx, monkeypatch, tmp_path):
-    shapes = {"model_type": "gemma3_text", "head_dim": 64, "num_hidden_layers": 3, "sliding_window_pattern": 2, "sliding_window": 7}
-    gemma = write_model(tmp_path / "gemma", **shapes, query_pre_attn_scalar=100, max_position_embeddings=64)
-    definition, layers, fields = define_with_plugin_layers(rtx, monkeypatch, gemma)
-    same = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "rotary_dim": 64, "scale": 0.1}
-    assert fields == [AttentionAttributes(**same, window=window) for window in (7, 0, 7)]
-    tables = [definition.network.get_layer(index).name for index in range(definition.network.num_layers)]
-    assert [name for name in tables if name.startswith("rope")] == ["rope.cos_sin", "rope.cos_sin_1"]
-    assert [len(inputs) for inputs, _, _ in layers] == [6] * 3
-
-
-def test_plugin_layers_without_rope_have_no_table(rtx, monkeypatch, tmp_path):
-    model = write_model(tmp_path / "smollm3", model_type="smollm3", head_dim=64, num_hidden_layers=2, no_rope_layers=[1, 0])
-    _, layers, fields = define_with_plugin_layers(rtx, monkeypatch, model)
-    assert [one.rotary_dim for one in fields] == [64, 0]
-    assert [len(inputs) for inputs, _, _ in layers] == [6, 5]
-
-
-def test_plugin_layers_of_queries_that_are_scaled_by_position(rtx, monkeypatch, tmp_path):
-    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1, "rope_theta": 1e4}
-    model = write_model(tmp_path / "model", model_type="ministral3", head_dim=64, num_hidden_layers=2, rope_parameters=yarn)
-    definition, layers, _ = define_with_plugin_layers(rtx, monkeypatch, model)
-    assert [len(inputs) for inputs, _, _ in layers] == [6, 6]
-    names = [definition.network.get_layer(index).name for index in range(definition.network.num_layers)]
-    assert (names.count("lengths/position_ids"), names.count("query_scaling/factors")) == (1, 1)  # for both layers

@@ -4,80 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from tests.checkpoint.folders import refused
 from tests.helpers.quantized_models import write_values
-from tests.helpers.small_model import write_model
 from trt_kvcache import InferenceSession
 from trt_kvcache.checkpoint import Checkpoint
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
 
-NAMES = {
-    "embed_tokens": "token_embd",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-}
-
-#: Heads of q and k.
-HEADS = {"q_proj": 4, "k_proj": 2}
-
-
-def of_transformers(name: str) -> tuple[str, str]:
-    """Return the last part of a module's name, and what GGUF calls the tensor."""
-    parts = name.split(".")
-    module = parts[-2]
-    if module == "norm":
-        return module, "output_norm.weight"
-    return module, (f"blk.{parts[2]}." if "layers" in parts else "") + f"{NAMES[module]}.weight"
-
-
-def permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Return the rows as llama.cpp wants them: the two that RoPE pairs, d and d + half, beside each other."""
-    width = len(weight) // heads
-    rows = [head * width + half * width // 2 + row for head in range(heads) for row in range(width // 2) for half in range(2)]
-    return weight[rows]
-
-
-def write_gguf(folder: Path, kind: str, architecture: str = "llama", **metadata: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Write a small model as a GGUF file; return the values of its tensors in transformers' order."""
-    write_model(folder, hidden_size=32, intermediate_size=64, head_dim=16, scale=0.4)
-    source = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
-    writer.add_head_count(metadata.get("heads", 4))
-    writer.add_head_count_kv(2)
-    values = {}
-    for name, stored in source.items():
-        weight = stored.astype(np.float32)
-        module, gguf_name = of_transformers(name)
-        if weight.ndim == 1:
-            writer.add_tensor(gguf_name, weight)
-            values[name] = stored.astype(np.float32)
-            continue
-        quantized_type = getattr(gguf.GGMLQuantizationType, kind)
-        back = gguf.quants.dequantize(gguf.quants.quantize(weight, quantized_type), quantized_type)
-        values[name] = back
-        order = permuted(weight, HEADS[module]) if module in HEADS and architecture == "llama" else weight
-        writer.add_tensor(gguf_name, gguf.quants.quantize(order, quantized_type), raw_dtype=quantized_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return values
+from tests.helpers.gguf_models import write_gguf
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*are converted")

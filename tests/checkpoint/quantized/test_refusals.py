@@ -26,11 +26,17 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
     return {**config, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **weights}}}}
 
 
+def in_group(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a configuration of compressed-tensors with another group."""
+    return {**config, "config_groups": {"group_0": {**config["config_groups"]["group_0"], **changes}}}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({**CT_INT4, "format": "marlin-24"}, "quantization_config.format: expected 'pack-quantized' or "),
-        ({**CT_INT4, "quantization_status": "frozen"}, "quantization_config.quantization_status: expected 'compressed', got 'frozen'."),
+        ({**CT_INT4, "quantization_status": "initialized"}, "quantization_status: expected 'compressed' or 'frozen', got 'initialized'."),
+        (in_group(CT_INT4, targets=["re:.*[mlp"]), "config_groups.group_0.targets: expected a regular expression, got '.*[mlp': "),
         ({**CT_INT4, "config_groups": {}}, "quantization_config.config_groups: expected an object of groups, got {}."),
         ({**CT_INT4, "config_groups": {"a": {"targets": ["Linear"]}}}, "config_groups.a.weights: expected an object, got None."),
         ({**CT_INT4, "transform_config": {"config_groups": {"u": {}}}}, "quantization_config.transform_config: expected nothing, got"),
@@ -42,7 +48,10 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
         ),
         (changed(CT_INT4, type="float"), "config_groups.group_0.weights.type: expected the one of pack-quantized, got 'float'."),
         (changed(CT_INT4, group_size=None), "quantization_config.group_size: expected a positive integer"),
-        (changed(CT_INT4, group_size=12), "quantization_config.group_size: expected a divisor of the 32 inputs"),
+        (
+            changed(CT_INT4, group_size=12),
+            f"expected {MODULE}.weight_scale of shape (32, 3), as compressed-tensors int4 (pack-quantized) in",
+        ),
         (changed(CT_INT4, symmetric=False), f"expected {MODULE}.weight_zero_point beside {MODULE}.weight_packed, got nothing there."),
         (changed(CT_INT4, actorder="group"), f"expected {MODULE}.weight_g_idx beside"),
         (changed(CT_FP8, symmetric=False), "weights.symmetric: expected True, got False."),

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 
-from tests.server.engines import MODEL, source
+from tests.helpers.pace import Pace
+from tests.server.engines import MODEL, paced, source
 from trt_kvcache.server import AsyncEngine
 from trt_kvcache.server.http import ServerOptions, make_app
 from trt_kvcache.server.http.metrics import Metrics
@@ -32,10 +33,11 @@ TEMPLATE = (
 class Running:
     """A server that runs."""
 
-    def __init__(self, url: str, engine: AsyncEngine, loop: asyncio.AbstractEventLoop, server: Server) -> None:
+    def __init__(self, url: str, engine: AsyncEngine, loop: asyncio.AbstractEventLoop, server: Server, pace: Pace) -> None:
         self.url = url
         self.engine = engine
         self.server = server
+        self.pace = pace
         self._loop = loop
 
     def client(self, **options: Any) -> httpx.Client:
@@ -46,12 +48,26 @@ class Running:
         """Return what the engine does now."""
         return asyncio.run_coroutine_threadsafe(self.engine.stats(), self._loop).result(60)
 
-    def wait_until(self, condition: Any, seconds: float = 30) -> None:
+    def wait_until(self, condition: Any, seconds: float = 60) -> None:
         """Wait until a function of the statistics is true."""
         ends = time.monotonic() + seconds
         while not condition(self.stats()):
             assert time.monotonic() < ends, self.stats()
             time.sleep(0.005)
+
+    def wait_until_idle(self) -> None:
+        """Wait until nothing runs or waits, and no slot is held."""
+        self.wait_until(lambda now: not now.slots and not now.waiting and not self.engine.num_live)
+
+    @contextmanager
+    def held(self, steps: int = 0) -> Iterator[None]:
+        """Let so many steps run and no more, as long as the block lasts."""
+        self.pace.hold()
+        self.pace.allow(steps)
+        try:
+            yield
+        finally:
+            self.pace.go()
 
 
 @contextmanager
@@ -65,10 +81,9 @@ def serving(
     **session: Any,
 ) -> Iterator[Running]:
     """Run a server in a thread."""
-    metrics = Metrics()
-    engine = AsyncEngine(
-        source(slots, **session).replace(folder), model=NAME, max_queue=max_queue, max_seconds=max_seconds, observer=metrics
-    )
+    metrics, pace = Metrics(), Pace()
+    opens = paced(source(slots, **session).replace(folder), pace)
+    engine = AsyncEngine(opens, model=NAME, max_queue=max_queue, max_seconds=max_seconds, observer=metrics)
     allowed = options or ServerOptions()
     server = Server(make_app(engine, allowed, metrics=metrics), engine, drain_seconds=5)
     bound = bound_socket("127.0.0.1", 0, allowed)
@@ -86,7 +101,7 @@ def serving(
             assert thread.is_alive()
             assert time.monotonic() < ends
             time.sleep(0.005)
-        yield Running(address_of(bound), engine, loops[0], server)
+        yield Running(address_of(bound), engine, loops[0], server, pace)
     finally:
         server.should_exit = True
         thread.join(60)

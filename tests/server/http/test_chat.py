@@ -7,6 +7,8 @@ import json
 import openai
 import pytest
 
+from tests.checkpoint.tokenizer_folders import EOS, byte_level_folder
+from tests.helpers.small_model import write_model
 from tests.server.engines import read_all, source
 from tests.server.http.running import NAME, Running, chat_model, serving
 from trt_kvcache import ChatPrompt
@@ -72,6 +74,17 @@ def test_log_probabilities(client, session):
     assert all(len(one.top_logprobs) == 2 for one in content)
 
 
+def test_bytes_of_parts_of_a_character(tmp_path):
+    folder = byte_level_folder(write_model(tmp_path / "bytes", vocab_size=264, eos_token_id=260))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with serving(1, folder=folder, max_sequence_length=64) as server, server.client() as client:
+        asked = {"messages": HELLO, "max_tokens": 9, "logprobs": True, "response_format": {"type": "regex", "regex": "é n"}}
+        choice = client.post("/v1/chat/completions", json=asked).json()["choices"][0]
+    content = [one for one in choice["logprobs"]["content"] if one["token"] != EOS]
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == choice["message"]["content"] == "é n"
+    assert [one["token"][:9] for one in content] == ["token_id:", "token_id:", " ", "n"]
+
+
 def test_the_next_turn_runs_only_what_is_new(client, chatting):
     messages = [{"role": "user", "content": "Tell me of the rabbit."}]
     first = client.chat.completions.create(model=NAME, messages=messages, max_tokens=8, stop="\n")
@@ -88,6 +101,54 @@ def test_tools_are_passed_to_the_template(client):
         return client.chat.completions.create(model=NAME, messages=HELLO, max_tokens=1, **options).usage.prompt_tokens
 
     assert prompt_tokens(tools=[TOOL]) > prompt_tokens() == prompt_tokens(tools=[TOOL], tool_choice="none")
+
+
+def test_fields_that_clients_send_and_that_change_nothing(client):
+    asked = {"model": NAME, "messages": HELLO, "max_completion_tokens": 5}
+    plain = client.chat.completions.create(**asked).choices[0].message.content
+    fields = {
+        "user": "me",
+        "safety_identifier": "me",
+        "metadata": {"page": "1"},
+        "parallel_tool_calls": False,
+        "prediction": {"type": "content", "content": "a"},
+        "prompt_cache_key": "a",
+        "prompt_cache_retention": "24h",
+        "store": False,
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "verbosity": "medium",
+        "reasoning_effort": "low",
+    }
+    nothing = dict.fromkeys(["audio", "functions", "function_call", "web_search_options", "metadata", "store", "tools", "stream_options"])
+    assert client.chat.completions.create(**asked, **fields).choices[0].message.content == plain
+    assert client.chat.completions.create(**asked, extra_body=nothing).choices[0].message.content == plain
+    padded = client.chat.completions.create(**asked, stream=True, stream_options={"include_obfuscation": False})
+    assert "".join(part.choices[0].delta.content or "" for part in padded) == plain
+
+
+def test_messages_of_answers_and_of_tools_come_back(client, chatting):
+    answer = client.chat.completions.create(model=NAME, messages=HELLO, max_tokens=3).choices[0].message
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        *HELLO,
+        answer,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+    ]
+    assert client.chat.completions.create(model=NAME, messages=messages, max_tokens=2).usage.completion_tokens == 2
+    with chatting.client() as http:
+        tokens = [http.post("/tokenize", json={"messages": [{"role": role, "content": "x"}]}).json() for role in ("developer", "system")]
+    assert tokens[0] == tokens[1]
+
+
+def test_the_effort_is_for_the_template(tmp_path):
+    folder = chat_model(tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text("{{ reasoning_effort }}{{ messages[0].content }}")
+    with serving(1, folder=folder) as server, server.client() as http:
+        asked = {"messages": HELLO, "max_tokens": 1}
+        usage = [http.post("/v1/chat/completions", json={**asked, **more}).json()["usage"] for more in ({}, {"reasoning_effort": "x"})]
+        assert usage[1]["prompt_tokens"] == usage[0]["prompt_tokens"] + 1
 
 
 def test_an_answer_in_json(client):
@@ -109,7 +170,13 @@ def test_an_answer_in_json(client):
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs: expected logprobs to be true"),
         ({"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens: expected max_completion_tokens only"),
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": HELLO, "functions": []}, "functions: this field is not known"),
+        ({"messages": HELLO, "functions": []}, "functions: Input should be None"),
+        ({"messages": HELLO, "store": True}, "store: Input should be False"),
+        ({"messages": HELLO, "modalities": ["text", "audio"]}, "modalities.1: Input should be 'text'"),
+        ({"messages": HELLO, "thinking": True}, "thinking: this field is not known"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: expected a text, or a list of parts"),
+        ({"messages": [{"role": "user"}]}, "messages.0: expected a content of the role 'user', got none"),
+        ({"messages": [{"role": "tool", "content": None, "tool_call_id": "1"}]}, "messages.0: expected a content of the role 'tool'"),
     ],
 )
 def test_what_is_wrong_is_said(chatting, options, text):

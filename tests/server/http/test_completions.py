@@ -64,6 +64,12 @@ def test_several_answers_to_several_prompts(client, session):
     assert answer.usage.prompt_tokens == sum(len(session.tokenizer.encode(prompt)) for prompt in PROMPTS[:2])
 
 
+def test_a_prompt_of_several_answers_counts_as_run(client):
+    prompt = [9, *range(40, 90)]
+    answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=3, n=3, extra_body={"ignore_eos": True})
+    assert (answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens) == (51, 0)
+
+
 def test_stop_texts_and_tokens(client, session):
     whole = text_of(session, PROMPTS[0], max_new_tokens=12)
     answer = client.completions.create(model=NAME, prompt=PROMPTS[0], max_tokens=12, stop=whole[5:8])
@@ -149,16 +155,21 @@ def test_a_prompt_of_a_full_slot_and_one_token_more(client, chatting):
         ({"prompt": "A", "stream_options": {"include": True}}, 400, "stream_options.include", "not known"),
         ({"prompt": "A", "max_tokens": "3"}, 400, "max_tokens", "valid integer"),
         ({"prompt": "A", "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
-        ({"prompt": "A", "top_p": 0}, 400, "top_p", "greater than 0"),
+        ({"prompt": "A", "top_p": -0.1}, 400, "top_p", "greater than or equal to 0"),
         ({"prompt": "A", "n": 0}, 400, "n", "greater than or equal to 1"),
         ({"prompt": "A", "suffix": "b"}, 400, "suffix", "None"),
-        ({"prompt": "A", "best_of": 3}, 400, None, "best_of: expected the value of n"),
-        ({"prompt": "A", "stream_options": {}}, 400, None, "stream_options: expected stream to be true"),
-        ({"prompt": "A", "max_tokens": 0}, 400, None, "max_tokens: expected at least 1, or echo"),
-        ({"prompt": "A", "logit_bias": {"a": 1}}, 400, None, "logit_bias: expected token ids as keys"),
+        ({"prompt": "A", "best_of": 3}, 400, "best_of", "best_of: expected the value of n"),
+        ({"prompt": "A", "stream_options": {}}, 400, "stream_options", "stream_options: expected stream to be true"),
+        ({"prompt": "A", "max_tokens": 0}, 400, "max_tokens", "max_tokens: expected at least 1, or echo"),
+        ({"prompt": "A", "logit_bias": {"a": 1}}, 400, "logit_bias", "logit_bias: expected token ids as keys"),
         ({"prompt": "A", "logit_bias": {"320": 1}}, 400, None, "SamplingParams.logit_bias: expected an integer from 0 to 319"),
         ({"prompt": [1, 320]}, 400, "prompt", "expected token ids from 0 to 319, got 320"),
-        ({"prompt": []}, 400, "prompt", "prompt"),
+        ({"prompt": []}, 400, "prompt", "prompt: expected a text, texts, token ids or lists of token ids, at least one."),
+        ({"prompt": None}, 400, "prompt", "prompt: expected a text, texts, token ids"),
+        ({"prompt": ["a", 5]}, 400, "prompt.1", "prompt.1: Input should be a valid string."),
+        ({"prompt": [[5], [-1]]}, 400, "prompt.1.0", "prompt.1.0: Input should be greater than or equal to 0."),
+        ({"prompt": "A", "stop": ""}, 400, "stop.0", "stop.0: String should have at least 1 character."),
+        ({"prompt": "A", "metadata": {}}, 400, "metadata", "this field is not known"),
         ({}, 400, "prompt", "Field required"),
         ({"prompt": "A", "model": "gpt"}, 404, "model", "expected 'tiny', got 'gpt'"),
         ({"prompt": ["A"] * 69, "max_tokens": 1}, 400, "prompt", "expected at most 68 answers at once, got 69"),
@@ -173,8 +184,8 @@ def test_what_is_wrong_is_an_error_of_openais_shape(chatting, body, status, para
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert text in error["message"]
-    if param != "prompt" or body.get("prompt") != []:
-        assert error["param"] == param
+    assert error["param"] == param
+    assert "Value error" not in error["message"]
 
 
 def test_a_stream_that_cannot_begin_is_an_error_with_a_status(chatting):
@@ -184,3 +195,29 @@ def test_a_stream_that_cannot_begin_is_an_error_with_a_status(chatting):
         ok = client.post("/v1/completions", json={"prompt": "A", "stream": True, "max_tokens": 2})
         assert ok.headers["content-type"].startswith("text/event-stream")
         assert events_of(ok)[-1]["choices"][0]["finish_reason"] == "length"  # tokens that are there together are one event
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "status", "text"),
+    [
+        (b'{"prompt": "A"}', "text/plain", 415, "Content-Type: expected application/json, got 'text/plain'."),
+        (b'{"prompt": "A"}', "", 415, "Content-Type: expected application/json, got none."),
+        (b'{"prompt": "A", ', "application/json", 400, "body: expected JSON, got what is none: "),
+        (b"[]", "application/json", 400, "body: Input should be a valid dictionary"),
+        (b"", "application/json", 400, "body: Field required."),
+    ],
+)
+def test_a_body_that_is_no_json_object(chatting, content, content_type, status, text):
+    with chatting.client() as client:
+        answer = client.post("/v1/completions", content=content, headers={"Content-Type": content_type} if content_type else {})
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"].startswith(text)
+    assert answer.json()["error"]["param"] is None
+
+
+def test_values_of_openai_that_ours_do_not_have(client, session):
+    most_likely = text_of(session, "Alice was", max_new_tokens=6)
+    assert client.completions.create(model=NAME, prompt="Alice was", max_tokens=6, temperature=1.5, top_p=0).choices[0].text == most_likely
+    asked = {"model": NAME, "prompt": "Alice was", "max_tokens": 6, "temperature": 1.5}
+    negative = client.completions.create(**asked, seed=-3).choices[0].text
+    assert negative == text_of(session, "Alice was", max_new_tokens=6, temperature=1.5, seed=2**63 - 3)

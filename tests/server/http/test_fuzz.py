@@ -79,7 +79,7 @@ def test_a_thousand_bodies(client: Any, answers: dict[int, int], path: str, cont
 
 def test_nothing_has_changed_by_them(chatting: Running, answers: dict[int, int]):
     assert answers.get(400, 0) > sum(answers.values()) / 2 or not answers
-    chatting.wait_until(lambda now: not now.slots and not now.waiting)
+    chatting.wait_until_idle()
     with chatting.client() as fresh:
         body = {"prompt": "Alice was", "max_tokens": 8}
         assert fresh.post("/v1/completions", json=body).json()["choices"][0]["text"] == " beginning to get very"

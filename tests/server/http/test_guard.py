@@ -78,15 +78,16 @@ def test_a_prompt_has_a_limit_of_tokens():
 def test_a_request_has_a_limit_of_time():
     with serving(1, max_seconds=0.05) as server, server.client() as client:
         body = {"prompt": "A", "max_tokens": 120, "n": 8, "ignore_eos": True, "temperature": 1}
-        answer = client.post("/v1/completions", json=body)
+        with server.held(steps=3):
+            answer = client.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "timeout")
-        server.wait_until(lambda now: not now.slots and not now.waiting)
+        server.wait_until_idle()
 
 
 def test_a_full_queue_is_429_and_says_when_to_try_again():
     with serving(1, max_queue=1, max_sequence_length=512) as server, server.client() as client:
         body = {"prompt": "A", "max_tokens": 500, "stream": True, "ignore_eos": True, "n": 2}
-        with client.stream("POST", "/v1/completions", json=body) as stream:
+        with server.held(steps=3), client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()  # while it lives, the stream is open
             next(lines)
             answer = client.post("/v1/completions", json=BODY)
@@ -94,7 +95,7 @@ def test_a_full_queue_is_429_and_says_when_to_try_again():
             assert answer.json()["error"]["type"] == "rate_limit_error"
             assert int(answer.headers["retry-after"]) >= 1
             assert b"trt_kvcache_requests_refused_total 1.0" in client.get("/metrics").content
-        server.wait_until(lambda now: not now.slots and not now.waiting)
+        server.wait_until_idle()
         assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
@@ -123,6 +124,15 @@ def test_other_machines_may_be_served_with_a_key_or_on_purpose():
     for options in (ServerOptions(api_keys=("key",)), ServerOptions(any_host=True)):
         with bound_socket("0.0.0.0", 0, options) as bound:
             assert address_of(bound).startswith("http://0.0.0.0:")
+
+
+def test_a_port_that_is_taken_is_named():
+    with bound_socket("127.0.0.1", 0, ServerOptions()) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port: expected one that is free, got {port}, which another process has"):
+            bound_socket("127.0.0.1", port, ServerOptions())
+    with pytest.raises(OSError, match=r"192\.0\.2\.1:8000"):  # an address of nobody
+        bound_socket("192.0.2.1", 8000, ServerOptions(any_host=True))
 
 
 @pytest.mark.long

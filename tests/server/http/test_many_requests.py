@@ -99,8 +99,7 @@ def check(count: int, *, rounds: int = 1, growth: int | None = None) -> None:
         sizes = []
         for _ in range(rounds):
             found = run_all(server, bodies, 48)
-            server.wait_until(lambda now: not now.slots and not now.waiting)
-            assert server.engine.num_live == 0
+            server.wait_until_idle()
             wrong = [index for index, text in enumerate(found) if index % 10 != 9 and text != expected[index]]
             assert wrong == []
             if growth is not None:

@@ -55,7 +55,7 @@ def test_metrics_count_requests_tokens_and_times(chatting: Running):
 
 def test_used_slots_and_bytes_are_shown_while_a_request_runs(chatting: Running):
     with chatting.client() as client:
-        with client.stream("POST", "/v1/completions", json={**LONG, "n": 16}) as stream:
+        with chatting.held(steps=3), client.stream("POST", "/v1/completions", json={**LONG, "n": 16}) as stream:
             lines = stream.iter_lines()  # while it lives, the stream is open
             next(lines)
             stats = client.get("/stats").json()
@@ -63,7 +63,7 @@ def test_used_slots_and_bytes_are_shown_while_a_request_runs(chatting: Running):
         assert {slot["state"] for slot in stats["slots"]} <= {"prefilling", "decoding", "finished"}
         assert stats["slots"]
         assert stats["session"]["cache_bytes_live"] > 0
-        chatting.wait_until(lambda now: not now.slots)
+        chatting.wait_until_idle()
         assert client.get("/stats").json()["session"]["cache_bytes_live"] == 0
 
 
@@ -87,3 +87,14 @@ def test_other_paths_and_methods_are_errors_of_the_same_shape(chatting: Running,
         answer = client.request(method, path)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_path_or_a_method_that_is_not_known(chatting):
+    with chatting.client() as client:
+        answer = client.post("/v1/embeddings", json={})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"].startswith("POST /v1/embeddings: expected a path of this server")
+        answer = client.get("/v1/completions")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+        assert answer.json()["error"]["message"] == "GET /v1/completions: expected POST."
+        assert client.head("/health").status_code == client.head("/").status_code == 200

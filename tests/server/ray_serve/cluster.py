@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,20 @@ def _take_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def _free_port() -> int:
+    """Return a port that is free now, and that the system gives to nobody who asks for any: Ray itself asks for many before it takes it."""
+    for port in random.sample(range(20_000, 30_000), 1000):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
+
+
 @contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
     """Run the application, and end it as Ctrl-C does."""
     model = chat_model(folder / "tiny")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     file = folder / "application.yaml"
     file.write_text(_FILE.format(port=port, model=model, name=NAME, slots=SLOTS))
     log = folder / "log.txt"

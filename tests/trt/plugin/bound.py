@@ -8,7 +8,8 @@ from tests.kernels.attention import TOLERANCE, inputs, make_workspace
 from tests.trt.plugin.stand_in import DataType, tensorrt
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.kernels import attend
-from trt_kvcache.ops.attention_shapes import workspace_nbytes
+from trt_kvcache.ops.attention_shapes import inputs_of, workspace_nbytes
+from trt_kvcache.ops.kv_words import words_shape
 from trt_kvcache.trt.plugin import AttentionAttributes, plugin_class
 
 _TYPES = {"float16": DataType.HALF, "bfloat16": DataType.BF16, "float32": DataType.FLOAT, "int32": DataType.INT32}
@@ -23,7 +24,9 @@ class Bound:
         self.fields = AttentionAttributes(
             num_heads=case.kv_heads * case.group, num_kv_heads=case.kv_heads, head_dim=case.head_dim, scale=case.scale or 0.0,
             window=case.window, softcap=case.softcap, rotary_dim=rotary,
+            kv_dtype=case.kv_dtype, kv_scales=case.scales if case.kv_dtype else None,
         )  # fmt: skip
+        self.host = {name: self.host[name] for name in inputs_of(self.fields) if name in self.host}  # in the order of the plugin
         slots, *rest = self.host["q"].shape
         self.memory, self.stream, self.handle = memory, stream, int(stream.__cuda_stream__()[1])
         self.tensors = {name: memory.to_device(np.ascontiguousarray(array), stream=stream) for name, array in self.host.items()}
@@ -41,28 +44,45 @@ class Bound:
 
     @property
     def descs(self):
-        return [SimpleNamespace(dims=tensor.shape, type=_TYPES[tensor.dtype]) for tensor in self.tensors.values()]
+        """What TensorRT says of the inputs: codes are int32."""
+        known = {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
+        if self.case.kv_dtype:
+            known["cache"] = words_shape(known["cache"][0]), "int32"
+        return [SimpleNamespace(dims=shape, type=_TYPES[dtype]) for shape, dtype in known.values()]
+
+    @property
+    def updated(self):
+        """Names of the inputs that are updated in place."""
+        return ["cache", "kv_scales"] if self.case.kv_dtype and self.case.scales == "token" else ["cache"]
 
     def enqueue(self, **changed):
         inputs = [tensor.ptr for tensor in self.tensors.values()]
-        outputs = [self.out.ptr, changed.get("cache", self.tensors["cache"].ptr)]
+        outputs = [self.out.ptr, *(changed.get(name, self.tensors[name].ptr) for name in self.updated)]
         self.plugin.enqueue(self.descs, [], inputs, outputs, self.workspace.ptr, self.handle)
 
+    def attend(self):
+        """Call the kernels without the plugin."""
+        case = self.case
+        options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
+        workspace = make_workspace(case, self.memory, self.stream)
+        attend(**self.tensors, out=self.out[: len(case.lengths)], workspace=workspace, **options, stream=self.stream)
+
     def twin(self):
-        """Return out and the cache as the kernels' twin leaves them."""
+        """Return out, and what is updated in place, as the kernels' twin leaves them."""
         memory, case = HostMemory(), self.case
         stream = memory.create_stream()
         tensors = {name: memory.to_device(np.array(array, order="C"), stream=stream) for name, array in self.host.items()}
         tensors["out"] = out = memory.to_device(np.empty(self.out.shape, self.host["q"].dtype)[1:], stream=stream)
         options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
         attend(**tensors, workspace=make_workspace(case, memory, stream), **options, stream=stream)
-        return out.numpy().astype(np.float64), tensors["cache"].numpy()
+        return out.numpy().astype(np.float64), {name: tensors[name].numpy() for name in self.updated}
 
     def check(self, dtype):
         self.memory.synchronize(self.stream)
-        expected, cache = self.twin()
+        expected, updated = self.twin()
         *out, behind = self.out.numpy().astype(np.float64)
         assert np.isnan(behind).all()
         error, size = (np.abs(x).max(axis=(1, 3)) for x in (np.array(out) - expected, expected))
         assert (error <= 2 * TOLERANCE[dtype] * size).all()  # both are rounded
-        assert self.tensors["cache"].numpy().tobytes() == cache.tobytes()
+        for name, after in updated.items():
+            assert self.tensors[name].numpy().tobytes() == after.tobytes()

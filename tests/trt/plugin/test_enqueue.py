@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.kernels.attention import DECODE_CASES, PREFILL_CASES
+from tests.kernels.attention import DECODE_CASES, FEW_CASES, PREFILL_CASES, QUANTIZED, quantized
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 from tests.trt.plugin.bound import Bound
 from trt_kvcache.errors import CapacityError, KVCacheError
@@ -17,6 +17,23 @@ need_cuda_memory()
 _CASES = {name: DECODE_CASES[name] for name in ("groups", "one head", "some take no part", "window", "softcap and scale")} | {
     "chunks": replace(PREFILL_CASES["ragged"], layout="combined", packed=False)
 }
+#: Over quantized K and V: one new token, a few, a chunk of many.
+_QUANTIZED_CASES = {
+    f"{name}, {kv_dtype}, {scales}": quantized(replace(cases[name], layout="combined", packed=False, in_place=False), kv_dtype, scales)
+    for kv_dtype, scales in QUANTIZED
+    for cases, name in (
+        (DECODE_CASES, "groups"),
+        (DECODE_CASES, "some take no part"),
+        (FEW_CASES, "a window inside the new tokens"),
+        (FEW_CASES, "large heads, few rows"),
+        (PREFILL_CASES, "ragged"),
+        (PREFILL_CASES, "small heads"),
+    )
+}
+_CASES |= _QUANTIZED_CASES
+
+#: One of each kind of updates.
+_KINDS = ["groups", "chunks", "groups, float8_e4m3fn, token", "ragged, int8, token", "groups, int8, head"]
 
 
 @pytest.mark.parametrize("name", list(_CASES))
@@ -26,6 +43,18 @@ def test_the_result_is_that_of_numpy(memory, stream, name):
         bound.fill()
         bound.enqueue()
         bound.check(_CASES[name].dtype)
+
+
+@pytest.mark.parametrize("name", list(_CASES))
+def test_the_launches_are_those_of_attend(memory, stream, name):
+    """Bit for bit, so with the same arguments: in another launch blocks would divide keys otherwise."""
+    bound, other = (Bound(_CASES[name], memory, stream) for _ in range(2))
+    bound.enqueue()
+    other.attend()
+    memory.synchronize(stream)
+    assert bound.out.numpy().tobytes() == other.out.numpy().tobytes()
+    for one in bound.updated:
+        assert bound.tensors[one].numpy().tobytes() == other.tensors[one].numpy().tobytes()
 
 
 def test_shapes_and_addresses_may_change_between_steps(memory, stream):
@@ -44,7 +73,7 @@ def test_shapes_and_addresses_may_change_between_steps(memory, stream):
             call(larger.descs[::-1], [], *rest)
 
 
-@pytest.mark.parametrize("name", ["groups", "chunks"])
+@pytest.mark.parametrize("name", _KINDS)
 def test_a_step_can_be_captured_in_a_graph(memory, stream, name):
     bound = Bound(_CASES[name], memory, stream)
     bound.enqueue()
@@ -68,18 +97,20 @@ def test_the_default_stream_is_taken(memory, stream):
     bound.check("float16")
 
 
-@pytest.mark.parametrize("name", ["groups", "chunks"])
-def test_a_cache_that_is_not_aliased_is_copied(memory, stream, name, caplog):
+@pytest.mark.parametrize("name", _KINDS)
+def test_what_is_not_aliased_is_copied(memory, stream, name, caplog):
+    """The cache, and the scales of its tokens."""
     step._warn_of_copies.cache_clear()
     bound = Bound(_CASES[name], memory, stream)
-    past = bound.tensors["cache"]
-    present = memory.to_device(np.full_like(bound.host["cache"], np.nan), stream=stream)
+    past = {name: bound.tensors[name] for name in bound.updated}
+    present = {name: memory.to_device(np.full_like(bound.host[name], 77), stream=stream) for name in bound.updated}
     for _ in range(2):
-        bound.enqueue(cache=present.ptr)
+        bound.enqueue(**{name: tensor.ptr for name, tensor in present.items()})
     memory.synchronize(stream)
-    assert past.numpy().tobytes() == bound.host["cache"].tobytes()
-    bound.tensors["cache"] = present
-    bound.check(_CASES[name].dtype)
+    for name, tensor in past.items():
+        assert tensor.numpy().tobytes() == bound.host[name].tobytes()
+    bound.tensors |= present
+    bound.check(bound.case.dtype)
     assert [record.getMessage() for record in caplog.records] == [
         "TensorRT gave a plugin layer separate memory for the cache's output: each step copies the layer's whole cache."
     ]
@@ -107,7 +138,13 @@ def test_after_copies_an_aliased_cache_is_updated_in_place_again(memory, stream)
 
 @needs_standin
 @pytest.mark.parametrize(
-    ("name", "calls"), [("groups", {"cuMemsetD8Async": 1, "cuLaunchKernelEx": 1}), ("chunks", {"cuLaunchKernelEx": 2})]
+    ("name", "calls"),
+    [
+        ("groups", {"cuMemsetD8Async": 1, "cuLaunchKernelEx": 1}),
+        ("chunks", {"cuLaunchKernelEx": 2}),
+        ("groups, int8, token", {"cuMemsetD8Async": 1, "cuLaunchKernelEx": 1}),
+        ("ragged, float8_e4m3fn, head", {"cuLaunchKernelEx": 2}),
+    ],
 )
 def test_enqueue_neither_waits_nor_allocates(memory, stream, name, calls):
     bound = Bound(_CASES[name], memory, stream)

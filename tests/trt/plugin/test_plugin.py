@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ops.test_attention_shapes import FIELDS, NAMES, SHAPES
+from tests.ops.test_attention_shapes import FIELDS, NAMES, QUANTIZED, QUANTIZED_SHAPES, SHAPES
 from tests.trt.plugin.stand_in import Size, tensorrt
 from trt_kvcache.errors import DTypeError, KVCacheError, ShapeError
 from trt_kvcache.ops.attention_shapes import workspace_nbytes
@@ -11,6 +11,10 @@ from trt_kvcache.trt.plugin import plugin_class
 
 DTYPES = dict.fromkeys(NAMES, "HALF") | {"lengths": "INT32", "cos_sin": "FLOAT", "new_lengths": "INT32"}
 
+#: Over quantized K and V.
+QUANTIZED_DTYPES = dict.fromkeys(QUANTIZED_SHAPES["head"], "HALF") | {
+    "cache": "INT32", "lengths": "INT32", "kv_scales": "FLOAT", "cos_sin": "FLOAT", "new_lengths": "INT32"
+}  # fmt: skip
 
 KNOWN = {name: tuple(map(Size, shape)) for name, shape in SHAPES.items()}
 
@@ -32,6 +36,13 @@ def test_outputs_have_the_symbolic_sizes_of_their_inputs():
 def test_constant_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ShapeError, match=r"^k: expected \[3, 4, 2, 80\], got \[3, 4, 6, 80\]\.$"):
         output_shapes(k=KNOWN["q"])
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_outputs_over_quantized_k_and_v_have_the_shapes_of_their_inputs(scales):
+    known = {name: tuple(map(Size, shape)) for name, shape in QUANTIZED_SHAPES[scales].items()}
+    found = plugin_class(tensorrt())(QUANTIZED[scales]).get_output_shapes(list(known.values()), [], None)
+    assert found == [known["q"], known["cache"], known["kv_scales"]][: 2 if scales == "head" else 3]
 
 
 @pytest.mark.trt
@@ -91,6 +102,16 @@ class TestWithTensorRT:
         types = [getattr(kinds, name) for name in DTYPES.values()]
         assert plugin.get_output_data_types(types) == [kinds.HALF, kinds.HALF]
 
+    @pytest.mark.parametrize(("scales", "aliased"), [("head", [-1, 3]), ("token", [-1, 3, 5])])
+    def test_outputs_over_quantized_k_and_v(self, rtx, scales, aliased):
+        plugin, kinds = plugin_class(rtx)(QUANTIZED[scales]), rtx.module.DataType
+        assert (plugin.plugin_version, plugin.num_outputs) == ("2", len(aliased))
+        assert [plugin.get_aliased_input(output) for output in range(len(aliased))] == aliased
+        types = [getattr(kinds, name) for name in QUANTIZED_DTYPES.values()]
+        assert plugin.get_output_data_types(types) == [kinds.HALF, kinds.INT32, kinds.FLOAT][: len(aliased)]
+        with pytest.raises(DTypeError, match=r"^cache: expected int32, got float8_e4m3fn\.$"):
+            plugin.get_output_data_types([*types[:3], kinds.FP8, *types[4:]])
+
     def test_dtypes_that_do_not_fit_are_refused(self, rtx, plugin):
         kinds = rtx.module.DataType
         types = [getattr(kinds, name) for name in DTYPES.values()]
@@ -109,6 +130,24 @@ class TestWithTensorRT:
                 changed = [*right[:position], one, *right[position + 1 :]]
                 swapped = position == 0 and one.desc.type.name in ("HALF", "BF16") and one.desc.format.name == "LINEAR"
                 assert plugin.supports_format_combination(position, changed, len(NAMES)) is swapped
+
+    @pytest.mark.parametrize("scales", ["head", "token"])
+    def test_words_of_codes_and_float32_scales_only_are_supported(self, rtx, dynamic, scales):
+        plugin, inputs = plugin_class(rtx)(QUANTIZED[scales]), QUANTIZED_SHAPES[scales]
+        likes = ("q", "cache", "kv_scales")[: plugin.num_outputs]
+        tensors = [
+            *zip(inputs.values(), QUANTIZED_DTYPES.values(), strict=True),
+            *((inputs[like], QUANTIZED_DTYPES[like]) for like in likes),
+        ]
+        right = [dynamic(*one) for one in tensors]
+        for position, (shape, dtype) in enumerate(tensors):
+            assert plugin.supports_format_combination(position, right, len(inputs))
+            for one in ("FP8", "INT8", "UINT8", "INT64", "HWC8"):
+                wrong = dynamic(shape, dtype, one) if one == "HWC8" else dynamic(shape, one)
+                changed = [*right[:position], wrong, *right[position + 1 :]]
+                assert not plugin.supports_format_combination(position, changed, len(inputs))
+        plugin.configure_plugin(right[: len(inputs)], right[len(inputs) :])
+        assert plugin.get_workspace_size(right[: len(inputs)], right[len(inputs) :]) == workspace_nbytes(FIELDS)
 
     @pytest.mark.parametrize(
         ("k", "least", "said"),

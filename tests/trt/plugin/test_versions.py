@@ -6,18 +6,30 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.ops.test_attention_shapes import FIELDS
+from tests.ops.test_attention_shapes import FIELDS, QUANTIZED
 from tests.trt.plugin.stand_in import tensorrt
 from trt_kvcache.errors import EngineError
 from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins, plugin_class
-from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION, abi_digest, ahead_of_time_module, constant_of, needs_extra_reference
+from trt_kvcache.trt.plugin.versions import (
+    PLUGIN_ABIS,
+    abi_digest,
+    ahead_of_time_module,
+    constant_of,
+    needs_extra_reference,
+    plugin_version,
+)
 
 #: Of every version that was given out. A change of inputs, outputs or fields takes a new version, never a new digest.
-DIGESTS = {"1": "0009ac9ee71b24c7"}
+DIGESTS = {"1": "0009ac9ee71b24c7", "2": "c2178cc1225e52bf"}
 
 
 def test_the_version_changes_with_the_abi():
-    assert DIGESTS[PLUGIN_VERSION] == abi_digest()
+    assert {version: abi_digest(version) for version in PLUGIN_ABIS} == DIGESTS
+
+
+def test_attention_in_16_bits_keeps_the_version_of_its_engines():
+    assert plugin_version(FIELDS) == "1"
+    assert {plugin_version(attributes) for attributes in QUANTIZED.values()} == {"2"}
 
 
 def test_a_tensorrt_without_aliased_plugin_outputs_is_refused():

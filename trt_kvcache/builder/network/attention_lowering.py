@@ -1,6 +1,7 @@
 """Lowering of attention over a combined cache, for which TensorRT has no layer: to a plugin layer, or to a cut between segments."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,7 +9,8 @@ import numpy as np
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.step_lengths import step_lengths
-from trt_kvcache.engine.decoder_tensors import indices_in_kind
+from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.engine.decoder_tensors import indices_in_kind, kv_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine_folder.decoder_segments import (
     RopeKind,
@@ -16,11 +18,12 @@ from trt_kvcache.engine_folder.decoder_segments import (
     attention_tensor_names,
     rope_kind,
 )
-from trt_kvcache.model import ModelConfig, QueryScaling
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
+from trt_kvcache.model import AttentionConfig, ModelConfig, QueryScaling
+from trt_kvcache.ops.attention_attributes import QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.ops.attention_op import AttentionOp
+from trt_kvcache.ops.kv_words import in_words
 from trt_kvcache.trt.plugin import register
-from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, plugin_version
 
 
 class AttentionLowering(Protocol):
@@ -70,12 +73,16 @@ class AttentionLowering(Protocol):
 class PluginLayerLowering:
     """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs (full TensorRT).
 
+    Codes of quantized K and V are inputs and outputs in words: see :mod:`trt_kvcache.ops.kv_words`.
+
     Parameters
     ----------
     model : ModelConfig
         Configuration of the model.
     names : TensorNames
         Names of the caches.
+    kv : KVCacheConfig or None
+        The caches; None for a model without attention.
     max_sequence_length : int
         Tokens that a slot can hold, S.
     start_index : ITensor [B] int32
@@ -89,10 +96,18 @@ class PluginLayerLowering:
     """
 
     def __init__(
-        self, model: ModelConfig, names: TensorNames, *, max_sequence_length: int, start_index: Any, cos_sin: Mapping[RopeKind, Any]
+        self,
+        model: ModelConfig,
+        names: TensorNames,
+        *,
+        kv: KVCacheConfig | None,
+        max_sequence_length: int,
+        start_index: Any,
+        cos_sin: Mapping[RopeKind, Any],
     ) -> None:
         self._model = model
         self._names = names
+        self._kv = kv
         self._max_sequence_length = max_sequence_length
         self._start_index = start_index
         self._cos_sin = cos_sin
@@ -113,24 +128,34 @@ class PluginLayerLowering:
         """See :class:`AttentionLowering`."""
         trt = graph.trt
         register(graph.tensorrt)
-        creator = trt.get_plugin_registry().get_creator(PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE)
-        mixer, types = self._model.layers[layer].attention, trt.PluginFieldType
-        attributes = attention_op_attributes(mixer, max_sequence_length=self._max_sequence_length)
-        arrays = AttentionOp(**attributes).kernel_attributes().plugin_field_arrays()  # type: ignore[arg-type]  # each of its type
+        mixer = self._model.layers[layer].attention
+        attributes = self._attributes(mixer)
+        creator = trt.get_plugin_registry().get_creator(PLUGIN_NAME, plugin_version(attributes), PLUGIN_NAMESPACE)
+        arrays, types = attributes.plugin_field_arrays(), trt.PluginFieldType
         self._field_arrays.append(arrays)
-        fields = [trt.PluginField(name, array, getattr(types, ATTRIBUTE_TYPES[name])) for name, array in arrays.items()]
+        fields = [trt.PluginField(name, array, getattr(types, QUANTIZED_ATTRIBUTE_TYPES[name])) for name, array in arrays.items()]
         name = f"model.layers.{layer}.self_attn/attend"
         plugin = creator.create_plugin(name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
         index = indices_in_kind(self._model)[layer]
         assert index is not None
-        past, present = self._names.combined_pair(index)
-        cache = graph.input(past, graph.dtype, (-1, 2, mixer.num_kv_heads, self._max_sequence_length, mixer.head_dim))
+        assert self._kv is not None
+        inputs, outputs = kv_tensors(self._kv, self._names, index)
+        cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in map(in_words, inputs)]
         kind = rope_kind(mixer)
         angles = [] if kind is None else [self._cos_sin[kind]]
-        plugin_layer = graph.layer(name, "plugin_v3", [*qkv, cache, self._start_index, *angles], [], plugin)
+        plugin_layer = graph.layer(name, "plugin_v3", [*qkv, cache, self._start_index, *scales, *angles], [], plugin)
         attended = graph.result(plugin_layer)
-        graph.output(plugin_layer.get_output(1), present)
+        for position, spec in enumerate(outputs, 1):
+            graph.output(plugin_layer.get_output(position), spec.name)
         return attended, kept
+
+    def _attributes(self, mixer: AttentionConfig) -> AttentionAttributes:
+        """Return the attributes of the plugin of a layer."""
+        attributes = attention_op_attributes(mixer, max_sequence_length=self._max_sequence_length)
+        plain = AttentionOp(**attributes).kernel_attributes()  # type: ignore[arg-type]  # each of its type
+        if self._kv is None or not self._kv.has_scales:
+            return plain
+        return replace(plain, kv_dtype=self._kv.dtype, kv_scales="token" if self._kv.scales_by_token else "head")
 
 
 class SegmentCutLowering:

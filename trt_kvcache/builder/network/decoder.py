@@ -84,7 +84,7 @@ def add_decoder(
     )
     context = _context(model, names, cache, max_prefill_length, configs)
     if attention == "plugin":
-        lowering = _plugin_layers(graph, model, names, max_sequence_length=max_sequence_length, start_index=start_index)
+        lowering = _plugin_layers(graph, model, names, cache, start_index=start_index)
         context = replace(context, lowering=lowering)
     else:
         lengths = step_lengths(graph, tokens=input_ids, start_index=start_index)
@@ -144,11 +144,12 @@ def _add_head(graph: Graph, x: Any, last_token_ids: Any, weights: Weights, model
 
 
 def _plugin_layers(
-    graph: Graph, model: ModelConfig, names: TensorNames, *, max_sequence_length: int, start_index: Any
+    graph: Graph, model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, *, start_index: Any
 ) -> PluginLayerLowering:
     """Return what adds plugin layers to the network, after adding the tables of RoPE that they read."""
-    tables = {kind: graph.constant(name, cos_sin(kind, length=max_sequence_length)) for kind, name in cos_sin_names(model).items()}
-    return PluginLayerLowering(model, names, max_sequence_length=max_sequence_length, start_index=start_index, cos_sin=tables)
+    length = cache.max_sequence_length
+    tables = {kind: graph.constant(name, cos_sin(kind, length=length)) for kind, name in cos_sin_names(model).items()}
+    return PluginLayerLowering(model, names, kv=cache.kv, max_sequence_length=length, start_index=start_index, cos_sin=tables)
 
 
 def add_segments(

@@ -101,18 +101,24 @@ class PackedWeight:
         Raises
         ------
         BuildError
-            Blocks of columns are not of one size, or a scale is not finite.
+            A scale is not finite.
+
+        Notes
+        -----
+        TensorRT has one size for all blocks. Where they differ, as the last one of inputs that are not whole blocks, a block is several
+        ones with the same scale, of the greatest size that divides all.
         """
         first = parts[0]
         if first.codes.kind not in CONSTANT_TYPES:
             raise BuildError(f"weight `{name}`: expected codes of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")
-        _check_blocks(name, first)
+        sizes = _sizes_of_blocks(first)
+        width = int(np.gcd.reduce(sizes))
         as_stored = _as_stored(parts, is_native=is_native)
         if as_stored is not None:
-            return as_stored
+            return replace(as_stored, scales=np.repeat(as_stored.scales, sizes // width, axis=1))
         signed = [_signed(part) for part in parts]
         codes = np.concatenate([one[0] for one in signed])
-        scales, offsets = (np.concatenate([one[index] for one in signed]) for index in (1, 2))
+        scales, offsets = (np.repeat(np.concatenate([one[index] for one in signed]), sizes // width, axis=1) for index in (1, 2))
         if not np.isfinite(scales).all():
             raise BuildError(f"weight `{name}`: expected finite scales, got others. The checkpoint may be damaged: fetch it again.")
         order = first.permutation
@@ -147,16 +153,12 @@ def _as_stored(parts: Sequence[QuantizedWeight], *, is_native: bool) -> PackedWe
     return None
 
 
-def _check_blocks(name: str, weight: QuantizedWeight) -> None:
-    """Refuse blocks of columns of several sizes."""
-    inputs = weight.shape[1]
-    width = min(weight.scales.block[1], inputs)
-    sizes = {width} if weight.group_index is None else set(np.bincount(weight.group_index, minlength=inputs // width).tolist())
-    if inputs % width or sizes != {width}:
-        raise BuildError(
-            f"weight `{name}`: expected {inputs} inputs in groups of {width}, got groups of several sizes. TensorRT has one size for all; "
-            'engine="torch" and engine="reference" compute with them.'
-        )
+def _sizes_of_blocks(weight: QuantizedWeight) -> npt.NDArray[np.int64]:
+    """Return how many columns have each scale of a row."""
+    width, blocks = weight.scales.block[1], weight.scales.stored.shape[1]
+    if weight.group_index is not None:
+        return np.bincount(weight.group_index, minlength=blocks)
+    return np.diff(np.append(np.arange(blocks) * width, weight.shape[1]))
 
 
 def _signed(weight: QuantizedWeight) -> tuple[Array, Float32, Float32]:

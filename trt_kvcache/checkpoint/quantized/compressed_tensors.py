@@ -12,7 +12,17 @@ import numpy as np
 
 from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.quantized.codes import CODE_BITS, Codes
-from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, constant, divided, groups_of, one_of_field
+from trt_kvcache.checkpoint.quantized.format import (
+    FLOATS,
+    Arrays,
+    QuantizedFormat,
+    StoredPart,
+    checked_expression,
+    constant,
+    divided,
+    groups_of,
+    one_of_field,
+)
 from trt_kvcache.checkpoint.quantized.fp8_blocks import WEIGHT_ONLY
 from trt_kvcache.checkpoint.quantized.group_size import group_size_of
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
@@ -110,7 +120,7 @@ class CompressedTensors(QuantizedFormat):
     )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        one_of_field("quantization_status", config.get("quantization_status", "compressed"), ("compressed",))
+        one_of_field("quantization_status", config.get("quantization_status") or "compressed", ("compressed", "frozen"))
         for name in ("sparsity_config", "transform_config"):
             value = config.get(name)
             if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
@@ -140,7 +150,7 @@ class CompressedTensors(QuantizedFormat):
                 return {**parts, "weight_scale": StoredPart(((outputs, groups),), ("U8", "F8_E8M0"))}
             scale = StoredPart(((outputs, groups),), ("F8_E4M3",))
             return {**parts, "weight_scale": scale, "weight_global_scale": StoredPart(((1,), ()), ("float32",))}
-        of_scales = _shapes_of_scales(module, scheme, shape)
+        of_scales = _shapes_of_scales(scheme, shape)
         scales = {"weight_scale": StoredPart(of_scales, FLOATS)}
         order = {"weight_g_idx": StoredPart(((inputs,),), ("I32",), is_required=scheme.has_order)}
         if scheme.packing != "pack-quantized":
@@ -158,7 +168,7 @@ class CompressedTensors(QuantizedFormat):
             codes = Codes(stored=arrays["weight_packed"], kind="e2m1", shape=shape)
             return QuantizedWeight(codes=codes, scales=_fp4_scales(module, scheme, arrays))
         rows, columns = scheme.block
-        of_blocks = _shapes_of_scales(module, scheme, shape)[0]
+        of_blocks = _shapes_of_scales(scheme, shape)[0]
         scales = Scales(stored=arrays["weight_scale"].reshape(of_blocks), block=(rows or shape[0], columns or shape[1]))
         if scheme.packing == "pack-quantized":
             if tuple(arrays["weight_shape"].tolist()) != shape:
@@ -171,7 +181,7 @@ class CompressedTensors(QuantizedFormat):
         if scheme.has_zero_points:
             stored = arrays["weight_zero_point"].reshape(arrays["weight_zero_point"].shape if added else of_blocks)
             zeros = Codes(stored=stored, kind=scheme.kind, shape=of_blocks, packed_axis="rows", added=added)
-        return QuantizedWeight(codes=codes, scales=scales, zero_points=zeros, group_index=_group_index(module, arrays, of_blocks[1]))
+        return QuantizedWeight(codes=codes, scales=scales, zero_points=zeros, group_index=_group_index(module, arrays, scales.block[1]))
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that decide how the tensors are read."""
@@ -197,6 +207,9 @@ def _scheme(name: str, group: Any, packing: Any) -> Scheme:
     targets = group.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ConfigError(f"quantization_config.{name}.targets: expected a list of names, got {shown(targets)}.")
+    for target in targets:
+        if target.startswith("re:"):
+            checked_expression(f"quantization_config.{name}.targets", target.removeprefix("re:"))
     packing = one_of_field("format", group.get("format") or packing, _FORMATS)
     is_float = one_of_field(f"{name}.weights.type", weights.get("type", "int"), ("int", "float")) == "float"
     is_fp4 = packing in _FP4_GROUPS
@@ -237,16 +250,14 @@ def _block(name: str, weights: Mapping[str, Any], fields: ConfigFields) -> tuple
     return sizes.integer("rows"), sizes.integer("columns")
 
 
-def _shapes_of_scales(module: str, scheme: Scheme, shape: tuple[int, int]) -> tuple[Any, ...]:
+def _shapes_of_scales(scheme: Scheme, shape: tuple[int, int]) -> tuple[Any, ...]:
     """Return the shapes that scales may have; the first one is that of the blocks."""
     rows, columns = scheme.block
     if rows is None:
         return ((1, 1), (1,), ())
     if columns is None:
         return ((shape[0], 1), (shape[0],))
-    if rows == 1:
-        return ((shape[0], groups_of(module, shape[1], columns)),)
-    return ((-(-shape[0] // rows), -(-shape[1] // columns)),)
+    return ((-(-shape[0] // rows), -(-shape[1] // columns)),)  # the last ones may be smaller
 
 
 def _fp4_scales(module: str, scheme: Scheme, arrays: Arrays) -> Scales:
@@ -260,11 +271,12 @@ def _fp4_scales(module: str, scheme: Scheme, arrays: Arrays) -> Scales:
     return Scales(stored=stored, block=(1, 16), divisor=divisor)
 
 
-def _group_index(module: str, arrays: Arrays, groups: int) -> Any:
+def _group_index(module: str, arrays: Arrays, group_size: int) -> Any:
     """Return the group of each input, or None if groups lie one after another: -1 says so too."""
     found = arrays.get("weight_g_idx")
     if found is None or (found == -1).any():
         return None
-    if not 0 <= found.min() <= found.max() < groups:
-        raise ConfigError(f"{module}.weight_g_idx: expected groups from 0 to {groups - 1}, got {found.min()} to {found.max()}.")
-    return None if np.array_equal(found, np.arange(found.size) // (found.size // groups)) else found
+    last = (found.size - 1) // group_size
+    if not 0 <= found.min() <= found.max() <= last:
+        raise ConfigError(f"{module}.weight_g_idx: expected groups from 0 to {last}, got {found.min()} to {found.max()}.")
+    return None if np.array_equal(found, np.arange(found.size) // group_size) else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,11 +33,14 @@ class StoredPart:
         The dtypes that it may have, as :class:`~trt_kvcache.checkpoint.safetensors_file.StoredTensor` names them.
     is_required : bool
         Whether it must be there.
+    other_name : str, optional
+        Another end of its name.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     is_required: bool = True
+    other_name: str | None = None
 
 
 class QuantizedFormat(ABC):
@@ -196,6 +200,28 @@ def one_of_field(name: str, value: object, allowed: tuple[object, ...]) -> Any:
         expected = " or ".join(shown(one) for one in allowed)
         raise ConfigError(f"quantization_config.{name}: expected {expected}, got {shown(value)}.")
     return value
+
+
+def checked_expression(name: str, expression: str) -> str:
+    """Return a regular expression that names modules.
+
+    Parameters
+    ----------
+    name : str
+        The field.
+    expression : str
+        What it says.
+
+    Raises
+    ------
+    ConfigError
+        It is no regular expression.
+    """
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ConfigError(f"{name}: expected a regular expression, got {shown(expression)}: {error}.") from error
+    return expression
 
 
 def constant(array: npt.NDArray[Any]) -> float:

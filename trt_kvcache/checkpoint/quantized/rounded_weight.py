@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,8 +104,8 @@ class RoundedWeight:
 
 def rounded_nbytes(shape: tuple[int, int], scheme: str, dtype: str) -> int:
     """Return the bytes of codes and scales of a matrix ``[out, in]`` whose scales have a dtype."""
-    bits, group = SCHEMES[scheme]
-    return math.prod(shape) * bits // 8 + shape[0] * (shape[1] // (group or shape[1])) * itemsize(dtype)
+    (outputs, inputs), (bits, group) = shape, SCHEMES[scheme]
+    return outputs * (-(-inputs * bits // 8) + -(-inputs // (group or inputs)) * itemsize(dtype))
 
 
 def rounding_schemes(config: ModelConfig, quantization: Quantization) -> dict[str, str]:
@@ -127,7 +126,7 @@ def rounding_schemes(config: ModelConfig, quantization: Quantization) -> dict[st
     Raises
     ------
     ConfigError
-        The model has no head of its own, or inputs of a weight are not whole groups.
+        The model has no head of its own.
     """
     parts = (part for index in range(config.num_layers) for role, part in layer_parts(config, index).items() if role.endswith(".weight"))
     schemes = {part.tensor: quantization.weights for part in parts if len(part.shape) == 2}
@@ -137,11 +136,6 @@ def rounding_schemes(config: ModelConfig, quantization: Quantization) -> dict[st
         if config.tie_word_embeddings:
             raise ConfigError("quantize: expected no head=..., as the head of this model is its embedding. embedding=... rounds both.")
         schemes[HEAD] = quantization.head
-    shapes = tensor_shapes(config)
-    for name, scheme in schemes.items():
-        group, inputs = SCHEMES[scheme][1], shapes[name][-1]
-        if group is not None and inputs % group:
-            raise ConfigError(f"quantize: expected groups that divide the {inputs} inputs of {name}, got {group}. Choose int8.")
     return schemes
 
 

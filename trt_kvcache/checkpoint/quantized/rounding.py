@@ -28,7 +28,7 @@ def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> Qua
     values : ndarray ``[out, in]``
         The matrix.
     scheme : str
-        One of :data:`~trt_kvcache.checkpoint.quantized.quantization.SCHEMES`; the inputs are whole groups of it.
+        One of :data:`~trt_kvcache.checkpoint.quantized.quantization.SCHEMES`. The last group of inputs may be smaller.
     dtype : {"float16", "bfloat16", "float32"}
         Of the scales.
 
@@ -48,13 +48,14 @@ def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> Qua
     bits, group = SCHEMES[scheme]
     outputs, inputs = values.shape
     width = group or inputs
-    codes = np.empty((outputs, inputs * bits // 8), np.uint8)
-    scales = np.empty((outputs, inputs // width), numpy_dtype(dtype))
+    blocks, stored_width = -(-inputs // width), -(-inputs * bits // 8)
+    codes = np.empty((outputs, stored_width), np.uint8)
+    scales = np.empty((outputs, blocks), numpy_dtype(dtype))
     for rows in _row_chunks(outputs, inputs):
-        groups = values[rows].astype(np.float32).reshape(-1, inputs // width, width)
+        groups = _groups(values[rows], blocks, width)
         scales[rows] = _scales(groups, bits).astype(scales.dtype)
-        found = _codes(groups, scales[rows].astype(np.float32), bits).reshape(-1, inputs)
-        codes[rows] = found.view(np.uint8) if bits == 8 else _packed(found)
+        found = _codes(groups, scales[rows].astype(np.float32), bits).reshape(-1, blocks * width)
+        codes[rows] = (found.view(np.uint8) if bits == 8 else _packed(found))[:, :stored_width]
     stored = codes.view(np.int8) if bits == 8 else codes
     return QuantizedWeight(
         codes=Codes(stored=stored, kind=f"int{bits}", shape=(outputs, inputs)), scales=Scales(stored=scales, block=(1, width))
@@ -64,6 +65,15 @@ def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> Qua
 def _row_chunks(outputs: int, inputs: int) -> Iterator[slice]:
     step = max(1, _CHUNK // inputs)
     return (slice(first, min(first + step, outputs)) for first in range(0, outputs, step))
+
+
+def _groups(values: npt.NDArray[Any], blocks: int, width: int) -> npt.NDArray[np.float32]:
+    """Return rows in groups ``[rows, blocks, width]``, with zeros behind the last inputs."""
+    if values.shape[1] == blocks * width:
+        return values.astype(np.float32).reshape(-1, blocks, width)
+    whole = np.zeros((len(values), blocks * width), np.float32)
+    whole[:, : values.shape[1]] = values
+    return whole.reshape(-1, blocks, width)
 
 
 def _scales(groups: npt.NDArray[np.float32], bits: int) -> npt.NDArray[np.float32]:

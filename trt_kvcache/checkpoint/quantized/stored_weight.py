@@ -26,19 +26,19 @@ class StoredWeight:
         Its name without ``.weight``.
     shape : tuple of int
         Of the weight, ``[out, in]``.
-    parts : tuple of str
-        The ends of the names of its tensors that are there.
+    parts : tuple of pair of str
+        Of each of its tensors that are there, what the format calls it, and the end of its name.
     """
 
     quantized: QuantizedFormat
     module: str
     shape: tuple[int, int]
-    parts: tuple[str, ...]
+    parts: tuple[tuple[str, str], ...]
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """Names of its tensors."""
-        return tuple(f"{self.module}.{part}" for part in self.parts)
+        return tuple(f"{self.module}.{stored}" for _, stored in self.parts)
 
     def nbytes(self, files: Files) -> int:
         """Return the bytes that are stored.
@@ -67,7 +67,7 @@ class StoredWeight:
         CheckpointError
             Values contradict ``config.json``.
         """
-        arrays = {part: files[name].array(name) for part, name in zip(self.parts, self.tensor_names, strict=True)}
+        arrays = {part: files[name].array(name) for (part, _), name in zip(self.parts, self.tensor_names, strict=True)}
         try:
             return self.quantized.weight(self.module, arrays, self.shape)
         except ConfigError as error:
@@ -108,16 +108,18 @@ def stored_weight(quantized: QuantizedFormat, name: str, shape: tuple[int, ...],
         parts = quantized.parts(module, (shape[0], shape[1]))
     except ConfigError as error:
         raise CheckpointError(f"{files[main].path}: {error}") from error
-    found = tuple(part for part in parts if f"{module}.{part}" in files)
+    found = []
     for part, rule in parts.items():
-        if part in found:
-            _check_part(f"{module}.{part}", rule, quantized, files)
+        stored = next((name for name in (part, rule.other_name) if name is not None and f"{module}.{name}" in files), None)
+        if stored is not None:
+            _check_part(f"{module}.{stored}", rule, quantized, files)
+            found.append((part, stored))
         elif rule.is_required:
             raise CheckpointError(
                 f"{files[main].path}: expected {module}.{part} beside {main}, got nothing there. "
                 f"Weights of {quantized.title} need it: fetch or convert the checkpoint again."
             )
-    return StoredWeight(quantized=quantized, module=module, shape=(shape[0], shape[1]), parts=found)
+    return StoredWeight(quantized=quantized, module=module, shape=(shape[0], shape[1]), parts=tuple(found))
 
 
 def _check_part(name: str, rule: StoredPart, quantized: QuantizedFormat, files: Files) -> None:

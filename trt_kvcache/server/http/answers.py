@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,27 +55,32 @@ class Answer:
 
 @dataclass
 class Usage:
-    """What the answers to some prompts cost together: a prompt counts once, however many answers it has."""
+    """What the answers to some prompts cost together: a prompt counts once, however many answers it has, as it did where most of it ran."""
 
     prompts: dict[int, dict[str, Any]] = field(default_factory=dict)
     completion_tokens: int = 0
 
     def add(self, prompt: int, usage: Mapping[str, Any]) -> None:
         """Add one answer to the prompt of that number."""
-        self.prompts.setdefault(prompt, dict(usage))
+        known = self.prompts.setdefault(prompt, dict(usage))
+        self.prompts[prompt] = min(known, dict(usage), key=_cached)
         self.completion_tokens += usage["completion_tokens"]
 
     @property
     def document(self) -> dict[str, Any]:
         """As OpenAI's API has it."""
         prompt = sum(usage["prompt_tokens"] for usage in self.prompts.values())
-        cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in self.prompts.values())
+        cached = sum(map(_cached, self.prompts.values()))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def _cached(usage: Mapping[str, Any]) -> int:
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
 async def chunks_of(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
@@ -125,17 +130,16 @@ async def _merged(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> Asyn
                 await ready.put((index, chunk))
 
     async def pump_all() -> None:
-        try:
+        with suppress(Exception):  # raised below
             await asyncio.gather(*tasks)
-        finally:
-            await ready.put(None)
+        await ready.put(None)
 
     tasks = [asyncio.create_task(pump(index)) for index in range(len(requests))]
     ends = asyncio.create_task(pump_all())
     try:
         while (item := await ready.get()) is not None:
             yield item
-        await ends
+        await asyncio.gather(*tasks)
     finally:
         for task in (*tasks, ends):
             task.cancel()

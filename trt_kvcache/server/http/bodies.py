@@ -4,29 +4,59 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from trt_kvcache.server.http.accepted import AcceptedFields, Body
 
 #: Most of the most likely tokens that can be asked for.
 MAX_TOP_LOGPROBS = 20
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Int63 = Annotated[int, Field(ge=0, lt=2**63)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-_NotSupported = Literal[None]
+
+#: A ``top_p`` that keeps the most likely token only, as 0 does in OpenAI's API.
+_LEAST_TOP_P = 2.0**-20
 
 
-class Body(BaseModel):
-    """A body: unknown fields are errors, and ``"1"`` is no number."""
+def _in_a_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+
+def _checked_content(content: Any) -> Any:
+    if content is None or isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content)):
+        return content
+    raise ValueError("expected a text, or a list of parts")
+
+
+def _form_of(prompt: Any) -> str | None:
+    """Return which of the four forms a prompt has, judged by its first element."""
+    if isinstance(prompt, str):
+        return "=text"
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    forms = {str: "=texts", int: "=tokens", list: "=lists of tokens"}
+    return next((name for kind, name in forms.items() if isinstance(first, kind)), None)
+
+
+_Prompt = Annotated[
+    Annotated[str, Tag("=text")]
+    | Annotated[list[str], Tag("=texts")]
+    | Annotated[_TokenIds, Tag("=tokens")]
+    | Annotated[list[_TokenIds], Tag("=lists of tokens")],
+    Discriminator(
+        _form_of,
+        custom_error_type="prompt_form",
+        custom_error_message="expected a text, texts, token ids or lists of token ids, at least one",
+    ),
+]
 
 
 class StreamOptions(Body):
-    """What a stream has besides the answer."""
+    """What a stream has besides the answer. Events are never padded, which ``include_obfuscation`` would say of them."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class JsonSchema(Body):
@@ -69,14 +99,14 @@ class ResponseFormat(Body):
 
 
 class Sampling(Body):
-    """What completions and chats have in common. The second group is no part of OpenAI's API, the third has no effect."""
+    """What completions and chats have in common. The second group is no part of OpenAI's API."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     temperature: Annotated[_Finite, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[_Finite, Field(gt=0, le=1)] | None = None
-    seed: _Int63 | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    top_p: Annotated[_Finite, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[Annotated[list[_Stop], Field(max_length=16)] | None, BeforeValidator(_in_a_list)] = None
     presence_penalty: Annotated[_Finite, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[_Finite, Field(ge=-100, le=100)] | None = None
     logit_bias: Annotated[dict[str, Annotated[_Finite, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
@@ -89,8 +119,6 @@ class Sampling(Body):
     repetition_penalty: Annotated[_Finite, Field(gt=0, le=100)] | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
-
-    user: str | None = None
 
     @model_validator(mode="after")
     def _fields_fit_each_other(self) -> Sampling:
@@ -106,13 +134,18 @@ class Sampling(Body):
     ) -> dict[str, Any]:
         """Return the request to the engine for one prompt."""
         guided = None if self.response_format is None else self.response_format.guided
-        names = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        names = ("n", "temperature", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+        others = {
+            "top_p": None if self.top_p is None else max(self.top_p, _LEAST_TOP_P),
+            "seed": None if self.seed is None else self.seed % 2**63,
+            "guided_decoding": guided,
+        }
         return {
             "token_ids": token_ids,
-            "sampling_options": {name: getattr(self, name) for name in names} | {"logit_bias": self.logit_bias, "guided_decoding": guided},
+            "sampling_options": {name: getattr(self, name) for name in names} | others,
             "stop_conditions": {
                 "max_tokens": max_tokens,
-                "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
+                "stop": self.stop,
                 "stop_token_ids": self.stop_token_ids,
                 "ignore_eos": self.ignore_eos,
             },
@@ -123,12 +156,13 @@ class Sampling(Body):
 class CompletionBody(Sampling):
     """The body of ``/v1/completions``."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1)] | _TokenIds | Annotated[list[_TokenIds], Field(min_length=1)]
+    prompt: _Prompt
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 16
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
-    suffix: _NotSupported = None
+    suffix: Literal[None] = None
+    user: str | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -152,15 +186,21 @@ class CompletionBody(Sampling):
 
 
 class Message(Body):
-    """A message of a conversation. What else it has is for the chat template."""
+    """A message of a conversation. What else it has is for the chat template. Only the assistant may have no content: it may call tools."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[dict[str, Any]] | None = None
+    content: Annotated[str | list[dict[str, Any]] | None, BeforeValidator(_checked_content)] = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"expected a content of the role {self.role!r:.80}, got none")
+        return self
 
 
-class ChatBody(Sampling):
+class ChatBody(Sampling, AcceptedFields):
     """The body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -170,6 +210,7 @@ class ChatBody(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
 
@@ -180,6 +221,12 @@ class ChatBody(Sampling):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: expected max_completion_tokens only, or the same value")
         return self
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
 
 class TokenizeBody(Body):

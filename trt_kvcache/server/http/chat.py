@@ -38,9 +38,7 @@ def chat_route(service: Service) -> APIRouter:
     async def chat(body: ChatBody, request: Request) -> Response:
         service.check_model(body.model)
         tools = None if body.tool_choice == "none" else body.tools
-        tokens = await service.conversation(
-            body.messages, tools, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
-        )
+        tokens = await service.conversation(body.messages, tools, body.template_args, add_generation_prompt=body.add_generation_prompt)
         answer = _Chat(service, body, service.checked(tokens))
         if body.stream:
             return await event_stream(request, answer.events(), stalled_seconds=service.options.stalled_seconds)
@@ -84,9 +82,8 @@ class _Chat:
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._service.token_text(token)
-        is_text = not text.startswith("token_id:")
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_text else None}
+        found = self._service.token_bytes(token)
+        return {"token": self._service.token_text(token), "logprob": logprob, "bytes": None if found is None else list(found)}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -49,10 +50,19 @@ class ApiError(Exception):
         What is wrong, for programs.
     retry_after : float, optional
         Seconds after which to try again.
+    headers : mapping of str to str, optional
+        Further ones of the answer.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -60,6 +70,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
@@ -70,7 +81,9 @@ class ApiError(Exception):
     @property
     def response(self) -> JSONResponse:
         """The answer."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(math.ceil(self.retry_after))}
+        headers = dict(self.headers)
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(math.ceil(self.retry_after))
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)
@@ -106,35 +119,68 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, TimeoutError):
         return ApiError(503, str(error), code="timeout")
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
     _LOGGER.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error if not isinstance(error, KVCacheError) else None)
     return ApiError(500, "the server failed; its log says why.", code="internal_error")
 
 
-def _of_body(error: RequestValidationError) -> ApiError:
+def _of_body(error: RequestValidationError, content_type: str) -> ApiError:
     """Return what a body has wrong, field by field."""
     complaints = error.errors()
-    places = [".".join(str(part) for part in one["loc"] if part not in ("body", "query", "path")) for one in complaints]
-    said = [f"{place or 'body'}: {_said(one)}" for place, one in zip(places[:_SHOWN], complaints, strict=False)]
-    if len(complaints) > _SHOWN:
-        said.append(f"and {len(complaints) - _SHOWN} more")
+    if complaints[0]["type"] == "json_invalid":
+        reason, place = complaints[0]["ctx"]["error"], complaints[0]["loc"][-1]
+        return ApiError(400, f"body: expected JSON, got what is none: {reason} at character {place}.", code="invalid_json")
+    if complaints[0]["loc"] == ("body",) and complaints[0]["type"] != "missing" and not _is_json(content_type):
+        got = repr(content_type[:80]) if content_type else "none"
+        return ApiError(415, f"Content-Type: expected application/json, got {got}.", code="unsupported_media_type")
+    found = [_complaint(one) for one in complaints]
+    said = [f"{place or 'body'}: {text}" for place, text in found[:_SHOWN]]
+    if len(found) > _SHOWN:
+        said.append(f"and {len(found) - _SHOWN} more")
     unknown = any(one["type"] == "extra_forbidden" for one in complaints)
-    return ApiError(400, "; ".join(said) + ".", param=places[0] or None, code="unknown_field" if unknown else "invalid_value")
+    return ApiError(400, "; ".join(said) + ".", param=found[0][0] or None, code="unknown_field" if unknown else "invalid_value")
 
 
-def _said(complaint: dict[str, Any]) -> str:
-    return "this field is not known" if complaint["type"] == "extra_forbidden" else f"{complaint['msg']!s:.200}"
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _complaint(complaint: dict[str, Any]) -> tuple[str, str]:
+    """Return which field is wrong, empty for the whole body, and what is wrong with it."""
+    # "=..." is not a field but the form that a value was taken for.
+    parts = [str(part) for part in complaint["loc"] if part not in ("body", "query", "path") and not str(part).startswith("=")]
+    if complaint["type"] == "extra_forbidden":
+        return ".".join(parts), "this field is not known"
+    text = f"{complaint['msg']!s:.200}".removeprefix("Value error, ")
+    if complaint["type"] == "value_error" and not parts and ": " in text:  # of fields that do not fit each other
+        field, _, text = text.partition(": ")
+        return field, text
+    return ".".join(parts), text
+
+
+def _of_route(request: Request, error: Exception) -> ApiError | None:
+    """Return what is wrong with method or path, if that is why there is no answer."""
+    if not isinstance(error, HTTPException) or error.detail != HTTPStatus(error.status_code).phrase:
+        return None
+    asked = f"{request.method} {request.url.path[:80]}"
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return ApiError(405, f"{asked}: expected {allowed}.", code="method_not_allowed", headers=error.headers)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return ApiError(404, f"{asked}: expected a path of this server, such as /v1/chat/completions; /openapi.json lists them.")
+    return None
 
 
 def handle_errors(app: FastAPI) -> None:
     """Have an application answer with errors of this form, whatever raises."""
 
-    async def of_body(_: Request, error: Exception) -> JSONResponse:
+    async def of_body(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _of_body(error).response
+        return _of_body(error, request.headers.get("content-type", "")).response
 
-    async def of_any(_: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response
+    async def of_any(request: Request, error: Exception) -> JSONResponse:
+        return (_of_route(request, error) or as_api_error(error)).response
 
     app.add_exception_handler(RequestValidationError, of_body)
     for kind in (ApiError, KVCacheError, TimeoutError, HTTPException, Exception):

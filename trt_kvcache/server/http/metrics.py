@@ -90,7 +90,10 @@ class Metrics:
         }
         counters = {
             "prompt_tokens": ("Prompt tokens that were run", session.prefill_tokens),
-            "cached_prompt_tokens": ("Prompt tokens that the prompt cache had", session.reused_tokens),
+            "cached_prompt_tokens": (
+                "Prompt tokens that were not run, as the prompt cache or another slot had them",
+                session.reused_tokens,
+            ),
             "decode_tokens": ("Tokens that decode steps have run", session.decode_tokens),
             "decode_steps": ("Decode steps", session.decode_steps),
             "prefill_seconds": ("Time of prefills", session.prefill_seconds),

@@ -98,12 +98,23 @@ class Service:
             raise ApiError(400, f"prompt: expected token ids from 0 to {config.vocab_size - 1}, got {wrong}.", param="prompt")
         return token_ids
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of one token, if they are known."""
+        if self.engine.tokenizer is None:
+            return None
+        found = self.engine.tokenizer.token_bytes(token)
+        if found is None:
+            text = self.engine.tokenizer.decode([token], skip_special_tokens=False)
+            found = None if "\ufffd" in text else text.encode()
+        return found or None
+
     def token_text(self, token: int) -> str:
         """Return the text of one token for people and programs that compare them; bytes of a part of a character have none."""
-        if self.engine.tokenizer is None:
+        found = self.token_bytes(token)
+        try:
+            return f"token_id:{token}" if found is None else found.decode()
+        except UnicodeDecodeError:
             return f"token_id:{token}"
-        text = self.engine.tokenizer.decode([token], skip_special_tokens=False)
-        return text if text and "\ufffd" not in text else f"token_id:{token}"
 
 
 def as_event(document: dict[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -103,9 +104,9 @@ def bound_socket(host: str, port: int, options: ServerOptions) -> socket.socket:
     Raises
     ------
     ConfigError
-        Other machines could reach the server, and there are no keys.
+        Other machines could reach the server, and there are no keys; or another process has the port.
     OSError
-        The address is not of this machine, or taken.
+        The address is not of this machine, or its port may not be used.
     """
     if not options.api_keys and not options.any_host and not is_loopback(host):
         raise ConfigError(
@@ -123,9 +124,15 @@ def bound_socket(host: str, port: int, options: ServerOptions) -> socket.socket:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address[:2])
         bound.listen(_BACKLOG)
-    except BaseException:
+    except BaseException as error:
         bound.close()
-        raise
+        if not isinstance(error, OSError):
+            raise
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port: expected one that is free, got {port}, which another process has. Choose another one, or 0."
+            ) from None
+        raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
     return bound
 
 

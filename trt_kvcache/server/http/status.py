@@ -47,6 +47,7 @@ def status_routes(service: Service, metrics: Metrics) -> APIRouter:
         }
 
     @router.get("/health")
+    @router.head("/health", include_in_schema=False)
     async def health() -> JSONResponse:
         if service.engine.draining:
             return JSONResponse({"status": "draining"}, 503)
@@ -71,6 +72,7 @@ def status_routes(service: Service, metrics: Metrics) -> APIRouter:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/")
+    @router.head("/", include_in_schema=False)
     async def page() -> HTMLResponse:
         headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=headers)

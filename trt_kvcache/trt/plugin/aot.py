@@ -146,8 +146,8 @@ def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
     def implement(*arguments: Any) -> Any:
         given = dict(zip((*INPUT_NAMES, *ATTRIBUTE_TYPES, "outputs", "tactic"), arguments, strict=True))
         q, cache = given["q"], given["cache"]
-        dtype = check_dtypes({name: tensorrt.dtype_name(given[name].dtype) for name in INPUT_NAMES})
         fields = AttentionAttributes(**{name: given[name].item() for name in ATTRIBUTE_TYPES})
+        dtype = check_dtypes(fields, {name: tensorrt.dtype_name(given[name].dtype) for name in INPUT_NAMES})
         names = input_names(fields, len(INPUT_NAMES) - (not fields.rotary_dim))
         sizes = check_shapes(fields, {name: [constant_of(size) for size in given[name].shape_expr] for name in names})
         if sizes["s"] != 1:

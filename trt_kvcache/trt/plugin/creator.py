@@ -1,4 +1,4 @@
-"""The creator of the plugin, with which TensorRT makes the plugin when it deserialises an engine."""
+"""The creators of the plugin, one of each version, with which TensorRT makes the plugin when it deserialises an engine."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import EngineError
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.plugin import plugin_class
 from trt_kvcache.trt.plugin.reported import reporter
-from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from trt_kvcache.trt.plugin.versions import PLUGIN_ABIS, PLUGIN_NAME, PLUGIN_NAMESPACE, QUANTIZED_VERSION
 
 
-@cache
-def register(tensorrt: TensorRT) -> Any:
+def register(tensorrt: TensorRT) -> dict[str, Any]:
     """Register the plugin with TensorRT's plugin registry: before a network uses it, and before an engine that has it is opened.
 
     Parameters
@@ -26,8 +25,8 @@ def register(tensorrt: TensorRT) -> Any:
 
     Returns
     -------
-    IPluginCreatorV3One
-        The creator; the same one at every call.
+    dict of str to IPluginCreatorV3One
+        The creator of each version of the plugin; the same ones at every call.
 
     Raises
     ------
@@ -38,24 +37,50 @@ def register(tensorrt: TensorRT) -> Any:
     -----
     ``IPluginRegistry.register_creator``.
     """
+    return {version: register_version(tensorrt, version) for version in PLUGIN_ABIS}
+
+
+@cache
+def register_version(tensorrt: TensorRT, version: str) -> Any:
+    """Register one version of the plugin: see :func:`register`.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
+        The imported TensorRT.
+    version : str
+        Such as ``"1"``.
+
+    Returns
+    -------
+    IPluginCreatorV3One
+        The creator; the same one at every call.
+
+    Raises
+    ------
+    EngineError
+        As :func:`register`.
+    """
     plugin = plugin_class(tensorrt)
     trt = tensorrt.module
+    quantized = version == QUANTIZED_VERSION
+    types = QUANTIZED_ATTRIBUTE_TYPES if quantized else ATTRIBUTE_TYPES
 
     class KVCacheAttentionCreator(trt.IPluginCreatorV3One):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             trt.IPluginCreatorV3One.__init__(self)
-            self.name, self.plugin_version, self.plugin_namespace = PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE
+            self.name, self.plugin_version, self.plugin_namespace = PLUGIN_NAME, version, PLUGIN_NAMESPACE
             empty = np.empty(0)
             kinds = trt.PluginFieldType
             self.field_names = trt.PluginFieldCollection(
-                [trt.PluginField(name, empty, getattr(kinds, kind)) for name, kind in ATTRIBUTE_TYPES.items()]
+                [trt.PluginField(name, empty, getattr(kinds, kind)) for name, kind in types.items()]
             )
 
         @reporter(tensorrt)
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
-            return plugin(AttentionAttributes.from_plugin_fields(fields))
+            return plugin(AttentionAttributes.from_plugin_fields(fields, quantized=quantized))
 
     creator = KVCacheAttentionCreator()
     if not trt.get_plugin_registry().register_creator(creator, PLUGIN_NAMESPACE):
-        raise EngineError(f"{PLUGIN_NAME} {PLUGIN_VERSION}: {tensorrt} has a creator of this name and version that is not ours.")
+        raise EngineError(f"{PLUGIN_NAME} {version}: {tensorrt} has a creator of this name and version that is not ours.")
     return creator

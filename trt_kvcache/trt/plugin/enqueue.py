@@ -16,7 +16,8 @@ from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
-from trt_kvcache.ops.attention_shapes import INPUTS, MAX_MULTIPROCESSORS
+from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS, inputs_of, outputs_of
+from trt_kvcache.ops.kv_words import codes_shape
 from trt_kvcache.ops.unowned_workspace import UnownedAllocation, UnownedWorkspace
 
 _LOG = logging.getLogger("trt_kvcache.tensorrt")
@@ -49,16 +50,19 @@ class PluginEnqueue:
             )
         self._memory = memory
         self._inputs: list[UnownedAllocation] = []
-        tensors: dict[str, Any] = {
-            name: self._tensor(shape, dtype if INPUTS[name][1] == "q" else INPUTS[name][1]) for name, shape in shapes.items()
-        }
+        dtypes = {name: dtype if expected == "q" else expected for name, (_, expected) in inputs_of(attributes).items()}
+        if attributes.kv_dtype is not None:
+            dtypes["cache"] = attributes.kv_dtype
+            shapes = {**shapes, "cache": codes_shape(shapes["cache"])}
+        tensors: dict[str, Any] = {name: self._tensor(shape, dtypes[name]) for name, shape in shapes.items()}
         q = tensors["q"]
         self._out = UnownedAllocation(memory, q.nbytes)
-        self._cache = tuple(shapes).index("cache")
+        aliases = [like for like, aliased in outputs_of(attributes).values() if aliased]
+        self._updated = [(tuple(shapes).index(like), output) for output, like in enumerate(aliases, 1)]
         self._workspace = UnownedWorkspace(attributes, memory)
         self.is_decode = q.shape[1] == 1
         self._call = AttentionParams(
-            **{"new_lengths": None, "cos_sin": None} | tensors,
+            **{"new_lengths": None, "cos_sin": None, "kv_scales": None} | tensors,
             out=DeviceTensor(self._out, shape=q.shape, dtype=dtype),
             scale=attributes.score_scale,
             window=attributes.window,
@@ -90,18 +94,20 @@ class PluginEnqueue:
 
         Notes
         -----
-        TensorRT may put copies between the tensors of an engine and those of a plugin, so the output of the cache can be elsewhere than
-        its input. Then the whole input is copied to the output first, on ``stream``, and the kernels work on the output. That is what
-        the operation means without aliasing, whatever the two addresses are: the input is only read, and TensorRT never lets two
-        tensors overlap in part. If TensorRT then copies the output to where the caller has bound it, the new tokens arrive there too.
+        TensorRT may put copies between the tensors of an engine and those of a plugin, so the output of the cache, or that of its scales,
+        can be elsewhere than its input. Then the whole input is copied to the output first, on ``stream``, and the kernels work on the
+        output. That is what the operation means without aliasing, whatever the two addresses are: the input is only read, and TensorRT
+        never lets two tensors overlap in part. If TensorRT then copies the output to where the caller has bound it, the new tokens arrive
+        there too.
         """
         for allocation, address in zip(self._inputs, inputs, strict=True):
             allocation.ptr = address
-        if outputs[1] != inputs[self._cache]:
-            _warn_of_copies()
-            cache = self._inputs[self._cache]
-            _copy(outputs[1], cache.ptr, cache.nbytes, stream)
-            cache.ptr = outputs[1]
+        for position, output in self._updated:
+            if outputs[output] != inputs[position]:
+                _warn_of_copies()
+                updated = self._inputs[position]
+                _copy(outputs[output], updated.ptr, updated.nbytes, stream)
+                updated.ptr = outputs[output]
         self._out.ptr = outputs[0]
         self._workspace.bytes.ptr = workspace
         if not self._call.q.shape[0]:

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
-from trt_kvcache.ops.attention_shapes import INPUTS, OUTPUTS, check_dtypes, check_shapes, input_names, workspace_nbytes
+from trt_kvcache.ops.attention_attributes import QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
+from trt_kvcache.ops.attention_shapes import check_dtypes, check_shapes, input_names, inputs_of, outputs_of, workspace_nbytes
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.enqueue import PluginEnqueue, current_memory
 from trt_kvcache.trt.plugin.reported import reporter
-from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, check_plugins, needs_extra_reference
-
-_INPUT_NAMES = tuple(INPUTS)
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, check_plugins, needs_extra_reference, plugin_version
 
 
 def _sizes(dims: Any) -> tuple[int | None, ...]:
@@ -50,9 +48,10 @@ def plugin_class(tensorrt: TensorRT) -> Any:
         def __init__(self, attributes: AttentionAttributes) -> None:
             for base in (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):
                 base.__init__(self)
-            self.plugin_name, self.plugin_version, self.plugin_namespace = PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE
-            self.num_outputs = len(OUTPUTS)
+            self.plugin_name, self.plugin_version, self.plugin_namespace = PLUGIN_NAME, plugin_version(attributes), PLUGIN_NAMESPACE
             self.attributes = attributes
+            self._inputs, self._outputs = inputs_of(attributes), outputs_of(attributes)
+            self.num_outputs = len(self._outputs)
             self._field_arrays = attributes.plugin_field_arrays()  # the plugin fields point into them
             self._stored_fields: Any = None
             self._stored_struct: Any = None
@@ -75,28 +74,28 @@ def plugin_class(tensorrt: TensorRT) -> Any:
         @reported
         def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
             names = input_names(self.attributes, len(input_types))
-            check_dtypes(dict(zip(names, map(tensorrt.dtype_name, input_types), strict=True)))
-            return [input_types[0]] * len(OUTPUTS)
+            check_dtypes(self.attributes, dict(zip(names, map(tensorrt.dtype_name, input_types), strict=True)))
+            return [input_types[names.index(like)] for like, _ in self._outputs.values()]
 
         @reported
         def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
             names = input_names(self.attributes, len(inputs))
             known = [[size.get_constant_value() if size.is_constant() else None for size in shape] for shape in inputs]
             check_shapes(self.attributes, dict(zip(names, known, strict=True)))
-            return [trt.DimsExprs(inputs[names.index(like)]) for like, _ in OUTPUTS.values()]
+            return [trt.DimsExprs(inputs[names.index(like)]) for like, _ in self._outputs.values()]
 
         @reported
         def get_aliased_input(self, output: int) -> int:
-            like, aliased = tuple(OUTPUTS.values())[output]
-            return _INPUT_NAMES.index(like) if aliased else -1
+            like, aliased = tuple(self._outputs.values())[output]
+            return tuple(self._inputs).index(like) if aliased else -1
 
         @reported
         def supports_format_combination(self, position: int, tensors: Sequence[Any], num_inputs: int) -> bool:
-            names = (*input_names(self.attributes, num_inputs), *(like for like, _ in OUTPUTS.values()))
+            names = (*input_names(self.attributes, num_inputs), *(like for like, _ in self._outputs.values()))
             desc = tensors[position].desc
             if desc.format != trt.TensorFormat.LINEAR:
                 return False
-            expected = INPUTS[names[position]][1]
+            expected = self._inputs[names[position]][1]
             if position == 0:
                 return desc.type in (trt.DataType.HALF, trt.DataType.BF16)
             return bool(desc.type == (tensors[0].desc.type if expected == "q" else tensorrt.data_type(expected)))
@@ -104,7 +103,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
         @reported
         def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             names = input_names(self.attributes, len(inputs))
-            check_dtypes({name: tensorrt.dtype_name(one.desc.type) for name, one in zip(names, inputs, strict=True)})
+            check_dtypes(self.attributes, {name: tensorrt.dtype_name(one.desc.type) for name, one in zip(names, inputs, strict=True)})
             for dims in ([one.min for one in inputs], [one.max for one in inputs]):
                 check_shapes(self.attributes, dict(zip(names, map(_sizes, dims), strict=True)))
 
@@ -122,7 +121,8 @@ def plugin_class(tensorrt: TensorRT) -> Any:
         def _read_inputs(self, inputs: Sequence[Any]) -> tuple[str, dict[str, Any]]:
             """Return the dtype of q, and the shapes of the inputs by name, both checked."""
             names = input_names(self.attributes, len(inputs))
-            dtype = check_dtypes({name: tensorrt.dtype_name(one.type) for name, one in zip(names, inputs, strict=True)})
+            dtypes = {name: tensorrt.dtype_name(one.type) for name, one in zip(names, inputs, strict=True)}
+            dtype = check_dtypes(self.attributes, dtypes)
             shapes = {name: _sizes(one.dims) for name, one in zip(names, inputs, strict=True)}
             check_shapes(self.attributes, shapes)
             return dtype, shapes
@@ -155,7 +155,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
             # and a result that nobody keeps is gone: so it is the C++ class itself, which points into the list, and the plugin keeps both.
             if self._stored_fields is None:
                 kinds, arrays = trt.PluginFieldType, self._field_arrays
-                stored = [trt.PluginField(name, array, getattr(kinds, ATTRIBUTE_TYPES[name])) for name, array in arrays.items()]
+                stored = [trt.PluginField(name, array, getattr(kinds, QUANTIZED_ATTRIBUTE_TYPES[name])) for name, array in arrays.items()]
                 self._stored_fields = trt.PluginFieldCollection(stored)
                 self._stored_struct = trt.PluginFieldCollection_(self._stored_fields)
             return self._stored_struct

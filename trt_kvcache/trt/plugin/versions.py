@@ -1,4 +1,4 @@
-"""Name and version of the plugin, and everything that differs between the releases of TensorRT that it runs in."""
+"""Name and versions of the plugin, and everything that differs between the releases of TensorRT that it runs in."""
 
 from __future__ import annotations
 
@@ -7,20 +7,45 @@ import importlib
 from typing import Any
 
 from trt_kvcache.errors import EngineError
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
-from trt_kvcache.ops.attention_shapes import INPUTS, OUTPUTS
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_CODES, QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
+from trt_kvcache.ops.attention_shapes import HEAD_SCALES, INPUTS, OUTPUTS, QUANTIZED_INPUTS, QUANTIZED_OUTPUTS
 from trt_kvcache.trt.module import TensorRT
 
-#: How TensorRT's registry finds the plugin. A change of :func:`abi_digest` takes a new version.
-PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE = "KVCacheAttention", "1", "trt_kvcache"
+#: How TensorRT's registry finds the plugin, with one of :data:`PLUGIN_ABIS`.
+PLUGIN_NAME, PLUGIN_NAMESPACE = "KVCacheAttention", "trt_kvcache"
+
+#: The version over K and V in the dtype of q, and that over quantized K and V.
+PLUGIN_VERSION, QUANTIZED_VERSION = "1", "2"
+
+#: Inputs, outputs and fields of each version. A change takes a new version, and the old one stays: engines name it.
+PLUGIN_ABIS = {
+    PLUGIN_VERSION: (INPUTS, OUTPUTS, ATTRIBUTE_TYPES),
+    QUANTIZED_VERSION: (QUANTIZED_INPUTS, HEAD_SCALES, QUANTIZED_OUTPUTS, OUTPUTS, QUANTIZED_ATTRIBUTE_TYPES, KV_CODES),
+}
 
 _NEEDED = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuildV2", "IPluginV3OneRuntime", "IPluginCreatorV3One")
 _NEEDED_AHEAD_OF_TIME = ("register", "aot_impl", "KernelLaunchParams", "SymIntExprs", "SymInt32")
 
 
-def abi_digest() -> str:
+def plugin_version(attributes: AttentionAttributes) -> str:
+    """Return the version of the plugin that attention with these attributes is.
+
+    Parameters
+    ----------
+    attributes : AttentionAttributes
+        Attributes of the attention.
+
+    Returns
+    -------
+    str
+        ``"2"`` over quantized K and V, else ``"1"``: an engine in 16 bits opens in a release of this package that has no other.
+    """
+    return PLUGIN_VERSION if attributes.kv_dtype is None else QUANTIZED_VERSION
+
+
+def abi_digest(version: str) -> str:
     """Return a digest of inputs, outputs and attributes. An engine depends on all of them, so a test holds digest and version together."""
-    return hashlib.sha256(repr((INPUTS, OUTPUTS, ATTRIBUTE_TYPES)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(PLUGIN_ABIS[version]).encode()).hexdigest()[:16]
 
 
 def check_plugins(tensorrt: TensorRT) -> None:

@@ -1,0 +1,78 @@
+"""GGUF files of models of Llama's names, packed by the ``gguf`` package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.helpers.small_model import write_model
+
+NAMES = {
+    "embed_tokens": "token_embd",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+
+
+def of_transformers(name: str) -> tuple[str, str]:
+    """Return the last part of a module's name, and what GGUF calls the tensor."""
+    parts = name.split(".")
+    module = parts[-2]
+    if module == "norm":
+        return module, "output_norm.weight"
+    return module, (f"blk.{parts[2]}." if "layers" in parts else "") + f"{NAMES[module]}.weight"
+
+
+def permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Return the rows as llama.cpp wants them: the two that RoPE pairs, d and d + half, beside each other."""
+    width = len(weight) // heads
+    rows = [head * width + half * width // 2 + row for head in range(heads) for row in range(width // 2) for half in range(2)]
+    return weight[rows]
+
+
+def write_gguf_file(
+    path: Path, tensors: dict[str, np.ndarray[Any, Any]], types: dict[str, str], *, heads: tuple[int, int], architecture: str = "llama"
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Write tensors, matrices in the types that are named; return the values that the library reads back, in transformers' order."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_head_count(heads[0])
+    writer.add_head_count_kv(heads[1])
+    permuted_heads = dict(zip(("q_proj", "k_proj"), heads, strict=True)) if architecture == "llama" else {}
+    values = {}
+    for name, stored in tensors.items():
+        weight = stored.astype(np.float32)
+        module, gguf_name = of_transformers(name)
+        if weight.ndim == 1:
+            writer.add_tensor(gguf_name, weight)
+            values[name] = weight
+            continue
+        kind = getattr(gguf.GGMLQuantizationType, types[name])
+        values[name] = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
+        order = permuted(weight, permuted_heads[module]) if module in permuted_heads else weight
+        writer.add_tensor(gguf_name, gguf.quants.quantize(order, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def write_gguf(folder: Path, kind: str, architecture: str = "llama") -> dict[str, np.ndarray[Any, Any]]:
+    """Write a small model whose matrices are all of one type, beside its ``config.json``; return the values of its tensors."""
+    write_model(folder, hidden_size=32, intermediate_size=64, head_dim=16, scale=0.4)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    types = dict.fromkeys(tensors, kind)
+    return write_gguf_file(folder / "model.gguf", tensors, types, heads=(4, 2), architecture=architecture)

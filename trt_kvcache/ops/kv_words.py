@@ -1,0 +1,96 @@
+"""Quantized K and V as TensorRT sees them: four codes are one int32.
+
+TensorRT gives types of 8 bits a meaning: int8 is quantized by scales that it may ask for, FP8 is there on GPUs of compute capability 8.9
+and newer only, and plugins take no uint8. The cache of a plugin layer is to be bytes that TensorRT hands on, and int32 is that in every
+release and on every GPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trt_kvcache.dtypes import SCALED_KV_DTYPES
+from trt_kvcache.engine.protocol import TensorSpec
+
+#: Codes in one int32. Head dims of the attention kernels are multiples of it.
+CODES_PER_WORD = 4
+
+
+def is_in_words(spec: TensorSpec) -> bool:
+    """Return whether a tensor of an engine is codes, which a plugin layer takes in words.
+
+    Parameters
+    ----------
+    spec : TensorSpec
+        An input or output of the engine.
+
+    Returns
+    -------
+    bool
+        True for K and V in ``float8_e4m3fn`` or ``int8``.
+    """
+    return spec.dtype in SCALED_KV_DTYPES
+
+
+def words_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of codes in words.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the codes, ``[..., D]``.
+
+    Returns
+    -------
+    tuple of int
+        ``[..., D / 4]``.
+
+    Examples
+    --------
+    >>> words_shape((-1, 2, 8, 4096, 128))
+    (-1, 2, 8, 4096, 32)
+    """
+    *sizes, head_dim = shape
+    return *sizes, head_dim // CODES_PER_WORD
+
+
+def codes_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the codes in words.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the words, ``[..., D / 4]``.
+
+    Returns
+    -------
+    tuple of int
+        ``[..., D]``.
+
+    Examples
+    --------
+    >>> codes_shape((-1, 2, 8, 4096, 32))
+    (-1, 2, 8, 4096, 128)
+    """
+    *sizes, words = shape
+    return *sizes, words * CODES_PER_WORD
+
+
+def in_words(spec: TensorSpec) -> TensorSpec:
+    """Return a tensor of an engine as plugin layers have it.
+
+    Parameters
+    ----------
+    spec : TensorSpec
+        An input or output of the engine.
+
+    Returns
+    -------
+    TensorSpec
+        int32 with a fourth of the elements, if it is codes; else as it is.
+
+    Examples
+    --------
+    >>> in_words(TensorSpec.input("past", (-1, 2, 8, 4096, 128), "int8")).describe()
+    'input `past` int32 (-1, 2, 8, 4096, 32)'
+    """
+    return replace(spec, shape=words_shape(spec.shape), dtype="int32") if is_in_words(spec) else spec

@@ -1,0 +1,55 @@
+"""``CodesInWords``: a plan whose plugin layers take quantized K and V in words, as an engine over codes."""
+
+from collections.abc import Sequence
+
+from trt_kvcache.engine.protocol import TensorSpec
+from trt_kvcache.ops.kv_words import codes_shape, is_in_words, words_shape
+from trt_kvcache.trt.loaded_plan import LoadedPlan
+from trt_kvcache.trt.tensors import ProfileRanges
+
+
+class CodesInWords:
+    """The tensors of a plan, with codes of K and V as codes (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`).
+
+    TensorRT knows them as int32, so only ``config.json`` says which of two formats they have: a cache of the other one is refused by that.
+
+    Parameters
+    ----------
+    plan : LoadedPlan
+        The plan.
+    recorded : sequence of TensorSpec
+        Its tensors by ``config.json``, which were compared with those of the plan; none of a plan without a folder.
+
+    Attributes
+    ----------
+    tensors : dict of str to TensorSpec
+        Inputs and outputs by name, the inputs first.
+    ranges : list of ProfileRanges
+        Shapes that the inputs take, by profile.
+    """
+
+    def __init__(self, plan: LoadedPlan, recorded: Sequence[TensorSpec]) -> None:
+        self._plan = plan
+        codes = {spec.name: spec for spec in recorded if is_in_words(spec)}
+        self._names = frozenset(codes)
+        self.tensors = {**plan.tensors, **codes}
+        self.ranges = [
+            ProfileRanges({name: (self._shown(name, low), self._shown(name, high)) for name, (low, high) in profile.ranges.items()})
+            for profile in plan.ranges
+        ]
+
+    def _shown(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a shape in codes, if it is one in words."""
+        return codes_shape(shape) if name in self._names else shape
+
+    def set_tensor_address(self, context: int, name: str, address: int) -> None:
+        """See :meth:`LoadedPlan.set_tensor_address <trt_kvcache.trt.loaded_plan.LoadedPlan.set_tensor_address>`."""
+        self._plan.set_tensor_address(context, name, address)
+
+    def set_input_shape(self, context: int, name: str, shape: tuple[int, ...]) -> None:
+        """See :meth:`LoadedPlan.set_input_shape <trt_kvcache.trt.loaded_plan.LoadedPlan.set_input_shape>`."""
+        self._plan.set_input_shape(context, name, words_shape(shape) if name in self._names else shape)
+
+    def tensor_shape(self, context: int, name: str) -> tuple[int, ...]:
+        """See :meth:`LoadedPlan.tensor_shape <trt_kvcache.trt.loaded_plan.LoadedPlan.tensor_shape>`."""
+        return self._shown(name, self._plan.tensor_shape(context, name))
