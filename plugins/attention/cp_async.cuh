@@ -17,6 +17,12 @@ __device__ __forceinline__ void cp_async_word(SharedAddress to, const void* from
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
+// The same address, computed here: constants that are added to it go into the instructions, instead of into registers for each of them.
+__device__ __forceinline__ const unsigned char* base_address(const unsigned char* address) {
+    asm volatile("" : "+l"(address));
+    return address;
+}
+
 // A cache policy for data that is read once: the L2 evicts it before everything else.
 using L2Policy = unsigned long long;
 __device__ __forceinline__ L2Policy evict_first_policy() {

@@ -93,29 +93,49 @@ struct PrefillTiles {
 
     // Keys, then values, of a tile; rows that are not live are zeros. `tile` is counted from the first one of the row block.
     static __device__ __forceinline__ void fill(unsigned char* tiles, const PrefillParams& params, const Rows& rows, int kv_head, int tile) {
-        const int first_key = (rows.first_tile + tile) * kTileKeys;
-        const bool is_new = kAppends && tile == rows.num_tiles - 1;
-        const long long row = static_cast<long long>(kv_head) * params.max_sequence_length + first_key;
-        const unsigned char* keys = params.cache + rows.slot * params.slot_stride + row * kRowBytes;
-        const unsigned char* values = keys + params.kv_stride;
-        long long key_stride = kRowBytes, value_stride = kRowBytes;
-        int live = rows.keys_end - first_key;
-        if (is_new) {
-            keys = params.k + rows.slot * params.k_stride + kv_head * kRowBytes;
-            values = params.v + rows.slot * params.v_stride + kv_head * kRowBytes;
-            key_stride = params.k_token_stride;
-            value_stride = params.v_token_stride;
-            live = rows.count;
-        }
         const SharedAddress to = shared_address(tiles);
-#pragma unroll
-        for (int i = 0; i < (kTileKeys * kRowChunks + kThreads - 1) / kThreads; i++) {
-            const int x = i * kThreads + threadIdx.x, key = x / kRowChunks, chunk = x % kRowChunks;
-            if (kTileKeys * kRowChunks % kThreads && key >= kTileKeys) break;
-            const unsigned at = KeyLayout::offset(key, chunk);
-            cp_async(to + at, keys + key * key_stride + chunk * 16, key < live);
-            cp_async(to + kTileBytes + at, values + key * value_stride + chunk * 16, key < live);
+        if (kAppends && tile == rows.num_tiles - 1) {
+            const unsigned char* const keys = params.k + rows.slot * params.k_stride + kv_head * kRowBytes;
+            const unsigned char* const values = params.v + rows.slot * params.v_stride + kv_head * kRowBytes;
+#pragma unroll 1
+            for (int x = threadIdx.x; x < kTileKeys * kRowChunks; x += kThreads) {
+                const int key = x / kRowChunks, chunk = x % kRowChunks;
+                copy_chunk(to + KeyLayout::offset(key, chunk), keys + key * params.k_token_stride + chunk * 16,
+                           values + key * params.v_token_stride + chunk * 16, key < rows.count);
+            }
+            return;
         }
+        const int first_key = (rows.first_tile + tile) * kTileKeys, live = rows.keys_end - first_key;
+        const long long row = static_cast<long long>(kv_head) * params.max_sequence_length + first_key;
+        const unsigned char* const keys = params.cache + rows.slot * params.slot_stride + row * kRowBytes;
+        const unsigned char* const values = keys + params.kv_stride;
+        if constexpr (kKeyStep > 0) {
+            const int key = threadIdx.x / kRowChunks, chunk = threadIdx.x % kRowChunks, live_behind = live - key;
+            const SharedAddress first = to + KeyLayout::offset(key, chunk);
+            const unsigned char* const from_keys = base_address(keys + threadIdx.x * 16);
+            const unsigned char* const from_values = base_address(values + threadIdx.x * 16);
+#pragma unroll
+            for (int step = 0; step < kTileKeys; step += kKeyStep) {
+                copy_chunk(KeyLayout::rows_below(first, step), from_keys + step * kRowBytes, from_values + step * kRowBytes, step < live_behind);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < (kTileKeys * kRowChunks + kThreads - 1) / kThreads; i++) {
+                const int x = i * kThreads + threadIdx.x, key = x / kRowChunks;
+                if (kTileKeys * kRowChunks % kThreads && key >= kTileKeys) break;
+                copy_chunk(to + KeyLayout::offset(key, x % kRowChunks), keys + x * 16, values + x * 16, key < live);
+            }
+        }
+    }
+
+    // Where a thread can copy the same chunk of several rows, these are so many rows apart: else 0. Its addresses then differ by constants, which are
+    // part of the instructions; with addresses of their own, copies would wait for each other's registers.
+    static constexpr int kKeyStep = kThreads % kRowChunks == 0 ? kThreads / kRowChunks : 0;
+
+    // Of a key and of its value.
+    static __device__ __forceinline__ void copy_chunk(SharedAddress to, const unsigned char* key, const unsigned char* value, bool is_live) {
+        cp_async(to, key, is_live);
+        cp_async(to + kTileBytes, value, is_live);
     }
 
     // Applies RoPE to the keys in the tile of the new tokens. The first row block of a slot appends keys and values to the cache. For all threads

@@ -34,6 +34,12 @@ struct TileLayout {
     static __device__ __forceinline__ unsigned offset(unsigned row, unsigned chunk) {
         return kPanels ? chunk / 8 * kPanelBytes + row * 128 + (chunk ^ row) % 8 * 16 : swizzled_offset(row, chunk);
     }
+    // From the address of a chunk of a row, `step` rows further up or down in a tile whose rows have 8 places for a chunk: the row must be below
+    // `step`, which is a multiple of a power of 2 above it.
+    static __device__ __forceinline__ SharedAddress rows_below(SharedAddress chunk_of_row, int step) {
+        static_assert(kSwizzlePlaces<kRowChunks> == 8, "a chunk's place is that of its row");
+        return xor_address(chunk_of_row, step % 8 * 16) + step * (kPanels ? 128 : kRowBytes);
+    }
 };
 
 // The addresses that one lane passes to a series of ldmatrix over a tile: of its row, and of chunk 0 or 1 (`chunk`) of each pair of chunks.

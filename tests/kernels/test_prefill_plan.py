@@ -8,7 +8,7 @@ from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, MAX_APPENDED_WIDTH, P
 from trt_kvcache.kernels.attention_workspace import MAX_PREFILL_ROWS_PER_SM
 from trt_kvcache.kernels.compile import ARCHITECTURES
 from trt_kvcache.kernels.cuda import prefill_plan as module
-from trt_kvcache.kernels.cuda.prefill_plan import plan_of, prefill_plan
+from trt_kvcache.kernels.cuda.prefill_plan import FROM_LAST, plan_of, prefill_plan
 
 
 @pytest.fixture
@@ -77,6 +77,19 @@ def test_room(call, arch, head_dim, kv_scales):
         assert plan.row_blocks * form.rows >= 40 * 4
         assert plan.blocks >= plan.row_blocks * 8
         assert not plan.splits or plan.blocks <= 132 * form.blocks_per_sm
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("width", "tokens"), [(128, 9000), (512, 9000), (512, 600)])
+def test_blocks_that_are_resident_at_once_are_spread(call, arch, head_dim, width, tokens):
+    """A multiprocessor has room for as many blocks as the plan wants there, and not for one more."""
+    of_multiprocessor, reserved = shared_limit(arch) + 1024, 1024
+    for name in PREFILL_FORMS:
+        plan = plan_of(call(width, head_dim=head_dim, arch=arch, tokens=tokens, kv_heads=4), name)
+        most = of_multiprocessor // (plan.shared_nbytes + reserved)
+        assert plan.shared_nbytes <= shared_limit(arch)
+        assert most == plan.form.blocks_per_sm if plan.order != FROM_LAST else plan.shared_nbytes == plan.form.shared_nbytes
 
 
 def test_no_block_without_keys(call):

@@ -37,6 +37,7 @@ inline void cp_async_word(SharedAddress to, const void* from, bool valid) {
     *reinterpret_cast<unsigned*>(to) = ~0u;
     simt::running->block->copy_async(to, const_cast<const unsigned*>(source), sizeof zero);
 }
+inline const unsigned char* base_address(const unsigned char* address) { return address; }
 struct L2Policy {};
 inline L2Policy evict_first_policy() { return {}; }
 inline void cp_async_with_policy(SharedAddress to, const void* from, bool valid, L2Policy) { cp_async(to, from, valid); }

@@ -44,6 +44,9 @@ _SHARED_NBYTES = {
 }
 _MIN_SHARED_NBYTES = 99 * _KIB
 
+#: What the system has of each block's shared memory. A multiprocessor has so much more than a block may have.
+_RESERVED_NBYTES = _KIB
+
 #: Tiles that a block loads in the time that stream-K costs it. What is not listed is as an H200, on which it was measured.
 _STREAMK_COST_TILES = {"sm_90": 20}
 
@@ -85,6 +88,18 @@ def arch_number(arch: str) -> int:
 def shared_limit(arch: str) -> int:
     """Return the bytes of shared memory that a block may have on an architecture such as ``"sm_90"``."""
     return _SHARED_NBYTES.get(arch, _MIN_SHARED_NBYTES)
+
+
+def spread_nbytes(arch: str, blocks_per_sm: int) -> int:
+    """Return the bytes of shared memory of a block of which a multiprocessor has no room for more than so many.
+
+    Examples
+    --------
+    >>> from trt_kvcache.kernels.attention_tiles import spread_nbytes
+    >>> spread_nbytes("sm_90", 2) // 1024
+    75
+    """
+    return (shared_limit(arch) + _RESERVED_NBYTES) // (blocks_per_sm + 1) - _RESERVED_NBYTES + 16
 
 
 def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int], *, quantized: bool = False) -> int:

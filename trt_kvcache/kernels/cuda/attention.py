@@ -134,7 +134,7 @@ def _prefill(params: AttentionParams, workspace: AttentionWorkspace, stream: Any
         arguments,
         stream,
         threads=_WARP * plan.form.warps,
-        shared_nbytes=plan.form.shared_nbytes,
+        shared_nbytes=plan.shared_nbytes,
         cooperative=plan.splits,
         programmatic_dependent_launch=starts_early(memory),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trt_kvcache.kernels.attention_params import AttentionParams
-from trt_kvcache.kernels.attention_tiles import MAX_APPENDED_WIDTH, PrefillForm, prefill_form
+from trt_kvcache.kernels.attention_tiles import MAX_APPENDED_WIDTH, PrefillForm, prefill_form, spread_nbytes
 from trt_kvcache.memory.cuda_memory import CudaMemory
 
 #: Row blocks of the form ``"whole"`` for each multiprocessor, from which it is taken: up to there, smaller ones fill the GPU better.
@@ -45,6 +45,9 @@ class PrefillPlan(NamedTuple):
     order: int
     #: Whether the launch appends the new tokens; else another one has to do so before.
     appends: bool
+    #: Bytes of dynamic shared memory of a block. Where all blocks are resident at once, a multiprocessor has room for no more than its
+    #: share: with room for three, some could have three, and others one instead of two.
+    shared_nbytes: int
 
     @property
     def splits(self) -> bool:
@@ -88,13 +91,16 @@ def plan_of(params: AttentionParams, name: str) -> PrefillPlan:
     appends = not quantized and name not in ("short", "wide", "whole")
     row_blocks = -(-params.q.shape[1] * params.group // form.rows)
     total, resident = slots * kv_heads * row_blocks, memory.multiprocessor_count * form.blocks_per_sm
-    if name == "whole" or total > resident:
-        return PrefillPlan(name, form, row_blocks, total, FROM_LAST, appends)
-    if form.blocks_per_sm == 2 and resident < (1 + _MIN_REST) * total:
-        return PrefillPlan(name, form, row_blocks, total, IN_PAIRS, appends)
     useful = total * (-(-tokens // (form.tile_keys * form.min_tiles)) + 1)
-    blocks = min(resident, useful, max(total, form.max_parts))
-    return PrefillPlan(name, form, row_blocks, blocks, SPLIT if blocks > total else FROM_LAST, appends)
+    blocks, order = min(resident, useful, max(total, form.max_parts)), SPLIT
+    if name == "whole" or total > resident:
+        blocks, order = total, FROM_LAST
+    elif form.blocks_per_sm == 2 and resident < (1 + _MIN_REST) * total:
+        blocks, order = total, IN_PAIRS
+    elif blocks <= total:
+        order = FROM_LAST
+    least = 0 if order == FROM_LAST else spread_nbytes(memory.arch, form.blocks_per_sm)
+    return PrefillPlan(name, form, row_blocks, blocks, order, appends, max(form.shared_nbytes, least))
 
 
 def _memory(params: AttentionParams) -> CudaMemory:
