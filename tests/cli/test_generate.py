@@ -313,7 +313,7 @@ def test_wrong_usage_before_the_model_is_opened(run: Run, arguments: list[object
 
 @pytest.mark.parametrize(
     ("name", "complaint"),
-    [("nope/x.kv", "No such file or directory: '{0}/nope'"), (".", "Is a directory: '{0}'"), ("file/x.kv", "Not a dir")],
+    [("nope/x.kv", "{0}/nope: No such file or directory."), (".", "{0}: Is a directory."), ("file/x.kv", "Not a dir")],
 )
 def test_a_snapshot_that_cannot_be_written_is_refused_before_the_first_token(run: Run, tmp_path: Path, name: str, complaint: str):
     (tmp_path / "file").touch()

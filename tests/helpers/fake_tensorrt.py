@@ -94,6 +94,7 @@ class FakeTensorRT:
 
         self.module = SimpleNamespace(
             ILogger=FakeLogger,
+            INetworkDefinition=SimpleNamespace(),  # without plugin layers, as TensorRT for RTX
             Runtime=Runtime,
             TensorLocation=enum.Enum("TensorLocation", ["DEVICE", "HOST"]),
             TensorIOMode=enum.Enum("TensorIOMode", ["INPUT", "OUTPUT"]),
