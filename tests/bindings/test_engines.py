@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,8 +31,7 @@ from trt_kvcache.errors import BindingError, BuildError, ConfigError, EngineErro
 from trt_kvcache.ops.kv_words import in_words
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plan_inspection import inspect_plan
-from trt_kvcache.trt.plugin import plugin as plugin_module
-from trt_kvcache.trt.plugin.creator import register_version
+from trt_kvcache.trt.plugin import creator as creator_module, plugin as plugin_module
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 SIZES = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
@@ -411,7 +411,8 @@ class TestPluginErrors:
         self, built: Path, stand_in: Any, full: TensorRT, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(stand_in, "creators", {})
-        register_version.cache_clear()  # as in a process that has built nothing
+        first_time = cache(creator_module.register_version.__wrapped__)  # as in a process that has built nothing
+        monkeypatch.setattr(creator_module, "register_version", first_time)
         found = inspect_plan(EngineFolder.open(built).plan_path, "tensorrt")
         assert {spec.name for spec in found.tensors} == {spec.name for spec in EngineFolder.open(built).config.tensors}
 
