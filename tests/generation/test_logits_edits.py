@@ -162,6 +162,13 @@ class TestProcessors:
         assert request_for(logits_processors=force, temperature=1.0).choose(LOGITS, full=False).token == 9
         np.testing.assert_array_equal(LOGITS, before)
 
+    def test_what_they_say_of_the_request_is_passed_on(self):
+        def refuse(tokens, logits):
+            raise ProcessorError("grammar: expected another one.")
+
+        with pytest.raises(ProcessorError, match=r"^request 0: grammar: expected another one\.$"):
+            request_for(logits_processors=[refuse]).choose(LOGITS, full=False)
+
     def test_float64_is_accepted(self):
         assert request_for(logits_processors=[lambda _, logits: -logits.astype(np.float64)]).choose(LOGITS, full=False).token == 7
 

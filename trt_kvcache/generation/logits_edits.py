@@ -137,6 +137,8 @@ def _processed(what: str, processor: LogitsProcessor, tokens: tuple[int, ...], l
     shape = logits.shape
     try:
         returned: Any = processor(tokens, logits)
+    except ProcessorError:
+        raise  # says what is wrong with the request
     except Exception as error:
         raise ProcessorError(f"{what}: it raised {type(error).__name__}: {error}") from error
     if not isinstance(returned, np.ndarray):

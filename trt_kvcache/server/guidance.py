@@ -138,8 +138,10 @@ class _Mask:
             self._matcher.rollback(len(self._consumed) - count)
             del self._consumed[count:]
         new = list(tokens[self._start + len(self._consumed) :])
-        if new and not self._matcher.consume_tokens(new):
-            raise ProcessorError(f"guided decoding: {_first_line(self._matcher.get_error())}")
+        if new and not self._matcher.consume_tokens(new):  # only where the mask had nothing to allow but the end
+            raise ProcessorError(
+                f"guided decoding: expected a grammar of texts that the tokenizer can write, got: {_first_line(self._matcher.get_error())}"
+            )
         self._consumed += new
         allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), count=self._vocab_size, bitorder="little")
         if self._matcher.is_error():

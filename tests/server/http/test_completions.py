@@ -174,6 +174,13 @@ def test_a_prompt_of_a_full_slot_and_one_token_more(client, chatting):
         ({"prompt": "A", "model": "gpt"}, 404, "model", "expected 'tiny', got 'gpt'"),
         ({"prompt": ["A"] * 69, "max_tokens": 1}, 400, "prompt", "expected at most 68 answers at once, got 69"),
         ({"prompt": "A", "response_format": {"type": "grammar", "grammar": "start: ((("}}, 400, None, "expected a grammar that compiles"),
+        ({"prompt": "A", "n": 69, "max_tokens": 1}, 400, "n", "n: expected at most 68 answers at once, got 69."),
+        (
+            {"prompt": "A", "response_format": {"type": "regex", "regex": "é+"}},
+            400,
+            None,
+            "a grammar of texts that the tokenizer can write, got: ",
+        ),
         ({"prompt": "A", "response_format": {"type": "regex"}}, 400, "response_format", "expected regex with the type"),
     ],
 )

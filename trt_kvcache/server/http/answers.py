@@ -110,7 +110,8 @@ async def chunks_of(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> As
     most = engine.config.max_num_seqs + engine.config.max_queue
     wanted = sum(request["sampling_options"]["n"] or 1 for request in requests)
     if wanted > most:
-        raise ApiError(400, f"prompt: expected at most {most} answers at once, got {wanted}.", param="prompt")
+        field = "n" if len(requests) == 1 else "prompt"
+        raise ApiError(400, f"{field}: expected at most {most} answers at once, got {wanted}.", param=field)
     if len(requests) == 1:
         async with aclosing(engine.generate(requests[0])) as chunks:
             async for chunk in chunks:
