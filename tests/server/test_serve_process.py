@@ -112,6 +112,7 @@ def test_a_second_signal_ends_at_once():
         one.wait_until_it_drains()
         one.process.send_signal(signal.SIGTERM)
         one.wait()
+        assert not any("Traceback" in line for line in one.said), one.said
         with suppress(httpx.HTTPError):
             assert "data: [DONE]" not in list(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class Server(uvicorn.Server):
         """Take a signal: SIGTERM or SIGINT."""
         if self.should_exit:
             self.force_exit = True
+            logging.getLogger("uvicorn.error").disabled = True  # that answers are cut off now is no error
             return
         self.should_exit = True
         if self._on_drain is not None:
