@@ -118,8 +118,10 @@ def test_a_step_that_fails_can_be_repeated():
     with pytest.raises(ZeroDivisionError):
         session.step()
     assert [handle.tokens for handle in handles] == [()] * 3
+    assert [handle.reused_tokens for handle in handles] == [0] * 3
     handles[2]._queued.request.choose = choose
     check(session, handles, [PROMPT] * 3, params)
+    assert [handle.reused_tokens for handle in handles] == [0, len(PROMPT), len(PROMPT)]
 
 
 @given(st.integers(0, 2**32), st.integers(2, 4), st.booleans(), st.sampled_from([0, 1 << 12]))

@@ -12,9 +12,6 @@ from trt_kvcache.generation.sampling import check_logits
 from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
 from trt_kvcache.session.request_handle import RequestHandle, RequestStage, RequestState
 
-#: What a :class:`QueuedRequest` needs to return to an earlier state: stage, text, log-probabilities of the prompt, and its request's.
-QueuedSavepoint = tuple[RequestStage, str, tuple[list[TokenLogprobs], int], RequestSavepoint]
-
 
 class SharedPrompt(NamedTuple):
     """Tokens at the start of a prompt that are copied from the slot of another request instead of being run.
@@ -29,6 +26,11 @@ class SharedPrompt(NamedTuple):
 
     source: QueuedRequest
     length: int
+
+
+#: What a :class:`QueuedRequest` needs to return to an earlier state: stage, text, what it did not run and what it waits for,
+#: log-probabilities of the prompt, and its request's.
+QueuedSavepoint = tuple[RequestStage, str, tuple[int, SharedPrompt | None], tuple[list[TokenLogprobs], int], RequestSavepoint]
 
 
 class QueuedRequest:
@@ -136,11 +138,11 @@ class QueuedRequest:
 
     def savepoint(self) -> QueuedSavepoint:
         """Return the state now, for one :meth:`rollback`."""
-        return self.stage, self.text, (self._scored, len(self._scored)), self.request.savepoint()
+        return self.stage, self.text, (self.reused, self.shared), (self._scored, len(self._scored)), self.request.savepoint()
 
     def rollback(self, savepoint: QueuedSavepoint) -> None:
         """Return to the state at ``savepoint``. A request that was cancelled since stays cancelled."""
-        self.stage, self.text, (self._scored, num_scored), request = savepoint
+        self.stage, self.text, (self.reused, self.shared), (self._scored, num_scored), request = savepoint
         del self._scored[num_scored:]
         self.request.rollback(request)
         del self.events[len(self.request.tokens) :]
