@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -292,10 +292,10 @@ def measure_ours(gpu: Gpu, alike: Sequence[Shape], least: Callable[[Shape], floa
         }
 
 
-def measure_peers(gpu: Gpu, shape: Shape, least: float) -> dict[str, Any]:
-    """Measure others at a shape: microseconds, or why not."""
+def measure_peers(made: Iterable[tuple[str, Callable[[], list[Call]]]], least: float) -> dict[str, Any]:
+    """Measure others at a shape, by what makes their calls: microseconds, or why not."""
     others: dict[str, Any] = {}
-    for name, make in peers(_problem(gpu, shape), shape):
+    for name, make in made:
         try:
             others[name] = round(_torch_seconds(make(), least) * 1e6, 2)
         except (RuntimeError, ImportError, OSError, TypeError, ValueError, AttributeError, AssertionError) as error:
@@ -338,7 +338,7 @@ def measure(
         for row in compared:
             shape = _shape(row)
             late = time.monotonic() > deadline
-            row["peers_us"] = {} if late else measure_peers(gpu, shape, least(shape))
+            row["peers_us"] = {} if late else measure_peers(peers(_problem(gpu, shape), shape), least(shape))
             if late:
                 result["left_out"].append(f"others at {shape}: time")
             print(json.dumps(row), flush=True)

@@ -9,13 +9,14 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from attention_flashinfer import paged_calls
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 Call = Callable[[], object]
 
 _FLEX = {(8, 1, 8192, 4, 128, 8), (1, 8192, 0, 4, 128, 8)}  # torch compiles it anew for each shape
-_PAGE = 16  # of FlashInfer
+_HOPPER = 9  # compute capability of the only GPUs that FlashInfer has a second backend for
 
 
 def _installed() -> list[str]:
@@ -36,13 +37,13 @@ def peer_versions() -> dict[str, str]:
 
 def peers(problem: Any, shape: tuple[int, int, int, int, int, int]) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
     """Yield names of others, and what makes their calls: one for each cache, over K and V as each wants them."""
-    batch, width, past, group, dim, _ = shape
-    causal, q, kv_heads = width > 1, problem.q, problem.k.shape[2]
+    _, width, past, group, _, _ = shape
+    causal, q = width > 1, problem.q
     both = [(c[:, 0], c[:, 1]) for c in problem.caches] if past else [(problem.k.transpose(1, 2), problem.v.transpose(1, 2))]
 
-    def over(call: Callable[..., object], *, heads_first: bool = False, page: int = 1) -> list[Call]:
+    def over(call: Callable[..., object], *, heads_first: bool = False) -> list[Call]:
         def copy(x: torch.Tensor) -> torch.Tensor:
-            return (x if heads_first else pad(x.transpose(1, 2), (0, 0, 0, 0, 0, -x.shape[2] % page))).contiguous()
+            return (x if heads_first else x.transpose(1, 2)).contiguous()
 
         rows = q.transpose(1, 2).contiguous() if heads_first else q
         return [partial(call, rows, copy(k), copy(v)) for k, v in both]
@@ -72,26 +73,11 @@ def peers(problem: Any, shape: tuple[int, int, int, int, int, int]) -> Iterator[
         decode = getattr(module, "flash_attn_with_kvcache", module.flash_attn_func)
         return over(partial(module.flash_attn_func if causal else decode, causal=causal))
 
-    def flash_infer() -> list[Call]:
+    def flash_infer(backend: str = "fa2") -> list[Call]:
+        if past:
+            return list(paged_calls(q, both, tensor_cores=group > 1, backend=backend))
         module = importlib.import_module("flashinfer")
-        if causal:
-            return over(lambda q, k, v: module.single_prefill_with_kv_cache(q[0], k[0], v[0], causal=True))
-        if batch == 1:
-            return over(lambda q, k, v: module.single_decode_with_kv_cache(q[0, 0], k[0], v[0], use_tensor_cores=group > 1))
-        count, numbers = past // _PAGE + 1, partial(torch.arange, dtype=torch.int32, device=q.device)
-        first, pages = numbers(0, batch * count + 1, count), numbers(batch * count)  # those of a slot follow each other
-        last = torch.full_like(first[1:], past % _PAGE + 1)
-        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
-            torch.zeros(128 * 2**20, dtype=torch.uint8, device=q.device),
-            use_cuda_graph=True,
-            use_tensor_cores=group > 1,
-            paged_kv_indptr_buffer=first,
-            paged_kv_indices_buffer=pages,
-            paged_kv_last_page_len_buffer=last,
-        )
-        wrapper.plan(first, pages, last, kv_heads * group, kv_heads, dim, _PAGE, q_data_type=q.dtype)
-        paged = (-1, _PAGE, kv_heads, dim)
-        return over(lambda q, k, v: wrapper.run(q[:, 0], (k.view(paged), v.view(paged))), page=_PAGE)
+        return over(lambda q, k, v: module.single_prefill_with_kv_cache(q[0], k[0], v[0], causal=causal))
 
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         if not (causal and past):  # their causal mask starts at the first key
@@ -102,3 +88,5 @@ def peers(problem: Any, shape: tuple[int, int, int, int, int, int]) -> Iterator[
         yield "flex_attention", flex
     for name in _installed():
         yield name, flash_infer if name == "flashinfer" else partial(flash_attention, name)
+    if causal and past and "flashinfer" in _installed() and torch.cuda.get_device_capability(q.device)[0] == _HOPPER:
+        yield "flashinfer_fa3", partial(flash_infer, "fa3")

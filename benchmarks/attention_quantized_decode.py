@@ -4,6 +4,10 @@
 
 Time is that of RoPE, append and attention, in CUDA graphs. Caches and their scales take turns, so that none is in L2. The limit is the
 time in which the GPU copies as many bytes as K, V and scales have. ``--tiles`` tries other tiles in the kernels over quantized caches.
+
+FlashInfer, where it is installed, attends over K and V in FP8 with one scale for all, in pages. It neither applies RoPE nor appends, and
+the scale of V, which it applies in a launch of its own, is left out. Ours beside it, ``append_attention_us``, is FP8 with a scale for each
+head: append and attention, without RoPE.
 """
 
 from __future__ import annotations
@@ -12,12 +16,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from attention import Gpu, Shape, _copy_bandwidth
+from attention import Call, Gpu, Shape, _copy_bandwidth, measure_peers
+from attention_flashinfer import paged_calls
 from attention_peers import peer_versions
 from attention_quantized_cache import device_tensor, largest_error
 from environment import describe_environment, to_table, write_result
@@ -31,12 +38,16 @@ from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles, sou
 from trt_kvcache.kernels.cuda import decode_plan as planner  # noqa: E402
 from trt_kvcache.memory.shapes import dense_nbytes  # noqa: E402
 
-#: Share of the copy bandwidth, from so many MB of K, V and scales. How many times as fast as over 16 bits, from 128 MB of those.
-LIMITS = {"of_copy": 0.85, "of_16_bits": 1.7}
+#: Share of the copy bandwidth, from so many MB of K, V and scales. How many times as fast as over 16 bits, from 128 MB of those. Time over
+#: that of FlashInfer's fastest (runs differ by 2 %).
+LIMITS = {"of_copy": 0.85, "of_16_bits": 1.7, "of_best_peer": 1.02}
 _LARGE_MB, _LARGE_16_MB = 64, 128
 
 #: K/V dtype and scales of each row; the first one is 16 bits.
 KINDS = (("float16", "none"), ("float8_e4m3fn", "head"), ("float8_e4m3fn", "token"), ("int8", "head"), ("int8", "token"))
+
+#: That of :data:`KINDS` which others have too, with one scale for all; and how far their results may be from the reference.
+PEER_KIND, PEER_SCALE, PEER_TOLERANCE = KINDS[1], 3 / SCALED_KV_DTYPES["float8_e4m3fn"], 1e-2
 
 _ROTATED_NBYTES, _MIB = 256 * 2**20, 2**20  # of all caches that take turns: several times an L2
 
@@ -72,7 +83,9 @@ class Problem:
         for one in (self.q, self.k, self.v):
             one.normal_()
         self.calls: list[Callable[[Any], object]] = []
-        self.cache, self.scales = None, None
+        self.without_rope: list[Callable[[Any], object]] = []
+        self.caches: list[Any] = []
+        self.scales = None
         values = torch.randn(row, device="cuda", dtype=torch.float16)
         if scales != "none":
             values = (values * (SCALED_KV_DTYPES[kv_dtype] / 4)).round().clamp(-127, 127)
@@ -83,13 +96,15 @@ class Problem:
             if scales != "none":
                 options["kv_scales"], factors = device_tensor(gpu, per_token if scales == "token" else (2, kv_heads), "float32")
                 factors.uniform_(2 / SCALED_KV_DTYPES[kv_dtype], 4 / SCALED_KV_DTYPES[kv_dtype])
-                self.scales = self.scales if self.cache is not None else factors
-            self.cache = codes if self.cache is None else self.cache
-            self.calls.append(lambda stream, c=cache, o=options: attend(q, k, v, c, lengths, **o, stream=stream))
+                self.scales = self.scales if self.caches else factors
+            self.caches.append(codes)
+            call = partial(attend, q, k, v, cache, lengths, **options)
+            self.calls.append(lambda stream, call=call: call(stream=stream))
+            self.without_rope.append(lambda stream, call=call: call(cos_sin=None, stream=stream))
 
     def error(self) -> float:
         """Return :func:`~attention_quantized_cache.largest_error` of the last call."""
-        return largest_error(self.out, self.q, self.cache, self.scales, self.lengths)
+        return largest_error(self.out, self.q, self.caches[0], self.scales, self.lengths)
 
 
 _CHECKED = [
@@ -106,9 +121,8 @@ def check(gpu: Gpu) -> dict[str, float]:
             for kind in KINDS[1:]:
                 problem = Problem(gpu, Shape(*shape), *kind, dtype=dtype, copies=1)
                 problem.lengths.copy_(torch.randint(0, shape[2] + 1, (shape[0],), device="cuda"))
-                assert problem.cache is not None
                 for slot, length in enumerate(problem.lengths.tolist()):
-                    problem.cache.view(torch.uint8)[slot, :, :, length:] = 0x7F
+                    problem.caches[0].view(torch.uint8)[slot, :, :, length:] = 0x7F
                     if kind[1] == "token" and problem.scales is not None:
                         problem.scales[slot, :, :, length:] = torch.nan
                 for _ in range(2):
@@ -130,15 +144,38 @@ def measure(gpu: Gpu, shape: Shape, copy: float) -> dict[str, Any]:
         times[name] = gpu.seconds(problem.calls, problem.nbytes / copy)
         megabytes[name] = round(problem.nbytes / _MIB, 1)
         shares[name] = round(problem.nbytes / copy / times[name], 3)
+        if kind == PEER_KIND:
+            without_rope = gpu.seconds(problem.without_rope, problem.nbytes / copy)
         del problem
         torch.cuda.empty_cache()
     return {
         **shape._asdict(),
         "kv_mb": megabytes,
         "us": {name: round(one * 1e6, 2) for name, one in times.items()},
+        "append_attention_us": round(without_rope * 1e6, 2),
         "of_copy": shares,
         "faster_than_16_bits": {name: round(times["16 bits"] / one, 2) for name, one in times.items() if name != "16 bits"},
     }
+
+
+def peers(problem: Problem) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
+    """Yield names of others, as far as they are installed, and what makes their calls: one for each cache, after a look at the first."""
+    if not find_spec("flashinfer"):
+        return
+    both = [(codes[:, 0], codes[:, 1]) for codes in problem.caches]
+    scales = torch.full((2, both[0][0].shape[1]), PEER_SCALE, device=problem.q.device)
+
+    def flash_infer(**options: Any) -> list[Call]:
+        calls = paged_calls(problem.q, both, k_scale=PEER_SCALE, **options)
+        out = (calls[0]() * PEER_SCALE).view(problem.q.shape)
+        error = largest_error(out, problem.q, problem.caches[0], scales, problem.lengths)
+        assert error <= PEER_TOLERANCE, f"error {error:.2e}"
+        return list(calls)
+
+    yield "flashinfer", flash_infer
+    yield "flashinfer_heads_first", partial(flash_infer, layout="HND")
+    if problem.q.shape[1] == 1:
+        yield "flashinfer_cuda_cores", partial(flash_infer, tensor_cores=False)
 
 
 def exceeded(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -151,6 +188,10 @@ def exceeded(rows: Sequence[dict[str, Any]]) -> list[str]:
                 slow.append(f"{shape}: {name} {row['of_copy'][name]:.3f} of copy")
             if row["kv_mb"]["16 bits"] >= _LARGE_16_MB and faster < LIMITS["of_16_bits"]:
                 slow.append(f"{shape}: {name} {faster:.2f} times as fast as 16 bits")
+        others = {name: one for name, one in row.get("peers_us", {}).items() if isinstance(one, float)}
+        if others and row["append_attention_us"] > LIMITS["of_best_peer"] * min(others.values()):
+            best = min(others, key=lambda name: others[name])
+            slow.append(f"{shape}: {' '.join(PEER_KIND)} {row['append_attention_us'] / others[best]:.3f} of the time of {best}")
     return slow
 
 
@@ -186,6 +227,16 @@ def main() -> int:
                 continue
             rows.append(measure(gpu, shape, copy))
             print(json.dumps(rows[-1]), flush=True)
+        for row in rows if find_spec("flashinfer") else []:  # last, since each launch takes longer once their kernels are loaded
+            shape = Shape(*(row[key] for key in Shape._fields))
+            if time.monotonic() > deadline:
+                left_out.append(f"others at {shape}")
+                continue
+            problem = Problem(gpu, shape, *PEER_KIND)
+            row["peers_us"] = measure_peers(peers(problem), problem.nbytes / copy)
+            print(json.dumps(row), flush=True)
+            del problem
+            torch.cuda.empty_cache()
     result = {
         "errors": errors,
         "copy_gb_per_second": round(copy / 1e9),

@@ -187,7 +187,7 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     times = {}
     for row in _rows(content, "decode"):
         times[row["group"], row["head_dim"], row["batch"], row["past"]] = row["us"]["attention"]
-        others = [one for one in row.get("peers_us", {}).values() if isinstance(one, float)]
+        others = _peer_times(row)
         if row["kv_mb"] >= 64:
             (large if row["kv_mb"] >= 65 else least).append(row["of_copy"][rope])
             best += [row["us"]["attention"] / min(others)] if others else []
@@ -200,6 +200,8 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     more = [row["us"][rope] - one[_but_width(row)] for row in chunks if 2 <= row["width"] <= 16 and row["kv_mb"] <= 8]
     flashes = [(row["us"]["attention"], row.get("peers_us", {}).get(flash)) for row in chunks if row["width"] > 1]
     of_flash = [ours / other for ours, other in flashes if isinstance(other, float)]
+    paged = [(row["us"]["attention"], _peer_times(row, "flashinfer")) for row in chunks if row["width"] > 1]
+    of_flashinfer = [ours / min(others) for ours, others in paged if others]
     rows = [(row["us"]["attention"], row.get("peers_us", {}).get(flash)) for row in _rows(content, "prefill")]
     shares = [other / ours for ours, other in rows if isinstance(other, float)]
     eight = [time / times[(1, *shape)] for (group, *shape), time in times.items() if group == 8 and (1, *shape) in times]
@@ -213,11 +215,17 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         ("16 new tokens, more than 8 MB: time over that of 1", to_16, "", f"{limits.get('16_of_1', 0):g}"),
         ("2 to 16 new tokens, up to 8 MB: more than 1", more, " us", f"{limits.get('small_more_us', 0):g} us"),
         (f"2 to 512 new tokens: time over that of torch's {flash}", of_flash, "", f"{limits.get('chunk_of_best_peer', 0):g}"),
+        ("2 to 512 new tokens: time over that of FlashInfer's fastest", of_flashinfer, "", f"{limits.get('chunk_of_best_peer', 0):g}"),
         (f"prefill: speed over torch's {flash}", shares, "", f"at least {limits['of_flash']:g}"),
     ):
         if found:
             digits = 3 if "time over" in what else 2
             yield f"attention, {what}", f"{min(found):.{digits}f} to {max(found):.{digits}f}{unit} ({len(found)} shapes)", limit
+
+
+def _peer_times(row: dict[str, Any], name: str = "") -> list[float]:
+    """Return the times of others whose names begin so, and not why one has none."""
+    return [one for other, one in row.get("peers_us", {}).items() if isinstance(one, float) and other.startswith(name)]
 
 
 def _rows(content: dict[str, Any], which: str) -> list[dict[str, Any]]:
@@ -304,6 +312,10 @@ def _attention_quantized_decode(content: dict[str, Any]) -> Iterator[tuple[str, 
                 f"{min(times):.2f} to {max(times):.2f}",
                 f"{limits['of_16_bits']}",
             )
+        times = [row["append_attention_us"] / min(others) for row in chosen if (others := _peer_times(row))]
+        if times:
+            label = f"{what}, float8_e4m3fn K/V with a scale for each head: time over that of FlashInfer's fastest, without RoPE"
+            yield label, f"{min(times):.3f} to {max(times):.3f} ({len(times)} shapes)", f"{limits['of_best_peer']:g}"
 
 
 def _attention_quantized_prefill(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
