@@ -162,8 +162,9 @@ def peers(data: Any) -> dict[str, Any]:
     if find_spec("flashinfer"):
         from flashinfer import sampling
 
-        calls["flashinfer_top_p"] = lambda logits: sampling.top_p_sampling_from_probs(torch.softmax(logits / 0.8, -1), 0.9)
-        calls["flashinfer_top_k_top_p"] = lambda logits: sampling.top_k_top_p_sampling_from_logits(logits / 0.8, 50, 0.9)
+        fixed = {"seed": 0, "offset": 0}  # or it asks torch's generator, which refuses in a capture
+        calls["flashinfer_top_p"] = lambda logits: sampling.top_p_sampling_from_probs(torch.softmax(logits / 0.8, -1), 0.9, **fixed)
+        calls["flashinfer_top_k_top_p"] = lambda logits: sampling.top_k_top_p_sampling_from_logits(logits / 0.8, 50, 0.9, **fixed)
     return {name: peer_us(call, data) for name, call in calls.items()}
 
 
