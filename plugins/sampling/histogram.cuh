@@ -11,8 +11,13 @@ constexpr int kSharedBins = kFineAtOnce * kFineBins;
 static_assert(kSharedBins >= 3 * kCoarseBins, "the same shared memory for both");
 
 // Shared memory, all 0 but within a function of this file.
-__device__ __forceinline__ void clear_bins(unsigned* bins) {
-    for (int bin = threadIdx.x; bin < kSharedBins; bin += kRowThreads) bins[bin] = 0;
+__device__ __forceinline__ unsigned* shared_bins() {
+    SHARED_ARRAY(unsigned, bins, kSharedBins);
+    return bins;
+}
+__device__ __forceinline__ void clear_bins() {
+#pragma unroll 1
+    for (int bin = threadIdx.x; bin < kSharedBins; bin += kRowThreads) shared_bins()[bin] = 0;
 }
 
 // Calls add_up(bin) once if all lanes of a warp meet in a bin, else add_one(bin) in each lane that has one; bin -1: none. For all lanes.
@@ -29,19 +34,20 @@ __device__ __forceinline__ void add_to_bins(int bin, AddUp add_up, AddOne add_on
 template <class Add>
 __device__ __forceinline__ void hand_in(int num_bins, int rank, Add add) {
     __syncthreads();
-    const int first = rank * 32 % num_bins + threadIdx.x;
-    for (int i = 0; i < num_bins; i += kRowThreads) {
-        if (i + static_cast<int>(threadIdx.x) >= num_bins) break;
-        const int bin = first + i;
-        add(bin < num_bins ? bin : bin - num_bins);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_bins; i += kRowThreads) {
+        int bin = rank * 32 + i;
+        while (bin >= num_bins) bin -= num_bins;
+        add(bin);
     }
     __syncthreads();
 }
 
 // bin_of(token, logit): from 0 to num_bins - 1, or -1. For all threads of the block.
-template <class BinOf>
-__device__ __forceinline__ void add_counts(const RowChunk& chunk, int rank, int num_bins, unsigned* of_row, unsigned* bins, BinOf bin_of) {
-    chunk.for_each([&](int token, float logit) {
+template <int kAtOnce = kTokensAtOnce, class BinOf>
+__device__ __forceinline__ void add_counts(const RowChunk& chunk, int rank, int num_bins, unsigned* of_row, BinOf bin_of) {
+    unsigned* const bins = shared_bins();
+    chunk.for_each<kAtOnce>([&](int token, float logit) {
         add_to_bins(bin_of(token, logit), [&](int bin) {
             if (threadIdx.x % 32 == 0) atomicAdd(bins + bin, 32u);
         }, [&](int bin) { atomicAdd(bins + bin, 1u); });
@@ -53,14 +59,27 @@ __device__ __forceinline__ void add_counts(const RowChunk& chunk, int rank, int 
     });
 }
 
+// A coarse bin whose classes are counted, and where its count begins.
+struct FineBins {
+    int coarse, first;
+};
+
+// The classes of three coarse bins. For all threads of the block.
+__device__ __noinline__ void add_fine_counts(const RowChunk chunk, int rank, int num_bins, unsigned* of_row, FineBins a, FineBins b, FineBins c) {
+    add_counts(chunk, rank, num_bins, of_row, [&](int, float logit) {
+        const unsigned token_class = chunk.class_at(logit);
+        const int coarse = static_cast<int>(token_class >> kFineBits), bin = static_cast<int>(token_class % kFineBins);
+        return coarse == a.coarse ? a.first + bin : coarse == b.coarse ? b.first + bin : coarse == c.coarse ? c.first + bin : -1;
+    });
+}
+
 // Weights by the high bits of the class, and counts if they are asked for.
-template <class ClassOf>
-__device__ __forceinline__ void add_weights(const RowChunk& chunk, int rank, RowWorkspace& row, unsigned* bins, bool with_counts,
-                                            ClassOf class_of_logit) {
-    unsigned *const low = bins, *const high = bins + kCoarseBins, *const counts = bins + 2 * kCoarseBins;
+__device__ __forceinline__ void add_weights(const RowChunk& chunk, int rank, RowWorkspace& row, bool with_counts) {
+    unsigned *const low = shared_bins(), *const high = low + kCoarseBins, *const counts = high + kCoarseBins;
+#pragma unroll 1
     for (int from = chunk.begin; from < chunk.end; from += kTokensOfHistogram) {
         chunk.for_each(from, min(chunk.end, from + kTokensOfHistogram), [&](int, float logit) {
-            const unsigned token_class = class_of_logit(logit);
+            const unsigned token_class = chunk.class_at(logit);
             const Weight weight = weight_of(token_class);
             const unsigned low_part = static_cast<unsigned>(weight & 0xFFFF), high_part = static_cast<unsigned>(weight >> 16);
             add_to_bins(weight ? static_cast<int>(token_class >> kFineBits) : -1, [&](int bin) {
@@ -90,36 +109,46 @@ struct FoundBin {
     Number before, value;  // sum of the bins before it, and its own
 };
 
-// Bins with their prefix sums, kBinsOfThread in each thread of the block.
-template <int kBins>
-struct BinSums {
-    static constexpr int kBinsOfThread = (kBins + kRowThreads - 1) / kRowThreads;
-    Number values[kBinsOfThread], before, total;
+// Shared memory in which the thread that has found a bin tells the others.
+__device__ __forceinline__ FoundBin* found_bin() {
+    SHARED_ARRAY(FoundBin, found, 1);
+    return found;
+}
 
-    // `scratch`: shared memory for kWarpsOfBlock numbers. For all threads of the block.
-    template <class ValueOf>
-    __device__ __forceinline__ BinSums(Number* scratch, ValueOf value_of) {
-        Number own = 0;
+// Bins with their prefix sums. Each thread of the block has kBinsOfThread of them, of which it keeps the sum.
+template <class ValueOf>
+struct BinSums {
+    static constexpr int kBinsOfThread = kFineBins / kRowThreads;
+    static_assert(kCoarseBins % kBinsOfThread == 0 && kCoarseBins <= kFineBins, "a thread has as many bins or none");
+
+    ValueOf value_of;
+    const int first;
+    Number own = 0, before, total;
+
+    // The number of bins is kCoarseBins or kFineBins. For all threads of the block.
+    __device__ __forceinline__ BinSums(int bins, ValueOf value_of) : value_of(value_of), first(kBinsOfThread * static_cast<int>(threadIdx.x)) {
+        if (first < bins) {
 #pragma unroll
-        for (int i = 0; i < kBinsOfThread; i++) {
-            const int bin = kBinsOfThread * static_cast<int>(threadIdx.x) + i;
-            values[i] = bin < kBins ? value_of(bin) : 0;
-            own += values[i];
+            for (int i = 0; i < kBinsOfThread; i++) own += value_of(first + i);
         }
-        const PrefixSum sum = block_prefix_sum(own, scratch);
+        const PrefixSum sum = block_prefix_sum(own);
         before = sum.before;
         total = sum.total;
     }
 
-    // The first bin with which the sum exceeds the target. `found` in shared memory. For all threads of the block.
-    __device__ __forceinline__ FoundBin find(Number target, FoundBin* found) const {
+    // The first bin with which the sum exceeds the target. For all threads of the block.
+    __device__ __forceinline__ FoundBin find(Number target) const {
         if (target >= total) return {-1, 0, 0};
+        FoundBin* const found = found_bin();
         __syncthreads();
-        Number sum = before;
-#pragma unroll
-        for (int i = 0; i < kBinsOfThread; i++) {
-            if (sum <= target && target < sum + values[i]) *found = {kBinsOfThread * static_cast<int>(threadIdx.x) + i, sum, values[i]};
-            sum += values[i];
+        if (before <= target && target < before + own) {
+            FoundBin here{first, before, value_of(first)};
+#pragma unroll 1
+            while (here.before + here.value <= target) {
+                here.before += here.value;
+                here.value = value_of(++here.bin);
+            }
+            *found = here;
         }
         __syncthreads();
         return *found;

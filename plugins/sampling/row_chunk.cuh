@@ -2,39 +2,44 @@
 #pragma once
 
 #include "sampling/block_scan.cuh"
+#include "sampling/weights.cuh"
 
-constexpr int kTokensAtOnce = 5;  // that a thread loads before it looks at the first; 9 are a little slower on an H200
+constexpr int kTokensAtOnce = 3;  // that a thread loads before it looks at the first
 
 // Tokens from `begin` on are divided into runs of equal length, one for each warp: see run().
 struct RowChunk {
     const float* logits;
     int begin, end;
+    float largest, scale;  // the largest logit of the row, and RowParams::scale: see class_of()
 
     // The tokens of each warp among `count` ones.
     static __device__ __forceinline__ int run(int count) { return (count + kRowThreads - 1) / kRowThreads * 32; }
 
+    __device__ __forceinline__ unsigned class_at(float logit) const { return class_of(largest, logit, scale); }
+
     // Calls visit(token, logit) with the same number of calls for all lanes of a warp; with -inf for tokens that do not exist.
-    template <class Visit>
+    template <int kAtOnce = kTokensAtOnce, class Visit>
     __device__ __forceinline__ void for_each(Visit visit) const {
-        for_each(begin, end, visit);
+        for_each<kAtOnce>(begin, end, visit);
     }
-    template <class Visit>
+    template <int kAtOnce = kTokensAtOnce, class Visit>
     __device__ __forceinline__ void for_each(int from, int to, Visit visit) const {
-        for_each(from, to, [&](int token, bool exists) { return exists ? logits[token] : __uint_as_float(0xFF800000u); }, visit);
+        for_each<kAtOnce>(from, to, [&](int token, bool exists) { return exists ? logits[token] : __uint_as_float(0xFF800000u); }, visit);
     }
     // With what load(token, exists) returns in place of the logit.
-    template <class Load, class Visit>
+    template <int kAtOnce, class Load, class Visit>
     __device__ __forceinline__ void for_each(int from, int to, Load load, Visit visit) const {
         const int length = run(to - from), first_of_run = from + static_cast<int>(threadIdx.x) / 32 * length, lane = threadIdx.x % 32;
-        for (int first = 0; first < length; first += 32 * kTokensAtOnce) {
-            decltype(load(0, false)) loaded[kTokensAtOnce];
+#pragma unroll 1
+        for (int first = 0; first < length; first += 32 * kAtOnce) {
+            decltype(load(0, false)) loaded[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kTokensAtOnce; i++) {
+            for (int i = 0; i < kAtOnce; i++) {
                 const int at = first + 32 * i, token = first_of_run + at + lane;
                 loaded[i] = load(token, at < length && token < to);
             }
 #pragma unroll
-            for (int i = 0; i < kTokensAtOnce; i++) {
+            for (int i = 0; i < kAtOnce; i++) {
                 if (first + 32 * i < length) visit(first_of_run + first + 32 * i + lane, loaded[i]);
             }
         }

@@ -20,16 +20,17 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
     groups = min(batch, workspace.groups)
     useful = -(-vocab_size // _MIN_TOKENS_OF_BLOCK)
     blocks = max(1, min(workspace.blocks // groups, useful, MAX_BLOCKS_OF_ROW))
+    tokens_of_block = -(-vocab_size // (blocks * ROW_THREADS)) * ROW_THREADS
     arguments = (
         *(logits.ptr, logits.strides[0], vocab_size, batch, rows.params.ptr),
         *(0 if tensor is None else tensor.ptr for tensor in (rows.uses, rows.bias, workspace.edited)),
-        *(tokens.ptr, rows.results.ptr, workspace.meeting.ptr, blocks),
+        *(tokens.ptr, rows.results.ptr, workspace.meeting.ptr, tokens_of_block),
     )
     launch(
         logits.memory,
         "sampling_choose",
         "choose_tokens",
-        (blocks * groups, 1, 1),
+        (blocks, groups, 1),
         arguments,
         stream,
         threads=ROW_THREADS,
