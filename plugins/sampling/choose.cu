@@ -75,10 +75,8 @@ struct RowSampler {
 
     __device__ __forceinline__ void add_likely_weight() {
         Number sum = 0;
-        chunk.for_each<1>([&](int, float logit) {
-            const Weight weight = weight_of(chunk.class_at(logit));
-            if (weight >= params.min_weight) sum += weight;
-        });
+        const auto load = [&](int token, bool exists) -> Weight { return weight_of(chunk.class_at(chunk.logit_at(token, exists))); };
+        chunk.for_each<1>(chunk.begin, chunk.end, load, [&](int, Weight weight) { sum += weight >= params.min_weight ? weight : 0; });
         sum = block_prefix_sum(sum).total;
         if (threadIdx.x == 0) atomicAdd(&row.likely_weight, sum);
     }
@@ -177,7 +175,8 @@ struct RowSampler {
     // The first token, by its id, with which the sum of the shares exceeds a target; -1 in all other threads.
     __device__ __forceinline__ int find_token(unsigned long long random) {
         Number own = 0;
-        chunk.for_each([&](int token, float logit) { own += share_of(token, logit); });
+        const auto load = [&](int token, bool exists) -> Number { return share_of(token, chunk.logit_at(token, exists)); };
+        chunk.for_each(chunk.begin, chunk.end, load, [&](int, Number share) { own += share; });
         const PrefixSum in_block = block_prefix_sum(own);
         const Number before_warp = __shfl_sync(~0u, in_block.before, 0), up_to_warp = __shfl_sync(~0u, in_block.before + own, 31);
         const PrefixSum of_blocks = block_prefix_sum(exchange.with_all(in_block.total));
@@ -241,26 +240,30 @@ __device__ __forceinline__ Number edit_and_find_largest(const RowChunk& chunk, c
                                                         float* edited) {
     unsigned best = 0;
     int place = 0;
+    const int end = edited ? chunk.end : 0;
     const auto load = [&](int token, bool exists) -> LogitWithEdits {
-        return {exists ? chunk.logits[token] : __uint_as_float(0xFF800000u), exists && bias ? bias[token] : 0, exists && uses ? uses[token] : 0};
+        return {chunk.logit_at(token, exists), exists && bias ? bias[token] : 0, exists && uses ? uses[token] : 0};
     };
     chunk.for_each<kEditsAtOnce>(chunk.begin, chunk.end, load, [&](int token, const LogitWithEdits& one) {
         float logit = one.logit;
         if (one.uses || one.bias != 0) logit = edited_logit(logit, one.bias, one.uses, params.repetition, params.frequency, params.presence);
         const unsigned order = order_of(logit);
         if (order > best) best = order, place = token;
-        if (edited && token < chunk.end) edited[token] = logit;
+        if (token < end) edited[token] = logit;
     });
     return block_max(static_cast<Number>(best) << 32 | (~0u - static_cast<unsigned>(place)));
 }
 
 // tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
 // counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
+// is_kept: there is dynamic shared memory for the tokens of a block, in which it keeps their logits, after bias and penalties.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* all_params, unsigned* counts,
-                  const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long tokens_of_block) {
+                  const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long tokens_of_block,
+                  long long is_kept) {
     SHARED_ARRAY(unsigned long long, random, 1);
     SHARED_ARRAY(RowParams, of_row, 1);
+    DYNAMIC_SHARED(float, kept);
     const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y);
     const int groups = static_cast<int>(gridDim.y), size = static_cast<int>(tokens_of_block);
     const int begin = min(static_cast<int>(vocab), rank * size), end = min(static_cast<int>(vocab), begin + size);
@@ -279,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
         if (!(params.flags & kActive)) continue;
         const bool is_edited = params.flags & (kPenalised | kBiased), is_greedy = params.flags & kGreedy;
         RowChunk chunk{logits + row * row_stride, begin, end, 0, params.scale};
-        float* const into = is_edited && !is_greedy ? edited + group * vocab : nullptr;
+        float* const into = is_greedy ? nullptr : is_kept ? kept - begin : is_edited ? edited + group * vocab : nullptr;
         int error = kNoError;
         Number largest, bad = 0;
         // A row in which no logit is left is looked at again, as it came, which tells why.

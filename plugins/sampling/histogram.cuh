@@ -11,31 +11,28 @@ constexpr int kSharedBins = kFineAtOnce * kFineBins;
 static_assert(kSharedBins >= 3 * kCoarseBins, "the same shared memory for both");
 
 // Shared memory, all 0 but within a function of this file.
-__device__ __forceinline__ unsigned* shared_bins() {
-    SHARED_ARRAY(unsigned, bins, kSharedBins);
+__device__ __forceinline__ uint4* shared_bins() {
+    SHARED_ARRAY(uint4, bins, kSharedBins / 4);
     return bins;
 }
 __device__ __forceinline__ void clear_bins() {
-#pragma unroll 1
-    for (int bin = threadIdx.x; bin < kSharedBins; bin += kRowThreads) shared_bins()[bin] = 0;
+    static_assert(kSharedBins % (4 * kRowThreads) == 0, "as many bins for each thread");
+#pragma unroll
+    for (int i = 0; i < kSharedBins / 4; i += kRowThreads) shared_bins()[i + threadIdx.x] = {0, 0, 0, 0};
 }
 
-// Calls add_up(bin) once if all lanes of a warp meet in a bin, else add_one(bin) in each lane that has one; bin -1: none. For all lanes.
-template <class AddUp, class AddOne>
-__device__ __forceinline__ void add_to_bins(int bin, AddUp add_up, AddOne add_one) {
-    if (__all_sync(~0u, bin == __shfl_sync(~0u, bin, 0))) {
-        if (bin >= 0) add_up(bin);
-    } else if (bin >= 0) {
-        add_one(bin);
-    }
-}
+// Their address, from another lane, as the compiler would otherwise compute it again at each use.
+__device__ __forceinline__ SharedAddress address_of_bins() { return __shfl_sync(~0u, shared_address(shared_bins()), 0); }
 
-// Adds to the memory of a row what each block has counted, beginning with another bin in each block, and clears it.
+// Whether all lanes of a warp meet in a bin.
+__device__ __forceinline__ bool all_meet(int bin) { return __all_sync(~0u, bin == __shfl_sync(~0u, bin, 0)); }
+
+// Hands to the memory of a row what each block has counted: calls add(bin) for every fourth bin, beginning with another one in each block.
 template <class Add>
 __device__ __forceinline__ void hand_in(int num_bins, int rank, Add add) {
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < num_bins; i += kRowThreads) {
+    for (int i = 4 * threadIdx.x; i < num_bins; i += 4 * kRowThreads) {
         int bin = rank * 32 + i;
         while (bin >= num_bins) bin -= num_bins;
         add(bin);
@@ -43,20 +40,33 @@ __device__ __forceinline__ void hand_in(int num_bins, int rank, Add add) {
     __syncthreads();
 }
 
-// bin_of(token, logit): from 0 to num_bins - 1, or -1. For all threads of the block.
+// Four bins, which are 0 afterwards.
+__device__ __forceinline__ uint4 take_bins(uint4* bins) {
+    const uint4 taken = *bins;
+    *bins = {0, 0, 0, 0};
+    return taken;
+}
+
+__device__ __forceinline__ void add_to_row(unsigned* of_row, const uint4& counts) {
+    if (counts.x) atomicAdd(of_row, counts.x);
+    if (counts.y) atomicAdd(of_row + 1, counts.y);
+    if (counts.z) atomicAdd(of_row + 2, counts.z);
+    if (counts.w) atomicAdd(of_row + 3, counts.w);
+}
+
+// bin_of(token, logit): from 0 to num_bins - 1, or less than 0. For all threads of the block.
 template <int kAtOnce = kTokensAtOnce, class BinOf>
 __device__ __forceinline__ void add_counts(const RowChunk& chunk, int rank, int num_bins, unsigned* of_row, BinOf bin_of) {
-    unsigned* const bins = shared_bins();
-    chunk.for_each<kAtOnce>([&](int token, float logit) {
-        add_to_bins(bin_of(token, logit), [&](int bin) {
-            if (threadIdx.x % 32 == 0) atomicAdd(bins + bin, 32u);
-        }, [&](int bin) { atomicAdd(bins + bin, 1u); });
+    const SharedAddress address = address_of_bins();
+    const auto load = [&](int token, bool exists) -> int { return bin_of(token, chunk.logit_at(token, exists)); };
+    chunk.for_each<kAtOnce>(chunk.begin, chunk.end, load, [&](int, int bin) {
+        if (all_meet(bin)) {
+            if (bin >= 0 && threadIdx.x % 32 == 0) add_shared(address + bin * 4, 32);
+        } else if (bin >= 0) {
+            count_shared(address + bin * 4);
+        }
     });
-    hand_in(num_bins, rank, [&](int bin) {
-        if (!bins[bin]) return;
-        atomicAdd(of_row + bin, bins[bin]);
-        bins[bin] = 0;
-    });
+    hand_in(num_bins, rank, [&](int bin) { add_to_row(of_row + bin, take_bins(shared_bins() + bin / 4)); });
 }
 
 // A coarse bin whose classes are counted, and where its count begins.
@@ -69,37 +79,59 @@ __device__ __noinline__ void add_fine_counts(const RowChunk chunk, int rank, int
     add_counts(chunk, rank, num_bins, of_row, [&](int, float logit) {
         const unsigned token_class = chunk.class_at(logit);
         const int coarse = static_cast<int>(token_class >> kFineBits), bin = static_cast<int>(token_class % kFineBins);
-        return coarse == a.coarse ? a.first + bin : coarse == b.coarse ? b.first + bin : coarse == c.coarse ? c.first + bin : -1;
+        int first = -kFineBins;
+        if (coarse == c.coarse) first = c.first;
+        if (coarse == b.coarse) first = b.first;
+        if (coarse == a.coarse) first = a.first;
+        return first + bin;
     });
 }
 
+__device__ __forceinline__ void add_to_row(Weight* of_row, unsigned low, unsigned high) {
+    if (low | high) atomicAdd(of_row, low + (static_cast<Weight>(high) << 16));
+}
+
+// A token in its coarse bin, -1 if it has no weight; the weight in two parts.
+struct WeightInBin {
+    int bin;
+    unsigned low, high;
+};
+
 // Weights by the high bits of the class, and counts if they are asked for.
 __device__ __forceinline__ void add_weights(const RowChunk& chunk, int rank, RowWorkspace& row, bool with_counts) {
-    unsigned *const low = shared_bins(), *const high = low + kCoarseBins, *const counts = high + kCoarseBins;
+    constexpr int kHigh = kCoarseBins * 4, kCounts = 2 * kHigh;
+    const SharedAddress address = address_of_bins();
+    const auto load = [&](int token, bool exists) -> WeightInBin {
+        const unsigned token_class = chunk.class_at(chunk.logit_at(token, exists));
+        const Weight weight = weight_of(token_class);
+        const int bin = weight ? static_cast<int>(token_class >> kFineBits) : -1;
+        return {bin, static_cast<unsigned>(weight & 0xFFFF), static_cast<unsigned>(weight >> 16)};
+    };
 #pragma unroll 1
     for (int from = chunk.begin; from < chunk.end; from += kTokensOfHistogram) {
-        chunk.for_each(from, min(chunk.end, from + kTokensOfHistogram), [&](int, float logit) {
-            const unsigned token_class = chunk.class_at(logit);
-            const Weight weight = weight_of(token_class);
-            const unsigned low_part = static_cast<unsigned>(weight & 0xFFFF), high_part = static_cast<unsigned>(weight >> 16);
-            add_to_bins(weight ? static_cast<int>(token_class >> kFineBits) : -1, [&](int bin) {
-                const int low_sum = warp_sum(static_cast<int>(low_part)), high_sum = warp_sum(static_cast<int>(high_part));
-                if (threadIdx.x % 32) return;
-                atomicAdd(low + bin, static_cast<unsigned>(low_sum));
-                atomicAdd(high + bin, static_cast<unsigned>(high_sum));
-                if (with_counts) atomicAdd(counts + bin, 32u);
-            }, [&](int bin) {
-                if (low_part) atomicAdd(low + bin, low_part);
-                if (high_part) atomicAdd(high + bin, high_part);
-                if (with_counts) atomicAdd(counts + bin, 1u);
-            });
+        chunk.for_each(from, min(chunk.end, from + kTokensOfHistogram), load, [&](int, const WeightInBin& one) {
+            unsigned low = one.low, high = one.high, count = 1;
+            bool adds = one.bin >= 0;
+            if (all_meet(one.bin)) {
+                low = static_cast<unsigned>(warp_sum(static_cast<int>(low)));
+                high = static_cast<unsigned>(warp_sum(static_cast<int>(high)));
+                count = 32;
+                adds = adds && threadIdx.x % 32 == 0;
+            }
+            if (!adds) return;
+            const SharedAddress bin = address + one.bin * 4;
+            add_shared(bin, low);
+            add_shared(bin + kHigh, high);
+            if (with_counts) add_shared(bin + kCounts, count);
         });
         hand_in(kCoarseBins, rank, [&](int bin) {
-            const Weight weight = low[bin] + (static_cast<Weight>(high[bin]) << 16);
-            if (!weight) return;
-            atomicAdd(row.coarse_weight + bin, weight);
-            if (with_counts) atomicAdd(row.coarse_count + bin, counts[bin]);
-            low[bin] = high[bin] = counts[bin] = 0;
+            uint4* const place = shared_bins() + bin / 4;
+            const uint4 low = take_bins(place), high = take_bins(place + kCoarseBins / 4);
+            add_to_row(row.coarse_weight + bin, low.x, high.x);
+            add_to_row(row.coarse_weight + bin + 1, low.y, high.y);
+            add_to_row(row.coarse_weight + bin + 2, low.z, high.z);
+            add_to_row(row.coarse_weight + bin + 3, low.w, high.w);
+            if (with_counts) add_to_row(row.coarse_count + bin, take_bins(place + kCoarseBins / 2));
         });
     }
 }

@@ -4,7 +4,7 @@
 #include "sampling/block_scan.cuh"
 #include "sampling/weights.cuh"
 
-constexpr int kTokensAtOnce = 3;  // that a thread loads before it looks at the first
+constexpr int kTokensAtOnce = 2;
 
 // Tokens from `begin` on are divided into runs of equal length, one for each warp: see run().
 struct RowChunk {
@@ -17,17 +17,12 @@ struct RowChunk {
 
     __device__ __forceinline__ unsigned class_at(float logit) const { return class_of(largest, logit, scale); }
 
-    // Calls visit(token, logit) with the same number of calls for all lanes of a warp; with -inf for tokens that do not exist.
-    template <int kAtOnce = kTokensAtOnce, class Visit>
-    __device__ __forceinline__ void for_each(Visit visit) const {
-        for_each<kAtOnce>(begin, end, visit);
-    }
-    template <int kAtOnce = kTokensAtOnce, class Visit>
-    __device__ __forceinline__ void for_each(int from, int to, Visit visit) const {
-        for_each<kAtOnce>(from, to, [&](int token, bool exists) { return exists ? logits[token] : __uint_as_float(0xFF800000u); }, visit);
-    }
-    // With what load(token, exists) returns in place of the logit.
-    template <int kAtOnce, class Load, class Visit>
+    // -inf for tokens that do not exist.
+    __device__ __forceinline__ float logit_at(int token, bool exists) const { return exists ? logits[token] : __uint_as_float(0xFF800000u); }
+
+    // Calls visit(token, what load(token, exists) gave), with the same number of calls for all lanes of a warp. A thread calls load() kAtOnce
+    // times before it visits the first: what is slow, and does not depend on other lanes, belongs there.
+    template <int kAtOnce = kTokensAtOnce, class Load, class Visit>
     __device__ __forceinline__ void for_each(int from, int to, Load load, Visit visit) const {
         const int length = run(to - from), first_of_run = from + static_cast<int>(threadIdx.x) / 32 * length, lane = threadIdx.x % 32;
 #pragma unroll 1

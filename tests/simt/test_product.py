@@ -418,8 +418,8 @@ MISTAKES = {
     ),
     "classes that are counted with those of another bin": (
         "sampling/histogram.cuh",
-        "c.first + bin : -1",
-        "b.first + bin : -1",
+        "first = c.first",
+        "first = b.first",
         "none",
         SAMPLING,
         "assert",
