@@ -55,12 +55,13 @@ struct RowSampler {
         const unsigned long long shifted = params.top_p << 11;
         const Number all = kept.token_class == kClasses ? weights.total : kept.weight;
         const Number wanted = __umul64hi(shifted, all) + (shifted * all != 0), likely = params.min_weight ? row.likely_weight : all;
-        const FoundBin end = weights.find(wanted - 1);
+        const FoundBin end = weights.find(wanted - 1, 0);
         // Where the random number falls depends on where top_p ends; but nearly always the ends of its bin say so too.
-        const FoundBin most = weights.find(__umul64hi(random << 11, min(end.before + end.value, likely)));
-        int least = most.bin;  // the other end matters only where much of the weight is in that bin
-        if (end.value > end.before / 8) least = weights.find(__umul64hi(random << 11, min(end.before, likely))).bin;
-        count_fine(end.bin, most.bin, least);
+        const bool is_large = end.value > end.before / 8;  // else one end says enough
+        weights.look_for(__umul64hi(random << 11, min(end.before + end.value, likely)), 1);
+        if (is_large) weights.look_for(__umul64hi(random << 11, min(end.before, likely)), 2);
+        __syncthreads();
+        count_fine(end.bin, found_bins()[1].bin, is_large ? found_bins()[2].bin : -1);
         FoundBin coarse = end;
         Number target = wanted - 1;
 #pragma unroll 1
@@ -68,7 +69,7 @@ struct RowSampler {
             const Border border = border_in(coarse, target);
             if (!is_end) return border;
             target = __umul64hi(random << 11, min(border.weight, likely));
-            coarse = weights.find(target);
+            coarse = weights.find(target, 3);
             count_fine(coarse.bin);
         }
     }
@@ -111,7 +112,7 @@ struct RowSampler {
         const unsigned* const counts = row.fine_count[slot_of(coarse.bin)];
         const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits;
         const auto weight_in = [&](int bin) -> Number { return counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0; };
-        const FoundBin fine = BinSums(kFineBins, weight_in).find(target - coarse.before);
+        const FoundBin fine = BinSums(kFineBins, weight_in).find(target - coarse.before, 4);
         const unsigned token_class = first_class + fine.bin;
         const Weight weight = weight_of(token_class);
         const Number before = coarse.before + fine.before, members = (target - before) / weight + 1;
@@ -121,11 +122,11 @@ struct RowSampler {
     // Finds the last token that top_k keeps. The border's class is kClasses if all tokens that have a weight are kept.
     __device__ __forceinline__ Border keep_top_k() {
         const Number wanted = static_cast<Number>(params.top_k);
-        const FoundBin coarse = BinSums(kCoarseBins, [&](int bin) -> Number { return row.coarse_count[bin]; }).find(wanted - 1);
+        const FoundBin coarse = BinSums(kCoarseBins, [&](int bin) -> Number { return row.coarse_count[bin]; }).find(wanted - 1, 5);
         if (coarse.bin < 0) return {kClasses, 0, 0};
         count_fine(coarse.bin);
         const unsigned* const counts = row.fine_count[slot_of(coarse.bin)];
-        const FoundBin fine = BinSums(kFineBins, [&](int bin) -> Number { return counts[bin]; }).find(wanted - 1 - coarse.before);
+        const FoundBin fine = BinSums(kFineBins, [&](int bin) -> Number { return counts[bin]; }).find(wanted - 1 - coarse.before, 6);
         const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits, token_class = first_class + fine.bin;
         const Number members = wanted - coarse.before - fine.before;
         Number weight = 0;
@@ -153,7 +154,7 @@ struct RowSampler {
                 return chunk.class_at(logit) == of_class && key >> bits == prefix ? static_cast<int>(key & ((1u << bits) - 1)) : -1;
             });
             barrier.wait();
-            const FoundBin bin = BinSums(kFineBins, [&](int bin) -> Number { return counts[bin]; }).find(members - 1);
+            const FoundBin bin = BinSums(kFineBins, [&](int bin) -> Number { return counts[bin]; }).find(members - 1, 0);
             members -= bin.before;
             prefix = prefix << bits | static_cast<unsigned>(bin.bin);
             if (members == bin.value) return ((prefix + 1) << shift) - 1;  // at the last digit at the latest, as keys differ
@@ -180,11 +181,11 @@ struct RowSampler {
         const PrefixSum in_block = block_prefix_sum(own);
         const Number before_warp = __shfl_sync(~0u, in_block.before, 0), up_to_warp = __shfl_sync(~0u, in_block.before + own, 31);
         const PrefixSum of_blocks = block_prefix_sum(exchange.with_all(in_block.total));
-        FoundBin* const found = found_bin();
-        if (static_cast<int>(threadIdx.x) == exchange.rank) found->before = of_blocks.before;
+        Number& before_block = found_bins()->before;
+        if (static_cast<int>(threadIdx.x) == exchange.rank) before_block = of_blocks.before;
         __syncthreads();
         const Number of_row = params.top_p ? chosen.members - 1 : __umul64hi(random << 11, of_blocks.total);
-        const Number target = of_row - found->before;  // may be negative, and so very large
+        const Number target = of_row - before_block;  // may be negative, and so very large
         return before_warp <= target && target < up_to_warp ? find_in_run(target - before_warp) : -1;
     }
 
@@ -254,6 +255,66 @@ __device__ __forceinline__ Number edit_and_find_largest(const RowChunk& chunk, c
     return block_max(static_cast<Number>(best) << 32 | (~0u - static_cast<unsigned>(place)));
 }
 
+// What a launch works on: see choose_tokens().
+struct Batch {
+    const float* logits;
+    long long row_stride, vocab;
+    RowParams* params;
+    unsigned* counts;
+    const float* bias;
+    float *edited, *kept;  // kept: shared memory for the logits of a block, or null
+    int* tokens;
+    RowResult* results;
+};
+
+// For one row, with a group of blocks. `chunk`: what is known without the row.
+__device__ __forceinline__ void choose_token(const Batch& batch, long long row, int group, const RowParams& params, RowWorkspace& workspace,
+                                             RowBarrier& barrier, RowExchange& exchange, RowChunk chunk) {
+    SHARED_ARRAY(unsigned long long, random, 1);
+    if (!(params.flags & kActive)) return;
+    const bool is_edited = params.flags & (kPenalised | kBiased), is_greedy = params.flags & kGreedy;
+    chunk.logits = batch.logits + row * batch.row_stride;
+    float* const into = is_greedy ? nullptr : batch.kept ? batch.kept - chunk.begin : is_edited ? batch.edited + group * batch.vocab : nullptr;
+    int error = kNoError;
+    Number largest, bad = 0;
+    // A row in which no logit is left is looked at again, as it came, which tells why.
+#pragma unroll 1
+    for (bool with_edits = is_edited;; with_edits = false) {
+        const unsigned* const uses = with_edits && params.flags & kPenalised ? batch.counts + row * batch.vocab : nullptr;
+        const float* const bias = with_edits && params.flags & kBiased ? batch.bias + row * batch.vocab : nullptr;
+        const Number of_block = edit_and_find_largest(chunk, params, uses, bias, into);
+        // Nobody waits for this one: the first warps are going to wait for other blocks.
+        if (!is_greedy && threadIdx.x == kRowThreads - 1) *random = random_bits(params.seed, params.counter);
+        largest = block_max(exchange.with_all(of_block));
+        if (is_finite(logit_of_ranked(largest))) break;
+        error = with_edits ? kNothingLeft : kBadLogits;
+        bad = largest;
+        if (!with_edits) break;
+    }
+    const bool is_first = exchange.rank == 0 && threadIdx.x == 0;
+    if (error) {
+        if (is_first) {
+            batch.tokens[row] = 0;  // the next enqueue may already be on its way with it
+            batch.results[row] = {-1, error, token_of_ranked(bad), logit_of_ranked(bad)};
+        }
+        return;
+    }
+    int chosen = is_first ? token_of_ranked(largest) : -1;
+    if (!is_greedy) {
+        if (into) chunk.logits = into;
+        chunk.largest = logit_of_ranked(largest);
+        chunk.scale = params.scale;
+        RowSampler sampler{params, workspace, barrier, exchange, chunk};
+        chosen = sampler.choose(*random);
+        sampler.reset_workspace();
+    }
+    if (chosen < 0) return;
+    batch.tokens[row] = chosen;
+    batch.results[row] = {chosen, kNoError, 0, 0};
+    batch.params[row].counter = params.counter + 1;
+    if (params.flags & kPenalised) batch.counts[row * batch.vocab + chosen]++;
+}
+
 // tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
 // counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
 // is_kept: there is dynamic shared memory for the tokens of a block, in which it keeps their logits, after bias and penalties.
@@ -261,67 +322,32 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* all_params, unsigned* counts,
                   const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long tokens_of_block,
                   long long is_kept) {
-    SHARED_ARRAY(unsigned long long, random, 1);
-    SHARED_ARRAY(RowParams, of_row, 1);
+    SHARED_ARRAY(RowParams, params, 1);
+    SHARED_ARRAY(uint2, begin, 1);
     DYNAMIC_SHARED(float, kept);
     const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y);
-    const int groups = static_cast<int>(gridDim.y), size = static_cast<int>(tokens_of_block);
-    const int begin = min(static_cast<int>(vocab), rank * size), end = min(static_cast<int>(vocab), begin + size);
+    const int first = min(static_cast<int>(vocab), rank * static_cast<int>(tokens_of_block));
+    const RowChunk chunk{nullptr, first, min(static_cast<int>(vocab), first + static_cast<int>(tokens_of_block)), 0, 0};
+    const Batch batch{logits, row_stride, vocab, all_params, counts, bias, edited, is_kept ? kept : nullptr, tokens, results};
     RowWorkspace& workspace = workspaces[group];
     clear_bins();
     grid_dependency_wait();
     grid_dependents_may_launch();
-    RowBarrier barrier(&workspace.at_barriers, static_cast<unsigned>(blocks));
-    RowExchange exchange(workspace, rank, blocks);
+    if (threadIdx.x == 0) {
+        *begin = {workspace.at_barriers, workspace.exchanges};
+        *params = all_params[group];
+    }
+    __syncthreads();
+    RowBarrier barrier{&workspace.at_barriers, static_cast<unsigned>(blocks), begin->x};
+    RowExchange exchange{workspace, rank, blocks, begin->y};
 #pragma unroll 1
-    for (long long row = group; row < rows; row += groups) {
+    for (long long row = group;;) {
+        choose_token(batch, row, group, *params, workspace, barrier, exchange, chunk);
+        row += gridDim.y;
+        if (row >= rows) break;
         __syncthreads();  // one warp reads the logits of the last row longest
-        if (threadIdx.x == 0) *of_row = all_params[row];
+        if (threadIdx.x == 0) *params = all_params[row];
         __syncthreads();
-        const RowParams& params = *of_row;
-        if (!(params.flags & kActive)) continue;
-        const bool is_edited = params.flags & (kPenalised | kBiased), is_greedy = params.flags & kGreedy;
-        RowChunk chunk{logits + row * row_stride, begin, end, 0, params.scale};
-        float* const into = is_greedy ? nullptr : is_kept ? kept - begin : is_edited ? edited + group * vocab : nullptr;
-        int error = kNoError;
-        Number largest, bad = 0;
-        // A row in which no logit is left is looked at again, as it came, which tells why.
-#pragma unroll 1
-        for (bool with_edits = is_edited;; with_edits = false) {
-            const unsigned* const uses = with_edits && params.flags & kPenalised ? counts + row * vocab : nullptr;
-            const float* const added = with_edits && params.flags & kBiased ? bias + row * vocab : nullptr;
-            const Number of_block = edit_and_find_largest(chunk, params, uses, added, into);
-            // Nobody waits for this one: the first warps are going to wait for other blocks.
-            if (!is_greedy && threadIdx.x == kRowThreads - 1) *random = random_bits(params.seed, params.counter);
-            largest = block_max(exchange.with_all(of_block));
-            if (is_finite(logit_of_ranked(largest))) break;
-            error = with_edits ? kNothingLeft : kBadLogits;
-            bad = largest;
-            if (!with_edits) break;
-        }
-        if (error) {
-            if (rank == 0 && threadIdx.x == 0) {
-                tokens[row] = 0;  // the next enqueue may already be on its way with it
-                results[row] = {-1, error, token_of_ranked(bad), logit_of_ranked(bad)};
-            }
-            continue;
-        }
-        int chosen = -1;
-        if (is_greedy) {
-            if (rank == 0 && threadIdx.x == 0) chosen = token_of_ranked(largest);
-        } else {
-            if (into) chunk.logits = into;
-            chunk.largest = logit_of_ranked(largest);
-            RowSampler sampler{params, workspace, barrier, exchange, chunk};
-            chosen = sampler.choose(*random);
-            sampler.reset_workspace();
-        }
-        if (chosen >= 0) {
-            tokens[row] = chosen;
-            results[row] = {chosen, kNoError, 0, 0};
-            all_params[row].counter = params.counter + 1;
-            if (params.flags & kPenalised) counts[row * vocab + chosen]++;
-        }
     }
     exchange.finish();
 }

@@ -142,8 +142,9 @@ struct FoundBin {
 };
 
 // Shared memory in which the thread that has found a bin tells the others.
-__device__ __forceinline__ FoundBin* found_bin() {
-    SHARED_ARRAY(FoundBin, found, 1);
+constexpr int kFoundBins = 7;
+__device__ __forceinline__ FoundBin* found_bins() {
+    SHARED_ARRAY(FoundBin, found, kFoundBins);
     return found;
 }
 
@@ -168,21 +169,22 @@ struct BinSums {
         total = sum.total;
     }
 
-    // The first bin with which the sum exceeds the target. For all threads of the block.
-    __device__ __forceinline__ FoundBin find(Number target) const {
+    // The first bin with which the sum exceeds the target. `place`: one of kFoundBins, that nobody reads any more. For all threads of the block.
+    __device__ __forceinline__ FoundBin find(Number target, int place) const {
         if (target >= total) return {-1, 0, 0};
-        FoundBin* const found = found_bin();
+        look_for(target, place);
         __syncthreads();
-        if (before <= target && target < before + own) {
-            FoundBin here{first, before, value_of(first)};
+        return found_bins()[place];
+    }
+    // The same, but it is only there after the next __syncthreads(); the target is less than the sum of all.
+    __device__ __forceinline__ void look_for(Number target, int place) const {
+        if (target < before || target >= before + own) return;
+        FoundBin here{first, before, value_of(first)};
 #pragma unroll 1
-            while (here.before + here.value <= target) {
-                here.before += here.value;
-                here.value = value_of(++here.bin);
-            }
-            *found = here;
+        while (here.before + here.value <= target) {
+            here.before += here.value;
+            here.value = value_of(++here.bin);
         }
-        __syncthreads();
-        return *found;
+        found_bins()[place] = here;
     }
 };

@@ -10,10 +10,8 @@
 struct RowExchange {
     RowWorkspace& row;
     const int rank, blocks;
-    const unsigned done_before;
-    unsigned done;
-
-    __device__ __forceinline__ RowExchange(RowWorkspace& row, int rank, int blocks) : row(row), rank(rank), blocks(blocks), done_before(row.exchanges), done(done_before) {}
+    const unsigned done_before;  // what row.exchanges was
+    unsigned done = done_before;
 
     // Thread t gets the number of block t, threads from `blocks` on 0. `number` counts in thread 0 only. For all threads of the block.
     __device__ __forceinline__ Number with_all(Number number) {
