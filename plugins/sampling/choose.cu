@@ -189,22 +189,18 @@ struct RowSampler {
         return before_warp <= target && target < up_to_warp ? find_in_run(target - before_warp) : -1;
     }
 
-    // The same within the run of a warp. For all of its lanes.
+    // The same within the run of a warp, in which it is. For all of its lanes.
     __device__ __forceinline__ int find_in_run(Number target) const {
-        const int run = RowChunk::run(chunk.end - chunk.begin), tokens = run / 32;
-        const int first = chunk.begin + static_cast<int>(threadIdx.x) / 32 * run + static_cast<int>(threadIdx.x) % 32 * tokens;
-        const int end = min(first + tokens, chunk.end);
-        Number sum = 0, limit = ~0ull;
+        const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
+        int token = chunk.begin + warp * RowChunk::run(chunk.end - chunk.begin) + lane;
 #pragma unroll 1
-        for (bool again = false;; again = true) {  // first to see what each lane has
-            int token = first;
-#pragma unroll 1
-            for (Number share; token < end && sum + (share = share_of(token, chunk.logits[token])) <= limit; token++) sum += share;
-            if (again) return token;
-            const Number up_to = warp_prefix_sum(sum), before = up_to - sum;
-            if (target < before || target >= up_to) return -1;
-            sum = before;
-            limit = target;
+        for (;; token += 32) {
+            const Number share = share_of(token, chunk.logit_at(token, token < chunk.end)), of_all = warp_sum_of_weights(share);
+            if (target < of_all) {
+                const Number up_to = warp_prefix_sum(share);
+                return up_to - share <= target && target < up_to ? token : -1;
+            }
+            target -= of_all;
         }
     }
 

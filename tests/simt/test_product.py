@@ -416,6 +416,15 @@ MISTAKES = {
         f"{SAMPLING}::test_sorted_logits",
         RACE,
     ),
+    "a bin that is read before it is found": (
+        "sampling/histogram.cuh",
+        "__syncthreads();\n        return found_bins()[place];",
+        "return found_bins()[place];",
+        "thread",
+        f"{SAMPLING}::test_sorted_logits",
+        RACE,
+    ),
+    "a target that 32 tokens leave one too small": (CHOOSE, "target -= of_all;", "target -= of_all + 1;", "none", SAMPLING, "assert"),
     "classes that are counted with those of another bin": (
         "sampling/histogram.cuh",
         "first = c.first",
@@ -437,8 +446,8 @@ MISTAKES = {
     "ties that end a digit too early": (CHOOSE, "if (members == bin.value)", "if (digit == 3)", "none", SAMPLING, "assert"),
     "a weight of 32 lanes that leaves one out": (
         "sampling/histogram.cuh",
-        "warp_sum(static_cast<int>(high_part))",
-        "static_cast<int>(31 * high_part)",
+        "warp_sum(static_cast<int>(high))",
+        "static_cast<int>(31 * high)",
         "none",
         SAMPLING,
         "assert",
