@@ -19,7 +19,7 @@ __device__ __forceinline__ Number warp_prefix_sum(Number value) {
     return value;
 }
 
-// Of values of up to 34 bits.
+// Over all lanes of the warp, of values of up to 42 bits.
 __device__ __forceinline__ Number warp_sum_of_weights(Number value) {
     const int low = warp_sum(static_cast<int>(value & 0x1FFFF)), high = warp_sum(static_cast<int>(value >> 17));
     return static_cast<unsigned>(low) + (static_cast<Number>(static_cast<unsigned>(high)) << 17);

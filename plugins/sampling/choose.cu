@@ -25,12 +25,13 @@ struct Border {
     Number weight;   // of all tokens up to the border
 };
 
+template <bool kIsKept>
 struct RowSampler {
     const RowParams& params;
     RowWorkspace& row;
     RowBarrier& barrier;
     RowExchange& exchange;
-    const RowChunk& chunk;
+    const RowChunk<kIsKept>& chunk;
     int fine_bins[kFineSlots]{-1, -1, -1, -1, -1};  // the coarse bin that each of row.fine_count holds
     int num_fine = 0;
     LastKept last{kClasses, ~0ull};
@@ -46,7 +47,8 @@ struct RowSampler {
             if (params.top_k) kept = keep_top_k();
             if (params.top_p) chosen = choose_by_class(kept, random);
         }
-        return find_token(random);
+        if (params.top_p) return find_token<false>([&](Number) { return chosen.members - 1; });
+        return find_token<true>([&](Number of_row) { return __umul64hi(random << 11, of_row); });
     }
 
     // The class in which the random number falls, the most likely first, and how many of its tokens are up to there. `kept`: what top_k keeps.
@@ -77,7 +79,7 @@ struct RowSampler {
     __device__ __forceinline__ void add_likely_weight() {
         Number sum = 0;
         const auto load = [&](int token, bool exists) -> Weight { return weight_of(chunk.class_at(chunk.logit_at(token, exists))); };
-        chunk.for_each<1>(chunk.begin, chunk.end, load, [&](int, Weight weight) { sum += weight >= params.min_weight ? weight : 0; });
+        for_each_token<1>(chunk.begin, chunk.end, load, [&](Weight weight) { sum += weight >= params.min_weight ? weight : 0; });
         sum = block_prefix_sum(sum).total;
         if (threadIdx.x == 0) atomicAdd(&row.likely_weight, sum);
     }
@@ -163,45 +165,60 @@ struct RowSampler {
 
     // What a token counts for where the token is looked for: without top_p its weight, as tokens are in the order of their ids; else 1 if it is
     // of the class that was chosen.
+    template <bool kByWeight>
     __device__ __forceinline__ Number share_of(int token, float logit) const {
         const unsigned token_class = chunk.class_at(logit);
         Number share = token_class == chosen.token_class;
-        if (!params.top_p) {
+        if (kByWeight) {
             const Weight weight = weight_of(token_class);
             share = weight >= params.min_weight ? weight : 0;
         }
         return last.keeps(token_class, logit, token) ? share : 0;
     }
 
-    // The first token, by its id, with which the sum of the shares exceeds a target; -1 in all other threads.
-    __device__ __forceinline__ int find_token(unsigned long long random) {
+    // The first token, by its id, with which the sum of the shares exceeds target_of(sum of all); -1 in all other threads.
+    template <bool kByWeight, class TargetOf>
+    __device__ __forceinline__ int find_token(TargetOf target_of) {
         Number own = 0;
-        const auto load = [&](int token, bool exists) -> Number { return share_of(token, chunk.logit_at(token, exists)); };
-        chunk.for_each(chunk.begin, chunk.end, load, [&](int, Number share) { own += share; });
+        const auto load = [&](int token, bool exists) -> Number { return share_of<kByWeight>(token, chunk.logit_at(token, exists)); };
+        for_each_token(chunk.begin, chunk.end, load, [&](Number share) { own += share; });
         const PrefixSum in_block = block_prefix_sum(own);
         const Number before_warp = __shfl_sync(~0u, in_block.before, 0), up_to_warp = __shfl_sync(~0u, in_block.before + own, 31);
         const PrefixSum of_blocks = block_prefix_sum(exchange.with_all(in_block.total));
         Number& before_block = found_bins()->before;
         if (static_cast<int>(threadIdx.x) == exchange.rank) before_block = of_blocks.before;
         __syncthreads();
-        const Number of_row = params.top_p ? chosen.members - 1 : __umul64hi(random << 11, of_blocks.total);
-        const Number target = of_row - before_block;  // may be negative, and so very large
-        return before_warp <= target && target < up_to_warp ? find_in_run(target - before_warp) : -1;
+        const Number target = target_of(of_blocks.total) - before_block;  // may be negative, and so very large
+        return before_warp <= target && target < up_to_warp ? find_in_run<kByWeight>(target - before_warp) : -1;
     }
 
     // The same within the run of a warp, in which it is. For all of its lanes.
+    template <bool kByWeight>
     __device__ __forceinline__ int find_in_run(Number target) const {
         const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
-        int token = chunk.begin + warp * RowChunk::run(chunk.end - chunk.begin) + lane;
+        constexpr int kAtOnce = 3;
+        int token = chunk.begin + warp * run_of_warp(chunk.end - chunk.begin) + lane;
+        Number shares[kAtOnce];
 #pragma unroll 1
-        for (;; token += 32) {
-            const Number share = share_of(token, chunk.logit_at(token, token < chunk.end)), of_all = warp_sum_of_weights(share);
-            if (target < of_all) {
-                const Number up_to = warp_prefix_sum(share);
-                return up_to - share <= target && target < up_to ? token : -1;
+        for (;; token += 32 * kAtOnce) {
+            Number sum = 0;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) {
+                shares[i] = share_of<kByWeight>(token + 32 * i, chunk.logit_at(token + 32 * i, token + 32 * i < chunk.end));
+                sum += shares[i];
             }
+            const Number of_all = warp_sum_of_weights(sum);
+            if (target < of_all) break;
             target -= of_all;
         }
+        int i = 0;
+        for (Number of_all; target >= (of_all = warp_sum_of_weights(shares[0])); target -= of_all) {
+#pragma unroll
+            for (int next = 1; next < kAtOnce; next++) shares[next - 1] = shares[next];
+            i++;
+        }
+        const Number up_to = warp_prefix_sum(shares[0]);
+        return up_to - shares[0] <= target && target < up_to ? token + 32 * i : -1;
     }
 
     // Once all blocks have taken what they need.
@@ -233,44 +250,55 @@ struct LogitWithEdits {
 
 // The largest logit of a block after bias and penalties, as ranked(). uses [vocab] and bias [vocab] of the row, or null; the logits go to
 // `edited` [vocab] if that is not null.
-__device__ __forceinline__ Number edit_and_find_largest(const RowChunk& chunk, const RowParams& params, const unsigned* uses, const float* bias,
+template <class Chunk>
+__device__ __forceinline__ Number edit_and_find_largest(const Chunk& chunk, const RowParams& params, const unsigned* uses, const float* bias,
                                                         float* edited) {
     unsigned best = 0;
     int place = 0;
-    const int end = edited ? chunk.end : 0;
     const auto load = [&](int token, bool exists) -> LogitWithEdits {
         return {chunk.logit_at(token, exists), exists && bias ? bias[token] : 0, exists && uses ? uses[token] : 0};
     };
-    chunk.for_each<kEditsAtOnce>(chunk.begin, chunk.end, load, [&](int token, const LogitWithEdits& one) {
-        float logit = one.logit;
-        if (one.uses || one.bias != 0) logit = edited_logit(logit, one.bias, one.uses, params.repetition, params.frequency, params.presence);
-        const unsigned order = order_of(logit);
+    const auto edit = [&](LogitWithEdits(&tokens)[kEditsAtOnce]) {
+        bool any = false;
+#pragma unroll
+        for (const LogitWithEdits& one : tokens) any |= one.uses || one.bias != 0;
+        if (!any) return;
+#pragma unroll
+        for (LogitWithEdits& one : tokens) {
+            one.logit = edited_logit(one.logit, one.bias, one.uses, params.repetition, params.frequency, params.presence);
+        }
+    };
+    for_each_token<kEditsAtOnce>(chunk.begin, chunk.end, load, edit, [&](int token, const LogitWithEdits& one, bool exists) {
+        const unsigned order = order_of(one.logit);
         if (order > best) best = order, place = token;
-        if (token < end) edited[token] = logit;
+        if (edited && exists) edited[token] = one.logit;
     });
     return block_max(static_cast<Number>(best) << 32 | (~0u - static_cast<unsigned>(place)));
 }
 
-// What a launch works on: see choose_tokens().
+// What a launch works on. tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
+// counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
 struct Batch {
     const float* logits;
-    long long row_stride, vocab;
+    long long row_stride, vocab, rows;
     RowParams* params;
     unsigned* counts;
     const float* bias;
-    float *edited, *kept;  // kept: shared memory for the logits of a block, or null
+    float* edited;
     int* tokens;
     RowResult* results;
 };
 
-// For one row, with a group of blocks. `chunk`: what is known without the row.
-__device__ __forceinline__ void choose_token(const Batch& batch, long long row, int group, const RowParams& params, RowWorkspace& workspace,
-                                             RowBarrier& barrier, RowExchange& exchange, RowChunk chunk) {
+// For one row, with a group of blocks.
+template <bool kIsKept>
+__device__ __forceinline__ void choose_token(const Batch& batch, long long row, int group, const RowParams& params, int begin, int end,
+                                             RowBarrier& barrier, RowExchange& exchange) {
     SHARED_ARRAY(unsigned long long, random, 1);
     if (!(params.flags & kActive)) return;
     const bool is_edited = params.flags & (kPenalised | kBiased), is_greedy = params.flags & kGreedy;
-    chunk.logits = batch.logits + row * batch.row_stride;
-    float* const into = is_greedy ? nullptr : batch.kept ? batch.kept - chunk.begin : is_edited ? batch.edited + group * batch.vocab : nullptr;
+    const RowChunk<false> as_it_came{batch.logits + row * batch.row_stride, begin, end, 0, 0};
+    float* const of_group = batch.edited + group * batch.vocab;
+    float* const into = is_greedy ? nullptr : kIsKept ? kept_logits() - begin : is_edited ? of_group : nullptr;
     int error = kNoError;
     Number largest, bad = 0;
     // A row in which no logit is left is looked at again, as it came, which tells why.
@@ -278,7 +306,7 @@ __device__ __forceinline__ void choose_token(const Batch& batch, long long row, 
     for (bool with_edits = is_edited;; with_edits = false) {
         const unsigned* const uses = with_edits && params.flags & kPenalised ? batch.counts + row * batch.vocab : nullptr;
         const float* const bias = with_edits && params.flags & kBiased ? batch.bias + row * batch.vocab : nullptr;
-        const Number of_block = edit_and_find_largest(chunk, params, uses, bias, into);
+        const Number of_block = edit_and_find_largest(as_it_came, params, uses, bias, into);
         // Nobody waits for this one: the first warps are going to wait for other blocks.
         if (!is_greedy && threadIdx.x == kRowThreads - 1) *random = random_bits(params.seed, params.counter);
         largest = block_max(exchange.with_all(of_block));
@@ -297,10 +325,8 @@ __device__ __forceinline__ void choose_token(const Batch& batch, long long row, 
     }
     int chosen = is_first ? token_of_ranked(largest) : -1;
     if (!is_greedy) {
-        if (into) chunk.logits = into;
-        chunk.largest = logit_of_ranked(largest);
-        chunk.scale = params.scale;
-        RowSampler sampler{params, workspace, barrier, exchange, chunk};
+        const RowChunk<kIsKept> chunk{into ? into : as_it_came.logits, begin, end, logit_of_ranked(largest), params.scale};
+        RowSampler<kIsKept> sampler{params, exchange.row, barrier, exchange, chunk};
         chosen = sampler.choose(*random);
         sampler.reset_workspace();
     }
@@ -311,39 +337,48 @@ __device__ __forceinline__ void choose_token(const Batch& batch, long long row, 
     if (params.flags & kPenalised) batch.counts[row * batch.vocab + chosen]++;
 }
 
-// tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
-// counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
-// is_kept: there is dynamic shared memory for the tokens of a block, in which it keeps their logits, after bias and penalties.
-extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
-    choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* all_params, unsigned* counts,
-                  const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long tokens_of_block,
-                  long long is_kept) {
+template <bool kIsKept>
+__device__ __forceinline__ void choose_all_tokens(const Batch& batch, RowWorkspace* workspaces, int tokens_of_block) {
     SHARED_ARRAY(RowParams, params, 1);
-    SHARED_ARRAY(uint2, begin, 1);
-    DYNAMIC_SHARED(float, kept);
+    SHARED_ARRAY(uint2, first, 1);
     const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y);
-    const int first = min(static_cast<int>(vocab), rank * static_cast<int>(tokens_of_block));
-    const RowChunk chunk{nullptr, first, min(static_cast<int>(vocab), first + static_cast<int>(tokens_of_block)), 0, 0};
-    const Batch batch{logits, row_stride, vocab, all_params, counts, bias, edited, is_kept ? kept : nullptr, tokens, results};
+    const int begin = min(static_cast<int>(batch.vocab), rank * tokens_of_block), end = min(static_cast<int>(batch.vocab), begin + tokens_of_block);
     RowWorkspace& workspace = workspaces[group];
     clear_bins();
     grid_dependency_wait();
     grid_dependents_may_launch();
     if (threadIdx.x == 0) {
-        *begin = {workspace.at_barriers, workspace.exchanges};
-        *params = all_params[group];
+        *first = {workspace.at_barriers, workspace.exchanges};
+        *params = batch.params[group];
     }
     __syncthreads();
-    RowBarrier barrier{&workspace.at_barriers, static_cast<unsigned>(blocks), begin->x};
-    RowExchange exchange{workspace, rank, blocks, begin->y};
+    RowBarrier barrier{&workspace.at_barriers, static_cast<unsigned>(blocks), first->x};
+    RowExchange exchange{workspace, rank, blocks, first->y};
 #pragma unroll 1
     for (long long row = group;;) {
-        choose_token(batch, row, group, *params, workspace, barrier, exchange, chunk);
+        choose_token<kIsKept>(batch, row, group, *params, begin, end, barrier, exchange);
         row += gridDim.y;
-        if (row >= rows) break;
+        if (row >= batch.rows) break;
         __syncthreads();  // one warp reads the logits of the last row longest
-        if (threadIdx.x == 0) *params = all_params[row];
+        if (threadIdx.x == 0) *params = batch.params[row];
         __syncthreads();
     }
     exchange.finish();
+}
+
+// A block keeps its logits in dynamic shared memory.
+extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
+    choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* params, unsigned* counts, const float* bias,
+                  float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long tokens_of_block) {
+    const Batch batch{logits, row_stride, vocab, rows, params, counts, bias, edited, tokens, results};
+    choose_all_tokens<true>(batch, workspaces, static_cast<int>(tokens_of_block));
+}
+
+// There is no room for them.
+extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
+    choose_tokens_read_again(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* params, unsigned* counts,
+                             const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces,
+                             long long tokens_of_block) {
+    const Batch batch{logits, row_stride, vocab, rows, params, counts, bias, edited, tokens, results};
+    choose_all_tokens<false>(batch, workspaces, static_cast<int>(tokens_of_block));
 }

@@ -11,14 +11,14 @@ constexpr int kSharedBins = kFineAtOnce * kFineBins;
 static_assert(kSharedBins >= 3 * kCoarseBins, "the same shared memory for both");
 
 // Shared memory, all 0 but within a function of this file.
-__device__ __forceinline__ uint4* shared_bins() {
+__device__ __forceinline__ unsigned* shared_bins() {
     SHARED_ARRAY(uint4, bins, kSharedBins / 4);
-    return bins;
+    return reinterpret_cast<unsigned*>(bins);
 }
 __device__ __forceinline__ void clear_bins() {
     static_assert(kSharedBins % (4 * kRowThreads) == 0, "as many bins for each thread");
 #pragma unroll
-    for (int i = 0; i < kSharedBins / 4; i += kRowThreads) shared_bins()[i + threadIdx.x] = {0, 0, 0, 0};
+    for (int i = 0; i < kSharedBins / 4; i += kRowThreads) reinterpret_cast<uint4*>(shared_bins())[i + threadIdx.x] = {0, 0, 0, 0};
 }
 
 // Their address, from another lane, as the compiler would otherwise compute it again at each use.
@@ -27,46 +27,35 @@ __device__ __forceinline__ SharedAddress address_of_bins() { return __shfl_sync(
 // Whether all lanes of a warp meet in a bin.
 __device__ __forceinline__ bool all_meet(int bin) { return __all_sync(~0u, bin == __shfl_sync(~0u, bin, 0)); }
 
-// Hands to the memory of a row what each block has counted: calls add(bin) for every fourth bin, beginning with another one in each block.
+// Hands to the memory of a row what each block has counted: calls add(bin) for each bin, beginning with another one in each block.
 template <class Add>
 __device__ __forceinline__ void hand_in(int num_bins, int rank, Add add) {
     __syncthreads();
+    int first = rank * 32;
+    while (first >= num_bins) first -= num_bins;
 #pragma unroll 1
-    for (int i = 4 * threadIdx.x; i < num_bins; i += 4 * kRowThreads) {
-        int bin = rank * 32 + i;
-        while (bin >= num_bins) bin -= num_bins;
-        add(bin);
-    }
+    for (int i = threadIdx.x; i < num_bins; i += kRowThreads) add(first + i < num_bins ? first + i : first + i - num_bins);
     __syncthreads();
 }
 
-// Four bins, which are 0 afterwards.
-__device__ __forceinline__ uint4 take_bins(uint4* bins) {
-    const uint4 taken = *bins;
-    *bins = {0, 0, 0, 0};
-    return taken;
-}
-
-__device__ __forceinline__ void add_to_row(unsigned* of_row, const uint4& counts) {
-    if (counts.x) atomicAdd(of_row, counts.x);
-    if (counts.y) atomicAdd(of_row + 1, counts.y);
-    if (counts.z) atomicAdd(of_row + 2, counts.z);
-    if (counts.w) atomicAdd(of_row + 3, counts.w);
-}
-
 // bin_of(token, logit): from 0 to num_bins - 1, or less than 0. For all threads of the block.
-template <int kAtOnce = kTokensAtOnce, class BinOf>
-__device__ __forceinline__ void add_counts(const RowChunk& chunk, int rank, int num_bins, unsigned* of_row, BinOf bin_of) {
+template <int kAtOnce = kTokensAtOnce, bool kIsKept, class BinOf>
+__device__ __forceinline__ void add_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, BinOf bin_of) {
     const SharedAddress address = address_of_bins();
     const auto load = [&](int token, bool exists) -> int { return bin_of(token, chunk.logit_at(token, exists)); };
-    chunk.for_each<kAtOnce>(chunk.begin, chunk.end, load, [&](int, int bin) {
+    for_each_token<kAtOnce>(chunk.begin, chunk.end, load, [&](int bin) {
         if (all_meet(bin)) {
             if (bin >= 0 && threadIdx.x % 32 == 0) add_shared(address + bin * 4, 32);
         } else if (bin >= 0) {
             count_shared(address + bin * 4);
         }
     });
-    hand_in(num_bins, rank, [&](int bin) { add_to_row(of_row + bin, take_bins(shared_bins() + bin / 4)); });
+    hand_in(num_bins, rank, [&](int bin) {
+        unsigned& count = shared_bins()[bin];
+        if (!count) return;
+        atomicAdd(of_row + bin, count);
+        count = 0;
+    });
 }
 
 // A coarse bin whose classes are counted, and where its count begins.
@@ -75,7 +64,9 @@ struct FineBins {
 };
 
 // The classes of three coarse bins. For all threads of the block.
-__device__ __noinline__ void add_fine_counts(const RowChunk chunk, int rank, int num_bins, unsigned* of_row, FineBins a, FineBins b, FineBins c) {
+template <bool kIsKept>
+__device__ __noinline__ void add_fine_counts(const RowChunk<kIsKept> chunk, int rank, int num_bins, unsigned* of_row, FineBins a, FineBins b,
+                                             FineBins c) {
     add_counts(chunk, rank, num_bins, of_row, [&](int, float logit) {
         const unsigned token_class = chunk.class_at(logit);
         const int coarse = static_cast<int>(token_class >> kFineBits), bin = static_cast<int>(token_class % kFineBins);
@@ -87,10 +78,6 @@ __device__ __noinline__ void add_fine_counts(const RowChunk chunk, int rank, int
     });
 }
 
-__device__ __forceinline__ void add_to_row(Weight* of_row, unsigned low, unsigned high) {
-    if (low | high) atomicAdd(of_row, low + (static_cast<Weight>(high) << 16));
-}
-
 // A token in its coarse bin, -1 if it has no weight; the weight in two parts.
 struct WeightInBin {
     int bin;
@@ -98,7 +85,8 @@ struct WeightInBin {
 };
 
 // Weights by the high bits of the class, and counts if they are asked for.
-__device__ __forceinline__ void add_weights(const RowChunk& chunk, int rank, RowWorkspace& row, bool with_counts) {
+template <bool kIsKept>
+__device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int rank, RowWorkspace& row, bool with_counts) {
     constexpr int kHigh = kCoarseBins * 4, kCounts = 2 * kHigh;
     const SharedAddress address = address_of_bins();
     const auto load = [&](int token, bool exists) -> WeightInBin {
@@ -109,29 +97,28 @@ __device__ __forceinline__ void add_weights(const RowChunk& chunk, int rank, Row
     };
 #pragma unroll 1
     for (int from = chunk.begin; from < chunk.end; from += kTokensOfHistogram) {
-        chunk.for_each(from, min(chunk.end, from + kTokensOfHistogram), load, [&](int, const WeightInBin& one) {
-            unsigned low = one.low, high = one.high, count = 1;
-            bool adds = one.bin >= 0;
-            if (all_meet(one.bin)) {
-                low = static_cast<unsigned>(warp_sum(static_cast<int>(low)));
-                high = static_cast<unsigned>(warp_sum(static_cast<int>(high)));
-                count = 32;
-                adds = adds && threadIdx.x % 32 == 0;
-            }
-            if (!adds) return;
+        for_each_token(from, min(chunk.end, from + kTokensOfHistogram), load, [&](const WeightInBin& one) {
             const SharedAddress bin = address + one.bin * 4;
-            add_shared(bin, low);
-            add_shared(bin + kHigh, high);
-            if (with_counts) add_shared(bin + kCounts, count);
+            if (all_meet(one.bin)) {
+                if (one.bin < 0) return;
+                const int low = warp_sum(static_cast<int>(one.low)), high = warp_sum(static_cast<int>(one.high));
+                if (threadIdx.x % 32) return;
+                add_shared(bin, static_cast<unsigned>(low));
+                add_shared(bin + kHigh, static_cast<unsigned>(high));
+                if (with_counts) add_shared(bin + kCounts, 32);
+            } else if (one.bin >= 0) {
+                add_shared(bin, one.low);
+                add_shared(bin + kHigh, one.high);
+                if (with_counts) count_shared(bin + kCounts);
+            }
         });
+        unsigned *const low = shared_bins(), *const high = low + kCoarseBins, *const counts = high + kCoarseBins;
         hand_in(kCoarseBins, rank, [&](int bin) {
-            uint4* const place = shared_bins() + bin / 4;
-            const uint4 low = take_bins(place), high = take_bins(place + kCoarseBins / 4);
-            add_to_row(row.coarse_weight + bin, low.x, high.x);
-            add_to_row(row.coarse_weight + bin + 1, low.y, high.y);
-            add_to_row(row.coarse_weight + bin + 2, low.z, high.z);
-            add_to_row(row.coarse_weight + bin + 3, low.w, high.w);
-            if (with_counts) add_to_row(row.coarse_count + bin, take_bins(place + kCoarseBins / 2));
+            const Weight weight = low[bin] + (static_cast<Weight>(high[bin]) << 16);
+            if (!weight) return;
+            atomicAdd(row.coarse_weight + bin, weight);
+            if (with_counts) atomicAdd(row.coarse_count + bin, counts[bin]);
+            low[bin] = high[bin] = counts[bin] = 0;
         });
     }
 }
@@ -148,21 +135,21 @@ __device__ __forceinline__ FoundBin* found_bins() {
     return found;
 }
 
-// Bins with their prefix sums. Each thread of the block has kBinsOfThread of them, of which it keeps the sum.
-template <class ValueOf>
+// Bins with their prefix sums, kBinsOfThread in each thread of the block.
 struct BinSums {
     static constexpr int kBinsOfThread = kFineBins / kRowThreads;
     static_assert(kCoarseBins % kBinsOfThread == 0 && kCoarseBins <= kFineBins, "a thread has as many bins or none");
-
-    ValueOf value_of;
-    const int first;
-    Number own = 0, before, total;
+    Number values[kBinsOfThread], before, total;
 
     // The number of bins is kCoarseBins or kFineBins. For all threads of the block.
-    __device__ __forceinline__ BinSums(int bins, ValueOf value_of) : value_of(value_of), first(kBinsOfThread * static_cast<int>(threadIdx.x)) {
-        if (first < bins) {
+    template <class ValueOf>
+    __device__ __forceinline__ BinSums(int bins, ValueOf value_of) {
+        const int first = kBinsOfThread * static_cast<int>(threadIdx.x);
+        Number own = 0;
 #pragma unroll
-            for (int i = 0; i < kBinsOfThread; i++) own += value_of(first + i);
+        for (int i = 0; i < kBinsOfThread; i++) {
+            values[i] = first < bins ? value_of(first + i) : 0;
+            own += values[i];
         }
         const PrefixSum sum = block_prefix_sum(own);
         before = sum.before;
@@ -178,13 +165,14 @@ struct BinSums {
     }
     // The same, but it is only there after the next __syncthreads(); the target is less than the sum of all.
     __device__ __forceinline__ void look_for(Number target, int place) const {
-        if (target < before || target >= before + own) return;
-        FoundBin here{first, before, value_of(first)};
-#pragma unroll 1
-        while (here.before + here.value <= target) {
-            here.before += here.value;
-            here.value = value_of(++here.bin);
+        const Number from_here = target - before;  // may be negative, and so very large
+        Number sum = 0;
+        FoundBin here{-1, 0, 0};
+#pragma unroll
+        for (int i = 0; i < kBinsOfThread; i++) {
+            if (from_here - sum < values[i]) here = {kBinsOfThread * static_cast<int>(threadIdx.x) + i, before + sum, values[i]};
+            sum += values[i];
         }
-        found_bins()[place] = here;
+        if (here.bin >= 0) found_bins()[place] = here;
     }
 };

@@ -424,7 +424,14 @@ MISTAKES = {
         f"{SAMPLING}::test_sorted_logits",
         RACE,
     ),
-    "a target that 32 tokens leave one too small": (CHOOSE, "target -= of_all;", "target -= of_all + 1;", "none", SAMPLING, "assert"),
+    "a target that 32 tokens leave one too small": (
+        CHOOSE,
+        "            target -= of_all;\n",
+        "            target -= of_all + 1;\n",
+        "none",
+        SAMPLING,
+        "assert",
+    ),
     "classes that are counted with those of another bin": (
         "sampling/histogram.cuh",
         "first = c.first",
@@ -446,8 +453,8 @@ MISTAKES = {
     "ties that end a digit too early": (CHOOSE, "if (members == bin.value)", "if (digit == 3)", "none", SAMPLING, "assert"),
     "a weight of 32 lanes that leaves one out": (
         "sampling/histogram.cuh",
-        "warp_sum(static_cast<int>(high))",
-        "static_cast<int>(31 * high)",
+        "warp_sum(static_cast<int>(one.high))",
+        "static_cast<int>(31 * one.high)",
         "none",
         SAMPLING,
         "assert",

@@ -29,12 +29,12 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
     arguments = (
         *(logits.ptr, logits.strides[0], vocab_size, batch, rows.params.ptr),
         *(0 if tensor is None else tensor.ptr for tensor in (rows.uses, rows.bias, workspace.edited)),
-        *(tokens.ptr, rows.results.ptr, workspace.meeting.ptr, tokens_of_block, int(kept_nbytes > 0)),
+        *(tokens.ptr, rows.results.ptr, workspace.meeting.ptr, tokens_of_block),
     )
     launch(
         logits.memory,
         "sampling_choose",
-        "choose_tokens",
+        "choose_tokens" if kept_nbytes else "choose_tokens_read_again",
         (blocks, groups, 1),
         arguments,
         stream,
