@@ -9,10 +9,12 @@ constexpr int kWarpsOfBlock = kRowThreads / 32;
 
 using Number = unsigned long long;
 
+// Over the first kLanes lanes.
+template <int kLanes = 32>
 __device__ __forceinline__ Number warp_prefix_sum(Number value) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
+    for (int distance = 1; distance < kLanes; distance *= 2) {
         const Number below = __shfl_up_sync(~0u, value, distance);
         if (lane >= distance) value += below;
     }
@@ -38,9 +40,9 @@ __device__ __noinline__ PrefixSum block_prefix_sum(Number value) {
     __syncthreads();
     if (lane == 31) sums[warp] = up_to;
     __syncthreads();
-    const Number of_warps = warp_prefix_sum(lane < kWarpsOfBlock ? sums[lane] : 0);
+    const Number of_warps = warp_prefix_sum<kWarpsOfBlock>(lane < kWarpsOfBlock ? sums[lane] : 0);
     const Number before_warp = __shfl_sync(~0u, of_warps, warp ? warp - 1 : 0);
-    return {(warp ? before_warp : 0) + up_to - value, __shfl_sync(~0u, of_warps, 31)};
+    return {(warp ? before_warp : 0) + up_to - value, __shfl_sync(~0u, of_warps, kWarpsOfBlock - 1)};
 }
 
 // By halves of 32 bits, for which there is one instruction each.

@@ -27,14 +27,28 @@ __device__ __forceinline__ SharedAddress address_of_bins() { return __shfl_sync(
 // Whether all lanes of a warp meet in a bin.
 __device__ __forceinline__ bool all_meet(int bin) { return __all_sync(~0u, bin == __shfl_sync(~0u, bin, 0)); }
 
-// Hands to the memory of a row what each block has counted: calls add(bin) for each bin, beginning with another one in each block.
-template <class Add>
-__device__ __forceinline__ void hand_in(int num_bins, int rank, Add add) {
+// Hands to the memory of a row what each block has counted: add(bin, what load(bin) gave) unless that is 0, beginning with another bin in each
+// block.
+template <class Load, class Add>
+__device__ __forceinline__ void hand_in(int num_bins, int rank, Load load, Add add) {
+    constexpr int kAtOnce = 4;
     __syncthreads();
-    int first = rank * 32;
-    while (first >= num_bins) first -= num_bins;
+    int start = rank * 32;
+    while (start >= num_bins) start -= num_bins;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < num_bins; i += kRowThreads) add(first + i < num_bins ? first + i : first + i - num_bins);
+    for (int first = threadIdx.x; first < num_bins; first += kAtOnce * kRowThreads) {
+        decltype(load(0)) loaded[kAtOnce];
+        const auto bin_at = [&](int i) {
+            const int bin = start + first + i * kRowThreads;
+            return bin < num_bins ? bin : bin - num_bins;
+        };
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) loaded[i] = first + i * kRowThreads < num_bins ? load(bin_at(i)) : 0;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+            if (loaded[i]) add(bin_at(i), loaded[i]);
+        }
+    }
     __syncthreads();
 }
 
@@ -50,11 +64,10 @@ __device__ __forceinline__ void add_counts(const RowChunk<kIsKept>& chunk, int r
             count_shared(address + bin * 4);
         }
     });
-    hand_in(num_bins, rank, [&](int bin) {
-        unsigned& count = shared_bins()[bin];
-        if (!count) return;
+    unsigned* const bins = shared_bins();
+    hand_in(num_bins, rank, [&](int bin) { return bins[bin]; }, [&](int bin, unsigned count) {
         atomicAdd(of_row + bin, count);
-        count = 0;
+        bins[bin] = 0;
     });
 }
 
@@ -113,9 +126,8 @@ __device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int 
             }
         });
         unsigned *const low = shared_bins(), *const high = low + kCoarseBins, *const counts = high + kCoarseBins;
-        hand_in(kCoarseBins, rank, [&](int bin) {
-            const Weight weight = low[bin] + (static_cast<Weight>(high[bin]) << 16);
-            if (!weight) return;
+        const auto weight_in = [&](int bin) -> Weight { return low[bin] + (static_cast<Weight>(high[bin]) << 16); };
+        hand_in(kCoarseBins, rank, weight_in, [&](int bin, Weight weight) {
             atomicAdd(row.coarse_weight + bin, weight);
             if (with_counts) atomicAdd(row.coarse_count + bin, counts[bin]);
             low[bin] = high[bin] = counts[bin] = 0;

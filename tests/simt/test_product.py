@@ -410,8 +410,8 @@ MISTAKES = {
     ),
     "counts that are handed in before all are counted": (
         "sampling/histogram.cuh",
-        "Add add) {\n    __syncthreads();",
-        "Add add) {",
+        "kAtOnce = 4;\n    __syncthreads();",
+        "kAtOnce = 4;",
         "thread",
         f"{SAMPLING}::test_sorted_logits",
         RACE,
