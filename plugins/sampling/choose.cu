@@ -63,16 +63,17 @@ struct RowSampler {
         weights.look_for(__umul64hi(random << 11, min(end.before + end.value, likely)), 1);
         if (is_large) weights.look_for(__umul64hi(random << 11, min(end.before, likely)), 2);
         __syncthreads();
-        count_fine(end.bin, found_bins()[1].bin, is_large ? found_bins()[2].bin : -1);
+        int most = found_bins()[1].bin, least = is_large ? found_bins()[2].bin : -1;
         FoundBin coarse = end;
         Number target = wanted - 1;
 #pragma unroll 1
         for (bool is_end = true;; is_end = false) {
+            count_fine(coarse.bin, most, least);
             const Border border = border_in(coarse, target);
             if (!is_end) return border;
             target = __umul64hi(random << 11, min(border.weight, likely));
             coarse = weights.find(target, 3);
-            count_fine(coarse.bin);
+            most = least = -1;
         }
     }
 

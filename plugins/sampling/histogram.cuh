@@ -78,8 +78,8 @@ struct FineBins {
 
 // The classes of three coarse bins. For all threads of the block.
 template <bool kIsKept>
-__device__ __noinline__ void add_fine_counts(const RowChunk<kIsKept> chunk, int rank, int num_bins, unsigned* of_row, FineBins a, FineBins b,
-                                             FineBins c) {
+__device__ __forceinline__ void add_fine_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, FineBins a, FineBins b,
+                                                FineBins c) {
     add_counts(chunk, rank, num_bins, of_row, [&](int, float logit) {
         const unsigned token_class = chunk.class_at(logit);
         const int coarse = static_cast<int>(token_class >> kFineBits), bin = static_cast<int>(token_class % kFineBins);
