@@ -424,14 +424,7 @@ MISTAKES = {
         f"{SAMPLING}::test_sorted_logits",
         RACE,
     ),
-    "a target that 32 tokens leave one too small": (
-        CHOOSE,
-        "            target -= of_all;\n",
-        "            target -= of_all + 1;\n",
-        "none",
-        SAMPLING,
-        "assert",
-    ),
+    "a token that is always of the first 32": (CHOOSE, "token + 32 * i : -1", "token : -1", "none", SAMPLING, "assert"),
     "classes that are counted with those of another bin": (
         "sampling/histogram.cuh",
         "first = c.first",
