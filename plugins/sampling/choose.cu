@@ -290,17 +290,16 @@ struct Batch {
     RowResult* results;
 };
 
-// For one row, with a group of blocks. Logits to be kept are on their way.
+// For one row, with a group of blocks.
 template <bool kIsKept>
 __device__ __forceinline__ void choose_token(const Batch& batch, long long row, int group, const RowParams& params, int begin, int end,
                                              RowBarrier& barrier, RowExchange& exchange) {
     SHARED_ARRAY(unsigned long long, random, 1);
-    cp_async_wait_group<0>();
     if (!(params.flags & kActive)) return;
     const bool is_edited = params.flags & (kPenalised | kBiased), is_greedy = params.flags & kGreedy;
-    const float* const logits = batch.logits + row * batch.row_stride;
-    const RowChunk<kIsKept> as_it_came{logits, begin, end, 0, 0};
-    float* const into = !is_edited || is_greedy ? nullptr : kIsKept ? kept_logits() - begin : batch.edited + group * batch.vocab;
+    const RowChunk<false> as_it_came{batch.logits + row * batch.row_stride, begin, end, 0, 0};
+    float* const of_group = batch.edited + group * batch.vocab;
+    float* const into = is_greedy ? nullptr : kIsKept ? kept_logits() - begin : is_edited ? of_group : nullptr;
     int error = kNoError;
     Number largest, bad = 0;
     // A row in which no logit is left is looked at again, as it came, which tells why.
@@ -316,8 +315,6 @@ __device__ __forceinline__ void choose_token(const Batch& batch, long long row, 
         error = with_edits ? kNothingLeft : kBadLogits;
         bad = largest;
         if (!with_edits) break;
-        if (kIsKept) start_keeping(logits, begin, end);
-        cp_async_wait_group<0>();
     }
     const bool is_first = exchange.rank == 0 && threadIdx.x == 0;
     if (error) {
@@ -329,7 +326,7 @@ __device__ __forceinline__ void choose_token(const Batch& batch, long long row, 
     }
     int chosen = is_first ? token_of_ranked(largest) : -1;
     if (!is_greedy) {
-        const RowChunk<kIsKept> chunk{into ? into : logits, begin, end, logit_of_ranked(largest), params.scale};
+        const RowChunk<kIsKept> chunk{into ? into : as_it_came.logits, begin, end, logit_of_ranked(largest), params.scale};
         RowSampler<kIsKept> sampler{params, exchange.row, barrier, exchange, chunk};
         chosen = sampler.choose(*random);
         sampler.reset_workspace();
@@ -351,7 +348,6 @@ __device__ __forceinline__ void choose_all_tokens(const Batch& batch, RowWorkspa
     clear_bins();
     grid_dependency_wait();
     grid_dependents_may_launch();
-    if (kIsKept) start_keeping(batch.logits + group * batch.row_stride, begin, end);
     if (threadIdx.x == 0) {
         *first = {workspace.at_barriers, workspace.exchanges};
         *params = batch.params[group];
@@ -365,7 +361,6 @@ __device__ __forceinline__ void choose_all_tokens(const Batch& batch, RowWorkspa
         row += gridDim.y;
         if (row >= batch.rows) break;
         __syncthreads();  // one warp reads the logits of the last row longest
-        if (kIsKept) start_keeping(batch.logits + row * batch.row_stride, begin, end);
         if (threadIdx.x == 0) *params = batch.params[row];
         __syncthreads();
     }

@@ -1,7 +1,6 @@
 // The tokens of a row that a block works on.
 #pragma once
 
-#include "attention/cp_async.cuh"
 #include "sampling/block_scan.cuh"
 #include "sampling/weights.cuh"
 
@@ -31,16 +30,6 @@ struct RowChunk {
 
 // The tokens of each warp among `count` ones.
 __device__ __forceinline__ int run_of_warp(int count) { return (count + kRowThreads - 1) / kRowThreads * 32; }
-
-// Begins to copy the logits of a block to where it keeps them. Each thread copies those that for_each_token() gives it.
-__device__ __forceinline__ void start_keeping(const float* logits, int begin, int end) {
-    const int run = run_of_warp(end - begin), first_of_run = begin + static_cast<int>(threadIdx.x) / 32 * run;
-#pragma unroll 4
-    for (int token = first_of_run + static_cast<int>(threadIdx.x) % 32; token < min(first_of_run + run, end); token += 32) {
-        cp_async_word(shared_address(kept_logits() + token - begin), logits + token, true);
-    }
-    cp_async_commit_group();
-}
 
 // For the tokens of a thread from `from` to `to`, kAtOnce at a time: one = load(token, exists) of each, then prepare() all of them, then
 // visit(token, one, exists). There are as many calls for all lanes of a warp, so some tokens do not exist. What is slow and does not depend on
