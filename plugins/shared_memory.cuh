@@ -15,6 +15,15 @@ __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
+// Adds to a word unless the value is 0, without a branch.
+__device__ __forceinline__ void add_shared(SharedAddress address, unsigned value) {
+    asm volatile("{.reg .pred is_any; setp.ne.u32 is_any, %1, 0; @is_any red.shared.add.u32 [%0], %1;}" ::"r"(address), "r"(value) : "memory");
+}
+// Adds 1: of many lanes that meet in a word, in one go.
+__device__ __forceinline__ void count_shared(SharedAddress address) {
+    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory");
+}
+
 // Flips bits of an address.
 __device__ __forceinline__ SharedAddress xor_address(SharedAddress address, unsigned bits) { return address ^ bits; }
 

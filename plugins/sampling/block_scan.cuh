@@ -2,36 +2,47 @@
 #pragma once
 
 #include "attention/math.cuh"
+#include "shared_memory.cuh"
 
 constexpr int kRowThreads = 512;
 constexpr int kWarpsOfBlock = kRowThreads / 32;
 
 using Number = unsigned long long;
 
+// Over the first kLanes lanes.
+template <int kLanes = 32>
 __device__ __forceinline__ Number warp_prefix_sum(Number value) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
+    for (int distance = 1; distance < kLanes; distance *= 2) {
         const Number below = __shfl_up_sync(~0u, value, distance);
         if (lane >= distance) value += below;
     }
     return value;
 }
 
+// Over all lanes of the warp, of values of up to 42 bits.
+__device__ __forceinline__ Number warp_sum_of_weights(Number value) {
+    const int low = warp_sum(static_cast<int>(value & 0x1FFFF)), high = warp_sum(static_cast<int>(value >> 17));
+    return static_cast<unsigned>(low) + (static_cast<Number>(static_cast<unsigned>(high)) << 17);
+}
+
 struct PrefixSum {
     Number before, total;  // of the threads before this one, and of all
 };
 
-// `scratch`: shared memory for kWarpsOfBlock numbers. For all threads of the block.
-__device__ __forceinline__ PrefixSum block_prefix_sum(Number value, Number* scratch) {
+// The functions for all threads of a block are not inlined: a kernel that runs once among others finds none of its code in the instruction
+// caches, so what it does often it does with the same code.
+__device__ __noinline__ PrefixSum block_prefix_sum(Number value) {
+    SHARED_ARRAY(Number, sums, kWarpsOfBlock);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Number up_to = warp_prefix_sum(value);
     __syncthreads();
-    if (lane == 31) scratch[warp] = up_to;
+    if (lane == 31) sums[warp] = up_to;
     __syncthreads();
-    const Number of_warps = warp_prefix_sum(lane < kWarpsOfBlock ? scratch[lane] : 0);
+    const Number of_warps = warp_prefix_sum<kWarpsOfBlock>(lane < kWarpsOfBlock ? sums[lane] : 0);
     const Number before_warp = __shfl_sync(~0u, of_warps, warp ? warp - 1 : 0);
-    return {(warp ? before_warp : 0) + up_to - value, __shfl_sync(~0u, of_warps, 31)};
+    return {(warp ? before_warp : 0) + up_to - value, __shfl_sync(~0u, of_warps, kWarpsOfBlock - 1)};
 }
 
 // By halves of 32 bits, for which there is one instruction each.
@@ -42,11 +53,12 @@ __device__ __forceinline__ Number largest_of_warp(Number value) {
     return static_cast<Number>(static_cast<unsigned>(highest) ^ kSign) << 32 | (static_cast<unsigned>(low) ^ kSign);
 }
 
-__device__ __forceinline__ Number block_max(Number value, Number* scratch) {
+__device__ __noinline__ Number block_max(Number value) {
+    SHARED_ARRAY(Number, largest, kWarpsOfBlock);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     value = largest_of_warp(value);
     __syncthreads();
-    if (lane == 0) scratch[warp] = value;
+    if (lane == 0) largest[warp] = value;
     __syncthreads();
-    return largest_of_warp(lane < kWarpsOfBlock ? scratch[lane] : 0);
+    return largest_of_warp(lane < kWarpsOfBlock ? largest[lane] : 0);
 }

@@ -1,5 +1,5 @@
 // Chooses a token for each row of logits. Launched by trt_kvcache/kernels/cuda/sampling.py; README.md describes it.
-// Grid: the blocks of a row, then rows; each group of blocks takes one row after another.
+// Grid: x the blocks of a row, y the rows; each group of blocks takes one row after another.
 
 #include "dependent_launch.cuh"
 #include "sampling/histogram.cuh"
@@ -10,13 +10,11 @@
 
 // The last token, in the order of classes, then of logits, then of ids, that top_k keeps.
 struct LastKept {
-    unsigned token_class, order;
-    int token;
+    unsigned token_class;
+    Number key;  // key_of() of the last one of this class
 
     __device__ __forceinline__ bool keeps(unsigned of_class, float logit, int id) const {
-        if (of_class != token_class) return of_class < token_class;
-        const unsigned of_logit = order_of(logit);
-        return of_logit != order ? of_logit > order : id <= token;
+        return of_class < token_class || (of_class == token_class && key_of(logit, id) <= key);
     }
 };
 
@@ -27,121 +25,97 @@ struct Border {
     Number weight;   // of all tokens up to the border
 };
 
+template <bool kIsKept>
 struct RowSampler {
     const RowParams& params;
     RowWorkspace& row;
     RowBarrier& barrier;
     RowExchange& exchange;
-    RowChunk chunk;
-    float largest;
-    unsigned* bins;    // shared memory
-    Number* scratch;   // shared memory
-    FoundBin* found;   // shared memory
+    const RowChunk<kIsKept>& chunk;
     int fine_bins[kFineSlots]{-1, -1, -1, -1, -1};  // the coarse bin that each of row.fine_count holds
     int num_fine = 0;
-
-    __device__ __forceinline__ unsigned class_at(float logit) const { return class_of(largest, logit, params.scale); }
+    LastKept last{kClasses, ~0ull};
+    Border chosen{kClasses, 0, 0};  // the class of the token; kClasses: of any
 
     // The token that random bits choose; -1 in all threads but the one, of all blocks, that finds it.
     __device__ __forceinline__ int choose(unsigned long long random) {
-        LastKept last{kClasses, 0, 0x7FFFFFFF};
-        if (!params.top_k && !params.top_p) return choose_by_id(last, random);
-        add_weights(chunk, exchange.rank, row, bins, params.top_k, [&](float logit) { return class_at(logit); });
-        if (params.top_p && params.min_weight) add_likely_weight();
-        barrier.wait();
-        Border border{kClasses, 0, 0};
-        if (params.top_k) border = keep_top_k(last);
-        if (!params.top_p) return choose_by_id(last, random);
-        const Border chosen = choose_by_class(border, random);
-        const unsigned chosen_class = chosen.token_class;
-        return find_token([&](int token, float logit) -> Number {
-            const unsigned token_class = class_at(logit);
-            return token_class == chosen_class && last.keeps(token_class, logit, token);
-        }, [&](Number) { return chosen.members - 1; });
-    }
-
-    // By the order of the ids.
-    __device__ __forceinline__ int choose_by_id(const LastKept& last, unsigned long long random) {
-        return find_token([&](int token, float logit) -> Number {
-            const unsigned token_class = class_at(logit);
-            const Weight weight = weight_of(token_class);
-            return weight >= params.min_weight && last.keeps(token_class, logit, token) ? weight : 0;
-        }, [&](Number total) { return __umul64hi(random << 11, total); });
+        if (params.top_k || params.top_p) {
+            add_weights(chunk, exchange.rank, row, params.top_k);
+            if (params.top_p && params.min_weight) add_likely_weight();
+            barrier.wait();
+            Border kept{kClasses, 0, 0};
+            if (params.top_k) kept = keep_top_k();
+            if (params.top_p) chosen = choose_by_class(kept, random);
+        }
+        if (params.top_p) return find_token<false>([&](Number) { return chosen.members - 1; });
+        return find_token<true>([&](Number of_row) { return __umul64hi(random << 11, of_row); });
     }
 
     // The class in which the random number falls, the most likely first, and how many of its tokens are up to there. `kept`: what top_k keeps.
     __device__ __forceinline__ Border choose_by_class(const Border& kept, unsigned long long random) {
-        const BinSums<kCoarseBins> weights(scratch, [&](int bin) { return row.coarse_weight[bin]; });
+        const BinSums weights(kCoarseBins, [&](int bin) -> Number { return row.coarse_weight[bin]; });
         const unsigned long long shifted = params.top_p << 11;
         const Number all = kept.token_class == kClasses ? weights.total : kept.weight;
         const Number wanted = __umul64hi(shifted, all) + (shifted * all != 0), likely = params.min_weight ? row.likely_weight : all;
-        const FoundBin last = weights.find(wanted - 1, found);
+        const FoundBin end = weights.find(wanted - 1, 0);
         // Where the random number falls depends on where top_p ends; but nearly always the ends of its bin say so too.
-        const FoundBin most = weights.find(__umul64hi(random << 11, min(last.before + last.value, likely)), found);
-        int least = most.bin;  // the other end matters only where much of the weight is in that bin
-        if (last.value > last.before / 8) least = weights.find(__umul64hi(random << 11, min(last.before, likely)), found).bin;
-        count_fine(last.bin, most.bin, least);
-        const Number target = __umul64hi(random << 11, min(border_in(last, wanted - 1).weight, likely));
-        const FoundBin chosen = weights.find(target, found);
-        count_fine(chosen.bin, chosen.bin, chosen.bin);
-        return border_in(chosen, target);
+        const bool is_large = end.value > end.before / 8;  // else one end says enough
+        weights.look_for(__umul64hi(random << 11, min(end.before + end.value, likely)), 1);
+        if (is_large) weights.look_for(__umul64hi(random << 11, min(end.before, likely)), 2);
+        __syncthreads();
+        int most = found_bins()[1].bin, least = is_large ? found_bins()[2].bin : -1;
+        FoundBin coarse = end;
+        Number target = wanted - 1;
+#pragma unroll 1
+        for (bool is_end = true;; is_end = false) {
+            count_fine(coarse.bin, most, least);
+            const Border border = border_in(coarse, target);
+            if (!is_end) return border;
+            target = __umul64hi(random << 11, min(border.weight, likely));
+            coarse = weights.find(target, 3);
+            most = least = -1;
+        }
     }
 
     __device__ __forceinline__ void add_likely_weight() {
         Number sum = 0;
-        chunk.for_each([&](int, float logit) {
-            const Weight weight = weight_of(class_at(logit));
-            if (weight >= params.min_weight) sum += weight;
-        });
-        sum = block_prefix_sum(sum, scratch).total;
+        const auto load = [&](int token, bool exists) -> Weight { return weight_of(chunk.class_at(chunk.logit_at(token, exists))); };
+        for_each_token<1>(chunk.begin, chunk.end, load, [&](Weight weight) { sum += weight >= params.min_weight ? weight : 0; });
+        sum = block_prefix_sum(sum).total;
         if (threadIdx.x == 0) atomicAdd(&row.likely_weight, sum);
     }
 
-    // Of a coarse bin whose classes are counted.
-    __device__ __forceinline__ const unsigned* fine_counts(int coarse_bin) const {
-        const unsigned* counts = nullptr;
+    // Where the classes of a coarse bin are counted; -1: nowhere.
+    __device__ __forceinline__ int slot_of(int coarse_bin) const {
+        int slot = -1;
 #pragma unroll
-        for (int i = 0; i < kFineSlots; i++) counts = fine_bins[i] == coarse_bin ? row.fine_count[i] : counts;
-        return counts;
+        for (int i = 0; i < kFineSlots; i++) slot = fine_bins[i] == coarse_bin ? i : slot;
+        return slot;
     }
 
-    __device__ __forceinline__ void add_fine_bin(int coarse_bin) {
-        if (fine_counts(coarse_bin)) return;
+    // What is to be counted of a coarse bin: nothing if that was done before, or if there is no such bin.
+    __device__ __forceinline__ FineBins add_fine_bin(int coarse_bin, int counted) {
+        if (coarse_bin < 0 || slot_of(coarse_bin) >= 0) return {-1, 0};
 #pragma unroll
         for (int i = 0; i < kFineSlots; i++) fine_bins[i] = i == num_fine ? coarse_bin : fine_bins[i];
-        num_fine++;
+        return {coarse_bin, (num_fine++ - counted) * kFineBins};
     }
 
-    __device__ __forceinline__ int bin_of_slot(int slot) const {
-        int bin = -2;  // which no token has
-#pragma unroll
-        for (int i = 0; i < kFineSlots; i++) bin = i == slot && i < num_fine ? fine_bins[i] : bin;
-        return bin;
-    }
-
-    // Counts the classes of three coarse bins, of each unless that was done before.
-    __device__ __forceinline__ void count_fine(int a, int b, int c) {
-        const int before = num_fine;
-        add_fine_bin(a);
-        add_fine_bin(b);
-        add_fine_bin(c);
-        if (num_fine == before) return;
-        const int first = bin_of_slot(before), second = bin_of_slot(before + 1), third = bin_of_slot(before + 2);
-        add_counts(chunk, exchange.rank, (num_fine - before) * kFineBins, row.fine_count[before], bins, [&](int, float logit) {
-            const unsigned token_class = class_at(logit);
-            const int coarse = token_class < kClasses ? static_cast<int>(token_class >> kFineBits) : -1;
-            const int bin = static_cast<int>(token_class % kFineBins);
-            return coarse == first ? bin : coarse == second ? kFineBins + bin : coarse == third ? 2 * kFineBins + bin : -1;
-        });
+    // Counts the classes of up to three coarse bins.
+    __device__ __forceinline__ void count_fine(int a, int b = -1, int c = -1) {
+        const int counted = num_fine;
+        const FineBins of_a = add_fine_bin(a, counted), of_b = add_fine_bin(b, counted), of_c = add_fine_bin(c, counted);
+        if (num_fine == counted) return;
+        add_fine_counts(chunk, exchange.rank, (num_fine - counted) * kFineBins, row.fine_count[counted], of_a, of_b, of_c);
         barrier.wait();
     }
 
     // The border at which the weight of all tokens, the most likely first, exceeds the target, which is in a coarse bin.
     __device__ __forceinline__ Border border_in(const FoundBin& coarse, Number target) {
-        const unsigned* const counts = fine_counts(coarse.bin);
+        const unsigned* const counts = row.fine_count[slot_of(coarse.bin)];
         const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits;
-        const BinSums<kFineBins> weights(scratch, [&](int bin) -> Number { return counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0; });
-        const FoundBin fine = weights.find(target - coarse.before, found);
+        const auto weight_in = [&](int bin) -> Number { return counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0; };
+        const FoundBin fine = BinSums(kFineBins, weight_in).find(target - coarse.before, 4);
         const unsigned token_class = first_class + fine.bin;
         const Weight weight = weight_of(token_class);
         const Number before = coarse.before + fine.before, members = (target - before) / weight + 1;
@@ -149,189 +123,263 @@ struct RowSampler {
     }
 
     // Finds the last token that top_k keeps. The border's class is kClasses if all tokens that have a weight are kept.
-    __device__ __forceinline__ Border keep_top_k(LastKept& last) {
+    __device__ __forceinline__ Border keep_top_k() {
         const Number wanted = static_cast<Number>(params.top_k);
-        const FoundBin coarse = BinSums<kCoarseBins>(scratch, [&](int bin) -> Number { return row.coarse_count[bin]; }).find(wanted - 1, found);
+        const FoundBin coarse = BinSums(kCoarseBins, [&](int bin) -> Number { return row.coarse_count[bin]; }).find(wanted - 1, 5);
         if (coarse.bin < 0) return {kClasses, 0, 0};
-        count_fine(coarse.bin, coarse.bin, coarse.bin);
-        const unsigned* const counts = fine_counts(coarse.bin);
-        const FoundBin fine =
-            BinSums<kFineBins>(scratch, [&](int bin) -> Number { return counts[bin]; }).find(wanted - 1 - coarse.before, found);
+        count_fine(coarse.bin);
+        const unsigned* const counts = row.fine_count[slot_of(coarse.bin)];
+        const FoundBin fine = BinSums(kFineBins, [&](int bin) -> Number { return counts[bin]; }).find(wanted - 1 - coarse.before, 6);
         const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits, token_class = first_class + fine.bin;
         const Number members = wanted - coarse.before - fine.before;
         Number weight = 0;
         if (params.top_p) {
+#pragma unroll 1
             for (int bin = threadIdx.x; bin < coarse.bin; bin += kRowThreads) weight += row.coarse_weight[bin];
+#pragma unroll 1
             for (int bin = threadIdx.x; bin < fine.bin; bin += kRowThreads) weight += counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0;
-            weight = block_prefix_sum(weight, scratch).total + members * weight_of(token_class);
+            weight = block_prefix_sum(weight).total + members * weight_of(token_class);
         }
-        last = {token_class, 0, 0x7FFFFFFF};
-        if (members < fine.value) last = break_ties(token_class, members);
+        last = {token_class, ~0ull};
+        if (members < fine.value) last.key = break_ties(token_class, members);
         return {token_class, members, weight};
     }
 
-    // The last one of so many tokens of a class: those of the largest logits; of equal logits, those of the lowest ids.
-    __device__ __forceinline__ LastKept break_ties(unsigned of_class, Number members) {
-        unsigned prefix = 0;  // high digits of the complement of the order: the largest logits have the smallest ones
-        for (int digit = 0, shift = 21; digit < 3; digit++, shift = max(shift - kFineBits, 0)) {
-            const int bits = digit < 2 ? kFineBits : 10;
-            unsigned* const counts = row.order_count[digit];
-            add_counts(chunk, exchange.rank, 1 << bits, counts, bins, [&](int, float logit) {
-                const unsigned order = ~order_of(logit);
-                const bool is_member = class_at(logit) == of_class && (digit == 0 || order >> (shift + bits) == prefix);
-                return is_member ? static_cast<int>(order >> shift & ((1u << bits) - 1)) : -1;
+    // The key of the last one of so many tokens of a class: those of the largest logits; of equal logits, those of the lowest ids.
+    __device__ __forceinline__ Number break_ties(unsigned of_class, Number members) {
+        Number prefix = 0;  // high digits of the key
+#pragma unroll 1
+        for (int digit = 0;; digit++) {
+            const int shift = shift_of_digit(digit), bits = bits_of_digit(digit);
+            unsigned* const counts = row.key_count[digit];
+            add_counts<1>(chunk, exchange.rank, 1 << bits, counts, [&](int token, float logit) {
+                const Number key = key_of(logit, token) >> shift;
+                return chunk.class_at(logit) == of_class && key >> bits == prefix ? static_cast<int>(key & ((1u << bits) - 1)) : -1;
             });
             barrier.wait();
-            const FoundBin bin = BinSums<kFineBins>(scratch, [&](int bin) -> Number { return counts[bin]; }).find(members - 1, found);
+            const FoundBin bin = BinSums(kFineBins, [&](int bin) -> Number { return counts[bin]; }).find(members - 1, 0);
             members -= bin.before;
             prefix = prefix << bits | static_cast<unsigned>(bin.bin);
+            if (members == bin.value) return ((prefix + 1) << shift) - 1;  // at the last digit at the latest, as keys differ
         }
-        const unsigned order = ~prefix;
-        const int token = find_token([&](int, float logit) -> Number { return class_at(logit) == of_class && order_of(logit) == order; },
-                                     [&](Number) { return members - 1; });
-        const Number of_block = block_max(token + 1, scratch);
-        return {of_class, order, static_cast<int>(block_max(exchange.with_all({of_block, 0}).number, scratch)) - 1};
     }
 
-    // The first token, by its id, with which the sum of value_of(token, logit) exceeds target_of(sum of all); -1 in all other threads.
-    template <class ValueOf, class TargetOf>
-    __device__ __forceinline__ int find_token(ValueOf value_of, TargetOf target_of) {
+    // What a token counts for where the token is looked for: without top_p its weight, as tokens are in the order of their ids; else 1 if it is
+    // of the class that was chosen.
+    template <bool kByWeight>
+    __device__ __forceinline__ Number share_of(int token, float logit) const {
+        const unsigned token_class = chunk.class_at(logit);
+        Number share = token_class == chosen.token_class;
+        if (kByWeight) {
+            const Weight weight = weight_of(token_class);
+            share = weight >= params.min_weight ? weight : 0;
+        }
+        return last.keeps(token_class, logit, token) ? share : 0;
+    }
+
+    // The first token, by its id, with which the sum of the shares exceeds target_of(sum of all); -1 in all other threads.
+    template <bool kByWeight, class TargetOf>
+    __device__ __forceinline__ int find_token(TargetOf target_of) {
         Number own = 0;
-        chunk.for_each([&](int token, float logit) { own += value_of(token, logit); });
-        const PrefixSum in_block = block_prefix_sum(own, scratch);
+        const auto load = [&](int token, bool exists) -> Number { return share_of<kByWeight>(token, chunk.logit_at(token, exists)); };
+        for_each_token(chunk.begin, chunk.end, load, [&](Number share) { own += share; });
+        const PrefixSum in_block = block_prefix_sum(own);
         const Number before_warp = __shfl_sync(~0u, in_block.before, 0), up_to_warp = __shfl_sync(~0u, in_block.before + own, 31);
-        const PrefixSum of_blocks = block_prefix_sum(exchange.with_all({in_block.total, 0}).number, scratch);
-        if (static_cast<int>(threadIdx.x) == exchange.rank) found->before = of_blocks.before;
+        const PrefixSum of_blocks = block_prefix_sum(exchange.with_all(in_block.total));
+        Number& before_block = found_bins()->before;
+        if (static_cast<int>(threadIdx.x) == exchange.rank) before_block = of_blocks.before;
         __syncthreads();
-        const Number target = target_of(of_blocks.total) - found->before;  // may be negative, and so very large
-        return before_warp <= target && target < up_to_warp ? find_in_run(target - before_warp, value_of) : -1;
+        const Number target = target_of(of_blocks.total) - before_block;  // may be negative, and so very large
+        return before_warp <= target && target < up_to_warp ? find_in_run<kByWeight>(target - before_warp) : -1;
     }
 
-    // The same within the run of a warp. For all of its lanes.
-    template <class ValueOf>
-    __device__ __forceinline__ int find_in_run(Number target, ValueOf value_of) const {
-        const int run = RowChunk::run(chunk.end - chunk.begin), tokens = run / 32;
-        const int first = chunk.begin + static_cast<int>(threadIdx.x) / 32 * run + static_cast<int>(threadIdx.x) % 32 * tokens;
-        const int end = min(first + tokens, chunk.end);
-        Number own = 0;
-#pragma unroll 4
-        for (int token = first; token < end; token++) own += value_of(token, chunk.logits[token]);
-        Number sum = warp_prefix_sum(own) - own;
-        if (target < sum || target >= sum + own) return -1;
-        int token = first;
-        for (Number value; sum + (value = value_of(token, chunk.logits[token])) <= target; token++) sum += value;
-        return token;
+    // The same within the run of a warp, in which it is. For all of its lanes.
+    template <bool kByWeight>
+    __device__ __forceinline__ int find_in_run(Number target) const {
+        const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
+        constexpr int kAtOnce = 3;
+        int token = chunk.begin + warp * run_of_warp(chunk.end - chunk.begin) + lane;
+        Number shares[kAtOnce];
+#pragma unroll 1
+        for (;; token += 32 * kAtOnce) {
+            Number sum = 0;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) {
+                shares[i] = share_of<kByWeight>(token + 32 * i, chunk.logit_at(token + 32 * i, token + 32 * i < chunk.end));
+                sum += shares[i];
+            }
+            const Number of_all = warp_sum_of_weights(sum);
+            if (target < of_all) break;
+            target -= of_all;
+        }
+        int i = 0;
+        for (Number of_all; target >= (of_all = warp_sum_of_weights(shares[0])); target -= of_all) {
+#pragma unroll
+            for (int next = 1; next < kAtOnce; next++) shares[next - 1] = shares[next];
+            i++;
+        }
+        const Number up_to = warp_prefix_sum(shares[0]);
+        return up_to - shares[0] <= target && target < up_to ? token + 32 * i : -1;
     }
 
     // Once all blocks have taken what they need.
     __device__ __forceinline__ void reset_workspace() const {
         const int first = exchange.rank * kRowThreads + threadIdx.x, step = exchange.blocks * kRowThreads;
         if (!params.top_k && !params.top_p) return;
+        unsigned *const fine = row.fine_count[0], *const digits = row.key_count[0];
+#pragma unroll 1
         for (int bin = first; bin < kCoarseBins; bin += step) {
             row.coarse_weight[bin] = 0;
             row.coarse_count[bin] = 0;
         }
-        for (int bin = first; bin < num_fine * kFineBins; bin += step) row.fine_count[bin / kFineBins][bin % kFineBins] = 0;
+#pragma unroll 1
+        for (int bin = first; bin < num_fine * kFineBins; bin += step) fine[bin] = 0;
         if (params.top_k) {
-            for (int bin = first; bin < 3 * kFineBins; bin += step) row.order_count[bin / kFineBins][bin % kFineBins] = 0;
+#pragma unroll 1
+            for (int bin = first; bin < kKeyDigits * kFineBins; bin += step) digits[bin] = 0;
         }
         if (first == 0) row.likely_weight = 0;
     }
 };
 
-// The largest logits of a block, as ranked(): as they came, and after bias and penalties.
-struct Largest {
-    Number raw = 0, edited = 0;
-};
-
-__device__ __forceinline__ Largest find_largest(const RowChunk& chunk, Number* scratch) {
-    Number best = 0;
-    chunk.for_each([&](int token, float logit) { best = max(best, ranked(logit, token)); });
-    best = block_max(best, scratch);
-    return {best, best};
-}
+constexpr int kEditsAtOnce = 5;  // from memory, so more than later on
 
 struct LogitWithEdits {
     float logit, bias;
     unsigned uses;
 };
 
-// uses [vocab] and bias [vocab] of the row, or null; edited [vocab].
-__device__ __forceinline__ Largest edit_and_find_largest(const RowChunk& chunk, const RowParams& params, const unsigned* uses, const float* bias,
-                                                         float* edited, Number* scratch) {
-    Largest best;
+// The largest logit of a block after bias and penalties, as ranked(). uses [vocab] and bias [vocab] of the row, or null; the logits go to
+// `edited` [vocab] if that is not null.
+template <class Chunk>
+__device__ __forceinline__ Number edit_and_find_largest(const Chunk& chunk, const RowParams& params, const unsigned* uses, const float* bias,
+                                                        float* edited) {
+    unsigned best = 0;
+    int place = 0;
     const auto load = [&](int token, bool exists) -> LogitWithEdits {
-        return {exists ? chunk.logits[token] : __uint_as_float(0xFF800000u), exists && bias ? bias[token] : 0, exists && uses ? uses[token] : 0};
+        return {chunk.logit_at(token, exists), exists && bias ? bias[token] : 0, exists && uses ? uses[token] : 0};
     };
-    chunk.for_each(chunk.begin, chunk.end, load, [&](int token, const LogitWithEdits& one) {
-        best.raw = max(best.raw, ranked(one.logit, token));
-        if (token >= chunk.end) return;
-        const float changed = edited_logit(one.logit, params, one.bias, one.uses);
-        best.edited = max(best.edited, ranked(changed, token));
-        edited[token] = changed;
+    const auto edit = [&](LogitWithEdits(&tokens)[kEditsAtOnce]) {
+        bool any = false;
+#pragma unroll
+        for (const LogitWithEdits& one : tokens) any |= one.uses || one.bias != 0;
+        if (!any) return;
+#pragma unroll
+        for (LogitWithEdits& one : tokens) {
+            one.logit = edited_logit(one.logit, one.bias, one.uses, params.repetition, params.frequency, params.presence);
+        }
+    };
+    for_each_token<kEditsAtOnce>(chunk.begin, chunk.end, load, edit, [&](int token, const LogitWithEdits& one, bool exists) {
+        const unsigned order = order_of(one.logit);
+        if (order > best) best = order, place = token;
+        if (edited && exists) edited[token] = one.logit;
     });
-    return {block_max(best.raw, scratch), block_max(best.edited, scratch)};
+    return block_max(static_cast<Number>(best) << 32 | (~0u - static_cast<unsigned>(place)));
 }
 
-// tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
+// What a launch works on. tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
 // counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
-extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
-    choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* all_params, unsigned* counts,
-                  const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long blocks_of_row) {
-    SHARED_ARRAY(unsigned, bins, kSharedBins);
-    SHARED_ARRAY(Number, scratch, kWarpsOfBlock);
-    SHARED_ARRAY(FoundBin, found, 1);
-    const int blocks = static_cast<int>(blocks_of_row), group = static_cast<int>(blockIdx.x) / blocks, rank = static_cast<int>(blockIdx.x) % blocks;
-    const int groups = static_cast<int>(gridDim.x) / blocks, size = RowChunk::run((static_cast<int>(vocab) + blocks - 1) / blocks) * kWarpsOfBlock;
-    const int begin = min(static_cast<int>(vocab), rank * size), end = min(static_cast<int>(vocab), begin + size);
+struct Batch {
+    const float* logits;
+    long long row_stride, vocab, rows;
+    RowParams* params;
+    unsigned* counts;
+    const float* bias;
+    float* edited;
+    int* tokens;
+    RowResult* results;
+};
+
+// For one row, with a group of blocks.
+template <bool kIsKept>
+__device__ __forceinline__ void choose_token(const Batch& batch, long long row, int group, const RowParams& params, int begin, int end,
+                                             RowBarrier& barrier, RowExchange& exchange) {
+    SHARED_ARRAY(unsigned long long, random, 1);
+    if (!(params.flags & kActive)) return;
+    const bool is_edited = params.flags & (kPenalised | kBiased), is_greedy = params.flags & kGreedy;
+    const RowChunk<false> as_it_came{batch.logits + row * batch.row_stride, begin, end, 0, 0};
+    float* const of_group = batch.edited + group * batch.vocab;
+    float* const into = is_greedy ? nullptr : kIsKept ? kept_logits() - begin : is_edited ? of_group : nullptr;
+    int error = kNoError;
+    Number largest, bad = 0;
+    // A row in which no logit is left is looked at again, as it came, which tells why.
+#pragma unroll 1
+    for (bool with_edits = is_edited;; with_edits = false) {
+        const unsigned* const uses = with_edits && params.flags & kPenalised ? batch.counts + row * batch.vocab : nullptr;
+        const float* const bias = with_edits && params.flags & kBiased ? batch.bias + row * batch.vocab : nullptr;
+        const Number of_block = edit_and_find_largest(as_it_came, params, uses, bias, into);
+        // Nobody waits for this one: the first warps are going to wait for other blocks.
+        if (!is_greedy && threadIdx.x == kRowThreads - 1) *random = random_bits(params.seed, params.counter);
+        largest = block_max(exchange.with_all(of_block));
+        if (is_finite(logit_of_ranked(largest))) break;
+        error = with_edits ? kNothingLeft : kBadLogits;
+        bad = largest;
+        if (!with_edits) break;
+    }
+    const bool is_first = exchange.rank == 0 && threadIdx.x == 0;
+    if (error) {
+        if (is_first) {
+            batch.tokens[row] = 0;  // the next enqueue may already be on its way with it
+            batch.results[row] = {-1, error, token_of_ranked(bad), logit_of_ranked(bad)};
+        }
+        return;
+    }
+    int chosen = is_first ? token_of_ranked(largest) : -1;
+    if (!is_greedy) {
+        const RowChunk<kIsKept> chunk{into ? into : as_it_came.logits, begin, end, logit_of_ranked(largest), params.scale};
+        RowSampler<kIsKept> sampler{params, exchange.row, barrier, exchange, chunk};
+        chosen = sampler.choose(*random);
+        sampler.reset_workspace();
+    }
+    if (chosen < 0) return;
+    batch.tokens[row] = chosen;
+    batch.results[row] = {chosen, kNoError, 0, 0};
+    batch.params[row].counter = params.counter + 1;
+    if (params.flags & kPenalised) batch.counts[row * batch.vocab + chosen]++;
+}
+
+template <bool kIsKept>
+__device__ __forceinline__ void choose_all_tokens(const Batch& batch, RowWorkspace* workspaces, int tokens_of_block) {
+    SHARED_ARRAY(RowParams, params, 1);
+    SHARED_ARRAY(uint2, first, 1);
+    const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y);
+    const int begin = min(static_cast<int>(batch.vocab), rank * tokens_of_block), end = min(static_cast<int>(batch.vocab), begin + tokens_of_block);
     RowWorkspace& workspace = workspaces[group];
-    clear_bins(bins);
+    clear_bins();
     grid_dependency_wait();
     grid_dependents_may_launch();
-    RowBarrier barrier(&workspace.at_barriers, static_cast<unsigned>(blocks));
-    RowExchange exchange(workspace, rank, blocks);
-    for (long long row = group; row < rows; row += groups) {
-        const RowParams params = all_params[row];
-        if (!(params.flags & kActive)) continue;
-        RowChunk chunk{logits + row * row_stride, begin, end};
-        Largest best;
-        const bool is_edited = params.flags & (kPenalised | kBiased);
-        if (is_edited) {
-            float* const into = edited + group * vocab;
-            best = edit_and_find_largest(chunk, params, params.flags & kPenalised ? counts + row * vocab : nullptr,
-                                         params.flags & kBiased ? bias + row * vocab : nullptr, into, scratch);
-            chunk.logits = into;
-        } else {
-            best = find_largest(chunk, scratch);
-        }
-        const Said heard = exchange.with_all({best.edited, static_cast<unsigned>(best.raw >> 32)});
-        const Number largest = block_max(heard.number, scratch);
-        // With the block that has the largest logit as it came, the first of them.
-        const Number raw = is_edited ? block_max(static_cast<Number>(heard.extra) << 32 | (~0u - threadIdx.x), scratch) : largest;
-        const bool is_good = is_finite(logit_of_ranked(raw));
-        if (!is_good || !is_finite(logit_of_ranked(largest))) {
-            const Number bad = is_good || !is_edited ? largest : best.raw;
-            if (rank == (is_good || !is_edited ? 0 : token_of_ranked(raw)) && threadIdx.x == 0) {
-                tokens[row] = 0;  // the next enqueue may already be on its way with it
-                results[row] = {-1, is_good ? kNothingLeft : kBadLogits, token_of_ranked(bad), logit_of_ranked(bad)};
-            }
-            continue;
-        }
-        int chosen = -1;
-        if (params.flags & kGreedy) {
-            if (rank == 0 && threadIdx.x == 0) chosen = token_of_ranked(largest);
-        } else {
-            RowSampler sampler{params, workspace, barrier, exchange, chunk, logit_of_ranked(largest), bins, scratch, found};
-            chosen = sampler.choose(random_bits(params.seed, params.counter));
-            sampler.reset_workspace();
-        }
-        if (chosen >= 0) {
-            tokens[row] = chosen;
-            results[row] = {chosen, kNoError, 0, 0};
-            all_params[row].counter = params.counter + 1;
-            if (params.flags & kPenalised) counts[row * vocab + chosen]++;
-        }
-        __syncthreads();  // one warp reads `edited` longest
+    if (threadIdx.x == 0) {
+        *first = {workspace.at_barriers, workspace.exchanges};
+        *params = batch.params[group];
+    }
+    __syncthreads();
+    RowBarrier barrier{&workspace.at_barriers, static_cast<unsigned>(blocks), first->x};
+    RowExchange exchange{workspace, rank, blocks, first->y};
+#pragma unroll 1
+    for (long long row = group;;) {
+        choose_token<kIsKept>(batch, row, group, *params, begin, end, barrier, exchange);
+        row += gridDim.y;
+        if (row >= batch.rows) break;
+        __syncthreads();  // one warp reads the logits of the last row longest
+        if (threadIdx.x == 0) *params = batch.params[row];
+        __syncthreads();
     }
     exchange.finish();
+}
+
+// A block keeps its logits in dynamic shared memory.
+extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
+    choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* params, unsigned* counts, const float* bias,
+                  float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long tokens_of_block) {
+    const Batch batch{logits, row_stride, vocab, rows, params, counts, bias, edited, tokens, results};
+    choose_all_tokens<true>(batch, workspaces, static_cast<int>(tokens_of_block));
+}
+
+// There is no room for them.
+extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
+    choose_tokens_read_again(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* params, unsigned* counts,
+                             const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces,
+                             long long tokens_of_block) {
+    const Batch batch{logits, row_stride, vocab, rows, params, counts, bias, edited, tokens, results};
+    choose_all_tokens<false>(batch, workspaces, static_cast<int>(tokens_of_block));
 }

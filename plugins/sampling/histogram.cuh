@@ -11,73 +11,123 @@ constexpr int kSharedBins = kFineAtOnce * kFineBins;
 static_assert(kSharedBins >= 3 * kCoarseBins, "the same shared memory for both");
 
 // Shared memory, all 0 but within a function of this file.
-__device__ __forceinline__ void clear_bins(unsigned* bins) {
-    for (int bin = threadIdx.x; bin < kSharedBins; bin += kRowThreads) bins[bin] = 0;
+__device__ __forceinline__ unsigned* shared_bins() {
+    SHARED_ARRAY(uint4, bins, kSharedBins / 4);
+    return reinterpret_cast<unsigned*>(bins);
+}
+__device__ __forceinline__ void clear_bins() {
+    static_assert(kSharedBins % (4 * kRowThreads) == 0, "as many bins for each thread");
+#pragma unroll
+    for (int i = 0; i < kSharedBins / 4; i += kRowThreads) reinterpret_cast<uint4*>(shared_bins())[i + threadIdx.x] = {0, 0, 0, 0};
 }
 
-// Calls add_up(bin) once if all lanes of a warp meet in a bin, else add_one(bin) in each lane that has one; bin -1: none. For all lanes.
-template <class AddUp, class AddOne>
-__device__ __forceinline__ void add_to_bins(int bin, AddUp add_up, AddOne add_one) {
-    if (__all_sync(~0u, bin == __shfl_sync(~0u, bin, 0))) {
-        if (bin >= 0) add_up(bin);
-    } else if (bin >= 0) {
-        add_one(bin);
-    }
-}
+// Their address, from another lane, as the compiler would otherwise compute it again at each use.
+__device__ __forceinline__ SharedAddress address_of_bins() { return __shfl_sync(~0u, shared_address(shared_bins()), 0); }
 
-// Adds to the memory of a row what each block has counted, beginning with another bin in each block, and clears it.
-template <class Add>
-__device__ __forceinline__ void hand_in(int num_bins, int rank, Add add) {
+// Whether all lanes of a warp meet in a bin.
+__device__ __forceinline__ bool all_meet(int bin) { return __all_sync(~0u, bin == __shfl_sync(~0u, bin, 0)); }
+
+// Hands to the memory of a row what each block has counted: add(bin, what load(bin) gave) unless that is 0, beginning with another bin in each
+// block.
+template <class Load, class Add>
+__device__ __forceinline__ void hand_in(int num_bins, int rank, Load load, Add add) {
+    constexpr int kAtOnce = 4;
     __syncthreads();
-    const int first = rank * 32 % num_bins + threadIdx.x;
-    for (int i = 0; i < num_bins; i += kRowThreads) {
-        if (i + static_cast<int>(threadIdx.x) >= num_bins) break;
-        const int bin = first + i;
-        add(bin < num_bins ? bin : bin - num_bins);
+    int start = rank * 32;
+    while (start >= num_bins) start -= num_bins;
+#pragma unroll 1
+    for (int first = threadIdx.x; first < num_bins; first += kAtOnce * kRowThreads) {
+        decltype(load(0)) loaded[kAtOnce];
+        const auto bin_at = [&](int i) {
+            const int bin = start + first + i * kRowThreads;
+            return bin < num_bins ? bin : bin - num_bins;
+        };
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) loaded[i] = first + i * kRowThreads < num_bins ? load(bin_at(i)) : 0;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+            if (loaded[i]) add(bin_at(i), loaded[i]);
+        }
     }
     __syncthreads();
 }
 
-// bin_of(token, logit): from 0 to num_bins - 1, or -1. For all threads of the block.
-template <class BinOf>
-__device__ __forceinline__ void add_counts(const RowChunk& chunk, int rank, int num_bins, unsigned* of_row, unsigned* bins, BinOf bin_of) {
-    chunk.for_each([&](int token, float logit) {
-        add_to_bins(bin_of(token, logit), [&](int bin) {
-            if (threadIdx.x % 32 == 0) atomicAdd(bins + bin, 32u);
-        }, [&](int bin) { atomicAdd(bins + bin, 1u); });
+// bin_of(token, logit): from 0 to num_bins - 1, or less than 0. For all threads of the block.
+template <int kAtOnce = kTokensAtOnce, bool kIsKept, class BinOf>
+__device__ __forceinline__ void add_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, BinOf bin_of) {
+    const SharedAddress address = address_of_bins();
+    const auto load = [&](int token, bool exists) -> int { return bin_of(token, chunk.logit_at(token, exists)); };
+    for_each_token<kAtOnce>(chunk.begin, chunk.end, load, [&](int bin) {
+        if (all_meet(bin)) {
+            if (bin >= 0 && threadIdx.x % 32 == 0) add_shared(address + bin * 4, 32);
+        } else if (bin >= 0) {
+            count_shared(address + bin * 4);
+        }
     });
-    hand_in(num_bins, rank, [&](int bin) {
-        if (!bins[bin]) return;
-        atomicAdd(of_row + bin, bins[bin]);
+    unsigned* const bins = shared_bins();
+    hand_in(num_bins, rank, [&](int bin) { return bins[bin]; }, [&](int bin, unsigned count) {
+        atomicAdd(of_row + bin, count);
         bins[bin] = 0;
     });
 }
 
+// A coarse bin whose classes are counted, and where its count begins.
+struct FineBins {
+    int coarse, first;
+};
+
+// The classes of three coarse bins. For all threads of the block.
+template <bool kIsKept>
+__device__ __forceinline__ void add_fine_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, FineBins a, FineBins b,
+                                                FineBins c) {
+    add_counts(chunk, rank, num_bins, of_row, [&](int, float logit) {
+        const unsigned token_class = chunk.class_at(logit);
+        const int coarse = static_cast<int>(token_class >> kFineBits), bin = static_cast<int>(token_class % kFineBins);
+        int first = -kFineBins;
+        if (coarse == c.coarse) first = c.first;
+        if (coarse == b.coarse) first = b.first;
+        if (coarse == a.coarse) first = a.first;
+        return first + bin;
+    });
+}
+
+// A token in its coarse bin, -1 if it has no weight; the weight in two parts.
+struct WeightInBin {
+    int bin;
+    unsigned low, high;
+};
+
 // Weights by the high bits of the class, and counts if they are asked for.
-template <class ClassOf>
-__device__ __forceinline__ void add_weights(const RowChunk& chunk, int rank, RowWorkspace& row, unsigned* bins, bool with_counts,
-                                            ClassOf class_of_logit) {
-    unsigned *const low = bins, *const high = bins + kCoarseBins, *const counts = bins + 2 * kCoarseBins;
+template <bool kIsKept>
+__device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int rank, RowWorkspace& row, bool with_counts) {
+    constexpr int kHigh = kCoarseBins * 4, kCounts = 2 * kHigh;
+    const SharedAddress address = address_of_bins();
+    const auto load = [&](int token, bool exists) -> WeightInBin {
+        const unsigned token_class = chunk.class_at(chunk.logit_at(token, exists));
+        const Weight weight = weight_of(token_class);
+        const int bin = weight ? static_cast<int>(token_class >> kFineBits) : -1;
+        return {bin, static_cast<unsigned>(weight & 0xFFFF), static_cast<unsigned>(weight >> 16)};
+    };
+#pragma unroll 1
     for (int from = chunk.begin; from < chunk.end; from += kTokensOfHistogram) {
-        chunk.for_each(from, min(chunk.end, from + kTokensOfHistogram), [&](int, float logit) {
-            const unsigned token_class = class_of_logit(logit);
-            const Weight weight = weight_of(token_class);
-            const unsigned low_part = static_cast<unsigned>(weight & 0xFFFF), high_part = static_cast<unsigned>(weight >> 16);
-            add_to_bins(weight ? static_cast<int>(token_class >> kFineBits) : -1, [&](int bin) {
-                const int low_sum = warp_sum(static_cast<int>(low_part)), high_sum = warp_sum(static_cast<int>(high_part));
+        for_each_token(from, min(chunk.end, from + kTokensOfHistogram), load, [&](const WeightInBin& one) {
+            const SharedAddress bin = address + one.bin * 4;
+            if (all_meet(one.bin)) {
+                if (one.bin < 0) return;
+                const int low = warp_sum(static_cast<int>(one.low)), high = warp_sum(static_cast<int>(one.high));
                 if (threadIdx.x % 32) return;
-                atomicAdd(low + bin, static_cast<unsigned>(low_sum));
-                atomicAdd(high + bin, static_cast<unsigned>(high_sum));
-                if (with_counts) atomicAdd(counts + bin, 32u);
-            }, [&](int bin) {
-                if (low_part) atomicAdd(low + bin, low_part);
-                if (high_part) atomicAdd(high + bin, high_part);
-                if (with_counts) atomicAdd(counts + bin, 1u);
-            });
+                add_shared(bin, static_cast<unsigned>(low));
+                add_shared(bin + kHigh, static_cast<unsigned>(high));
+                if (with_counts) add_shared(bin + kCounts, 32);
+            } else if (one.bin >= 0) {
+                add_shared(bin, one.low);
+                add_shared(bin + kHigh, one.high);
+                if (with_counts) count_shared(bin + kCounts);
+            }
         });
-        hand_in(kCoarseBins, rank, [&](int bin) {
-            const Weight weight = low[bin] + (static_cast<Weight>(high[bin]) << 16);
-            if (!weight) return;
+        unsigned *const low = shared_bins(), *const high = low + kCoarseBins, *const counts = high + kCoarseBins;
+        const auto weight_in = [&](int bin) -> Weight { return low[bin] + (static_cast<Weight>(high[bin]) << 16); };
+        hand_in(kCoarseBins, rank, weight_in, [&](int bin, Weight weight) {
             atomicAdd(row.coarse_weight + bin, weight);
             if (with_counts) atomicAdd(row.coarse_count + bin, counts[bin]);
             low[bin] = high[bin] = counts[bin] = 0;
@@ -90,38 +140,51 @@ struct FoundBin {
     Number before, value;  // sum of the bins before it, and its own
 };
 
+// Shared memory in which the thread that has found a bin tells the others.
+constexpr int kFoundBins = 7;
+__device__ __forceinline__ FoundBin* found_bins() {
+    SHARED_ARRAY(FoundBin, found, kFoundBins);
+    return found;
+}
+
 // Bins with their prefix sums, kBinsOfThread in each thread of the block.
-template <int kBins>
 struct BinSums {
-    static constexpr int kBinsOfThread = (kBins + kRowThreads - 1) / kRowThreads;
+    static constexpr int kBinsOfThread = kFineBins / kRowThreads;
+    static_assert(kCoarseBins % kBinsOfThread == 0 && kCoarseBins <= kFineBins, "a thread has as many bins or none");
     Number values[kBinsOfThread], before, total;
 
-    // `scratch`: shared memory for kWarpsOfBlock numbers. For all threads of the block.
+    // The number of bins is kCoarseBins or kFineBins. For all threads of the block.
     template <class ValueOf>
-    __device__ __forceinline__ BinSums(Number* scratch, ValueOf value_of) {
+    __device__ __forceinline__ BinSums(int bins, ValueOf value_of) {
+        const int first = kBinsOfThread * static_cast<int>(threadIdx.x);
         Number own = 0;
 #pragma unroll
         for (int i = 0; i < kBinsOfThread; i++) {
-            const int bin = kBinsOfThread * static_cast<int>(threadIdx.x) + i;
-            values[i] = bin < kBins ? value_of(bin) : 0;
+            values[i] = first < bins ? value_of(first + i) : 0;
             own += values[i];
         }
-        const PrefixSum sum = block_prefix_sum(own, scratch);
+        const PrefixSum sum = block_prefix_sum(own);
         before = sum.before;
         total = sum.total;
     }
 
-    // The first bin with which the sum exceeds the target. `found` in shared memory. For all threads of the block.
-    __device__ __forceinline__ FoundBin find(Number target, FoundBin* found) const {
+    // The first bin with which the sum exceeds the target. `place`: one of kFoundBins, that nobody reads any more. For all threads of the block.
+    __device__ __forceinline__ FoundBin find(Number target, int place) const {
         if (target >= total) return {-1, 0, 0};
+        look_for(target, place);
         __syncthreads();
-        Number sum = before;
+        return found_bins()[place];
+    }
+    // The same, but it is only there after the next __syncthreads(); the target is less than the sum of all.
+    __device__ __forceinline__ void look_for(Number target, int place) const {
+        const Number from_here = target - before;  // may be negative, and so very large
+        Number sum = 0;
+        FoundBin here{-1, 0, 0};
 #pragma unroll
         for (int i = 0; i < kBinsOfThread; i++) {
-            if (sum <= target && target < sum + values[i]) *found = {kBinsOfThread * static_cast<int>(threadIdx.x) + i, sum, values[i]};
+            if (from_here - sum < values[i]) here = {kBinsOfThread * static_cast<int>(threadIdx.x) + i, before + sum, values[i]};
             sum += values[i];
         }
-        __syncthreads();
-        return *found;
+        if (here.bin >= 0) found_bins()[place] = here;
     }
 };

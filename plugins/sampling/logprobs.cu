@@ -22,13 +22,13 @@ struct ChunkSum {
 
 // Of `count` ranked tokens the largest that is below `limit`; 0 if there is none. For all threads of the block.
 template <class RankedAt>
-__device__ __forceinline__ Number next_ranked(int begin, int end, Number limit, Number* scratch, RankedAt ranked_at) {
+__device__ __forceinline__ Number next_ranked(int begin, int end, Number limit, RankedAt ranked_at) {
     Number best = 0;
     for (int i = begin + threadIdx.x; i < end; i += kRowThreads) {
         const Number value = ranked_at(i);
         if (value < limit) best = max(best, value);
     }
-    return block_max(best, scratch);
+    return block_max(best);
 }
 
 __device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * kLog2E); }
@@ -38,7 +38,6 @@ __device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * kL
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     token_logprobs(const float* all_logits, long long row_stride, long long vocab, const RowParams* params, const RowResult* results, unsigned* out,
                    long long num_top, Number* workspace, long long words_of_row) {
-    SHARED_ARRAY(Number, scratch, kWarpsOfBlock);
     SHARED_ARRAY(unsigned, arrived, 1);
     const long long row = blockIdx.y;
     grid_dependency_wait();
@@ -52,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     Number limit = ~0ull;
     float largest = 0;
     for (int i = 0; i < max(top, 1); i++) {
-        limit = next_ranked(begin, end, limit, scratch, [&](int token) { return ranked(logits[token], token); });
+        limit = next_ranked(begin, end, limit, [&](int token) { return ranked(logits[token], token); });
         if (i == 0) largest = logit_of_ranked(limit);
         if (threadIdx.x == 0 && i < top) found[2 + i] = limit;
     }
@@ -62,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
             sum += static_cast<Number>(__fmul_rn(exp_approx(logits[token] - largest), kOne));
         }
     }
-    sum = block_prefix_sum(sum, scratch).total;
+    sum = block_prefix_sum(sum).total;
     if (threadIdx.x == 0) {
         *reinterpret_cast<ChunkSum*>(found) = {largest, 0, sum};
         arrived[0] = add_acq_rel(reinterpret_cast<unsigned*>(mine), 1);
@@ -84,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     if (threadIdx.x == 0) of_row[0] = __float_as_uint(static_cast<float>(logits[results[row].token] - logarithm));
     limit = ~0ull;
     for (int i = 0; i < top; i++) {
-        limit = next_ranked(0, blocks * top, limit, scratch, [&](int at) { return mine[1 + at / top * of_block + 2 + at % top]; });
+        limit = next_ranked(0, blocks * top, limit, [&](int at) { return mine[1 + at / top * of_block + 2 + at % top]; });
         if (threadIdx.x == 0) {
             of_row[1 + i] = limit ? static_cast<unsigned>(token_of_ranked(limit)) : ~0u;
             of_row[1 + top + i] = __float_as_uint(limit ? static_cast<float>(logit_of_ranked(limit) - logarithm) : 0);

@@ -26,9 +26,7 @@ __device__ __forceinline__ void add_release(unsigned* word, unsigned value) {
 // RowExchange, and so before any block comes to a barrier.
 struct RowBarrier {
     unsigned* come;
-    unsigned blocks, wanted;
-
-    __device__ __forceinline__ RowBarrier(unsigned* word, unsigned blocks) : come(word), blocks(blocks), wanted(*word) {}
+    unsigned blocks, wanted;  // wanted: at first what the word was
 
     // What any block wrote before is there for all of them afterwards. For all threads of the block.
     __device__ __forceinline__ void wait() {

@@ -4,37 +4,28 @@
 #include "attention/flagged_vector.cuh"
 #include "sampling/row_workspace.cuh"
 
-// What a block says.
-struct Said {
-    Number number;
-    unsigned extra;
-};
-
 // The flag of a vector is the number of the exchange. It goes on from launch to launch, so no vector has to be reset: block 0 writes down how
 // many there were once all blocks have taken part in the first one, and so have read where to begin. A block that publishes for the next
 // exchange has seen what all others published for this one, but these may still be polling: the slots of two exchanges take turns.
 struct RowExchange {
     RowWorkspace& row;
     const int rank, blocks;
-    const unsigned done_before;
-    unsigned done;
+    const unsigned done_before;  // what row.exchanges was
+    unsigned done = done_before;
 
-    __device__ __forceinline__ RowExchange(RowWorkspace& row, int rank, int blocks) : row(row), rank(rank), blocks(blocks), done_before(row.exchanges), done(done_before) {}
-
-    // Thread t gets what block t says, threads from `blocks` on {0, 0}. `said` counts in thread 0 only. For all threads of the block.
-    __device__ __forceinline__ Said with_all(const Said& said) {
+    // Thread t gets the number of block t, threads from `blocks` on 0. `number` counts in thread 0 only. For all threads of the block.
+    __device__ __forceinline__ Number with_all(Number number) {
         done++;
         const unsigned flag = 0x40000000 | (done & 0x0FFFFFFF);  // as a float neither 0 nor denormal nor NaN
         float4* const slots = row.slots[done % 2];
         if (threadIdx.x == 0) {
-            publish_vector(slots + rank, {__uint_as_float(static_cast<unsigned>(said.number)),
-                                          __uint_as_float(static_cast<unsigned>(said.number >> 32)), __uint_as_float(said.extra),
-                                          __uint_as_float(flag)});
+            const float low = __uint_as_float(static_cast<unsigned>(number)), high = __uint_as_float(static_cast<unsigned>(number >> 32));
+            publish_vector(slots + rank, {low, high, 0, __uint_as_float(flag)});
         }
-        if (static_cast<int>(threadIdx.x) >= blocks) return {0, 0};
+        if (static_cast<int>(threadIdx.x) >= blocks) return 0;
         float4 heard;
         while (__float_as_uint((heard = poll_vector(slots + threadIdx.x)).w) != flag) poll_again();
-        return {static_cast<Number>(__float_as_uint(heard.y)) << 32 | __float_as_uint(heard.x), __float_as_uint(heard.z)};
+        return static_cast<Number>(__float_as_uint(heard.y)) << 32 | __float_as_uint(heard.x);
     }
 
     // After the last exchange. Where there was none, other blocks may not have read the number yet.

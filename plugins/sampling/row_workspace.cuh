@@ -9,6 +9,11 @@ constexpr int kFineBits = 11, kFineBins = 1 << kFineBits, kCoarseBins = kClasses
 constexpr int kMaxBlocksOfRow = 128;
 constexpr int kFineSlots = 5, kFineAtOnce = 3;  // bins whose classes are counted: in all, and in one pass
 
+// Digits of a key_of(), the highest first: where each begins, and how many bits it has.
+constexpr int kKeyDigits = 5;
+__device__ __forceinline__ int shift_of_digit(int digit) { return digit < 2 ? 41 - 11 * digit : 40 - 10 * digit; }
+__device__ __forceinline__ int bits_of_digit(int digit) { return digit < 2 ? 11 : 10; }
+
 // Everything is 0 between two launches, except the first words and the slots.
 struct RowWorkspace {
     unsigned at_barriers, exchanges, unused[2];  // row_barrier.cuh, row_exchange.cuh
@@ -17,7 +22,7 @@ struct RowWorkspace {
     Weight coarse_weight[kCoarseBins];   // of the tokens in a bin
     unsigned coarse_count[kCoarseBins];  // only where top_k asks for it
     unsigned fine_count[kFineSlots][kFineBins];  // for the borders of top_k and top_p, and for the token, of which two are guessed first
-    unsigned order_count[3][kFineBins];  // tokens of the last class of top_k, by digits of their logits
+    unsigned key_count[kKeyDigits][kFineBins];  // tokens of the last class of top_k, by digits of key_of()
 };
-constexpr int kRowWorkspaceBytes = 82720;
+constexpr int kRowWorkspaceBytes = 99104;
 static_assert(sizeof(RowWorkspace) == kRowWorkspaceBytes, "as the host allocates");

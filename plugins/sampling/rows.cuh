@@ -24,16 +24,15 @@ struct RowResult {
 // How often a token was generated; the highest bit: it is in the prompt.
 constexpr unsigned kInPrompt = 0x80000000u;
 
-// The logit after bias and penalties: the operations of LogitsEdits.
-__device__ __forceinline__ float edited_logit(float logit, const RowParams& row, float bias, unsigned uses) {
-    if (row.flags & kBiased) logit = __fadd_rn(logit, bias);
-    if (row.flags & kPenalised && uses) {
-        if (row.repetition != 1.0f) logit = logit < 0 ? __fmul_rn(logit, row.repetition) : __fdiv_rn(logit, row.repetition);
-        const unsigned count = uses & ~kInPrompt;
-        if (count) {
-            if (row.frequency != 0.0f) logit = __fsub_rn(logit, __fmul_rn(row.frequency, static_cast<float>(count)));
-            if (row.presence != 0.0f) logit = __fsub_rn(logit, row.presence);
-        }
+// The logit after bias and penalties: the operations of LogitsEdits. Few tokens have any.
+__device__ __noinline__ float edited_logit(float logit, float bias, unsigned uses, float repetition, float frequency, float presence) {
+    logit = __fadd_rn(logit, bias);
+    if (!uses) return logit;
+    if (repetition != 1.0f) logit = logit < 0 ? __fmul_rn(logit, repetition) : __fdiv_rn(logit, repetition);
+    const unsigned count = uses & ~kInPrompt;
+    if (count) {
+        if (frequency != 0.0f) logit = __fsub_rn(logit, __fmul_rn(frequency, static_cast<float>(count)));
+        if (presence != 0.0f) logit = __fsub_rn(logit, presence);
     }
     return logit;
 }

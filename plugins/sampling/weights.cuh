@@ -16,7 +16,7 @@ __device__ __forceinline__ unsigned class_of(float largest, float logit, float s
     return distance < static_cast<float>(kClasses) ? static_cast<unsigned>(__float2int_rn(distance)) : kClasses;
 }
 
-// 2^(33 - class / 2^16), rounded down. It falls with the class: the polynomial does for all 2^16 fractions.
+// 2^(33 - class / 2^16), rounded down, and so 0 from kClasses on. It falls with the class: the polynomial does for all 2^16 fractions.
 __device__ __forceinline__ Weight weight_of(unsigned token_class) {
     const float fraction = static_cast<float>(token_class & ((1u << kFractionBits) - 1));
     float power = -0x1.ef66d0p-91f;
@@ -26,7 +26,7 @@ __device__ __forceinline__ Weight weight_of(unsigned token_class) {
     power = __fadd_rn(__fmul_rn(power, fraction), -0x1.62e3bcp-17f);
     power = __fadd_rn(__fmul_rn(power, fraction), 1.0f);
     const Weight scaled = static_cast<Weight>(static_cast<unsigned>(__fmul_rn(power, 0x1p24f))) << (kWeightBits - 24);
-    return token_class < kClasses ? scaled >> (token_class >> kFractionBits) : 0;
+    return scaled >> (token_class >> kFractionBits);
 }
 
 // The order of logits, as unsigned numbers: NaN is the largest, -0 and 0 are equal.
@@ -46,3 +46,9 @@ __device__ __forceinline__ unsigned long long ranked(float logit, int token) {
 }
 __device__ __forceinline__ int token_of_ranked(unsigned long long ranked) { return static_cast<int>(~0u - static_cast<unsigned>(ranked)); }
 __device__ __forceinline__ float logit_of_ranked(unsigned long long ranked) { return logit_of(static_cast<unsigned>(ranked >> 32)); }
+
+// The same the other way round, in 52 bits: the first token has the smallest key. Ids have 20 bits.
+constexpr int kTokenBits = 20;
+__device__ __forceinline__ unsigned long long key_of(float logit, int token) {
+    return static_cast<unsigned long long>(~order_of(logit)) << kTokenBits | static_cast<unsigned>(token);
+}

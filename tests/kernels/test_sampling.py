@@ -67,6 +67,14 @@ def test_host_and_device_choose_the_same(memory, stream, kind):
         np.testing.assert_array_equal(getattr(made, name).numpy(), getattr(of_host, name).numpy(), name)
 
 
+def test_rows_that_shared_memory_has_no_room_for(memory, stream, monkeypatch):
+    """Blocks read their logits again, after bias and penalties from the workspace."""
+    if memory.is_host:
+        pytest.skip("shared memory is of a device")
+    monkeypatch.setattr("trt_kvcache.kernels.cuda.sampling._BINS_NBYTES", 1 << 30)
+    test_host_and_device_choose_the_same(memory, stream, "steps")
+
+
 @pytest.mark.parametrize("counter", [0, 1, 2, 3, 4, 2**40 + 2])
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
 def test_random_numbers(memory, stream, seed, counter):

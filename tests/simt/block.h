@@ -1,6 +1,7 @@
 // One block of threads: they take turns, each until it waits for others or ends. See simt.h for what kernels see of it.
 #pragma once
 
+#include <list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -60,7 +61,7 @@ private:
         const void* which;
         std::unique_ptr<unsigned char, Free> start;
     };
-    std::vector<Array> arrays_;
+    std::list<Array> arrays_;  // which does not move, so nothing is freed by another thread than made it
 };
 
 // One launch after another, and some blocks of each, run on the same object: its threads keep their stacks.

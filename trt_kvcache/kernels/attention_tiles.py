@@ -90,6 +90,18 @@ def shared_limit(arch: str) -> int:
     return _SHARED_NBYTES.get(arch, _MIN_SHARED_NBYTES)
 
 
+def share_nbytes(arch: str, blocks_per_sm: int) -> int:
+    """Return the bytes of shared memory that each of so many blocks of a multiprocessor may have.
+
+    Examples
+    --------
+    >>> from trt_kvcache.kernels.attention_tiles import share_nbytes
+    >>> share_nbytes("sm_90", 2) // 1024
+    113
+    """
+    return (shared_limit(arch) + _RESERVED_NBYTES) // blocks_per_sm - _RESERVED_NBYTES
+
+
 def spread_nbytes(arch: str, blocks_per_sm: int) -> int:
     """Return the bytes of shared memory of a block of which a multiprocessor has no room for more than so many.
 
