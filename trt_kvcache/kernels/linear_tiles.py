@@ -1,0 +1,91 @@
+"""Sizes of the kernels for products of few rows: what ``plugins/linear.cu`` is compiled with, and how many blocks are launched."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from trt_kvcache.kernels.attention_tiles import MIN_PDL_ARCH, arch_number
+
+#: Rows of x that the source is compiled for.
+ROW_COUNTS = (8, 16, 32)
+
+#: Outputs of a tile of the kernels: of a small one, and of a large one. With a gate it is large: as many of gate and of up.
+SMALL_TILE, LARGE_TILE = 16, 32
+
+#: Rows of a tile of x, and inputs of a run of a warp: ``kTileRows`` and ``kRunInputs`` of the source.
+TILE_ROWS, RUN_INPUTS = 8, 64
+
+_ELEMENT_NBYTES = 2
+
+_KIB = 1024
+
+
+class LinearTiles(NamedTuple):
+    """Sizes for some number of rows of x."""
+
+    #: Warps of a block, which divide the inputs.
+    warps: int
+    #: Loads of 16 bytes that a thread has in flight.
+    loads: int
+    #: Blocks that a multiprocessor is given; a block takes one tile after another.
+    blocks_per_sm: int
+    #: Large tiles from so many for each multiprocessor on.
+    large_tiles_per_sm: int
+    #: What a multiprocessor brings into the L2 while the launch before ends.
+    prefetched_kib: int
+
+
+class LinearPlan(NamedTuple):
+    """A launch. It depends on shapes alone."""
+
+    #: Rows that the source is compiled for.
+    rows: int
+    #: Outputs of a tile.
+    tile: int
+    #: Warps of a block, and blocks.
+    warps: int
+    blocks: int
+    #: Steps of a block that are brought into the L2.
+    prefetched_steps: int
+
+
+@cache
+def linear_tiles(rows: int, arch: str) -> LinearTiles:
+    """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``."""
+    prefetched = 64 if arch_number(arch) >= MIN_PDL_ARCH else 0
+    return LinearTiles(warps=8, loads=8, blocks_per_sm=3 if rows <= TILE_ROWS else 2, large_tiles_per_sm=6, prefetched_kib=prefetched)
+
+
+def linear_macros(rows: int, arch: str) -> dict[str, int]:
+    """Return the macros of the source for rows of :data:`ROW_COUNTS`."""
+    tiles = linear_tiles(rows, arch)
+    return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads}
+
+
+@lru_cache(maxsize=256)
+def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors: int) -> LinearPlan:
+    """Return the launch for a product.
+
+    Parameters
+    ----------
+    rows : int
+        Of x, at most the last of :data:`ROW_COUNTS`.
+    outputs : int
+        Columns of ``out``.
+    gated : bool
+        Whether each of them has a gate.
+    arch : str
+        Of the GPU.
+    multiprocessors : int
+        Of the GPU.
+    """
+    compiled = next(count for count in ROW_COUNTS if rows <= count)
+    tiles = linear_tiles(compiled, arch)
+    is_large = gated or outputs >= LARGE_TILE * multiprocessors * tiles.large_tiles_per_sm
+    tile = LARGE_TILE if is_large else SMALL_TILE
+    count = -(-outputs // (SMALL_TILE if gated else tile))
+    blocks = min(count, multiprocessors * tiles.blocks_per_sm)
+    step_nbytes = tile * tiles.warps * RUN_INPUTS * _ELEMENT_NBYTES
+    prefetched_steps = tiles.prefetched_kib * _KIB * multiprocessors // (blocks * step_nbytes)
+    return LinearPlan(compiled, tile, tiles.warps, blocks, prefetched_steps)
