@@ -20,7 +20,8 @@ INPUT_GRANULE = 8
 #: Elements of a row of weights, and rows, at most: their products with a few bytes fit into 32 bits.
 _MAX_INPUTS, _MAX_OUTPUTS = 1 << 24, 1 << 30
 
-_GRANULE_NBYTES = 16
+#: What x and weights are aligned to.
+GRANULE_NBYTES = 16
 
 
 def linear(x: DeviceTensor, weight: DeviceTensor, *, bias: DeviceTensor | None = None, out: DeviceTensor, stream: Any) -> None:
@@ -123,9 +124,9 @@ def _check(
         if bias.shape != weight.shape[:1]:
             raise ShapeError(f"bias: expected shape {weight.shape[:1]}, got {bias!r}.")
     for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.ptr % _GRANULE_NBYTES:
+        if tensor.ptr % GRANULE_NBYTES:
             raise LayoutError(
-                f"{name}: expected an address at a multiple of {_GRANULE_NBYTES} bytes, got {tensor!r} at byte {tensor.offset}."
+                f"{name}: expected an address at a multiple of {GRANULE_NBYTES} bytes, got {tensor!r} at byte {tensor.offset}."
             )
 
 
