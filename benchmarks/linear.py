@@ -1,6 +1,6 @@
 """Products of a few rows with weights on a GPU, beside those of torch: are they right, and how fast are they. Needs torch.
 
-    python benchmarks/linear.py [--quick] [--max-seconds 60] [--tiles WARPS=8,LOADS=8,BLOCKS_PER_SM=3,LARGE=6,PREFETCH=64]
+    python benchmarks/linear.py [--quick] [--max-seconds 60] [--tiles WARPS=8,LOADS=8,RESIDENT=3,BLOCKS_PER_SM=3,LARGE=6,PREFETCH=64]
 
 Products alone: weights take turns, so that none is in L2. Layers: the products of whole layers in one graph, with the norms between them,
 as a decode step has them, without attention; their results are those of one launch after another, bit for bit. The limit is the time in
@@ -265,20 +265,17 @@ def exceeded(products: Sequence[dict[str, Any]], layers: Sequence[dict[str, Any]
 
 def use_tiles(text: str) -> None:
     """Use other sizes than :func:`~trt_kvcache.kernels.linear_tiles.linear_tiles` chooses."""
-    names = {
-        "WARPS": "warps",
-        "LOADS": "loads",
-        "BLOCKS_PER_SM": "blocks_per_sm",
-        "LARGE": "large_tiles_per_sm",
-        "PREFETCH": "prefetched_kib",
-    }
-    given = {names[name]: int(value) for name, value in (pair.split("=") for pair in text.split(",") if pair)}
+    given = {_TILE_NAMES[name]: int(value) for name, value in (pair.split("=") for pair in text.split(",") if pair)}
     linear_tiles.linear_tiles = lambda rows, arch: _CHOSEN_TILES(rows, arch)._replace(**given)
     for cached in (linear_tiles.linear_plan, launches._module, launches._kernel):
         cached.cache_clear()
 
 
 _CHOSEN_TILES = linear_tiles.linear_tiles
+_TILE_NAMES = {
+    **{name.upper(): name for name in ("warps", "loads", "resident", "blocks_per_sm")},
+    **{"LARGE": "large_tiles_per_sm", "PREFETCH": "prefetched_kib"},
+}
 
 
 def try_tiles(gpu: Gpu, texts: Sequence[str], copy: float, rows: Sequence[int]) -> None:

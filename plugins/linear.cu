@@ -22,6 +22,7 @@
 constexpr int kWarps = WARPS, kThreads = 32 * kWarps;
 constexpr int kRowTiles = ROW_TILES;  // of 8 rows of x
 constexpr int kLoads = LOADS;         // of 16 bytes that a thread has in flight
+constexpr int kResident = RESIDENT;   // blocks that a multiprocessor has registers for
 
 using Element = ELEMENT;
 constexpr int kElementBytes = 2;
@@ -262,22 +263,22 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
 #define LINEAR_PARAMS \
     {x, weight, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), static_cast<int>(prefetched_steps)}
 
-extern "C" __global__ void __launch_bounds__(kThreads) linear_16(LINEAR_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) linear_16(LINEAR_ARGUMENTS) {
     linear<1, false, unsigned short>(LINEAR_PARAMS);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) linear_32(LINEAR_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) linear_32(LINEAR_ARGUMENTS) {
     linear<2, false, unsigned short>(LINEAR_PARAMS);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) linear_float32_16(LINEAR_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) linear_float32_16(LINEAR_ARGUMENTS) {
     linear<1, false, float>(LINEAR_PARAMS);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) linear_float32_32(LINEAR_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) linear_float32_32(LINEAR_ARGUMENTS) {
     linear<2, false, float>(LINEAR_PARAMS);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) linear_silu_mul(LINEAR_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) linear_silu_mul(LINEAR_ARGUMENTS) {
     linear<2, true, unsigned short>(LINEAR_PARAMS);
 }

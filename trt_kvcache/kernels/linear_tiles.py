@@ -28,6 +28,8 @@ class LinearTiles(NamedTuple):
     warps: int
     #: Loads of 16 bytes that a thread has in flight.
     loads: int
+    #: Blocks that a multiprocessor has registers for.
+    resident: int
     #: Blocks that a multiprocessor is given; a block takes one tile after another.
     blocks_per_sm: int
     #: Large tiles from so many for each multiprocessor on.
@@ -54,13 +56,14 @@ class LinearPlan(NamedTuple):
 def linear_tiles(rows: int, arch: str) -> LinearTiles:
     """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``."""
     prefetched = 64 if arch_number(arch) >= MIN_PDL_ARCH else 0
-    return LinearTiles(warps=8, loads=8, blocks_per_sm=3 if rows <= TILE_ROWS else 2, large_tiles_per_sm=6, prefetched_kib=prefetched)
+    blocks = 3 if rows <= TILE_ROWS else 2
+    return LinearTiles(warps=8, loads=8, resident=blocks, blocks_per_sm=blocks, large_tiles_per_sm=6, prefetched_kib=prefetched)
 
 
 def linear_macros(rows: int, arch: str) -> dict[str, int]:
     """Return the macros of the source for rows of :data:`ROW_COUNTS`."""
     tiles = linear_tiles(rows, arch)
-    return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads}
+    return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads, "RESIDENT": tiles.resident}
 
 
 @lru_cache(maxsize=256)
