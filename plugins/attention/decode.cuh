@@ -79,12 +79,16 @@ __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, c
     for (int d = 0; d < kHeadDim / 16; d++) {
         unsigned a[4];
         queries.a_fragment(a, 0, d);
-        const uint2 b = words_of(key, d, true);
+        uint2 b = words_of(key, d, true);
+        if constexpr (QueryFragments<kRows>::kPairs) {
+            const uint2 even = words_of(key, d / 2 * 2, true), odd = words_of(key, d / 2 * 2 + 1, true);
+            b = d % 2 ? uint2{even.y, odd.y} : uint2{even.x, odd.x};
+        }
         mma_m16n8k16(Element{}, products[d % 2], a, b.x, b.y);
     }
 #pragma unroll
     for (int i = 0; i < kRows / 8; i++) {
-        const float product = (products[0][2 * i] + products[1][2 * i]) * key_scale;
+        const float product = queries.with_odd(products[0], products[1], 2 * i) * key_scale;
         state.maxima[i] = score.has_softcap() ? score.softcap(product) : product;
         state.sums[i] = lane % 4 ? 0.0f : 1.0f;  // the probability is 1; one lane of the quad counts it
     }

@@ -92,6 +92,29 @@ __device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, co
     const CodesAddress rows(shared_address(tile), threadIdx.x % 32);
 #pragma unroll
     for (int j = 0; j < kTileTokens / 32; j++) {
+        if constexpr (QueryFragments<kRows>::kPairs) {
+            float odd[4][4] = {};
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 16; d += 2) {
+                unsigned codes[2][4], a[4];
+                ldmatrix_x4(codes[0], rows(d, 32 * j));
+                ldmatrix_x4(codes[1], rows(d + 1, 32 * j));
+                queries.a_fragment(a, 0, d);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const uint2 first = widen_in_order(Element{}, Codes{}, codes[0][i]), second = widen_in_order(Element{}, Codes{}, codes[1][i]);
+                    mma_m16n8k16(Element{}, scores[0][4 * j + i], a, first.x, second.x);
+                    mma_m16n8k16(Element{}, odd[i], a, first.y, second.y);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float(&sums)[4] = scores[0][4 * j + i];
+#pragma unroll
+                for (int e = 0; e < 4; e++) sums[e] = queries.with_odd(sums, odd[i], e);
+            }
+            continue;
+        }
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
             unsigned codes[4];

@@ -87,23 +87,33 @@ __device__ __forceinline__ uint2 widen(BFloat16, Float8, unsigned codes) {
     return widen_by_bits(BFloat16{}, codes);
 #endif
 }
-// As the mantissa of 1024, a code plus 128 is exact.
-__device__ __forceinline__ uint2 widen(Float16, Int8, unsigned codes) {
+// The bytes of two codes of each word: kX of x, kY of y. As the mantissa of 1024, a code plus 128 is exact.
+template <unsigned kX, unsigned kY>
+__device__ __forceinline__ uint2 widen_bytes(Float16, unsigned codes) {
     const unsigned positive = codes ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // -1152
-    return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4240), one, minus),
-            multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4341), one, minus)};
+    return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, kX), one, minus),
+            multiply_add(Float16{}, __byte_perm(positive, 0x64646464, kY), one, minus)};
 }
 // The mantissa of 128 has seven bits only: those behind the sign. The sign is what is subtracted: 128 or 256.
-__device__ __forceinline__ uint2 widen(BFloat16, Int8, unsigned codes) {
-    const unsigned even = __byte_perm(codes, 0x43434343, 0x4240), odd = __byte_perm(codes, 0x43434343, 0x4341), one = 0x3F803F80;
-    return {multiply_add(BFloat16{}, even & 0xFF7FFF7F, one, (even & 0x00800080) | 0xC300C300),
-            multiply_add(BFloat16{}, odd & 0xFF7FFF7F, one, (odd & 0x00800080) | 0xC300C300)};
+template <unsigned kX, unsigned kY>
+__device__ __forceinline__ uint2 widen_bytes(BFloat16, unsigned codes) {
+    const unsigned x = __byte_perm(codes, 0x43434343, kX), y = __byte_perm(codes, 0x43434343, kY), one = 0x3F803F80;
+    return {multiply_add(BFloat16{}, x & 0xFF7FFF7F, one, (x & 0x00800080) | 0xC300C300),
+            multiply_add(BFloat16{}, y & 0xFF7FFF7F, one, (y & 0x00800080) | 0xC300C300)};
+}
+template <class Type>
+__device__ __forceinline__ uint2 widen(Type, Int8, unsigned codes) {
+    return widen_bytes<0x4240, 0x4341>(Type{}, codes);
 }
 
 // The same in order: x has codes 0 and 1, y has codes 2 and 3.
 template <class Type, class Codes>
 __device__ __forceinline__ uint2 widen_in_order(Type, Codes, unsigned codes) {
     return widen(Type{}, Codes{}, __byte_perm(codes, 0, 0x3120));
+}
+template <class Type>
+__device__ __forceinline__ uint2 widen_in_order(Type, Int8, unsigned codes) {
+    return widen_bytes<0x4140, 0x4342>(Type{}, codes);
 }
 #ifdef FLOAT8_INSTRUCTIONS
 __device__ __forceinline__ uint2 widen_in_order(Float16, Float8, unsigned codes) { return float16_of_float8(codes); }

@@ -61,19 +61,21 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
     Notes
     -----
     The rows of a K/V head are its new tokens times its query heads. The fewer they are, the smaller a row block. Where all row blocks can
-    be resident at once, K and V of each are split over the blocks that are left.
+    be resident at once, K and V of each are split over the blocks that are left. Few tokens in several row blocks over a long cache
+    are faster in blocks of four warps, two of which share a multiprocessor, than in one of eight, although another launch appends.
     """
     width, rows, multiprocessors = params.q.shape[1], params.q.shape[1] * params.group, _memory(params).multiprocessor_count
     few, wide = plan_of(params, "64"), plan_of(params, "wide")
+    tokens, row_blocks = params.cache.shape[3], params.q.shape[0] * params.cache.shape[2] * wide.row_blocks
+    is_long = tokens >= _LONG_CACHE * width and tokens * row_blocks >= _LONG_CACHE_KEYS_PER_SM * multiprocessors
     if width <= MAX_APPENDED_WIDTH:
         if rows <= 16:
             few = plan_of(params, "16")
         elif rows <= 32 and not (few.form.warpgroups and params.q.shape[3] >= _MIN_WARPGROUP_HEAD_DIM):
             few = plan_of(params, "32")
-        if width <= few.form.tile_keys and (few.row_blocks == 1 or few.splits):
+        fits = width <= few.form.tile_keys and (few.row_blocks == 1 or few.splits)
+        if fits and not (is_long and few.row_blocks > 1 and wide.form.warpgroups and wide.form.blocks_per_sm > 1):
             return few
-    tokens, row_blocks = params.cache.shape[3], params.q.shape[0] * params.cache.shape[2] * wide.row_blocks
-    is_long = tokens >= _LONG_CACHE * width and tokens * row_blocks >= _LONG_CACHE_KEYS_PER_SM * multiprocessors
     if not is_long and row_blocks <= multiprocessors:
         return plan_of(params, "short")
     if wide.splits:
