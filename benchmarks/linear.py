@@ -1,6 +1,6 @@
 """Products of a few rows with weights on a GPU, beside those of torch: are they right, and how fast are they. Needs torch.
 
-    python benchmarks/linear.py [--quick] [--max-seconds 60] [--tiles WARPS=8,LOADS=8,RESIDENT=3,BLOCKS_PER_SM=3,LARGE=6,PREFETCH=64]
+    python benchmarks/linear.py [--quick] [--max-seconds 60] [--tiles WARPS=16,LOADS=8,BLOCKS_PER_SM=1,LARGE=97,PREFETCH=64]
 
 Products alone: weights take turns, so that none is in L2. Layers: the products of whole layers in one graph, with the norms between them,
 as a decode step has them, without attention; their results are those of one launch after another, bit for bit. The limit is the time in
@@ -169,6 +169,7 @@ class Layers:
         self._normed, self._change, self.hidden = (tensors.new(rows, model.hidden) for _ in range(3))
         self._qkv, self._gated = tensors.new(rows, model.qkv), tensors.new(rows, model.intermediate)
         self._attended = DeviceTensor(self._qkv[0].allocation, shape=(rows, model.attended), dtype=DTYPE)
+        self._attended_view = torch.from_dlpack(self._attended)
         self._first_hidden, self._first_normed = self.hidden[1].clone(), self._normed[1].clone()
         torch.cuda.synchronize()  # weights are read early
 
@@ -200,7 +201,7 @@ class Layers:
     def _layer_by_torch(self, weights: dict[str, torch.Tensor]) -> None:
         stream, (_, normed), (_, change), (_, qkv) = self._gpu.stream, self._normed, self._change, self._qkv
         torch.mm(normed, weights["qkv"].t(), out=qkv)
-        torch.mm(torch.from_dlpack(self._attended), weights["o"].t(), out=change)
+        torch.mm(self._attended_view, weights["o"].t(), out=change)
         self._add_norm()
         gate_up = F.linear(normed, weights["gate_up"])
         silu_mul(_borrowed(self._gpu, gate_up), out=self._gated[0], stream=stream)
@@ -273,8 +274,8 @@ def use_tiles(text: str) -> None:
 
 _CHOSEN_TILES = linear_tiles.linear_tiles
 _TILE_NAMES = {
-    **{name.upper(): name for name in ("warps", "loads", "resident", "blocks_per_sm")},
-    **{"LARGE": "large_tiles_per_sm", "PREFETCH": "prefetched_kib"},
+    **{name.upper(): name for name in ("warps", "loads", "blocks_per_sm")},
+    **{"LARGE": "large_percent", "PREFETCH": "prefetched_kib"},
 }
 
 

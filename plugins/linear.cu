@@ -22,7 +22,6 @@
 constexpr int kWarps = WARPS, kThreads = 32 * kWarps;
 constexpr int kRowTiles = ROW_TILES;  // of 8 rows of x
 constexpr int kLoads = LOADS;         // of 16 bytes that a thread has in flight
-constexpr int kResident = RESIDENT;   // blocks that a multiprocessor has registers for
 
 using Element = ELEMENT;
 constexpr int kElementBytes = 2;
@@ -220,19 +219,22 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
     for (int i = 0; i < kRowTiles; i++) {
         x_rows[i] = params.x + min(i * kTileRows + lane / 4, params.rows - 1) * params.inputs * kElementBytes;
     }
+    InputRun x[Stream::kDepth];
+#pragma unroll
+    for (int step = 0; step < Stream::kDepth; step++) x[step].load(x_rows, first_input + step * kStepInputs, params.inputs);
     int turn = 0;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < Tile::count(params); tile += gridDim.x) {
         float sums[kTiles][kRowTiles][4] = {};
 #pragma unroll 1
         for (int group = 0; group < params.inputs; group += Stream::kGroupInputs) {
-            InputRun x[Stream::kDepth];
-#pragma unroll
-            for (int step = 0; step < Stream::kDepth; step++) x[step].load(x_rows, group + first_input + step * kStepInputs, params.inputs);
             weights.next_group();
+            const int next = group + Stream::kGroupInputs < params.inputs ? group + Stream::kGroupInputs : 0;
 #pragma unroll
             for (int step = 0; step < Stream::kDepth; step++) {
-                add_products(sums, runs[step], x[step]);
+                const InputRun inputs = x[step];
+                x[step].load(x_rows, next + first_input + step * kStepInputs, params.inputs);
+                add_products(sums, runs[step], inputs);
                 weights.load(runs[step], step);
             }
         }
@@ -263,22 +265,22 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
 #define LINEAR_PARAMS \
     {x, weight, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), static_cast<int>(prefetched_steps)}
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident) linear_16(LINEAR_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(kThreads) linear_16(LINEAR_ARGUMENTS) {
     linear<1, false, unsigned short>(LINEAR_PARAMS);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident) linear_32(LINEAR_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(kThreads) linear_32(LINEAR_ARGUMENTS) {
     linear<2, false, unsigned short>(LINEAR_PARAMS);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident) linear_float32_16(LINEAR_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(kThreads) linear_float32_16(LINEAR_ARGUMENTS) {
     linear<1, false, float>(LINEAR_PARAMS);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident) linear_float32_32(LINEAR_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(kThreads) linear_float32_32(LINEAR_ARGUMENTS) {
     linear<2, false, float>(LINEAR_PARAMS);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident) linear_silu_mul(LINEAR_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(kThreads) linear_silu_mul(LINEAR_ARGUMENTS) {
     linear<2, true, unsigned short>(LINEAR_PARAMS);
 }

@@ -7,9 +7,9 @@ import pytest
 
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
-from trt_kvcache.kernels import linear, linear_silu_mul
+from trt_kvcache.kernels import linear, linear_silu_mul, linear_tiles
 from trt_kvcache.kernels.linear import MAX_LINEAR_ROWS
-from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, linear_plan, linear_tiles
+from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, linear_plan
 from trt_kvcache.memory.tensor import DeviceTensor
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -98,10 +98,16 @@ def test_linear_silu_mul(memory, stream, shape, dtype, with_bias):
 
 
 @DTYPES
-def test_several_tiles_of_a_block(memory, stream, dtype, few_multiprocessors):
+@pytest.mark.parametrize("large_percent", [0, 1000], ids=["large", "small"])
+@pytest.mark.usefixtures("few_multiprocessors")
+def test_several_tiles_of_a_block(memory, stream, dtype, large_percent, monkeypatch):
+    chosen = linear_tiles.linear_tiles
+    monkeypatch.setattr(linear_tiles, "linear_tiles", lambda *of: chosen(*of)._replace(large_percent=large_percent))
+    linear_tiles.linear_plan.cache_clear()
     check_linear(memory, stream, (3, 1000, 136), dtype)
     check_linear(memory, stream, (8, 999, 4104), dtype, with_bias=True)
     check_linear(memory, stream, (2, 515, 64), dtype, out_dtype="float32")
+    linear_tiles.linear_plan.cache_clear()
 
 
 def test_the_same_bits_each_time(memory, stream):
@@ -126,7 +132,7 @@ def test_rows_do_not_change_each_other(memory, stream):
 
 @pytest.fixture
 def few_multiprocessors(memory, monkeypatch):
-    """Launches as for a GPU of 2 multiprocessors: blocks have several tiles, and tiles are large."""
+    """Launches as for a GPU of 2 multiprocessors: blocks have several tiles."""
     if not memory.is_host:
         monkeypatch.setattr(memory, "multiprocessor_count", 2)
 
@@ -139,9 +145,9 @@ def test_plans():
                 plan = linear_plan(rows, outputs, gated, "sm_90", 132)
                 assert rows <= plan.rows in ROW_COUNTS
                 tiles = -(-outputs // (16 if gated else plan.tile))
-                assert 1 <= plan.blocks <= min(tiles, 132 * linear_tiles(plan.rows, "sm_90").blocks_per_sm)
+                assert 1 <= plan.blocks <= min(tiles, 132 * linear_tiles.linear_tiles(plan.rows, "sm_90").blocks_per_sm)
                 assert gated <= (plan.tile == 32)
-    assert linear_plan(1, 896, False, "sm_90", 132).tile == 16
+    assert [linear_plan(1, outputs, False, "sm_90", 132).tile for outputs in (896, 4096, 6144)] == [16, 32, 16], "busy multiprocessors"
     assert linear_plan(1, 128256, False, "sm_90", 132).tile == 32
     assert linear_plan(1, 4096, False, "sm_90", 132).prefetched_steps > 0 == linear_plan(1, 4096, False, "sm_80", 108).prefetched_steps
 

@@ -28,12 +28,10 @@ class LinearTiles(NamedTuple):
     warps: int
     #: Loads of 16 bytes that a thread has in flight.
     loads: int
-    #: Blocks that a multiprocessor has registers for.
-    resident: int
     #: Blocks that a multiprocessor is given; a block takes one tile after another.
     blocks_per_sm: int
-    #: Large tiles from so many for each multiprocessor on.
-    large_tiles_per_sm: int
+    #: Large tiles are taken if they keep so many percent as many multiprocessors busy as small ones.
+    large_percent: int
     #: What a multiprocessor brings into the L2 while the launch before ends.
     prefetched_kib: int
 
@@ -56,14 +54,13 @@ class LinearPlan(NamedTuple):
 def linear_tiles(rows: int, arch: str) -> LinearTiles:
     """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``."""
     prefetched = 64 if arch_number(arch) >= MIN_PDL_ARCH else 0
-    blocks = 3 if rows <= TILE_ROWS else 2
-    return LinearTiles(warps=8, loads=8, resident=blocks, blocks_per_sm=blocks, large_tiles_per_sm=6, prefetched_kib=prefetched)
+    return LinearTiles(warps=16 if rows <= 2 * TILE_ROWS else 8, loads=8, blocks_per_sm=1, large_percent=97, prefetched_kib=prefetched)
 
 
 def linear_macros(rows: int, arch: str) -> dict[str, int]:
     """Return the macros of the source for rows of :data:`ROW_COUNTS`."""
     tiles = linear_tiles(rows, arch)
-    return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads, "RESIDENT": tiles.resident}
+    return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads}
 
 
 @lru_cache(maxsize=256)
@@ -85,10 +82,15 @@ def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors
     """
     compiled = next(count for count in ROW_COUNTS if rows <= count)
     tiles = linear_tiles(compiled, arch)
-    is_large = gated or outputs >= LARGE_TILE * multiprocessors * tiles.large_tiles_per_sm
-    tile = LARGE_TILE if is_large else SMALL_TILE
-    count = -(-outputs // (SMALL_TILE if gated else tile))
-    blocks = min(count, multiprocessors * tiles.blocks_per_sm)
+    slots = multiprocessors * tiles.blocks_per_sm
+    small, large = (_busy_share(-(-outputs // size), slots) for size in (SMALL_TILE, LARGE_TILE))
+    tile = LARGE_TILE if gated or 100 * large >= tiles.large_percent * small else SMALL_TILE
+    blocks = min(-(-outputs // (SMALL_TILE if gated else tile)), slots)
     step_nbytes = tile * tiles.warps * RUN_INPUTS * _ELEMENT_NBYTES
     prefetched_steps = tiles.prefetched_kib * _KIB * multiprocessors // (blocks * step_nbytes)
     return LinearPlan(compiled, tile, tiles.warps, blocks, prefetched_steps)
+
+
+def _busy_share(count: int, slots: int) -> float:
+    """Return how busy blocks are with so many tiles, if they take one after another."""
+    return count / (-(-count // slots) * slots)
