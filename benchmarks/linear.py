@@ -2,10 +2,9 @@
 
     python benchmarks/linear.py [--quick] [--max-seconds 60] [--tiles WARPS=16,LOADS=8,BLOCKS_PER_SM=1,LARGE=97,PREFETCH=64]
 
-Products alone: weights take turns, so that none is in L2. Layers: the products of whole layers in one graph, with the norms between them,
-as a decode step has them, without attention; their results are those of one launch after another, bit for bit. The limit is the time in
-which the GPU copies as many bytes as the weights have. ``--tiles`` may be given several times: each is tried with the first model, and
-nothing is written.
+Products alone: weights take turns, so that none is in L2. Layers: whole layers of a decode step in one graph, products, attention and
+norms; their results are those of one launch after another, bit for bit. The limit is the time in which the GPU copies as many bytes as the
+weights have, and in layers K and V. ``--tiles`` may be given several times: each is tried with the first model, and nothing is written.
 """
 
 from __future__ import annotations
@@ -27,7 +26,16 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 from trt_kvcache import DeviceTensor  # noqa: E402
-from trt_kvcache.kernels import add_rms_norm, linear, linear_silu_mul, linear_tiles, silu_mul  # noqa: E402
+from trt_kvcache.kernels import (  # noqa: E402
+    AttentionWorkspace,
+    add_rms_norm,
+    attend,
+    linear,
+    linear_silu_mul,
+    linear_tiles,
+    silu_mul,
+    split_qkv,
+)
 from trt_kvcache.kernels.cuda import launch as launches  # noqa: E402
 from trt_kvcache.memory.shapes import dense_nbytes  # noqa: E402
 
@@ -36,6 +44,9 @@ LIMITS = {"of_copy": 0.9, "layers_of_copy": 0.9, "of_torch": 1.02}
 _LARGE_MB, _MAX_LIMITED_ROWS = 64, 8
 
 DTYPE, _ELEMENT_NBYTES, _MIB = "bfloat16", 2, 2**20
+
+#: Tokens of each row in the caches of layers.
+PAST = 1024
 
 #: Largest error of a product, relative to the largest result: half a unit in the last place, and sums of 32 bits in any order.
 _TOLERANCE = 2**-8
@@ -50,10 +61,21 @@ class Model(NamedTuple):
 
     name: str
     hidden: int
-    qkv: int
-    attended: int
+    heads: int
+    kv_heads: int
+    head_dim: int
     intermediate: int
     vocab: int
+
+    @property
+    def qkv(self) -> int:
+        """Return the columns of q, k and v."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def attended(self) -> int:
+        """Return the columns of the output of attention."""
+        return self.heads * self.head_dim
 
     def products(self) -> dict[str, tuple[int, int]]:
         """Return outputs and inputs of each product."""
@@ -65,15 +87,16 @@ class Model(NamedTuple):
             "head": (self.vocab, self.hidden),
         }
 
-    def layer_nbytes(self) -> int:
-        """Return the bytes of the weights of a layer."""
-        return sum(outputs * inputs for name, (outputs, inputs) in self.products().items() if name != "head") * _ELEMENT_NBYTES
+    def layer_nbytes(self, rows: int) -> int:
+        """Return the bytes of the weights of a layer, and of K and V."""
+        weights = sum(outputs * inputs for name, (outputs, inputs) in self.products().items() if name != "head")
+        return (weights + rows * 2 * self.kv_heads * PAST * self.head_dim) * _ELEMENT_NBYTES
 
 
 MODELS = (
-    Model("Llama-3-8B", 4096, 6144, 4096, 14336, 128256),
-    Model("Qwen2-0.5B", 896, 1152, 896, 4864, 151936),
-    Model("Qwen3-4B", 2560, 6144, 4096, 9728, 151936),
+    Model("Llama-3-8B", 4096, 32, 8, 128, 14336, 128256),
+    Model("Qwen2-0.5B", 896, 14, 2, 64, 4864, 151936),
+    Model("Qwen3-4B", 2560, 32, 8, 128, 9728, 151936),
 )
 
 
@@ -157,20 +180,24 @@ def largest_error(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> f
 
 
 class Layers:
-    """Layers without attention: o takes the first numbers that qkv gives."""
+    """Layers of a decode step of one new token for each row."""
 
     def __init__(self, gpu: Gpu, model: Model, rows: int, count: int) -> None:
         tensors, self._gpu, self.count = Tensors(gpu), gpu, count
-        names = [name for name in model.products() if name != "head"]
-        self._layers = [
-            {name: tensors.new(*model.products()[name], scale=model.products()[name][1] ** -0.5) for name in names} for _ in range(count)
-        ]
+        shapes = {name: shape for name, shape in model.products().items() if name != "head"}
+        self._layers = [{name: tensors.new(*shape, scale=shape[1] ** -0.5) for name, shape in shapes.items()} for _ in range(count)]
         self._norm = tensors.new(model.hidden)
         self._normed, self._change, self.hidden = (tensors.new(rows, model.hidden) for _ in range(3))
-        self._qkv, self._gated = tensors.new(rows, model.qkv), tensors.new(rows, model.intermediate)
-        self._attended = DeviceTensor(self._qkv[0].allocation, shape=(rows, model.attended), dtype=DTYPE)
-        self._attended_view = torch.from_dlpack(self._attended)
+        self._qkv, self._gated, self._attended = (tensors.new(rows, size) for size in (model.qkv, model.intermediate, model.attended))
         self._first_hidden, self._first_normed = self.hidden[1].clone(), self._normed[1].clone()
+        dim, heads, kv_heads = model.head_dim, model.heads, model.kv_heads
+        q, k, v = split_qkv(self._qkv[0].reshape(rows, 1, heads + 2 * kv_heads, dim), heads, kv_heads)
+        lengths, view = gpu.tensor((rows,), "int32")
+        view.fill_(PAST)
+        workspace = AttentionWorkspace(gpu.memory, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, stream=gpu.stream)
+        options = {"out": self._attended[0].reshape(rows, 1, heads, dim), "workspace": workspace, "stream": gpu.stream}
+        caches = [tensors.new(rows, 2, kv_heads, PAST + 1, dim)[0] for _ in range(count)]
+        self._attend = [lambda c=cache: attend(q, k, v, c, lengths, **options) for cache in caches]
         torch.cuda.synchronize()  # weights are read early
 
     def begin(self) -> None:
@@ -181,12 +208,13 @@ class Layers:
     def ours(self) -> list[Callable[[], object]]:
         """Return the launches of all layers."""
         stream, calls = self._gpu.stream, []
-        (normed, _), (qkv, _), (gated, _), (change, _) = self._normed, self._qkv, self._gated, self._change
-        for layer in self._layers:
+        normed, qkv, attended, gated, change = (pair[0] for pair in (self._normed, self._qkv, self._attended, self._gated, self._change))
+        for layer, attend_layer in zip(self._layers, self._attend, strict=True):
             weights = {name: weight for name, (weight, _) in layer.items()}
             calls += [
-                lambda w=weights: linear(normed, w["qkv"], out=qkv, stream=stream),
-                lambda w=weights: linear(self._attended, w["o"], out=change, stream=stream),
+                lambda w=weights: linear(normed, w["qkv"], prefetch=w["o"], out=qkv, stream=stream),
+                attend_layer,
+                lambda w=weights: linear(attended, w["o"], out=change, stream=stream),
                 self._add_norm,
                 lambda w=weights: linear_silu_mul(normed, w["gate_up"], out=gated, stream=stream),
                 lambda w=weights: linear(gated, w["down"], out=change, stream=stream),
@@ -196,12 +224,16 @@ class Layers:
 
     def by_torch(self) -> list[Callable[[], object]]:
         """Return the same with products of torch."""
-        return [lambda w=layer: self._layer_by_torch({name: view for name, (_, view) in w.items()}) for layer in self._layers]
+        views = [{name: view for name, (_, view) in layer.items()} for layer in self._layers]
+        return [
+            lambda w=weights, a=attend_layer: self._layer_by_torch(w, a) for weights, attend_layer in zip(views, self._attend, strict=True)
+        ]
 
-    def _layer_by_torch(self, weights: dict[str, torch.Tensor]) -> None:
+    def _layer_by_torch(self, weights: dict[str, torch.Tensor], attend_layer: Callable[[], object]) -> None:
         stream, (_, normed), (_, change), (_, qkv) = self._gpu.stream, self._normed, self._change, self._qkv
         torch.mm(normed, weights["qkv"].t(), out=qkv)
-        torch.mm(self._attended_view, weights["o"].t(), out=change)
+        attend_layer()
+        torch.mm(self._attended[1], weights["o"].t(), out=change)
         self._add_norm()
         gate_up = F.linear(normed, weights["gate_up"])
         silu_mul(_borrowed(self._gpu, gate_up), out=self._gated[0], stream=stream)
@@ -238,7 +270,7 @@ def _borrowed(gpu: Gpu, tensor: torch.Tensor) -> DeviceTensor:
 
 def layers_row(gpu: Gpu, model: Model, rows: int, copy: float, with_torch: bool = True) -> dict[str, Any]:
     """Check and measure layers one behind the other."""
-    nbytes = model.layer_nbytes()
+    nbytes = model.layer_nbytes(rows)
     layers = Layers(gpu, model, rows, max(2, -(-_ROTATED_NBYTES // nbytes)))
     layers.check()
     sides = {"ours": layers.ours(), "torch": layers.by_torch()} if with_torch else {"ours": layers.ours()}
@@ -275,7 +307,7 @@ def use_tiles(text: str) -> None:
 _CHOSEN_TILES = linear_tiles.linear_tiles
 _TILE_NAMES = {
     **{name.upper(): name for name in ("warps", "loads", "blocks_per_sm")},
-    **{"LARGE": "large_percent", "PREFETCH": "prefetched_kib"},
+    **{"LARGE": "large_percent", "PREFETCH": "prefetched_kib", "NEXT": "next_kib"},
 }
 
 

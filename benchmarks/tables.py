@@ -326,7 +326,7 @@ def _linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     limits, products, layers = content["limits"], of_table(content["products"]), of_table(content["layers"])
     for row in layers:
         ours, others = (row["of_copy"][side] for side in ("ours", "torch"))
-        what = f"layers of {row['model']} without attention, {row['rows']} rows: share of the copy bandwidth (with products of torch)"
+        what = f"layers of {row['model']}, {row['rows']} slots of 1024 tokens: share of the copy bandwidth (with products of torch)"
         yield what, f"{ours:.2f} ({others:.2f})", f"{limits['layers_of_copy']}" if row["mb"] >= 64 else ""
     few, many = ([row for row in products if (row["rows"] <= 8) == is_few] for is_few in (True, False))
     shares = [row["of_copy"]["ours"] for row in few if row["mb"] >= 64]

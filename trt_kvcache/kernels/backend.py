@@ -64,7 +64,15 @@ class Backend(Protocol):
     def silu_mul(self, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
         """Multiply the SiLU of the first half of each row with its second half."""
 
-    def linear(self, x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
+    def linear(
+        self,
+        x: DeviceTensor,
+        weight: DeviceTensor,
+        bias: DeviceTensor | None,
+        prefetch: DeviceTensor | None,
+        out: DeviceTensor,
+        stream: Any,
+    ) -> None:
         """Multiply a few rows with a matrix of weights."""
 
     def linear_silu_mul(self, x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:

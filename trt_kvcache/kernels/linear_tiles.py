@@ -18,6 +18,9 @@ TILE_ROWS, RUN_INPUTS = 8, 64
 
 _ELEMENT_NBYTES = 2
 
+#: Bytes of a line of the L2: ``kLineBytes`` of the source.
+LINE_NBYTES = 128
+
 _KIB = 1024
 
 
@@ -34,6 +37,8 @@ class LinearTiles(NamedTuple):
     large_percent: int
     #: What a multiprocessor brings into the L2 while the launch before ends.
     prefetched_kib: int
+    #: What it brings there of what a launch soon after reads.
+    next_kib: int
 
 
 class LinearPlan(NamedTuple):
@@ -53,8 +58,10 @@ class LinearPlan(NamedTuple):
 @cache
 def linear_tiles(rows: int, arch: str) -> LinearTiles:
     """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``."""
-    prefetched = 64 if arch_number(arch) >= MIN_PDL_ARCH else 0
-    return LinearTiles(warps=16 if rows <= 2 * TILE_ROWS else 8, loads=8, blocks_per_sm=1, large_percent=97, prefetched_kib=prefetched)
+    prefetched, following = (64, 128) if arch_number(arch) >= MIN_PDL_ARCH else (0, 0)
+    return LinearTiles(
+        warps=16 if rows <= 2 * TILE_ROWS else 8, loads=8, blocks_per_sm=1, large_percent=97, prefetched_kib=prefetched, next_kib=following
+    )
 
 
 def linear_macros(rows: int, arch: str) -> dict[str, int]:
@@ -89,6 +96,12 @@ def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors
     step_nbytes = tile * tiles.warps * RUN_INPUTS * _ELEMENT_NBYTES
     prefetched_steps = tiles.prefetched_kib * _KIB * multiprocessors // (blocks * step_nbytes)
     return LinearPlan(compiled, tile, tiles.warps, blocks, prefetched_steps)
+
+
+def prefetched_lines(rows: int, row_nbytes: int, arch: str, multiprocessors: int) -> int:
+    """Return how many lines of each row of a matrix are brought into the L2 for a launch soon after."""
+    nbytes = linear_tiles(ROW_COUNTS[0], arch).next_kib * _KIB * multiprocessors
+    return min(row_nbytes, nbytes // rows) // LINE_NBYTES
 
 
 def _busy_share(count: int, slots: int) -> float:
