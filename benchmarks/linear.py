@@ -333,7 +333,7 @@ def measure(gpu: Gpu, copy: float, quick: bool, max_seconds: float) -> dict[str,
     """Check and measure it all; what does not fit into the time is named and left out."""
     deadline, products, layers, left_out = time.monotonic() + max_seconds, [], [], []
     for index, model in enumerate(MODELS[:1] if quick else MODELS):
-        counts = (1, 8) if quick or index else (1, 2, 4, 8, 16, 32)
+        counts = (1, 8) if quick or index else (1, 2, 4, 8, 16)
         for count in (one for one in counts if one <= _MAX_LIMITED_ROWS):
             if time.monotonic() > deadline:
                 left_out.append(f"{model.name} layers, {count} rows")

@@ -335,7 +335,7 @@ def _linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         f"{min(shares):.2f} to {max(shares):.2f}",
         f"{limits['of_copy']}",
     )
-    for what, rows, limit in (("up to 8 rows", few, f"{limits['of_torch']}"), ("16 and 32 rows", many, "")):
+    for what, rows, limit in (("up to 8 rows", few, f"{limits['of_torch']}"), ("16 rows", many, "")):
         ratios = [row["us"]["ours"] / row["us"]["torch"] for row in rows]
         if ratios:
             yield (

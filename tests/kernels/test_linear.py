@@ -22,7 +22,7 @@ ROUNDING, SUM_ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-2
 SHAPES = [
     *((1, 1, 8), (2, 17, 24), (8, 16, 64), (3, 33, 72), (5, 40, 504), (1, 48, 512), (7, 31, 520)),
     *((4, 7, 1024), (6, 50, 1032), (1, 19, 2048), (8, 100, 2064), (2, 5, 4872)),
-    *((9, 18, 520), (16, 3, 1096), (17, 35, 136), (29, 16, 1024), (32, 20, 584)),
+    *((9, 18, 520), (16, 3, 1096), (11, 35, 136), (13, 16, 1024), (15, 20, 584)),
 ]
 
 
@@ -77,14 +77,14 @@ def test_linear(memory, stream, shape, dtype, with_bias):
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(1, 33, 72), (8, 16, 520), (17, 5, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 33, 72), (8, 16, 520), (12, 5, 64)], ids=str)
 def test_float32_results(memory, stream, shape, dtype):
     check_linear(memory, stream, shape, dtype, out_dtype="float32")
 
 
 @DTYPES
 @BIAS
-@pytest.mark.parametrize("shape", [(1, 1, 8), (8, 16, 64), (3, 33, 72), (7, 50, 1032), (1, 19, 2048), (30, 17, 520)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 8), (8, 16, 64), (3, 33, 72), (7, 50, 1032), (1, 19, 2048), (14, 17, 520)], ids=str)
 def test_linear_silu_mul(memory, stream, shape, dtype, with_bias):
     problem = Problem(memory, stream, *shape, dtype, with_bias, gated=True)
     linear_silu_mul(*problem.tensors, **problem.options, out=problem.out, stream=stream)
@@ -158,7 +158,7 @@ def few_multiprocessors(memory, monkeypatch):
 
 def test_plans():
     """Every output has a tile, no block is without one, and large products have large tiles."""
-    for rows in (1, 8, 9, 16, 17, 32):
+    for rows in (1, 8, 9, 16):
         for outputs in (1, 16, 17, 896, 4096, 28672, 128256):
             for gated in (False, True):
                 plan = linear_plan(rows, outputs, gated, "sm_90", 132)
@@ -180,10 +180,10 @@ class TestWhatDoesNotFitIsRefused:
     @pytest.mark.parametrize(
         ("changed", "error", "text"),
         [
-            ({"x": ((2, 12), "float16")}, ShapeError, r"x: expected \[1 to 32 rows, a multiple of 8 inputs\], got "),
-            ({"x": ((MAX_LINEAR_ROWS + 1, 16), "float16")}, ShapeError, "x: expected .1 to 32 rows"),
-            ({"x": ((0, 16), "float16")}, ShapeError, "x: expected .1 to 32 rows"),
-            ({"x": ((2, 1, 16), "float16")}, ShapeError, "x: expected .1 to 32 rows"),
+            ({"x": ((2, 12), "float16")}, ShapeError, r"x: expected \[1 to 16 rows, a multiple of 8 inputs\], got "),
+            ({"x": ((MAX_LINEAR_ROWS + 1, 16), "float16")}, ShapeError, "x: expected .1 to 16 rows"),
+            ({"x": ((0, 16), "float16")}, ShapeError, "x: expected .1 to 16 rows"),
+            ({"x": ((2, 1, 16), "float16")}, ShapeError, "x: expected .1 to 16 rows"),
             ({"x": ((2, 16), "float32")}, DTypeError, "x: expected float16 or bfloat16, got float32"),
             ({"weight": ((6, 24), "float16")}, ShapeError, r"weight: expected \[outputs.*, 16 inputs\], got "),
             ({"weight": ((6, 16), "bfloat16")}, DTypeError, "weight: expected float16, got bfloat16"),

@@ -38,7 +38,7 @@ def linear(
     Parameters
     ----------
     x : DeviceTensor ``[rows, inputs]`` float16 or bfloat16
-        1 to 32 rows; a multiple of 8 inputs.
+        1 to 16 rows; a multiple of 8 inputs.
     weight : DeviceTensor ``[outputs, inputs]``
         Of the dtype of ``x``. On a GPU it is read before earlier launches on the stream have ended: none of those may still write it.
     bias : DeviceTensor ``[outputs]``, optional

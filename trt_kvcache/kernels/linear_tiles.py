@@ -8,7 +8,7 @@ from typing import NamedTuple
 from trt_kvcache.kernels.attention_tiles import MIN_PDL_ARCH, arch_number
 
 #: Rows of x that the source is compiled for.
-ROW_COUNTS = (8, 16, 32)
+ROW_COUNTS = (8, 16)
 
 #: Outputs of a tile of the kernels: of a small one, and of a large one. With a gate it is large: as many of gate and of up.
 SMALL_TILE, LARGE_TILE = 16, 32
@@ -59,9 +59,7 @@ class LinearPlan(NamedTuple):
 def linear_tiles(rows: int, arch: str) -> LinearTiles:
     """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``."""
     prefetched, following = (64, 128) if arch_number(arch) >= MIN_PDL_ARCH else (0, 0)
-    return LinearTiles(
-        warps=16 if rows <= 2 * TILE_ROWS else 8, loads=8, blocks_per_sm=1, large_percent=97, prefetched_kib=prefetched, next_kib=following
-    )
+    return LinearTiles(warps=16, loads=8, blocks_per_sm=1, large_percent=97, prefetched_kib=prefetched, next_kib=following)
 
 
 def linear_macros(rows: int, arch: str) -> dict[str, int]:
