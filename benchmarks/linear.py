@@ -1,6 +1,6 @@
 """Products of a few rows with weights on a GPU, beside those of torch: are they right, and how fast are they. Needs torch.
 
-    python benchmarks/linear.py [--quick] [--max-seconds 60] [--tiles WARPS=16,LOADS=8,BLOCKS_PER_SM=1,LARGE=97,PREFETCH=64]
+    python benchmarks/linear.py [--quick] [--max-seconds 60] [--tiles WARPS=16,LARGE_LOADS=16,LARGE=97,PREFETCH=64,...]
 
 Products alone: weights take turns, so that none is in L2. Layers: whole layers of a decode step in one graph, products, attention and
 norms; their results are those of one launch after another, bit for bit. The limit is the time in which the GPU copies as many bytes as the
@@ -60,6 +60,7 @@ class Model(NamedTuple):
     """The sizes of a decoder."""
 
     name: str
+    layers: int
     hidden: int
     heads: int
     kv_heads: int
@@ -94,9 +95,9 @@ class Model(NamedTuple):
 
 
 MODELS = (
-    Model("Llama-3-8B", 4096, 32, 8, 128, 14336, 128256),
-    Model("Qwen2-0.5B", 896, 14, 2, 64, 4864, 151936),
-    Model("Qwen3-4B", 2560, 32, 8, 128, 9728, 151936),
+    Model("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256),
+    Model("Qwen2-0.5B", 24, 896, 14, 2, 64, 4864, 151936),
+    Model("Qwen3-4B", 36, 2560, 32, 8, 128, 9728, 151936),
 )
 
 
@@ -180,12 +181,12 @@ def largest_error(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> f
 
 
 class Layers:
-    """Layers of a decode step of one new token for each row."""
+    """All layers of a decode step of one new token for each row: fewer would have an easier address translation."""
 
-    def __init__(self, gpu: Gpu, model: Model, rows: int, count: int) -> None:
-        tensors, self._gpu, self.count = Tensors(gpu), gpu, count
+    def __init__(self, gpu: Gpu, model: Model, rows: int) -> None:
+        tensors, self._gpu, self.count = Tensors(gpu), gpu, model.layers
         shapes = {name: shape for name, shape in model.products().items() if name != "head"}
-        self._layers = [{name: tensors.new(*shape, scale=shape[1] ** -0.5) for name, shape in shapes.items()} for _ in range(count)]
+        self._layers = [{name: tensors.new(*shape, scale=shape[1] ** -0.5) for name, shape in shapes.items()} for _ in range(self.count)]
         self._norm = tensors.new(model.hidden)
         self._normed, self._change, self.hidden = (tensors.new(rows, model.hidden) for _ in range(3))
         self._qkv, self._gated, self._attended = (tensors.new(rows, size) for size in (model.qkv, model.intermediate, model.attended))
@@ -196,7 +197,7 @@ class Layers:
         view.fill_(PAST)
         workspace = AttentionWorkspace(gpu.memory, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, stream=gpu.stream)
         options = {"out": self._attended[0].reshape(rows, 1, heads, dim), "workspace": workspace, "stream": gpu.stream}
-        caches = [tensors.new(rows, 2, kv_heads, PAST + 1, dim)[0] for _ in range(count)]
+        caches = [tensors.new(rows, 2, kv_heads, PAST + 1, dim)[0] for _ in range(self.count)]
         self._attend = [lambda c=cache: attend(q, k, v, c, lengths, **options) for cache in caches]
         torch.cuda.synchronize()  # weights are read early
 
@@ -258,7 +259,7 @@ class Layers:
         self.begin()
         for call in self.by_torch():
             call()
-        difference = float((self.hidden[1].double() - expected.double()).abs().max() / expected.double().abs().max())
+        difference = float((self.hidden[1].double() - expected.double()).norm() / expected.double().norm())
         assert difference <= 0.1, f"layers differ from torch's by {difference:.2e}"
 
 
@@ -271,7 +272,7 @@ def _borrowed(gpu: Gpu, tensor: torch.Tensor) -> DeviceTensor:
 def layers_row(gpu: Gpu, model: Model, rows: int, copy: float, with_torch: bool = True) -> dict[str, Any]:
     """Check and measure layers one behind the other."""
     nbytes = model.layer_nbytes(rows)
-    layers = Layers(gpu, model, rows, max(2, -(-_ROTATED_NBYTES // nbytes)))
+    layers = Layers(gpu, model, rows)
     layers.check()
     sides = {"ours": layers.ours(), "torch": layers.by_torch()} if with_torch else {"ours": layers.ours()}
     least = nbytes / copy
@@ -306,7 +307,7 @@ def use_tiles(text: str) -> None:
 
 _CHOSEN_TILES = linear_tiles.linear_tiles
 _TILE_NAMES = {
-    **{name.upper(): name for name in ("warps", "loads", "blocks_per_sm")},
+    **{name.upper(): name for name in ("warps", "small_loads", "large_loads", "blocks_per_sm")},
     **{"LARGE": "large_percent", "PREFETCH": "prefetched_kib", "NEXT": "next_kib"},
 }
 

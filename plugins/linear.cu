@@ -21,7 +21,9 @@
 // trt_kvcache/kernels/linear_tiles.py chooses these.
 constexpr int kWarps = WARPS, kThreads = 32 * kWarps;
 constexpr int kRowTiles = ROW_TILES;  // of 8 rows of x
-constexpr int kLoads = LOADS;         // of 16 bytes that a thread has in flight
+// Loads of 16 bytes that a thread has in flight, with small tiles and with large ones.
+template <int kTiles>
+constexpr int kLoads = kTiles == 1 ? SMALL_LOADS : LARGE_LOADS;
 
 using Element = ELEMENT;
 constexpr int kElementBytes = 2;
@@ -76,7 +78,7 @@ class WeightStream {
     using Tile = OutputTile<kTiles, kGated>;
 
 public:
-    static constexpr int kDepth = kLoads / (4 * kTiles), kGroupInputs = kDepth * kStepInputs;
+    static constexpr int kDepth = kLoads<kTiles> / (4 * kTiles), kGroupInputs = kDepth * kStepInputs;
 
     __device__ __forceinline__ explicit WeightStream(const LinearParams& params, int first_input)
         : params_(params), policy_(evict_first_policy()), first_input_(first_input), tile_(blockIdx.x) {

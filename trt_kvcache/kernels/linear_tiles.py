@@ -29,8 +29,9 @@ class LinearTiles(NamedTuple):
 
     #: Warps of a block, which divide the inputs.
     warps: int
-    #: Loads of 16 bytes that a thread has in flight.
-    loads: int
+    #: Loads of 16 bytes that a thread has in flight, with small tiles and with large ones.
+    small_loads: int
+    large_loads: int
     #: Blocks that a multiprocessor is given; a block takes one tile after another.
     blocks_per_sm: int
     #: Large tiles are taken if they keep so many percent as many multiprocessors busy as small ones.
@@ -59,13 +60,21 @@ class LinearPlan(NamedTuple):
 def linear_tiles(rows: int, arch: str) -> LinearTiles:
     """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``."""
     prefetched, following = (64, 128) if arch_number(arch) >= MIN_PDL_ARCH else (0, 0)
-    return LinearTiles(warps=16, loads=8, blocks_per_sm=1, large_percent=97, prefetched_kib=prefetched, next_kib=following)
+    return LinearTiles(
+        warps=16,
+        small_loads=8,
+        large_loads=16 if rows <= TILE_ROWS else 8,
+        blocks_per_sm=1,
+        large_percent=97,
+        prefetched_kib=prefetched,
+        next_kib=following,
+    )
 
 
 def linear_macros(rows: int, arch: str) -> dict[str, int]:
     """Return the macros of the source for rows of :data:`ROW_COUNTS`."""
     tiles = linear_tiles(rows, arch)
-    return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads}
+    return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "SMALL_LOADS": tiles.small_loads, "LARGE_LOADS": tiles.large_loads}
 
 
 @lru_cache(maxsize=256)
