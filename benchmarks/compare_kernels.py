@@ -119,7 +119,7 @@ def _run_in(checkout: Path, script: str, *arguments: str) -> str:
 
 def attention_sources(checkout: Path) -> list[str]:
     """Return the source names of a checkout that are attention kernels, such as ``"attention_decode-float16-128"``: they have variants."""
-    return [name for name in _run_in(checkout, _LIST_SOURCES).split() if variant_of(name) and not name.startswith("recurrent")]
+    return [name for name in _run_in(checkout, _LIST_SOURCES).split() if variant_of(name) and not name.startswith(("linear", "recurrent"))]
 
 
 def variant_of(source: str) -> str:

@@ -334,6 +334,29 @@ def _attention_quantized_prefill(content: dict[str, Any]) -> Iterator[tuple[str,
             )
 
 
+def _linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    limits, products, layers = content["limits"], of_table(content["products"]), of_table(content["layers"])
+    for row in layers:
+        ours, others = (row["of_copy"][side] for side in ("ours", "torch"))
+        what = f"layers of {row['model']}, {row['rows']} slots of 1024 tokens: share of the copy bandwidth (with products of torch)"
+        yield what, f"{ours:.2f} ({others:.2f})", f"{limits['layers_of_copy']}" if row["mb"] >= 64 else ""
+    few, many = ([row for row in products if (row["rows"] <= 8) == is_few] for is_few in (True, False))
+    shares = [row["of_copy"]["ours"] for row in few if row["mb"] >= 64]
+    yield (
+        "products of up to 8 rows alone, from 64 MB: share of the copy bandwidth",
+        f"{min(shares):.2f} to {max(shares):.2f}",
+        f"{limits['of_copy']}",
+    )
+    for what, rows, limit in (("up to 8 rows", few, f"{limits['of_torch']}"), ("16 rows", many, "")):
+        ratios = [row["us"]["ours"] / row["us"]["torch"] for row in rows]
+        if ratios:
+            yield (
+                f"products of {what} alone: time over that of torch",
+                f"{min(ratios):.2f} to {max(ratios):.2f} ({len(ratios)} shapes)",
+                limit,
+            )
+
+
 _FILES = {
     "host_step": _host_step,
     "sampling": _sampling,
@@ -353,6 +376,7 @@ _FILES = {
     "attention_prefill": _attention,
     "attention_quantized_decode": _attention_quantized_decode,
     "attention_quantized_prefill": _attention_quantized_prefill,
+    "linear": _linear,
     "states": _state_steps,
     "states_prefill": _state_prefill,
     "compare_kernels": _compare_kernels,

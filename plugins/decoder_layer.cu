@@ -52,6 +52,7 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
         const long long word = threadIdx.x + static_cast<long long>(i) * blockDim.x;
         weights[i] = word < words ? weight[word] : 0;
     }
+    grid_dependents_may_launch();  // this is short: the next launch can begin to read its weights
     grid_dependency_wait();
 #pragma unroll
     for (int i = 0; i < kHeldWords; i++) {
@@ -86,6 +87,7 @@ __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 template <class Element>
 __device__ __forceinline__ void silu_mul(const unsigned* gate_up, unsigned* out, long long words) {
     const long long word = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x, row = blockIdx.y;
+    grid_dependents_may_launch();
     grid_dependency_wait();
     if (word >= words) return;
     const float2 gate = unpack(Element{}, gate_up[2 * row * words + word]), up = unpack(Element{}, gate_up[(2 * row + 1) * words + word]);

@@ -334,6 +334,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
     // Lengths take longest to arrive: whatever needs none of them is started before they are used.
     const EvenSplitStart start = even_split_start(params);
     prefetch_first_tiles(params, start);
+    grid_dependents_may_launch();  // most of the time here is latency, in which the next launch can begin to read its weights
     grid_dependency_wait();
     const EarlyLengths early = load_early_lengths(params, start.slot);
     load_speculative_keys(params, smem, start, policy);

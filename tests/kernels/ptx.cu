@@ -8,6 +8,7 @@
 #include "attention/packed_vector.cuh"
 #include "attention/stored_kv.cuh"
 #include "attention/warpgroup.cuh"
+#include "load_once.cuh"
 #include "shared_memory.cuh"
 
 // sums [32, 4] += a [32, 4] * b [32, 2], as the lanes hold the fragments.
@@ -55,6 +56,10 @@ extern "C" __global__ void copies(uint4* out, const uint4* from, const unsigned*
     out[lane] = pieces[lane];
     cp_async_wait_group<0>();
     out[lane + 32] = pieces[lane + 32];
+}
+
+extern "C" __global__ void loads(uint4* out, const uint4* from, const unsigned* valid) {
+    out[threadIdx.x] = load_once(from + threadIdx.x, valid[threadIdx.x], evict_first_policy());
 }
 
 extern "C" __global__ void convert(unsigned* packed, float2* unpacked, const float2* values, const unsigned* words, long long bfloat16) {

@@ -117,6 +117,12 @@ def test_cp_async(call, random):
     assert np.array_equal(got, rows * valid[:, None])
 
 
+def test_load_once(call, random):
+    rows, valid = bits(random, 64, 4), random.integers(0, 2, 64, dtype=np.uint32)
+    got, _ = call("loads", np.ones_like(rows), rows, valid, threads=64)
+    assert np.array_equal(got, rows * valid[:, None])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pack_and_unpack(call, random, dtype):
     halves = np.arange(2**16, dtype=np.uint16).view(dtype)  # all there are

@@ -32,6 +32,7 @@ from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
 from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
 from trt_kvcache.kernels.host.token_weights import FRACTION_BITS, WEIGHT_BITS
 from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
+from trt_kvcache.kernels.linear_tiles import LINE_NBYTES, ROW_COUNTS, RUN_INPUTS, TILE_ROWS, linear_macros
 from trt_kvcache.kernels.recurrent_chunks import CHUNK_STAGES
 from trt_kvcache.kernels.sampling_rows import ROW_PARAMS
 from trt_kvcache.kernels.sampling_workspace import MAX_BLOCKS_OF_ROW, ROW_WORKSPACE_NBYTES
@@ -49,7 +50,7 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    assert len(names) == len(set(names)) == 9 + 3 * 2 * 5 * 3 + 5 * len(RECURRENT_SOURCES)
+    assert len(names) == len(set(names)) == 9 + 3 * 2 * 5 * 3 + 5 * len(RECURRENT_SOURCES) + 2 * len(ROW_COUNTS)
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -89,6 +90,9 @@ class TestBothSides:
             ("kRowThreads", ROW_THREADS),
             ("kRowWorkspaceBytes", ROW_WORKSPACE_NBYTES),
             ("kMaxBlocksOfRow", MAX_BLOCKS_OF_ROW),
+            ("kTileRows", TILE_ROWS),
+            ("kRunInputs", RUN_INPUTS),
+            ("kLineBytes", LINE_NBYTES),
             ("kFractionBits", FRACTION_BITS),
             ("kWeightBits", WEIGHT_BITS),
         ],
@@ -111,9 +115,9 @@ class TestBothSides:
         fields = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body[0] or body[1]))
         assert tuple(fields) == info._fields
 
-    @pytest.mark.parametrize("tiles", [decode_tiles, few_tiles, prefill_tiles])
+    @pytest.mark.parametrize("tiles", [decode_tiles, few_tiles, prefill_tiles, linear_macros])
     def test_every_macro_of_the_tiles_is_used(self, tiles):
-        for macro in tiles(128, "sm_90"):
+        for macro in tiles(8 if tiles is linear_macros else 128, "sm_90"):
             assert re.search(rf"\b{macro}\b", self.TEXT), macro
 
 
@@ -121,6 +125,11 @@ def test_variants_have_the_macros_of_their_dtype_and_head_dim():
     macros = variant_macros("attention_decode-bfloat16-80", "sm_90")
     assert (macros["ELEMENT"], macros["HEAD_DIM"]) == ("BFloat16", "80")
     assert variant_macros("lengths", "sm_90") == {}
+
+
+def test_variants_have_the_macros_of_their_dtype_and_rows():
+    macros = variant_macros("linear-float16-16", "sm_90")
+    assert (macros["ELEMENT"], macros["ROW_TILES"]) == ("Float16", "2")
 
 
 @pytest.fixture

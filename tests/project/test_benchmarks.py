@@ -126,6 +126,27 @@ def test_the_table_of_states(monkeypatch):
     assert [*tables._state_prefill(content)] == [("mamba2, several new tokens: time over that of a", "0.750 to 2.000 (2 shapes)", "1")]
 
 
+def test_the_table_of_products(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def row(rows, mb, share, ratio):
+        return {"model": "a", "rows": rows, "mb": mb, "us": {"ours": ratio, "torch": 1.0}, "of_copy": {"ours": share, "torch": 0.5}}
+
+    to_table = importlib.import_module("environment").to_table
+    products = [row(1, 64.0, 0.9, 0.8), row(8, 65.0, 1.0, 0.7), row(8, 63.0, 0.1, 1.5), row(16, 64.0, 0.2, 2.0)]
+    limits = {"of_copy": 0.9, "layers_of_copy": 0.8, "of_torch": 1.02}
+    content = {"limits": limits, "products": to_table(products), "layers": to_table([row(1, 400.0, 0.95, 0.7), row(8, 20.0, 0.5, 0.7)])}
+    rows = [*importlib.import_module("tables")._linear(json.loads(json.dumps(content)))]
+    assert [value for _, value, _ in rows] == [
+        "0.95 (0.50)",
+        "0.50 (0.50)",
+        "0.90 to 1.00",
+        "0.70 to 1.50 (3 shapes)",
+        "2.00 to 2.00 (1 shapes)",
+    ]
+    assert [limit for _, _, limit in rows] == ["0.8", "", "0.9", "1.02", ""]
+
+
 def compare_kernels(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "path", [*sys.path])  # the script puts the root in front

@@ -55,6 +55,7 @@ inline void cp_async_speculative(SharedAddress to, const void* from, bool valid,
     *reinterpret_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
     simt::running->block->copy_async(to, valid ? from : &zeros, sizeof zeros, true);
 }
+inline uint4 load_once(const void* from, bool valid, L2Policy) { return valid ? *static_cast<const uint4*>(from) : uint4{}; }
 inline void prefetch_l2_line(const void*) {}
 inline void grid_dependency_wait() {}
 inline void grid_dependents_may_launch() {}

@@ -41,8 +41,8 @@ def count_passed(result: subprocess.CompletedProcess[str]) -> int:
 
 
 # Many layers take ThreadSanitizer many seconds and show it nothing new. It has room for 8128 threads that a process ever had, so sampling,
-# which has many, and each of the layers with states, which have many kernels, have processes of their own.
-OWN_PROCESS = ("sampling", "causal_conv1d", "mamba2", "delta_rule", "gated_norm")
+# which has many, each of the layers with states, which have many kernels, and products of few rows have processes of their own.
+OWN_PROCESS = ("sampling", "causal_conv1d", "mamba2", "delta_rule", "gated_norm", "test_linear")
 ELSEWHERE = " or ".join((ATTENTION, *OWN_PROCESS))
 SLOW_LAYERS, SLOW_SAMPLING = "more_layers or many_layers or 28-1-1024", "the_definition or the_same or at_the_border"
 
@@ -120,6 +120,7 @@ CHUNKS, CHUNK_PIPELINE = "recurrent/mamba2_chunks.cuh", "recurrent/chunks.cuh"
 DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
     f"recurrent/delta_rule_{name}.cuh" for name in ("chunks", "matrices", "step", "update")
 )
+LINEAR_TESTS = "test_linear.py"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d.py", "test_mamba2.py", "test_delta_rule.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -612,6 +613,39 @@ MISTAKES = {
         "thread",
         DELTA_TESTS,
         RACE,
+    ),
+    "sums of warps are read before they are there": (
+        "linear.cu",
+        "            __syncthreads();\n#pragma unroll 1",
+        "#pragma unroll 1",
+        "thread",
+        LINEAR_TESTS,
+        RACE,
+    ),
+    "sums are overwritten while they are read": ("linear.cu", "turn * Partials::kFloats", "0", "thread", LINEAR_TESTS, RACE),
+    "weights behind the last input": (
+        "linear.cu",
+        "input_ + ahead < params_.inputs",
+        "input_ < params_.inputs",
+        "none",
+        LINEAR_TESTS,
+        "nan",
+    ),
+    "weights of no output": (
+        "linear.cu",
+        "min(tile * kOutputs + row - part * kTileOutputs, params.outputs - 1)",
+        "(tile * kOutputs + row - part * kTileOutputs)",
+        "address",
+        LINEAR_TESTS,
+        OVERRUN,
+    ),
+    "only the first tile of a block": (
+        "linear.cu",
+        "        tile_ += gridDim.x;\n        begin_tile();",
+        "        input_ = params_.inputs;",
+        "none",
+        LINEAR_TESTS,
+        "several_tiles",
     ),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_copies.py", OVERRUN),
 }

@@ -31,10 +31,12 @@ from trt_kvcache.kernels import (  # noqa: E402
     causal_conv1d,
     gated_delta_rule,
     gated_rms_norm,
+    linear,
+    linear_silu_mul,
     mamba2_scan,
     silu_mul,
 )
-from trt_kvcache.torch_engine import TorchEngine, engine, kernels, state_kernels  # noqa: E402
+from trt_kvcache.torch_engine import TorchEngine, engine, kernel_projections, kernels, state_kernels  # noqa: E402
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 
 pytestmark = [needs_standin, pytest.mark.device]
@@ -45,6 +47,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 #: By module, the kernels that it launches.
 LAUNCHED = {
     kernels: (attend, add_rms_norm, silu_mul),
+    kernel_projections: (linear, linear_silu_mul),
     state_kernels: (causal_conv1d, gated_delta_rule, gated_rms_norm, mamba2_scan),
 }
 
@@ -90,7 +93,7 @@ def calls(memory, monkeypatch):
 @pytest.mark.parametrize("attention", ["native", "plugin"])
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 80)])
 def test_sessions_agree_with_the_reference_engine(memory, calls, tmp_path, dtype, head_dim, attention):
-    changes = {"head_dim": head_dim, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    changes = {"head_dim": head_dim, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 40}
     folder = write_model(tmp_path / "model", **changes, torch_dtype=dtype)
     with Checkpoint.open(folder) as checkpoint:
         kv = cache_config(checkpoint.config, **SIZES, dtype=dtype, attention=attention)
@@ -100,7 +103,9 @@ def test_sessions_agree_with_the_reference_engine(memory, calls, tmp_path, dtype
         InferenceSession.from_model(folder, engine="reference", attention=attention, dtype=dtype, **SIZES) as reference,
     ):
         check_agreement(session, reference, TOLERANCES[dtype])
-    assert calls[attend] == calls[silu_mul] == calls[add_rms_norm] / 2 > 0
+    assert calls[attend] == calls[silu_mul] + calls[linear_silu_mul] == calls[add_rms_norm] / 2
+    assert calls[silu_mul] > 0, "a prefill has too many rows"
+    assert calls[linear] == 3 * calls[linear_silu_mul] + calls[attend] / 2, "qkv, o and down of each layer, and the head of each step"
 
 
 @pytest.mark.parametrize("attention", ["native", "plugin"])
@@ -114,7 +119,7 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
         InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), KVCacheManager(kv, memory=host)) as reference,
     ):
         check_agreement(session, reference, 4e-3)
-    assert calls[attend] == 4 * calls[silu_mul] / 3 > 0, "the first layer has no SiLU"
+    assert calls[attend] == 4 * (calls[silu_mul] + calls[linear_silu_mul]) / 3 > 0, "the first layer has no SiLU"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -24,6 +24,7 @@ from trt_kvcache.kernels.kv_copies import (
 from trt_kvcache.kernels.launch_limits import MAX_MOVES, MAX_SAVED_TENSORS, MAX_STORED_VALUES
 from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
 from trt_kvcache.kernels.lengths import increment_length_tensor, store_length_values
+from trt_kvcache.kernels.linear import linear, linear_silu_mul
 from trt_kvcache.kernels.mamba2 import mamba2_scan
 from trt_kvcache.kernels.sampling import choose_tokens, token_logprobs
 from trt_kvcache.kernels.sampling_rows import SamplingRows
@@ -59,6 +60,8 @@ __all__ = [
     "instantiate_kv_cache_batched",
     "instantiate_kv_cache_layer_from_tensor",
     "instantiate_rows",
+    "linear",
+    "linear_silu_mul",
     "mamba2_scan",
     "save_kv_cache_batched",
     "save_kv_cache_layer_into_tensor",

@@ -64,6 +64,20 @@ class Backend(Protocol):
     def silu_mul(self, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
         """Multiply the SiLU of the first half of each row with its second half."""
 
+    def linear(
+        self,
+        x: DeviceTensor,
+        weight: DeviceTensor,
+        bias: DeviceTensor | None,
+        prefetch: DeviceTensor | None,
+        out: DeviceTensor,
+        stream: Any,
+    ) -> None:
+        """Multiply a few rows with a matrix of weights."""
+
+    def linear_silu_mul(self, x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
+        """The same, and multiply the SiLU of the first half of each row with its second half."""
+
     def causal_conv1d(self, params: CausalConv1dParams, stream: Any) -> None:
         """Convolve the new tokens of each slot, and move its conv state on."""
 

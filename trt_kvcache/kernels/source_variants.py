@@ -1,4 +1,4 @@
-"""Which variants of a source are compiled: attention for each dtype, head dim and K/V dtype, recurrent layers for each pair of dtypes."""
+"""Which variants of a source are compiled: attention for each dtype, head dim and K/V dtype, others for dtypes and numbers of rows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trt_kvcache.kernels.attention_tiles import (
     prefill_tiles,
     quantized_prefill_tiles,
 )
+from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, linear_macros
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: How the macros of each attention source are chosen.
@@ -32,6 +33,9 @@ RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurre
 #: The dtypes of states for each dtype of activations.
 STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 
+#: The source of products of few rows.
+LINEAR_SOURCE = "linear"
+
 _ELEMENT_TYPES = {**ELEMENT_TYPES, "float32": "Float32"}
 
 
@@ -46,8 +50,8 @@ def variant_names(source: str) -> list[str]:
     Returns
     -------
     list of str
-        One for each dtype, head dim and K/V dtype of attention, for each dtype and state dtype of a recurrent layer; else the source
-        itself.
+        One for each dtype, head dim and K/V dtype of attention, for each dtype and state dtype of a recurrent layer, for each dtype and
+        number of rows of a product; else the source itself.
     """
     if source in TILES:
         return [
@@ -55,6 +59,8 @@ def variant_names(source: str) -> list[str]:
         ]
     if source in RECURRENT_SOURCES:
         return [variant_name(source, dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
+    if source == LINEAR_SOURCE:
+        return [variant_name(source, dtype, rows) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS]
     return [source]
 
 
@@ -68,7 +74,7 @@ def variant_name(source: str, dtype: str, second: int | str, kv_dtype: str | Non
     dtype : str
         Of activations.
     second : int or str
-        The head dim of attention; the dtype of the states of a recurrent layer.
+        The head dim of attention; the dtype of the states of a recurrent layer; the rows of a product.
     kv_dtype : str, optional
         What the cache of attention holds, if that is not ``dtype``.
 
@@ -92,6 +98,9 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
     dtype, second, *kv_dtype = variant.split("-")
     if source in RECURRENT_SOURCES:
         return {"ELEMENT": _ELEMENT_TYPES[dtype], "STATE": _ELEMENT_TYPES[second], "CHUNK_TOKENS": str(chunk_tokens(arch))}
+    if source == LINEAR_SOURCE:
+        macros = linear_macros(int(second), arch)
+        return {"ELEMENT": ELEMENT_TYPES[dtype], **{macro: str(value) for macro, value in macros.items()}}
     tiles = {macro: str(value) for macro, value in (QUANTIZED_TILES if kv_dtype else TILES)[source](int(second), arch).items()}
     stored = {"STORED": STORED_TYPES[kv_dtype[0]]} if kv_dtype else {}
     return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, "HEAD_DIM": second, **tiles}

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionName
@@ -22,9 +21,10 @@ from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, ScaledQueries
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
+from trt_kvcache.torch_engine.kernel_projections import KernelProjections
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, are_known
 from trt_kvcache.torch_engine.model import decoder_step
-from trt_kvcache.torch_engine.operations import Elementwise, Operations, TorchAttention
+from trt_kvcache.torch_engine.operations import Elementwise, Operations, Projections, TorchAttention
 from trt_kvcache.torch_engine.positions import PositionFactors
 from trt_kvcache.torch_engine.quantized_rows import QuantizedRowsAttention
 from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_known
@@ -49,7 +49,7 @@ class TorchEngine(DecoderEngine):
     It reads and writes the *bound* cache memory: a step of width s writes rows ``start .. start + s - 1`` of every slot of the call and
     nothing else; rows past S are dropped, and rows past ``start + s`` are never used. Weights and activations have the dtype of
     the cache. On a GPU attention and states are computed by the kernels of this package, where they know
-    all layers, and decode steps run as CUDA graphs.
+    all layers, and so are products of a few rows; decode steps run as CUDA graphs.
 
     Parameters
     ----------
@@ -277,15 +277,19 @@ class TorchEngine(DecoderEngine):
     def _run(self, step: TorchStep, stream: Any) -> None:
         assert self._weights is not None
         with torch.inference_mode():
-            normed = decoder_step(self._weights, self._operations(step, stream), step.input_ids)
-            write_logits(normed, step.last, self._weights.head, step.logits)
+            operations = self._operations(step, stream)
+            normed = decoder_step(self._weights, operations, step.input_ids)
+            write_logits(operations.projections, normed, step.last, self._weights.head, step.logits)
             scale_logits(self._config, step.logits)
 
     def _operations(self, step: TorchStep, stream: Any) -> Operations:
+        has_kernels = self._kernel_inputs is not None
+        elementwise = KernelElementwise(self.memory, stream) if has_kernels else Elementwise()
         return Operations(
             attention=self._attention_of(step, stream),
             states=KernelStates(step, self.memory, stream) if self._has_state_kernels else TorchStates(step),
-            elementwise=Elementwise() if self._kernel_inputs is None else KernelElementwise(self.memory, stream),
+            elementwise=elementwise,
+            projections=KernelProjections(elementwise, self.memory, stream) if has_kernels else Projections(elementwise),
         )
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:
@@ -313,11 +317,13 @@ def torch_device(memory: Memory) -> TorchDevice:
     return HostDevice() if memory.is_host else CudaDevice(memory)
 
 
-def write_logits(normed: torch.Tensor, last: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
+def write_logits(projections: Projections, normed: torch.Tensor, last: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
     """Write the logits of the chosen tokens.
 
     Parameters
     ----------
+    projections : Projections
+        What multiplies.
     normed : torch.Tensor ``[A, s, hidden]``
         Of all new tokens.
     last : torch.Tensor int32 ``[A, m]``
@@ -331,13 +337,7 @@ def write_logits(normed: torch.Tensor, last: torch.Tensor, head: torch.Tensor, l
     rows = normed.flatten(0, 1)
     if width > 1 or last.shape[1] > 1:
         rows = rows.index_select(0, (last + width * torch.arange(slots, device=last.device)[:, None]).flatten())
-    logits = logits.flatten(0, -2)
-    if rows.dtype == logits.dtype:
-        torch.mm(rows, head.t(), out=logits)
-    elif logits.is_cuda:
-        torch.mm(rows, head.t(), out_dtype=logits.dtype, out=logits)
-    else:
-        logits.copy_(F.linear(rows, head))
+    projections.write_logits(rows, head, logits.flatten(0, -2))
 
 
 def scale_logits(config: ModelConfig, logits: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.checkpoint.decoder_weights import Projection
+from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.norm import TorchNorm
 
 #: A linear map, of tensors of torch.
@@ -102,6 +103,37 @@ class Elementwise:
         return _ACTIVATIONS[activation](x)
 
 
+class Projections:
+    """Products with weights, by operations of torch.
+
+    Parameters
+    ----------
+    elementwise : Elementwise
+        What is computed behind them.
+    """
+
+    def __init__(self, elementwise: Elementwise) -> None:
+        self._elementwise = elementwise
+
+    def project(self, projection: TorchProjection, x: torch.Tensor, before: TorchProjection | None = None) -> torch.Tensor:
+        """Return a linear map of ``x`` ``[A, s, in]``. ``before``: the next one, if something short is between the two."""
+        return F.linear(x, projection.weight, projection.bias)
+
+    def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
+        """Return the inner activations of an MLP: ``inputs`` has the rows of gate, if there is one, then those of up."""
+        activated = self._elementwise.gated if config.gated else self._elementwise.activated
+        return activated(self.project(inputs, x), config.activation)
+
+    def write_logits(self, rows: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
+        """Write the products of ``rows`` ``[n, hidden]`` and ``head`` ``[vocab, hidden]`` into ``logits`` float32 ``[n, vocab]``."""
+        if rows.dtype == logits.dtype:
+            torch.mm(rows, head.t(), out=logits)
+        elif logits.is_cuda:
+            torch.mm(rows, head.t(), out_dtype=logits.dtype, out=logits)
+        else:
+            logits.copy_(F.linear(rows, head))
+
+
 class StateOperations(Protocol):
     """What the mixers with states compute over the bound states of a step: they read the past ones and write the present ones.
 
@@ -153,11 +185,14 @@ class Operations:
         Over the states of a layer.
     elementwise : Elementwise
         Sums, norms and gates.
+    projections : Projections
+        Products with weights.
     """
 
     attention: TorchAttention
     states: StateOperations
     elementwise: Elementwise
+    projections: Projections
 
 
 def normalised(x: torch.Tensor, norm: TorchNorm | None) -> torch.Tensor:
@@ -168,8 +203,3 @@ def normalised(x: torch.Tensor, norm: TorchNorm | None) -> torch.Tensor:
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``x * factor``: ``x`` itself for a factor of 1."""
     return x if factor == 1 else x * factor
-
-
-def project(projection: TorchProjection, x: torch.Tensor) -> torch.Tensor:
-    """Apply a linear map to ``x`` ``[..., in]``."""
-    return F.linear(x, projection.weight, projection.bias)

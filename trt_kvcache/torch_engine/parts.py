@@ -14,7 +14,7 @@ from trt_kvcache.checkpoint.decoder_weights import LayerWeights, Projection
 from trt_kvcache.model import AttentionConfig, MlpConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, Operations, StateSpace, TorchProjection, project
+from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, Operations, StateSpace, TorchProjection
 
 StoredWeights = LayerWeights[torch.Tensor]
 
@@ -35,9 +35,8 @@ class Mlp:
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Return the output."""
-        elementwise, inner = operations.elementwise, project(self.inputs, normed)
-        activated = elementwise.gated if self.config.gated else elementwise.activated
-        return project(self.down, activated(inner, self.config.activation))
+        projections = operations.projections
+        return projections.project(self.down, projections.activated(self.inputs, normed, self.config))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,8 @@ class SelfAttention:
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write K and V of the new tokens into the cache and return the output."""
-        config, qkv = self.config, project(self.inputs, normed)
+        config, project = self.config, operations.projections.project
+        qkv = project(self.inputs, normed, before=self.o)
         gate: torch.Tensor | None = None
         if config.output_gate:
             gate_width = config.num_heads * config.head_dim
@@ -102,6 +102,7 @@ class ShortConvolution:
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write the state and return the output."""
+        project = operations.projections.project
         b, c, x = project(self.conv_in, normed).chunk(3, dim=2)
         return project(self.conv_out, operations.states.convolved(self.index, x, self.conv, gate_in=b, gate_out=c))
 
@@ -133,7 +134,7 @@ class Mamba2:
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write both states and return the output."""
-        config, states = self.config, operations.states
+        config, states, project = self.config, operations.states, operations.projections.project
         gate, mixed, dt = project(self.mamba_in, normed).split([config.inner, config.channels, config.num_heads], dim=2)
         shared = config.num_groups * config.state_size
         x, b, c = states.convolved(self.index, mixed, self.conv, silu=True).split([config.inner, shared, shared], dim=2)
@@ -165,7 +166,7 @@ class GatedDeltaNet:
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write both states and return the output."""
-        config, states = self.config, operations.states
+        config, states, project = self.config, operations.states, operations.projections.project
         sizes = [config.channels, config.value_width, config.num_value_heads, config.num_value_heads]
         qkv, gate, b, a = project(self.inputs, normed).split(sizes, dim=2)
         widths = [config.key_width, config.key_width, config.value_width]

@@ -12,6 +12,7 @@ from trt_kvcache.kernels.cuda.embedding import embed
 from trt_kvcache.kernels.cuda.gated_norm import gated_rms_norm
 from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.cuda.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
+from trt_kvcache.kernels.cuda.linear import linear, linear_silu_mul
 from trt_kvcache.kernels.cuda.mamba2 import mamba2_scan
 from trt_kvcache.kernels.cuda.sampling import choose_tokens, count_tokens, set_bias, set_row, token_logprobs
 from trt_kvcache.kernels.cuda.states import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
@@ -38,6 +39,8 @@ __all__ = [
     "instantiate_layers",
     "instantiate_rows",
     "mamba2_scan",
+    "linear",
+    "linear_silu_mul",
     "save_layers",
     "save_rows",
     "silu_mul",

@@ -1,0 +1,303 @@
+// Products of a few rows with a matrix of weights: out = x W^T + bias. Launched by trt_kvcache/kernels/cuda/linear.py.
+//
+// The time is that of reading W, once. So a thread loads W from global memory straight into registers, 16 bytes each time, with as many loads in
+// flight as registers have room for, over the end of a tile and into the next one. Until the launch before has ended, which makes x, a block
+// has begun to load: W is constant.
+//
+// W is the A of mma.m16n8k16 and x its B, so that up to 8 rows of x cost what one costs. A product does not depend on the order of the inputs, if
+// it is the same on both sides: the 8 neighbouring inputs that a lane loads take the places of inputs 2t, 2t+1, 2t+8 and 2t+9 of two products.
+//
+//     block   a tile of 16 outputs, or 32, after another: every gridDim.x'th one. With a gate, of 16 of the gate and the same of up
+//     warp    every kWarps'th run of 64 inputs. The sums of the warps are added up in shared memory, in their order
+//     lane    in a run: of outputs g and g + 8 of each 16, inputs 8t to 8t+7 and 32 more. (g: lane / 4, t: lane % 4)
+
+#include "attention/cp_async.cuh"
+#include "attention/element.cuh"
+#include "attention/mma.cuh"
+#include "dependent_launch.cuh"
+#include "load_once.cuh"
+#include "shared_memory.cuh"
+
+// trt_kvcache/kernels/linear_tiles.py chooses these.
+constexpr int kWarps = WARPS, kThreads = 32 * kWarps;
+constexpr int kRowTiles = ROW_TILES;  // of 8 rows of x
+// Loads of 16 bytes that a thread has in flight, with small tiles and with large ones.
+template <int kTiles>
+constexpr int kLoads = kTiles == 1 ? SMALL_LOADS : LARGE_LOADS;
+
+using Element = ELEMENT;
+constexpr int kElementBytes = 2;
+constexpr int kTileOutputs = 16;                     // of mma
+constexpr int kTileRows = 8;
+constexpr int kRunInputs = 64;                       // of a warp: 128 bytes, a line, of each output
+constexpr int kHalfInputs = kRunInputs / 2;          // of a load of all its lanes
+constexpr int kLineBytes = 128;
+constexpr int kStepInputs = kWarps * kRunInputs;     // of all warps
+
+struct LinearParams {
+    const unsigned char *x, *weight;
+    const unsigned short* bias;  // or null
+    void* out;
+    int rows, outputs, inputs;
+    int prefetched_steps;  // that are brought into the L2, behind those that are loaded
+    const unsigned char* next;  // rows that a launch soon after reads; of the beginning of each some lines are brought into the L2
+    int next_rows, next_lines;
+    long long next_row_bytes;
+};
+
+// A value of `out`.
+__device__ __forceinline__ void store(float* to, float value) { *to = value; }
+__device__ __forceinline__ void store(unsigned short* to, float value) { *to = static_cast<unsigned short>(pack(Element{}, {value, 0.0f})); }
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+// The outputs that a block computes at once. With a gate, outputs n and `outputs` + n of W are gate and up of output n.
+template <int kTiles, bool kGated>
+struct OutputTile {
+    static constexpr int kOutputs = kGated ? kTileOutputs : kTiles * kTileOutputs;
+
+    static __device__ __forceinline__ int count(const LinearParams& params) { return (params.outputs + kOutputs - 1) / kOutputs; }
+
+    // Row `row` of the kTiles * kTileOutputs rows of W of a tile, where it begins; the last one for what is behind it.
+    static __device__ __forceinline__ const unsigned char* weight_row(const LinearParams& params, int tile, int row) {
+        const int part = kGated ? row / kTileOutputs : 0;
+        const int output = min(tile * kOutputs + row - part * kTileOutputs, params.outputs - 1) + part * params.outputs;
+        return params.weight + static_cast<long long>(output) * params.inputs * kElementBytes;
+    }
+};
+
+// What a lane has of a run of inputs of kTiles * kTileOutputs rows of W: the first and the second half of rows g and g + 8 of each tile.
+template <int kTiles>
+struct WeightRun {
+    uint4 words[kTiles][2][2];
+};
+
+// Loads the runs of a warp, a group of kDepth of them after another: all those of a tile, then those of the block's next tile.
+template <int kTiles, bool kGated>
+class WeightStream {
+    using Tile = OutputTile<kTiles, kGated>;
+
+public:
+    static constexpr int kDepth = kLoads<kTiles> / (4 * kTiles), kGroupInputs = kDepth * kStepInputs;
+
+    __device__ __forceinline__ explicit WeightStream(const LinearParams& params, int first_input)
+        : params_(params), policy_(evict_first_policy()), first_input_(first_input), tile_(blockIdx.x) {
+        begin_tile();
+    }
+
+    __device__ __forceinline__ void load(WeightRun<kTiles>& run, int step) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int ahead = step * kStepInputs + half * kHalfInputs;
+            const bool valid = input_ + ahead < params_.inputs;
+#pragma unroll
+            for (int x = 0; x < 2 * kTiles; x++) run.words[x / 2][x % 2][half] = load_once(rows_[x] + ahead * kElementBytes, valid, policy_);
+        }
+    }
+
+    __device__ __forceinline__ void next_group() {
+        input_ += kGroupInputs;
+        if (input_ - first_input_ < params_.inputs) {
+#pragma unroll
+            for (int x = 0; x < 2 * kTiles; x++) rows_[x] += kGroupInputs * kElementBytes;
+            return;
+        }
+        tile_ += gridDim.x;
+        begin_tile();
+    }
+
+    // Brings what comes behind the first group of this tile into the L2: a line of a row for each lane.
+    __device__ __forceinline__ void prefetch() const {
+        constexpr int kRows = kTiles * kTileOutputs, kSteps = 32 / kRows;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        if (tile_ >= Tile::count(params_)) return;
+        const unsigned char* const row = Tile::weight_row(params_, tile_, lane % kRows);
+        const int first = kGroupInputs + warp * kRunInputs;
+#pragma unroll 1
+        for (int step = lane / kRows; step < params_.prefetched_steps; step += kSteps) {
+            const int input = first + step * kStepInputs;
+            if (input < params_.inputs) prefetch_l2_line(row + input * kElementBytes);
+        }
+    }
+
+private:
+    __device__ __forceinline__ void begin_tile() {
+        if (tile_ >= Tile::count(params_)) {  // nothing more is loaded
+            input_ = params_.inputs;
+            return;
+        }
+        input_ = first_input_;
+#pragma unroll
+        for (int x = 0; x < 2 * kTiles; x++) {
+            rows_[x] = Tile::weight_row(params_, tile_, static_cast<int>(threadIdx.x) % 32 / 4 + 8 * x) + input_ * kElementBytes;
+        }
+    }
+
+    const LinearParams& params_;
+    const L2Policy policy_;
+    const int first_input_;  // of this lane, in every row
+    int input_;
+    int tile_;
+    const unsigned char* rows_[2 * kTiles];
+};
+
+// The same inputs of x: rows g of each tile of 8.
+struct InputRun {
+    uint4 words[kRowTiles][2];
+
+    __device__ __forceinline__ void load(const unsigned char* const (&x_rows)[kRowTiles], int input, int inputs) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int at = input + half * kHalfInputs;
+#pragma unroll
+            for (int i = 0; i < kRowTiles; i++) {
+                words[i][half] = at < inputs ? *reinterpret_cast<const uint4*>(x_rows[i] + at * kElementBytes) : uint4{};
+            }
+        }
+    }
+};
+
+template <int kTiles>
+__device__ __forceinline__ void add_products(float (&sums)[kTiles][kRowTiles][4], const WeightRun<kTiles>& weights, const InputRun& x) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++) {
+            const uint4 &low = weights.words[tile][0][half], &high = weights.words[tile][1][half];
+            const unsigned first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+            for (int i = 0; i < kRowTiles; i++) {
+                const uint4& words = x.words[i][half];
+                mma_m16n8k16(Element{}, sums[tile][i], first, words.x, words.y);
+                mma_m16n8k16(Element{}, sums[tile][i], second, words.z, words.w);
+            }
+        }
+    }
+}
+
+// The sums of the warps over a tile of 8 rows, in shared memory: of a warp, rows of kStride floats, so that neither to write nor to read them
+// meets a bank conflict. There are two of these, so that one can be written while another is read.
+template <int kTiles>
+struct PartialSums {
+    static constexpr int kStride = kTiles * kTileOutputs + 4, kWarpFloats = kTileRows * kStride, kFloats = kWarps * kWarpFloats;
+    float* sums;
+
+    __device__ __forceinline__ void put(const float (&sums_of_lane)[kTiles][kRowTiles][4], int row_tile) const {
+        const int lane = threadIdx.x % 32;
+        float* const mine = sums + threadIdx.x / 32 * kWarpFloats + 2 * (lane % 4) * kStride + lane / 4;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) mine[i % 2 * kStride + tile * kTileOutputs + i / 2 * 8] = sums_of_lane[tile][row_tile][i];
+        }
+    }
+    __device__ __forceinline__ float total(int row, int output) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < kWarps; warp++) sum += sums[warp * kWarpFloats + row * kStride + output];
+        return sum;
+    }
+};
+
+__device__ __forceinline__ float bias_of(const LinearParams& params, int output) {
+    return params.bias ? unpack(Element{}, params.bias[output]).x : 0.0f;
+}
+
+// At the end of a block: what comes between this launch and that one may leave the memory idle.
+__device__ __forceinline__ void prefetch_next(const LinearParams& params) {
+    const int count = params.next_rows * params.next_lines;
+#pragma unroll 1
+    for (int x = static_cast<int>(blockIdx.x * kThreads + threadIdx.x); x < count; x += gridDim.x * kThreads) {
+        prefetch_l2_line(params.next + x / params.next_lines * params.next_row_bytes + x % params.next_lines * kLineBytes);
+    }
+}
+
+template <int kTiles, bool kGated, class Out>
+__device__ __forceinline__ void linear(const LinearParams& params) {
+    using Tile = OutputTile<kTiles, kGated>;
+    using Stream = WeightStream<kTiles, kGated>;
+    using Partials = PartialSums<kTiles>;
+    SHARED_ARRAY(float, shared_sums, 2 * Partials::kFloats);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first_input = warp * kRunInputs + lane % 4 * 8;
+
+    Stream weights(params, first_input);
+    WeightRun<kTiles> runs[Stream::kDepth];
+#pragma unroll
+    for (int step = 0; step < Stream::kDepth; step++) weights.load(runs[step], step);
+    weights.prefetch();
+    grid_dependency_wait();
+    grid_dependents_may_launch();
+
+    const unsigned char* x_rows[kRowTiles];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; i++) {
+        x_rows[i] = params.x + min(i * kTileRows + lane / 4, params.rows - 1) * params.inputs * kElementBytes;
+    }
+    InputRun x[Stream::kDepth];
+#pragma unroll
+    for (int step = 0; step < Stream::kDepth; step++) x[step].load(x_rows, first_input + step * kStepInputs, params.inputs);
+    int turn = 0;
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile < Tile::count(params); tile += gridDim.x) {
+        float sums[kTiles][kRowTiles][4] = {};
+#pragma unroll 1
+        for (int group = 0; group < params.inputs; group += Stream::kGroupInputs) {
+            weights.next_group();
+            const int next = group + Stream::kGroupInputs < params.inputs ? group + Stream::kGroupInputs : 0;
+#pragma unroll
+            for (int step = 0; step < Stream::kDepth; step++) {
+                const InputRun inputs = x[step];
+                x[step].load(x_rows, next + first_input + step * kStepInputs, params.inputs);
+                add_products(sums, runs[step], inputs);
+                weights.load(runs[step], step);
+            }
+        }
+#pragma unroll
+        for (int row_tile = 0; row_tile < kRowTiles; row_tile++) {
+            const int rows = min(params.rows - row_tile * kTileRows, kTileRows);
+            if (rows <= 0) break;
+            const Partials partials{shared_sums + turn * Partials::kFloats};
+            partials.put(sums, row_tile);
+            __syncthreads();
+#pragma unroll 1
+            for (int x = threadIdx.x; x < rows * Tile::kOutputs; x += kThreads) {
+                const int row = x / Tile::kOutputs, column = x % Tile::kOutputs;
+                const int output = tile * Tile::kOutputs + column;
+                if (output >= params.outputs) continue;
+                float value = partials.total(row, column) + bias_of(params, output);
+                if constexpr (kGated) value = silu(value) * (partials.total(row, kTileOutputs + column) + bias_of(params, params.outputs + output));
+                store(static_cast<Out*>(params.out) + static_cast<long long>(row_tile * kTileRows + row) * params.outputs + output, value);
+            }
+            turn ^= 1;
+        }
+    }
+    prefetch_next(params);
+}
+
+#define LINEAR_ARGUMENTS                                                                                                        \
+    const unsigned char *x, const unsigned char *weight, const unsigned short *bias, void *out, long long rows, long long outputs, \
+        long long inputs, long long prefetched_steps, const unsigned char *next, long long next_rows, long long next_lines,            \
+        long long next_row_bytes
+#define LINEAR_PARAMS \
+    {x, weight, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), static_cast<int>(prefetched_steps), next, static_cast<int>(next_rows), static_cast<int>(next_lines), next_row_bytes}
+
+extern "C" __global__ void __launch_bounds__(kThreads) linear_16(LINEAR_ARGUMENTS) {
+    linear<1, false, unsigned short>(LINEAR_PARAMS);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) linear_32(LINEAR_ARGUMENTS) {
+    linear<2, false, unsigned short>(LINEAR_PARAMS);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) linear_float32_16(LINEAR_ARGUMENTS) {
+    linear<1, false, float>(LINEAR_PARAMS);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) linear_float32_32(LINEAR_ARGUMENTS) {
+    linear<2, false, float>(LINEAR_PARAMS);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) linear_silu_mul(LINEAR_ARGUMENTS) {
+    linear<2, true, unsigned short>(LINEAR_PARAMS);
+}

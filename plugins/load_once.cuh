@@ -1,0 +1,20 @@
+// Loads of data that is read once, by one thread: past the L1, and evicted first from the L2.
+#pragma once
+
+#include "attention/cp_async.cuh"
+
+#ifndef EMULATED_PTX
+
+// Loads 16 bytes that nobody writes while the kernel runs; zeros where not `valid`, and `from` is not read. It stays where it is among
+// other such loads and waits.
+__device__ __forceinline__ uint4 load_once(const void* from, bool valid, L2Policy policy) {
+    uint4 words;
+    asm volatile(
+        "{.reg .pred valid; setp.ne.u32 valid, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+        "@valid ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %6;}"
+        : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
+        : "l"(from), "r"(static_cast<unsigned>(valid)), "l"(policy));
+    return words;
+}
+
+#endif

@@ -1,0 +1,156 @@
+"""Products of a few rows with a matrix of weights, at the speed at which the weights can be read: the projections of a decode step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
+from trt_kvcache.kernels.backend import backend_of
+from trt_kvcache.kernels.layer_views import check_memory, check_open
+from trt_kvcache.kernels.linear_tiles import ROW_COUNTS
+from trt_kvcache.memory.tensor import DeviceTensor
+
+#: Rows of x at most.
+MAX_LINEAR_ROWS = ROW_COUNTS[-1]
+
+#: The inputs of a row, at multiples of 16 bytes.
+INPUT_GRANULE = 8
+
+#: Elements of a row of weights, and rows, at most: their products with a few bytes fit into 32 bits.
+_MAX_INPUTS, _MAX_OUTPUTS = 1 << 24, 1 << 30
+
+#: What x and weights are aligned to.
+GRANULE_NBYTES = 16
+
+
+def linear(
+    x: DeviceTensor,
+    weight: DeviceTensor,
+    *,
+    bias: DeviceTensor | None = None,
+    prefetch: DeviceTensor | None = None,
+    out: DeviceTensor,
+    stream: Any,
+) -> None:
+    """Write ``x @ weight.T + bias`` into ``out``.
+
+    Parameters
+    ----------
+    x : DeviceTensor ``[rows, inputs]`` float16 or bfloat16
+        1 to 16 rows; a multiple of 8 inputs.
+    weight : DeviceTensor ``[outputs, inputs]``
+        Of the dtype of ``x``. On a GPU it is read before earlier launches on the stream have ended: none of those may still write it.
+    bias : DeviceTensor ``[outputs]``, optional
+        Of the dtype of ``x``.
+    prefetch : DeviceTensor ``[any outputs, any inputs]``, optional
+        Of the dtype of ``x``: the weights of the next product, if something short is between the two, which leaves the memory of a GPU
+        idle. A part of each row is brought into its L2 at the end; the result is the same.
+    out : DeviceTensor ``[rows, outputs]``
+        Of the dtype of ``x`` or float32. Overwritten.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+        An argument does not fit. Nothing was changed.
+
+    Notes
+    -----
+    Sums are float32, in an order that depends on shapes and the GPU alone, and are rounded once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from trt_kvcache import HostMemory
+    >>> from trt_kvcache.kernels import linear
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> x = memory.to_device(np.ones((1, 8), np.float16), stream=stream)
+    >>> weight = memory.to_device(np.arange(24, dtype=np.float16).reshape(3, 8), stream=stream)
+    >>> out = memory.to_device(np.zeros((1, 3), np.float16), stream=stream)
+    >>> linear(x, weight, out=out, stream=stream)
+    >>> out.numpy().tolist()
+    [[28.0, 92.0, 156.0]]
+    """
+    _check(x, weight, bias, out, outputs_per_column=1, out_dtypes=(x.dtype, "float32") if isinstance(x, DeviceTensor) else ())
+    if prefetch is not None:
+        _check_tensor("prefetch", prefetch, x, (x.dtype,))
+        if prefetch.ndim != 2 or not 0 < len(prefetch) <= _MAX_OUTPUTS:
+            raise ShapeError(f"prefetch: expected [outputs, inputs], got {prefetch!r}.")
+    out.memory.check_stream(stream)
+    if out.nbytes:
+        backend_of(out.memory).linear(x, weight, bias, prefetch, out, stream)
+
+
+def linear_silu_mul(x: DeviceTensor, weight: DeviceTensor, *, bias: DeviceTensor | None = None, out: DeviceTensor, stream: Any) -> None:
+    """Write ``silu(gate) * up`` into ``out``, where ``x @ weight.T + bias`` has columns of gate, then as many of up.
+
+    Parameters
+    ----------
+    x : DeviceTensor ``[rows, inputs]`` float16 or bfloat16
+        As for :func:`linear`.
+    weight : DeviceTensor ``[2 * columns, inputs]``
+        Of the dtype of ``x``: the rows of gate, then those of up. Read early, as :func:`linear` says.
+    bias : DeviceTensor ``[2 * columns]``, optional
+        Of the dtype of ``x``.
+    out : DeviceTensor ``[rows, columns]``
+        Of the dtype of ``x``. Overwritten.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+        An argument does not fit. Nothing was changed.
+
+    Notes
+    -----
+    Gate and up are not rounded before they are multiplied.
+    """
+    _check(x, weight, bias, out, outputs_per_column=2, out_dtypes=(x.dtype,) if isinstance(x, DeviceTensor) else ())
+    out.memory.check_stream(stream)
+    if out.nbytes:
+        backend_of(out.memory).linear_silu_mul(x, weight, bias, out, stream)
+
+
+def _check(
+    x: DeviceTensor,
+    weight: DeviceTensor,
+    bias: DeviceTensor | None,
+    out: DeviceTensor,
+    *,
+    outputs_per_column: int,
+    out_dtypes: tuple[str, ...],
+) -> None:
+    _check_tensor("x", x, x, ELEMENT_TYPES)
+    _check_tensor("weight", weight, x, (x.dtype,))
+    _check_tensor("out", out, x, out_dtypes)
+    if x.ndim != 2 or not 0 < len(x) <= MAX_LINEAR_ROWS or x.shape[1] % INPUT_GRANULE or not 0 < x.shape[1] <= _MAX_INPUTS:
+        raise ShapeError(f"x: expected [1 to {MAX_LINEAR_ROWS} rows, a multiple of {INPUT_GRANULE} inputs], got {x!r}.")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[1] or len(weight) % outputs_per_column or len(weight) > _MAX_OUTPUTS:
+        outputs = "outputs" if outputs_per_column == 1 else "outputs of gate and as many of up"
+        raise ShapeError(f"weight: expected [{outputs}, {x.shape[1]} inputs], got {weight!r}.")
+    if out.shape != (len(x), len(weight) // outputs_per_column):
+        raise ShapeError(f"out: expected shape {(len(x), len(weight) // outputs_per_column)}, got {out!r}.")
+    if bias is not None:
+        _check_tensor("bias", bias, x, (x.dtype,))
+        if bias.shape != weight.shape[:1]:
+            raise ShapeError(f"bias: expected shape {weight.shape[:1]}, got {bias!r}.")
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.ptr % GRANULE_NBYTES:
+            raise LayoutError(
+                f"{name}: expected an address at a multiple of {GRANULE_NBYTES} bytes, got {tensor!r} at byte {tensor.offset}."
+            )
+
+
+def _check_tensor(name: str, tensor: DeviceTensor, like: DeviceTensor, dtypes: tuple[str, ...] | dict[str, str]) -> None:
+    if not isinstance(tensor, DeviceTensor):
+        raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
+    check_memory(name, tensor, like.memory)
+    check_open(name, tensor)
+    if tensor.dtype not in dtypes:
+        raise DTypeError(f"{name}: expected {' or '.join(dtypes)}, got {tensor.dtype}.")
+    if not tensor.is_contiguous:
+        raise LayoutError(f"{name}: expected a dense tensor, got {tensor!r}.")

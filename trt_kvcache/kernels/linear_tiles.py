@@ -1,0 +1,116 @@
+"""Sizes of the kernels for products of few rows: what ``plugins/linear.cu`` is compiled with, and how many blocks are launched."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from trt_kvcache.kernels.attention_tiles import MIN_PDL_ARCH, arch_number
+
+#: Rows of x that the source is compiled for.
+ROW_COUNTS = (8, 16)
+
+#: Outputs of a tile of the kernels: of a small one, and of a large one. With a gate it is large: as many of gate and of up.
+SMALL_TILE, LARGE_TILE = 16, 32
+
+#: Rows of a tile of x, and inputs of a run of a warp: ``kTileRows`` and ``kRunInputs`` of the source.
+TILE_ROWS, RUN_INPUTS = 8, 64
+
+_ELEMENT_NBYTES = 2
+
+#: Bytes of a line of the L2: ``kLineBytes`` of the source.
+LINE_NBYTES = 128
+
+_KIB = 1024
+
+
+class LinearTiles(NamedTuple):
+    """Sizes for some number of rows of x."""
+
+    #: Warps of a block, which divide the inputs.
+    warps: int
+    #: Loads of 16 bytes that a thread has in flight, with small tiles and with large ones.
+    small_loads: int
+    large_loads: int
+    #: Blocks that a multiprocessor is given; a block takes one tile after another.
+    blocks_per_sm: int
+    #: Large tiles are taken if they keep so many percent as many multiprocessors busy as small ones.
+    large_percent: int
+    #: What a multiprocessor brings into the L2 while the launch before ends.
+    prefetched_kib: int
+    #: What it brings there of what a launch soon after reads.
+    next_kib: int
+
+
+class LinearPlan(NamedTuple):
+    """A launch. It depends on shapes alone."""
+
+    #: Rows that the source is compiled for.
+    rows: int
+    #: Outputs of a tile.
+    tile: int
+    #: Warps of a block, and blocks.
+    warps: int
+    blocks: int
+    #: Steps of a block that are brought into the L2.
+    prefetched_steps: int
+
+
+@cache
+def linear_tiles(rows: int, arch: str) -> LinearTiles:
+    """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``."""
+    prefetched, following = (64, 128) if arch_number(arch) >= MIN_PDL_ARCH else (0, 0)
+    return LinearTiles(
+        warps=16,
+        small_loads=8,
+        large_loads=16 if rows <= TILE_ROWS else 8,
+        blocks_per_sm=1,
+        large_percent=97,
+        prefetched_kib=prefetched,
+        next_kib=following,
+    )
+
+
+def linear_macros(rows: int, arch: str) -> dict[str, int]:
+    """Return the macros of the source for rows of :data:`ROW_COUNTS`."""
+    tiles = linear_tiles(rows, arch)
+    return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "SMALL_LOADS": tiles.small_loads, "LARGE_LOADS": tiles.large_loads}
+
+
+@lru_cache(maxsize=256)
+def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors: int) -> LinearPlan:
+    """Return the launch for a product.
+
+    Parameters
+    ----------
+    rows : int
+        Of x, at most the last of :data:`ROW_COUNTS`.
+    outputs : int
+        Columns of ``out``.
+    gated : bool
+        Whether each of them has a gate.
+    arch : str
+        Of the GPU.
+    multiprocessors : int
+        Of the GPU.
+    """
+    compiled = next(count for count in ROW_COUNTS if rows <= count)
+    tiles = linear_tiles(compiled, arch)
+    slots = multiprocessors * tiles.blocks_per_sm
+    small, large = (_busy_share(-(-outputs // size), slots) for size in (SMALL_TILE, LARGE_TILE))
+    tile = LARGE_TILE if gated or 100 * large >= tiles.large_percent * small else SMALL_TILE
+    blocks = min(-(-outputs // (SMALL_TILE if gated else tile)), slots)
+    step_nbytes = tile * tiles.warps * RUN_INPUTS * _ELEMENT_NBYTES
+    prefetched_steps = tiles.prefetched_kib * _KIB * multiprocessors // (blocks * step_nbytes)
+    return LinearPlan(compiled, tile, tiles.warps, blocks, prefetched_steps)
+
+
+def prefetched_lines(rows: int, row_nbytes: int, arch: str, multiprocessors: int) -> int:
+    """Return how many lines of each row of a matrix are brought into the L2 for a launch soon after."""
+    nbytes = linear_tiles(ROW_COUNTS[0], arch).next_kib * _KIB * multiprocessors
+    return min(row_nbytes, nbytes // rows) // LINE_NBYTES
+
+
+def _busy_share(count: int, slots: int) -> float:
+    """Return how busy blocks are with so many tiles, if they take one after another."""
+    return count / (-(-count // slots) * slots)

@@ -1,0 +1,71 @@
+"""The products of decode steps by kernels of this package, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trt_kvcache.kernels import linear, linear_silu_mul
+from trt_kvcache.kernels.linear import GRANULE_NBYTES, INPUT_GRANULE
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import MlpConfig
+from trt_kvcache.torch_engine.kernels import borrowed
+from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection
+
+#: Rows up to which the kernels are faster than torch: ``benchmarks/linear.py``.
+MAX_KERNEL_ROWS = 8
+
+
+class KernelProjections(Projections):
+    """Products of a few rows by our kernels, of more by torch.
+
+    Parameters
+    ----------
+    elementwise : Elementwise
+        What is computed behind them.
+    memory : Memory
+        A GPU that has the attention kernels. The weights have been written: the kernels read them early.
+    stream : cuda.core.Stream
+        The launches are ordered on it.
+    """
+
+    def __init__(self, elementwise: Elementwise, memory: Memory, stream: Any) -> None:
+        super().__init__(elementwise)
+        self._memory, self._stream = memory, stream
+
+    def project(self, projection: TorchProjection, x: torch.Tensor, before: TorchProjection | None = None) -> torch.Tensor:
+        """See :meth:`Projections.project`."""
+        if not _fits(x, projection.weight):
+            return super().project(projection, x)
+        options = {} if before is None or not before.weight.is_contiguous() else {"prefetch": borrowed(before.weight, self._memory)}
+        out = x.new_empty((*x.shape[:-1], len(projection.weight)))
+        self._launch(linear, x, projection, out, **options)
+        return out
+
+    def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
+        """See :meth:`Projections.activated`."""
+        if not config.gated or config.activation != "silu" or not _fits(x, inputs.weight):
+            return super().activated(inputs, x, config)
+        out = x.new_empty((*x.shape[:-1], len(inputs.weight) // 2))
+        self._launch(linear_silu_mul, x, inputs, out)
+        return out
+
+    def write_logits(self, rows: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
+        """See :meth:`Projections.write_logits`."""
+        if not _fits(rows, head):
+            super().write_logits(rows, head, logits)
+            return
+        self._launch(linear, rows, TorchProjection(head, None), logits)
+
+    def _launch(self, kernel: Any, x: torch.Tensor, projection: TorchProjection, out: torch.Tensor, **options: DeviceTensor) -> None:
+        rows, weight, results = (borrowed(tensor, self._memory) for tensor in (x.flatten(0, -2), projection.weight, out.flatten(0, -2)))
+        bias = None if projection.bias is None else borrowed(projection.bias, self._memory)
+        kernel(rows, weight, bias=bias, **options, out=results, stream=self._stream)
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether the kernels are for such a product, and take these tensors."""
+    is_aligned = all(tensor.is_contiguous() and tensor.data_ptr() % GRANULE_NBYTES == 0 for tensor in (x, weight))
+    return 0 < x.numel() <= MAX_KERNEL_ROWS * x.shape[-1] and x.shape[-1] % INPUT_GRANULE == 0 and is_aligned
