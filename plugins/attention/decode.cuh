@@ -7,23 +7,22 @@
 //     schedule.cuh         which tiles this block has
 //     kv_pipeline.cuh      shared memory, and how it is filled
 //     mma.cuh              which lane has which element
-//     query_fragments.cuh  the matrix of q
+//     decode_rows.cuh      products and softmax: rows of q are the rows of a product
+//     decode_keys.cuh      the same for up to 8 rows, which are the columns of a product
 //     few_new_tokens.cuh   what is different with several new tokens
 //     decode_codes.cuh     what is different with codes and scales
-//     softmax_state.cuh    what a warp accumulates
 //     split_kv_reduce.cuh  how partial results become one
 //
 // The new token is in no tile: its key and value are read from `k` and `v`, and the last warp starts its softmax with them.
 #pragma once
 
 #include "attention/decode_codes.cuh"
+#include "attention/decode_keys.cuh"
+#include "attention/decode_rows.cuh"
 #include "attention/few_new_tokens.cuh"
 #include "attention/kv_pipeline.cuh"
-#include "attention/mma.cuh"
-#include "attention/query_fragments.cuh"
 #include "attention/rope.cuh"
 #include "attention/schedule.cuh"
-#include "attention/softmax_state.cuh"
 #include "attention/split_kv_reduce.cuh"
 #include "dependent_launch.cuh"
 
@@ -61,151 +60,6 @@ __device__ __forceinline__ void prepare_head(const DecodeParams& params, const D
     __syncthreads();
 }
 
-// Starts the softmax of a warp with the new token alone. new_token: k and v. Every column of B is the key, so every lane gets the products of
-// its rows, and no shuffle is needed.
-template <int kRows>
-__device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, const QueryFragments<kRows>& queries, const unsigned char* new_token,
-                                                     const ScoreTransform& score, float key_scale, float value_scale) {
-    const int lane = threadIdx.x % 32;
-    auto& state = states[0];
-    const unsigned *key = reinterpret_cast<const unsigned*>(new_token) + lane % 4, *value = key + kStoredRowBytes / 4;
-    // Both words that a lane has of 16 columns of K, or of V.
-    const auto words_of = [](const auto* row, int d, bool is_key) {
-        if constexpr (kQuantized) return is_key ? widen_in_order(Element{}, Stored{}, row[4 * d]) : widen(Element{}, Stored{}, row[4 * d]);
-        return uint2{row[8 * d], row[8 * d + 4]};
-    };
-    float products[2][4] = {};  // two sums that do not wait for each other
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 16; d++) {
-        unsigned a[4];
-        queries.a_fragment(a, 0, d);
-        uint2 b = words_of(key, d, true);
-        if constexpr (QueryFragments<kRows>::kPairs) {
-            const uint2 even = words_of(key, d / 2 * 2, true), odd = words_of(key, d / 2 * 2 + 1, true);
-            b = d % 2 ? uint2{even.y, odd.y} : uint2{even.x, odd.x};
-        }
-        mma_m16n8k16(Element{}, products[d % 2], a, b.x, b.y);
-    }
-#pragma unroll
-    for (int i = 0; i < kRows / 8; i++) {
-        const float product = queries.with_odd(products[0], products[1], 2 * i) * key_scale;
-        state.maxima[i] = score.has_softcap() ? score.softcap(product) : product;
-        state.sums[i] = lane % 4 ? 0.0f : 1.0f;  // the probability is 1; one lane of the quad counts it
-    }
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 16; d++) {
-        const uint2 words = words_of(value, d, false);
-        float2 low = unpack(Element{}, words.x), high = unpack(Element{}, words.y);
-        low = {low.x * value_scale, low.y * value_scale};
-        high = {high.x * value_scale, high.y * value_scale};
-#pragma unroll
-        for (int i = 0; i < kRows / 8; i++) {
-            state.output[2 * d][2 * i] = low.x;
-            state.output[2 * d][2 * i + 1] = low.y;
-            state.output[2 * d + 1][2 * i] = high.x;
-            state.output[2 * d + 1][2 * i + 1] = high.y;
-        }
-    }
-}
-
-// Products of q and the keys of a tile: [16 rows x 8 keys] in each fragment.
-template <int kRows>
-__device__ __forceinline__ void compute_scores(TileScores<kRows>& scores, const QueryFragments<kRows>& queries, const unsigned char* tile) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (kQuantized) {
-        multiply_key_codes<kRows>(scores, queries, tile);
-        return;
-    }
-    const LdmatrixAddress keys(shared_address(tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    TileScores<kRows> sums[kQKAccumulators] = {};
-#pragma unroll
-    for (int j = 0; j < kTileTokens / 16; j++) {
-#pragma unroll
-        for (int d = 0; d < kHeadDim / 16; d++) {
-            unsigned b[4];
-            ldmatrix_x4(b, keys(d, 16 * j));
-#pragma unroll
-            for (int m = 0; m < kRowTiles<kRows>; m++) {
-                unsigned a[4];
-                queries.a_fragment(a, m, d);
-                mma_m16n8k16(Element{}, sums[d % kQKAccumulators][m][2 * j], a, b[0], b[1]);
-                mma_m16n8k16(Element{}, sums[d % kQKAccumulators][m][2 * j + 1], a, b[2], b[3]);
-            }
-        }
-    }
-#pragma unroll
-    for (int m = 0; m < kRowTiles<kRows>; m++) {
-#pragma unroll
-        for (int x = 0; x < kTileTokens / 2; x++) {
-            scores[m][x / 4][x % 4] = sums[0][m][x / 4][x % 4];
-#pragma unroll
-            for (int other = 1; other < kQKAccumulators; other++) scores[m][x / 4][x % 4] += sums[other][m][x / 4][x % 4];
-        }
-    }
-}
-
-// Applies softcap and mask, and turns scores into probabilities relative to the new maximum of each row.
-template <int kRows>
-__device__ __forceinline__ void update_softmax(RowStates<kRows>& state, TileScores<kRows>& scores, const DecodeParams& params, const TileCoord& at,
-                                               int first_token, const ScoreTransform& score) {
-    const int lane = threadIdx.x % 32;
-    const int last_first_key = kMaxNewTokens == 1 ? at.first_key : at.first_key_of(params, at.count - 1);  // of the last new token
-    const bool needs_mask = first_token + kTileTokens > at.position || first_token < last_first_key;
-#pragma unroll
-    for (int m = 0; m < kRowTiles<kRows>; m++) {
-        if (score.has_softcap()) {
-#pragma unroll
-            for (int x = 0; x < kTileTokens / 2; x++) {
-                if (x % 4 < kRowsOfTile<kRows> / 4) scores[m][x / 4][x % 4] = score.softcap(scores[m][x / 4][x % 4]);
-            }
-        }
-        if (needs_mask) {
-            int first_keys[2] = {at.first_key, at.first_key};  // of this lane's rows
-            if constexpr (kMaxNewTokens > 1) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) first_keys[i] = at.first_key_of(params, divide(16 * m + 8 * i + lane / 4, params.group_size));
-            }
-#pragma unroll
-            for (int x = 0; x < kTileTokens / 2; x++) {
-                const int key = first_token + x / 4 * 8 + lane % 4 * 2 + x % 2;
-                if (key >= at.position || key < first_keys[x % 4 / 2]) scores[m][x / 4][x % 4] = kMaskedScore;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kRowsOfTile<kRows> / 8; i++) {
-            state[m].rescale(i, state[m].max_with(scores[m], i), score.factor);
-            state[m].exponentiate(scores[m], i, score.factor);
-        }
-    }
-}
-
-// Adds probabilities times the values of a tile to the output.
-template <int kRows>
-__device__ __forceinline__ void accumulate_output(RowStates<kRows>& state, const TileScores<kRows>& probabilities, const unsigned char* tile) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (kQuantized) {
-        multiply_value_codes<kRows>(state, probabilities, tile);
-        return;
-    }
-    const LdmatrixAddress values(shared_address(tile), lane % 16, lane / 16);
-#pragma unroll
-    for (int j = 0; j < kTileTokens / 16; j++) {
-        unsigned a[kRowTiles<kRows>][4];
-#pragma unroll
-        for (int m = 0; m < kRowTiles<kRows>; m++) pack_a_fragment(Element{}, a[m], probabilities[m][2 * j], probabilities[m][2 * j + 1]);
-#pragma unroll
-        for (int d = 0; d < kHeadDim / 16; d++) {
-            unsigned b[4];
-            ldmatrix_x4_trans(b, values(d, 16 * j));
-#pragma unroll
-            for (int m = 0; m < kRowTiles<kRows>; m++) {
-                mma_m16n8k16(Element{}, state[m].output[2 * d], a[m], b[0], b[1]);
-                mma_m16n8k16(Element{}, state[m].output[2 * d + 1], a[m], b[2], b[3]);
-            }
-        }
-    }
-}
-
 // Halves of a strip that is handed on. With several new tokens rows are many: partial results are packed.
 constexpr int kHalves = kMaxNewTokens == 1 ? 1 : 2;
 constexpr int kRowStrips = kStripsPerRow<kHalves>;
@@ -214,8 +68,9 @@ constexpr int kRowStrips = kStripsPerRow<kHalves>;
 // columns, then every warp merges some strips and calls emit(strip, vector, PartialState, is_live), where `is_live` is false for lanes that have no
 // row, if strips are packed; else these do not call it. For all threads of the block.
 template <int kFreeTiles, int kRows, class Emit>
-__device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile, const RowStates<kRows>& state, int rows,
+__device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile, const typename DecodeLayout<kRows>::State& state, int rows,
                                              float factor, const HeadScales& scales, Emit emit) {
+    using Strips = typename DecodeLayout<kRows>::Strips;
     constexpr int kFreeRows = kFreeTiles * kTileBytes / (4 * kHeadDim);            // that fit into these tiles, in float
     constexpr int kRoundRows = kRows < kFreeRows ? kRows : kFreeRows;
     static_assert(kRows % kRoundRows == 0, "rounds of equal size");
@@ -223,49 +78,35 @@ __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& sm
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // A warp merges one strip of 8 rows at a time, or two where only 4 rows are in use and strips are more than warps.
     const int strips_at_once = kHalves == 1 && kColumns > kWarps && rows <= 4 ? 2 : 1;
-#pragma unroll
-    for (int i = 0; i < kRows / 8; i++) {
-        const float sum = quad_sum(state[i / 2].sums[i % 2]);
-        if (lane % 4) continue;
-        smem.warp_totals[warp * kRows + lane / 4 + 8 * i] = {state[i / 2].maxima[i % 2], sum};
-    }
+    write_totals<kRows>(smem.warp_totals + warp * kRows, state);
 #pragma unroll
     for (int row0 = 0; row0 < kRows; row0 += kRoundRows) {
         if (row0) __syncthreads();
         __syncwarp();
-#pragma unroll
-        for (int x = 0; x < kRoundStrips; x++) {
-            const int strip = x % kColumns, i = row0 / 8 + x / kColumns;
-            const auto &low = state[i / 2].output[2 * strip], &high = state[i / 2].output[2 * strip + 1];
-            const int e = 2 * (i % 2);
-            if (lane / 4 + 8 * i >= rows) continue;
-            float4 vector{low[e], low[e + 1], high[e], high[e + 1]};
-            if constexpr (kQuantized) vector = {low[e] * scales.value, high[e] * scales.value, low[e + 1] * scales.value, high[e + 1] * scales.value};
-            reinterpret_cast<float4*>(smem.ring_tile(warp, free_tile))[32 * x + lane] = vector;
-        }
+        write_strips<kRows, kRoundRows>(smem.ring_tile(warp, free_tile), state, row0, rows, scales);
         __syncthreads();
         if constexpr (kHalves == 1) {
 #pragma unroll 1
             for (int x = warp; x * strips_at_once < kRoundStrips; x += kWarps) {
                 const int strip = x * strips_at_once + lane * strips_at_once / 32, vector = lane % (32 / strips_at_once);
-                const int row = row0 + strip / kColumns * 8 + vector / 4;
+                const int row = row0 + strip / kColumns * 8 + Strips::row_at(vector);
                 if (row >= rows) continue;
                 PartialState<1> merged;
                 merged.merge(smem.ring_tile(0, free_tile) + (32 * strip + vector) * 16, kRingTiles * kTileBytes, 0,
                              reinterpret_cast<const unsigned char*>(smem.warp_totals + row), kRows * sizeof(float2), kWarps, factor);
-                emit(row * kRowStrips + strip % kColumns, vector % 4, merged, true);
+                emit(row * kRowStrips + strip % kColumns, Strips::vector_at(vector), merged, true);
             }
         } else {
 #pragma unroll 1
             for (int x = warp; x < kRowStrips * kRoundRows / 8; x += kWarps) {
-                const int strip = x % kRowStrips, row = row0 + x / kRowStrips * 8 + lane / 4, column = 2 * strip;
-                if (row - lane / 4 >= rows) continue;
+                const int strip = x % kRowStrips, first_row = row0 + x / kRowStrips * 8, row = first_row + Strips::row_at(lane), column = 2 * strip;
+                if (first_row >= rows) continue;
                 // Where the last strip of a row is a half one, that half comes twice.
                 const int half_bytes = column + 1 < kColumns ? 32 * 16 : 0;
                 PartialState<2> merged;
                 merged.merge(smem.ring_tile(0, free_tile) + (32 * (x / kRowStrips * kColumns + column) + lane) * 16, kRingTiles * kTileBytes, half_bytes,
                              reinterpret_cast<const unsigned char*>(smem.warp_totals + min(row, rows - 1)), kRows * sizeof(float2), kWarps, factor);
-                emit(row * kRowStrips + strip, lane % 4, merged, row < rows);
+                emit(row * kRowStrips + strip, Strips::vector_at(lane), merged, row < rows);
             }
         }
     }
@@ -281,6 +122,7 @@ __device__ __forceinline__ long long output_token_stride(const DecodeParams& par
 }
 
 // Writes one vector of a strip to `out`.
+template <int kRows>
 __device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int strip, int vector, const PartialState<kHalves>& state) {
     const float inverse = reciprocal_approx(state.sum);
     unsigned* words = reinterpret_cast<unsigned*>(output_rows(params, at)) + (kQuantized ? 2 : 1) * vector;
@@ -293,7 +135,7 @@ __device__ __forceinline__ void store_output(const DecodeParams& params, const T
 #pragma unroll
     for (int h = 0; h < kHalves; h++) {
         if (h > 0 && kStripsPerRow<1> % 2 && strip % kRowStrips == kRowStrips - 1) break;  // the last strip of a row is a half one
-        const float4& value = state.values[h];
+        const float4 value = DecodeLayout<kRows>::Strips::columns(state.values[h]);
         words[8 * h] = pack(Element{}, {value.x * inverse, value.y * inverse});
         words[8 * h + (kQuantized ? 1 : 4)] = pack(Element{}, {value.z * inverse, value.w * inverse});
     }
@@ -351,8 +193,8 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
     const SplitKVReduce<kHalves> reduce = first_head_reduce(params, smem, work);
 
     HeadScales scales;
-    QueryFragments<kRows> queries;
-    RowStates<kRows> state;
+    typename DecodeLayout<kRows>::Queries queries;
+    typename DecodeLayout<kRows>::State state;
     reset(state);  // every head begins with it anyway; here it lets the compiler place the accumulators better
     TileIterator tiles(work);
     int ring_tile = !speculated_right;  // of K, then of V, of this step
@@ -383,19 +225,18 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
                 }
             }
             if constexpr (kHeadBuffers < kStages) {
-                static_assert(QueryFragments<kRows>::kInRegisters, "nothing of the head is read after this");
+                static_assert(DecodeLayout<kRows>::Queries::kInRegisters, "nothing of the head is read after this");
                 __syncthreads();  // the buffer is filled again in this step
             }
         }
         const bool has_tile = warp < count && at.position >= 0;
-        TileScores<kRows> scores = {};
-        const auto token_scales = [&](int token) { return reinterpret_cast<const float2*>(smem.tile_scales(warp, ring_tile))[token / 2]; };
+        typename DecodeLayout<kRows>::Scores scores = {};
         pipeline.wait_for_keys();
         pipeline.fill_keys();
         if (has_tile) {
             const unsigned char* const tile = smem.ring_tile(warp, ring_tile);
-            compute_scores(scores, queries, tile);
-            if constexpr (kQuantized) scales.scale_scores<kRows>(params, scores, token_scales);
+            compute_scores<kRows>(scores, queries, tile);
+            if constexpr (kQuantized) scale_scores<kRows>(scales, params, scores, TileScales{smem.tile_scales(warp, ring_tile)});
             update_softmax<kRows>(state, scores, params, at, at.first_token(warp), score);
         }
         ring_tile = next_ring_tile(ring_tile);
@@ -403,7 +244,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
         pipeline.fill_values();
         if (has_tile) {
             const unsigned char* const tile = smem.ring_tile(warp, ring_tile);
-            if constexpr (kQuantized) scales.scale_probabilities<kRows>(params, state, scores, token_scales);
+            if constexpr (kQuantized) scale_probabilities<kRows>(scales, params, state, scores, TileScales{smem.tile_scales(warp, ring_tile)});
             accumulate_output<kRows>(state, scores, tile);
         }
         const int free_tile = ring_tile;
@@ -419,7 +260,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
         const bool has_whole_head = work.begin <= head_begin && has_last_tile;
         const auto emit = [&](int strip, int vector, const PartialState<kHalves>& merged, bool is_live) {
             if (has_whole_head) {
-                if (is_live) store_output(params, at, strip, vector, merged);
+                if (is_live) store_output<kRows>(params, at, strip, vector, merged);
                 return;
             }
             const float largest = kHalves == 1 ? 0 : quad_max_or_nan(merged.largest());
@@ -436,5 +277,5 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
     constexpr int kVectorsOfThread = (kRows * kRowStrips * kStripVectors + kBlockThreads - 1) / kBlockThreads;
     constexpr int kAtOnce = kMaxNewTokens == 1 ? kPolledAtOnce : kVectorsOfThread < 8 ? kVectorsOfThread : 8;
     reduce.collect<kAtOnce>(reinterpret_cast<float4*>(smem.ring), kWarps * kRingTiles * kTileBytes, score.factor,
-                   [&](int strip, int vector, const PartialState<kHalves>& merged) { store_output(params, work.first, strip, vector, merged); });
+                   [&](int strip, int vector, const PartialState<kHalves>& merged) { store_output<kRows>(params, work.first, strip, vector, merged); });
 }

@@ -58,8 +58,7 @@ struct HeadScales {
         }
         const float power = power_below(quad_max(largest));
         if (power > value) {  // the same in all lanes
-            const float less = value * inverse_of(power);
-            value = power;
+            const float less = raise(power);
 #pragma unroll
             for (int m = 0; m < kRowTiles<kRows>; m++) {
 #pragma unroll
@@ -80,7 +79,12 @@ struct HeadScales {
         }
     }
 
-private:
+    // Makes `value` another power of 2, and returns what an output that is relative to it has to be multiplied with.
+    __device__ __forceinline__ float raise(float power) {
+        const float less = value * inverse_of(power);
+        value = power;
+        return less;
+    }
     static __device__ __forceinline__ float power_below(float scale) { return __uint_as_float(__float_as_uint(scale) & 0x7F800000); }
     // 1 / power, exactly; any number for 0.
     static __device__ __forceinline__ float inverse_of(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
@@ -92,29 +96,6 @@ __device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, co
     const CodesAddress rows(shared_address(tile), threadIdx.x % 32);
 #pragma unroll
     for (int j = 0; j < kTileTokens / 32; j++) {
-        if constexpr (QueryFragments<kRows>::kPairs) {
-            float odd[4][4] = {};
-#pragma unroll
-            for (int d = 0; d < kHeadDim / 16; d += 2) {
-                unsigned codes[2][4], a[4];
-                ldmatrix_x4(codes[0], rows(d, 32 * j));
-                ldmatrix_x4(codes[1], rows(d + 1, 32 * j));
-                queries.a_fragment(a, 0, d);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const uint2 first = widen_in_order(Element{}, Codes{}, codes[0][i]), second = widen_in_order(Element{}, Codes{}, codes[1][i]);
-                    mma_m16n8k16(Element{}, scores[0][4 * j + i], a, first.x, second.x);
-                    mma_m16n8k16(Element{}, odd[i], a, first.y, second.y);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float(&sums)[4] = scores[0][4 * j + i];
-#pragma unroll
-                for (int e = 0; e < 4; e++) sums[e] = queries.with_odd(sums, odd[i], e);
-            }
-            continue;
-        }
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
             unsigned codes[4];

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/decode_codes.cuh"
+#include "attention/decode_rows.cuh"
 #include "attention/kv_pipeline.cuh"
 #include "attention/math.cuh"
 #include "attention/query_fragments.cuh"
@@ -123,10 +124,9 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
                 if (params.score.has_softcap()) scores[m][0][e] = params.score.softcap(scores[m][0][e]);
                 if (distance < 0 || distance >= span) scores[m][0][e] = kMaskedScore;
             }
-            state[m].rescale(i, state[m].max_with(scores[m], i), params.score.factor);
-            state[m].exponentiate(scores[m], i, params.score.factor);
         }
     }
+    update<kRows>(state, scores, params.score.factor);
     if constexpr (kQuantized) {
         head_scales.scale_probabilities<kRows>(params, state, scores, [&](int token) { return scales_of(1, token); });
         multiply_new_value_codes<kRows>(state, scores, values + token_row * kRowBytes);

@@ -80,14 +80,11 @@ __device__ __forceinline__ const unsigned char* key_rows(const DecodeParams& par
     return params.cache + slot * params.slot_stride + row * kStoredRowBytes;
 }
 
-// Whether what a lane copies of a tile lies at constants from one address. Beside a few new tokens and codes, no register is left to hold it.
-constexpr bool kFromOneAddress = 32 % kStoredRowChunks == 0 && (kMaxNewTokens == 1 || !kQuantized);
-
 // Calls copy(to, from, valid) for chunks kFirst to kEnd of this lane's part of a tile; only the first `tokens` rows of it are valid.
 template <int kFirst, int kEnd, class Copy>
 __device__ __forceinline__ void copy_tile_chunks(SharedAddress tile, const unsigned char* rows, int tokens, Copy copy) {
     const int lane = threadIdx.x % 32;
-    if constexpr (kFromOneAddress) {
+    if constexpr (32 % kStoredRowChunks == 0) {
         constexpr int kRowsAtOnce = 32 / kStoredRowChunks, kPlaces = kSwizzlePlaces<kStoredRowChunks>;
         const int row = lane / kStoredRowChunks, tokens_behind = tokens - row;
         const SharedAddress to = tile + stored_offset(row, lane % kStoredRowChunks);

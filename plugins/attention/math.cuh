@@ -39,6 +39,17 @@ __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
     return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
 }
+// Over the eight lanes with the same place in their quads, which hold two columns of an accumulator fragment.
+__device__ __forceinline__ float column_sum(float value) {
+    value += __shfl_xor_sync(~0u, value, 4);
+    value += __shfl_xor_sync(~0u, value, 8);
+    return value + __shfl_xor_sync(~0u, value, 16);
+}
+__device__ __forceinline__ float column_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, 4));
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, 8));
+    return fmaxf(value, __shfl_xor_sync(~0u, value, 16));
+}
 
 // a / b for a >= 0 and 0 < b < 2^20. Float arithmetic is several times as fast here as integer division. The approximate reciprocal leaves
 // a small remainder, which the second quotient corrects.

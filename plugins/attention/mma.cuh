@@ -8,7 +8,7 @@
 //     a2: row g,     k 2t+8, 2t+9
 //     a3: row g + 8, k 2t+8, 2t+9
 //
-// What that means for attention (rows: query heads in decode, query tokens in prefill):
+// What that means for attention in prefill (rows: query tokens times query heads):
 //
 //     S = Q K^T   A: Q [16 rows x 16 of the head dim]      ldmatrix_x4 of the tile of Q
 //                 B: K^T [16 of the head dim x 8 keys]     ldmatrix_x4 of the tile of K; one load gives B for 16 keys
@@ -18,6 +18,17 @@
 //                 D: 8 columns of the output: lane l has rows g and g + 8, columns 2t and 2t + 1
 //
 // So the maximum or the sum of a row of scores is one over the registers of a lane and then over its quad (quad_max, quad_sum in math.cuh).
+//
+// In decode the rows of q are few, so they are the 8 columns, and nothing is multiplied with rows that are not there:
+//
+//     S^T = K Q^T    A: K [16 keys x 16 of the head dim]     ldmatrix_x4 of the tile of K
+//                    B: Q^T [16 of the head dim x 8 rows]    ldmatrix_x4 of the tile of Q
+//                    D: scores of 16 keys: lane l has keys g and g + 8, rows 2t and 2t + 1
+//     O^T = V^T P^T  A: V^T [16 of the head dim x 16 keys]   ldmatrix_x4_trans of the tile of V
+//                    B: P^T [16 keys x 8 rows]               the scores, transposed 8 keys at a time (transpose_matrix)
+//                    D: 16 columns of the output: lane l has columns g and g + 8, rows 2t and 2t + 1
+//
+// There the maximum or the sum of a row is one over the lanes with the same t (column_max, column_sum).
 #pragma once
 
 #include "attention/element.cuh"
@@ -39,6 +50,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&to)[4], SharedAddre
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(row)
                  : "memory");
+}
+
+// Transposes a matrix of 8 x 8 elements: the lane has elements 2t and 2t + 1 of row g, and gets those of column g.
+__device__ __forceinline__ unsigned transpose_matrix(unsigned words) {
+    unsigned transposed;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(words));
+    return transposed;
 }
 
 // d += a * b

@@ -26,10 +26,6 @@
 #include "attention/split_kv_reduce.cuh"
 #include "dependent_launch.cuh"
 
-// The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
-// of 1, and most steps need no rescaling.
-constexpr float kRescaleThreshold = 8;
-
 // The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of the keys of
 // every tile. kWarpgroups: four of them, with 64 rows and the same keys, multiply together.
 template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages, int kMinTilesPerPart>

@@ -25,13 +25,10 @@ __device__ __forceinline__ void reset(SoftmaxState<kTileRows> (&states)[kTiles])
 }
 
 // A fragments of q. They stay in registers for the whole head, or, where the output takes too many of these, in shared memory. With 8 rows the
-// registers of rows 8 to 15 are left out: they are zeros. A product takes four registers in a row, which are put together before each one. Beside
-// codes, that is more than there is else to do: there two chunks share the registers as they were loaded (kPairs). Rows 0 to 7 are the first words of
-// both, rows 8 to 15 the second ones, and of each product only its own rows count.
+// registers of rows 8 to 15 are left out: they are zeros.
 template <int kRows>
 struct QueryFragments {
     static constexpr bool kInRegisters = kRows <= 16;
-    static constexpr bool kPairs = kQuantized && kRows == 8 && kMaxNewTokens == 1 && kHeadDim <= 128 && kHeadDim % 32 == 0;
     unsigned words[kInRegisters ? kHeadDim / 16 : 1][kRowsOfTile<kRows> / 4];
     SharedAddress shared;
 
@@ -64,16 +61,9 @@ struct QueryFragments {
             for (int d = 0; d < kHeadDim / 16; d++) ldmatrix_x4(words[d], rows + swizzled_offset(lane % 16, 2 * d + lane / 16));
         }
     }
-    // The A fragment of columns 16 * d to 16 * d + 15 of a row tile; with kPairs, of half of them and of as many of the other chunk of a pair. Then
-    // products with even and with odd `d` have sums of their own.
+    // The A fragment of columns 16 * d to 16 * d + 15 of a row tile.
     __device__ __forceinline__ void a_fragment(unsigned (&a)[4], int row_tile, int d) const {
-        if constexpr (kPairs) {
-            const int even = d / 2 * 2;
-            a[0] = words[even][0];
-            a[1] = words[even][1];
-            a[2] = words[even + 1][0];
-            a[3] = words[even + 1][1];
-        } else if constexpr (kInRegisters) {
+        if constexpr (kInRegisters) {
             a[0] = words[d][0];
             a[1] = kRows == 8 ? 0 : words[d][1];
             a[2] = words[d][kRows / 8];
@@ -82,10 +72,5 @@ struct QueryFragments {
             const int lane = threadIdx.x % 32;
             ldmatrix_x4(a, LdmatrixAddress(shared, lane % 16, lane / 16)(d, 16 * row_tile));
         }
-    }
-    // Adds element e of the sums with odd `d` to that of those with even ones.
-    static __device__ __forceinline__ float with_odd(const float (&even)[4], const float (&odd)[4], int e) {
-        if (kPairs && e > 1) return 0;
-        return even[e] + odd[kPairs ? e + 2 : e];
     }
 };

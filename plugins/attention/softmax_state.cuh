@@ -11,6 +11,9 @@
 // Where maxima begin: below every score. What a masked score is: so far below kInitialMax that its probability is 0 whatever the maximum is.
 constexpr float kInitialMax = -1e30f, kMaskedScore = -3e38f;
 constexpr float kLog2E = 1.44269504f;
+// The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
+// of 1, and most steps need no rescaling.
+constexpr float kRescaleThreshold = 8;
 
 // From products of q and k to exponents of 2.
 struct ScoreTransform {
@@ -59,13 +62,18 @@ struct SoftmaxState {
         }
     }
 
-    // The maximum of the row so far and of these scores.
+    // The maximum of the row so far and of the scores that this lane has of it.
     template <int kFragments>
-    __device__ __forceinline__ float max_with(const float (&scores)[kFragments][4], int i) const {
+    __device__ __forceinline__ float own_max_with(const float (&scores)[kFragments][4], int i) const {
         float maximum = maxima[i];
 #pragma unroll
         for (int j = 0; j < kFragments; j++) maximum = fmaxf(maximum, fmaxf(scores[j][2 * i], scores[j][2 * i + 1]));
-        return quad_max(maximum);
+        return maximum;
+    }
+    // And of those that the other lanes have.
+    template <int kFragments>
+    __device__ __forceinline__ float max_with(const float (&scores)[kFragments][4], int i) const {
+        return quad_max(own_max_with(scores, i));
     }
 
     // Makes everything relative to another maximum, which is at least as high.

@@ -44,6 +44,8 @@ extern "C" __global__ void matrices(unsigned* out, const unsigned* rows, const u
     for (int i = 0; i < 4; i++) out[4 * lane + i] = loaded[i];
 }
 
+extern "C" __global__ void transposed_matrix(unsigned* out, const unsigned* words) { out[threadIdx.x] = transpose_matrix(words[threadIdx.x]); }
+
 // Two commit groups; the first is read while the second may still be in flight.
 extern "C" __global__ void copies(uint4* out, const uint4* from, const unsigned* valid) {
     DYNAMIC_SHARED(uint4, pieces);

@@ -111,6 +111,12 @@ def test_ldmatrix(call, random, transposed):
     assert np.array_equal(got.view(np.uint16).reshape(32, 4, 2), expected)
 
 
+def test_transposed_matrix(call, random):
+    words = bits(random, 32)
+    got, _ = call("transposed_matrix", np.zeros(32, np.uint32), words)
+    assert np.array_equal(got.view(np.uint16).reshape(8, 8), words.view(np.uint16).reshape(8, 8).T)
+
+
 def test_cp_async(call, random):
     rows, valid = bits(random, 64, 4), random.integers(0, 2, 64, dtype=np.uint32)
     got, _ = call("copies", np.ones_like(rows), rows, valid)

@@ -99,6 +99,17 @@ void exchange_rows_transposed(void* const* lanes) {
     }
 }
 
+void transpose_words(void* const* lanes) {
+    for (int lane = 0; lane < 32; lane++) {
+        const int column = lane / 4, row = lane % 4 * 2;
+        unsigned pair = 0;
+        for (int i = 0; i < 2; i++) {
+            pair |= (static_cast<MatrixWord*>(lanes[4 * (row + i) + column / 2])->word >> (column % 2 * 16) & 0xFFFF) << (16 * i);
+        }
+        *static_cast<MatrixWord*>(lanes[lane])->to = pair;
+    }
+}
+
 template <class ToFloat>
 static inline void multiply_add(void* const* lanes, ToFloat to_float) {
     float a[16][16], b[16][8], products[16][8] = {};

@@ -8,6 +8,11 @@ struct MatrixRow {
     unsigned* to;
 };
 
+struct MatrixWord {
+    unsigned word;
+    unsigned* to;
+};
+
 struct MatrixProduct {
     float* sum;
     unsigned a[4], b[2];
@@ -25,6 +30,7 @@ struct WarpgroupProduct {
 // Of Block::together: `lanes` points to what each of the 32 lanes brought.
 void exchange_rows(void* const* lanes);
 void exchange_rows_transposed(void* const* lanes);
+void transpose_words(void* const* lanes);
 void multiply_add_float16(void* const* lanes);
 void multiply_add_bfloat16(void* const* lanes);
 void multiply_panels_float16(void* const* lanes);

@@ -76,6 +76,13 @@ inline void ldmatrix_x4_trans(unsigned (&to)[4], SharedAddress row) {
     simt::running->block->together(&mine, "ldmatrix_x4_trans", simt::exchange_rows_transposed);
 }
 
+inline unsigned transpose_matrix(unsigned words) {
+    unsigned transposed;
+    simt::MatrixWord mine{words, &transposed};
+    simt::running->block->together(&mine, "transpose_matrix", simt::transpose_words);
+    return transposed;
+}
+
 inline void mma_m16n8k16(Float16, float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     simt::MatrixProduct mine{d, {a[0], a[1], a[2], a[3]}, {b0, b1}};
     simt::running->block->together(&mine, "mma_m16n8k16 of Float16", simt::multiply_add_float16);

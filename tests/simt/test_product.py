@@ -109,6 +109,7 @@ FEW, PACKED = "attention/few_new_tokens.cuh", "attention/packed_vector.cuh"
 DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
     f"attention/{name}.cuh" for name in ("decode", "kv_pipeline", "schedule", "split_kv_reduce", "softmax_state")
 )
+BY_ROWS, BY_KEYS, DECODE_CODES = (f"attention/{name}.cuh" for name in ("decode_rows", "decode_keys", "decode_codes"))
 PREFILLING, PREFILL_TILES, PARTS = (f"attention/{name}.cuh" for name in ("prefill", "prefill_tiles", "prefill_schedule"))
 CODES, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
 OVER_CODES, DECODE_OVER_CODES, FEW_OVER_CODES = (f"{ATTENTION}.py::test_quantized_{test}" for test in ("prefill", "decode", "few"))
@@ -147,8 +148,8 @@ MISTAKES = {
     "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_copies.py", BYTES),
     "the new token is read before all have written it": (
         DECODING,
-        "    __syncthreads();\n}\n\n// Starts",
-        "}\n\n// Starts",
+        "    __syncthreads();\n}\n\n// Halves",
+        "}\n\n// Halves",
         "thread",
         DECODE,
         RACE,
@@ -224,7 +225,7 @@ MISTAKES = {
     ),
     "no causal mask among new tokens": (FEW, "distance < 0 || ", "", "none", FEW_TESTS, "assert"),
     "the window of the first new token for all rows": (
-        DECODING,
+        BY_ROWS,
         "first_keys[i] = at.first_key_of(params, divide(16 * m + 8 * i + lane / 4, params.group_size));",
         "first_keys[i] = at.first_key;",
         "none",
@@ -258,7 +259,7 @@ MISTAKES = {
         "assert",
     ),
     "an output that stays relative to a smaller scale": (
-        "attention/decode_codes.cuh",
+        DECODE_CODES,
         "value * inverse_of(power);",
         "1;",
         "none",
@@ -271,6 +272,49 @@ MISTAKES = {
         "key[kv * kRowWords + word]",
         "none",
         DECODE_OVER_CODES,
+        "assert",
+    ),
+    "a decode mask that is one key off": (BY_KEYS, "x / 2 * 8 + lane / 4", "x / 2 * 8 + lane % 4", "none", DECODE, "assert"),
+    "a maximum that only some lanes know": (
+        BY_KEYS,
+        "raise(e, column_max(highest[e]), factor)",
+        "raise(e, highest[e], factor)",
+        "none",
+        DECODE,
+        "assert",
+    ),
+    "probabilities that are not transposed": (
+        BY_KEYS,
+        "transpose_matrix(pack(Element{}, {p[2], p[3]}))",
+        "pack(Element{}, {p[2], p[3]})",
+        "none",
+        DECODE,
+        "assert",
+    ),
+    "the new token counted by every lane": (BY_KEYS, "lane / 4 ? 0.0f : 1.0f", "1.0f", "none", DECODE, "assert"),
+    "rows of a strip in each other's place": (BY_KEYS, "(vector ^ row / 4 * 2)", "vector", "none", DECODE, "assert"),
+    "scales of other keys": (
+        BY_KEYS,
+        "token_scales.of(8 * x + place) : scales.key",
+        "token_scales.of(8 * x) : scales.key",
+        "none",
+        DECODE_OVER_CODES,
+        "assert",
+    ),
+    "columns of codes in the order of elements": (
+        BY_KEYS,
+        "kQuantized ? value : float4{",
+        "false ? value : float4{",
+        "none",
+        DECODE_OVER_CODES,
+        "assert",
+    ),
+    "rows that no longer follow their maxima": (
+        BY_ROWS,
+        "if (rescales) state[m].rescale",
+        "if (false) state[m].rescale",
+        "none",
+        FEW_TESTS,
         "assert",
     ),
     "a head buffer that is filled while it is read": (

@@ -1,0 +1,30 @@
+// How a decode kernel of so many rows lays out its products: by rows (decode_rows.cuh), or by keys (decode_keys.cuh), where 8 rows of 16 would be empty.
+#pragma once
+
+#include "attention/decode_params.cuh"
+#include "attention/mma.cuh"
+#include "attention/softmax_state.cuh"
+#include "attention/stored_kv.cuh"
+
+// Of a layout: what a warp has of q and of a head, the scores of a tile, and where strips lie in shared memory.
+template <int kRows, bool kByKeys = kRows == 8 && kMaxNewTokens == 1>
+struct DecodeLayout;
+
+// The scales of the tokens of a tile, in shared memory.
+struct TileScales {
+    const float* scales;
+
+    __device__ __forceinline__ float of(int token) const { return scales[token]; }
+    // Of an even token, and of the next one.
+    __device__ __forceinline__ float2 operator()(int token) const { return reinterpret_cast<const float2*>(scales)[token / 2]; }
+};
+
+// Both words that a lane has of 16 columns of a new key. `key`: its word at the lane's place in the quad.
+template <class Codes = Stored>
+__device__ __forceinline__ uint2 new_key_words(const unsigned* key, int d) {
+    if constexpr (kQuantized) {
+        return widen_in_order(Element{}, Codes{}, key[4 * d]);
+    } else {
+        return {key[8 * d], key[8 * d + 4]};
+    }
+}
