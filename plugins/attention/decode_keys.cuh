@@ -57,8 +57,8 @@ struct KeyState {
         }
     }
 
-    // Turns scores into probabilities, and adds them to the sums. Maxima follow only when a row of the warp is kRescaleThreshold above its own: mostly no
-    // lane asks the others for anything.
+    // Turns scores into probabilities, and adds them to the sums. The maximum of a row follows only when a score is kRescaleThreshold above it: mostly no lane
+    // asks the others for anything. No row depends on another one, for some are none: what lies in shared memory where there is no query head.
     __device__ __forceinline__ void update(KeyScores& scores, float factor) {
         float highest[2];
 #pragma unroll
@@ -69,7 +69,7 @@ struct KeyState {
         }
         if (__any_sync(~0u, fmaxf(highest[0] - maxima[0], highest[1] - maxima[1]) * factor > kRescaleThreshold)) {
 #pragma unroll
-            for (int e = 0; e < 2; e++) raise(e, column_max(highest[e]), factor);
+            for (int e = 0; e < 2; e++) raise(e, followed(maxima[e], column_max(highest[e]), factor), factor);
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
@@ -206,7 +206,7 @@ __device__ __forceinline__ void scale_scores(const HeadScales& scales, const Dec
 
 // Applies softcap and mask, and turns scores into probabilities.
 template <int kRows>
-__device__ __forceinline__ void update_softmax(KeyState& state, KeyScores& scores, const DecodeParams& params, const TileCoord& at, int first_token,
+__device__ __forceinline__ void update_softmax(KeyState& state, KeyScores& scores, const DecodeParams&, const TileCoord& at, int first_token,
                                                const ScoreTransform& score) {
     const int lane = threadIdx.x % 32;
     if (score.has_softcap()) {

@@ -10,6 +10,11 @@
 template <int kRows, bool kByKeys = kRows == 8 && kMaxNewTokens == 1>
 struct DecodeLayout;
 
+// What a maximum becomes beside a higher one: that one only if it is kRescaleThreshold above.
+__device__ __forceinline__ float followed(float maximum, float higher, float factor) {
+    return (higher - maximum) * factor > kRescaleThreshold ? higher : maximum;
+}
+
 // The scales of the tokens of a tile, in shared memory.
 struct TileScales {
     const float* scales;

@@ -101,8 +101,8 @@ __device__ __forceinline__ void compute_scores(TileScores<kRows>& scores, const 
     }
 }
 
-// Turns scores into probabilities, and adds them to the sums. Maxima follow only when a row of the warp is kRescaleThreshold above its own: mostly no lane asks
-// the others for anything.
+// Turns scores into probabilities, and adds them to the sums. The maximum of a row follows only when a score is kRescaleThreshold above it: mostly no lane asks
+// the others for anything. No row depends on another one, for some are none: what lies in shared memory where there is no query head.
 template <int kRows, int kFragments>
 __device__ __forceinline__ void update(RowStates<kRows>& state, float (&scores)[kRowTiles<kRows>][kFragments][4], float factor) {
     float highest[kRowTiles<kRows>][2];
@@ -120,7 +120,7 @@ __device__ __forceinline__ void update(RowStates<kRows>& state, float (&scores)[
     for (int m = 0; m < kRowTiles<kRows>; m++) {
 #pragma unroll
         for (int i = 0; i < kRowsOfTile<kRows> / 8; i++) {
-            if (rescales) state[m].rescale(i, quad_max(highest[m][i]), factor);
+            if (rescales) state[m].rescale(i, followed(state[m].maxima[i], quad_max(highest[m][i]), factor), factor);
             state[m].exponentiate(scores[m], i, factor);
         }
     }

@@ -260,3 +260,36 @@ def _check_refused(fitting, memory, stream, argument, wrong, message):
 def test_what_is_not_packed(memory):
     with pytest.raises(KVCacheError, match=r"^qkv: expected a tensor \[B, s, 8, D\], got "):
         split_qkv(New(2, 3, 7, 64).on(memory), 4, 2)
+
+
+@pytest.mark.parametrize("others", [40.0, np.nan])
+@pytest.mark.parametrize(("width", "few", "all_heads"), [(1, 3, 8), (1, 9, 16), (2, 9, 16), (2, 5, 8)])
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+def test_a_query_head_depends_on_no_other_one(memory, stream, kv_dtype, width, few, all_heads, others, monkeypatch):
+    """Nor on what lies in shared memory where there is none: otherwise the same step would give other bits next time."""
+    monkeypatch.setattr(memory, "multiprocessor_count", 1, raising=False)  # so that a warp has several tiles
+    random, tokens, dim = np.random.default_rng(0), 2500, 64
+    growth = np.linspace(0.2, 3, tokens)[:, None]  # so that maxima rise, in other tiles for each head
+    keys, values = random.standard_normal((2, tokens, dim)) * growth
+    q = random.standard_normal((1, width, all_heads, dim)).astype(np.float16)
+    q[:, :, few:] *= np.float16(others)
+    k, v = random.standard_normal((2, 1, width, 1, dim)).astype(np.float16)
+    is_quantized = kv_dtype == "int8"
+    stored = np.stack([keys, values])[None, :, None] * (20 if is_quantized else 1)
+    results = []
+    for heads in (few, all_heads):
+        options = {"kv_scales": memory.to_device(np.full((2, 1), 0.05, np.float32), stream=stream)} if is_quantized else {}
+        cache = memory.to_device(
+            np.rint(stored).clip(-127, 127).astype(np.int8) if is_quantized else stored.astype(np.float16), stream=stream
+        )
+        given, new_k, new_v, lengths = (
+            memory.to_device(np.ascontiguousarray(part), stream=stream)
+            for part in (q[:, :, :heads], k, v, np.array([tokens - width], np.int32))
+        )
+        out = memory.to_device(np.zeros((1, width, heads, dim), np.float16), stream=stream)
+        with contextlib.closing(AttentionWorkspace(memory, num_heads=heads, num_kv_heads=1, head_dim=dim, stream=stream)) as workspace:
+            attend(given, new_k, new_v, cache, lengths, out=out, workspace=workspace, stream=stream, **options)
+            memory.synchronize(stream)
+        results.append(out.numpy()[:, :, :few])
+    assert np.isfinite(results[0]).all()
+    np.testing.assert_array_equal(*results)

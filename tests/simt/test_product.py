@@ -277,8 +277,8 @@ MISTAKES = {
     "a decode mask that is one key off": (BY_KEYS, "x / 2 * 8 + lane / 4", "x / 2 * 8 + lane % 4", "none", DECODE, "assert"),
     "a maximum that only some lanes know": (
         BY_KEYS,
-        "raise(e, column_max(highest[e]), factor)",
-        "raise(e, highest[e], factor)",
+        "column_max(highest[e])",
+        "highest[e]",
         "none",
         DECODE,
         "assert",
