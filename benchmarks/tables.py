@@ -342,11 +342,12 @@ def _linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield what, f"{ours:.2f} ({others:.2f})", f"{limits['layers_of_copy']}" if row["mb"] >= 64 else ""
     few, many = ([row for row in products if (row["rows"] <= 8) == is_few] for is_few in (True, False))
     shares = [row["of_copy"]["ours"] for row in few if row["mb"] >= 64]
-    yield (
-        "products of up to 8 rows alone, from 64 MB: share of the copy bandwidth",
-        f"{min(shares):.2f} to {max(shares):.2f}",
-        f"{limits['of_copy']}",
-    )
+    if shares:
+        yield (
+            "products of up to 8 rows alone, from 64 MB: share of the copy bandwidth",
+            f"{min(shares):.2f} to {max(shares):.2f}",
+            f"{limits['of_copy']}",
+        )
     for what, rows, limit in (("up to 8 rows", few, f"{limits['of_torch']}"), ("16 rows", many, "")):
         ratios = [row["us"]["ours"] / row["us"]["torch"] for row in rows]
         if ratios:

@@ -12,8 +12,7 @@ __device__ __forceinline__ float* kept_logits() {
     return kept;
 }
 
-
-// Tokens from `begin` on are divided into runs of equal length, one for each warp: see run(). Logits that are kept are in shared memory.
+// Tokens from `begin` on are divided into runs of equal length, one for each warp: see run_of_warp(). Logits that are kept are in shared memory.
 template <bool kIsKept>
 struct RowChunk {
     const float* logits;  // of the row, or of this chunk if they are kept

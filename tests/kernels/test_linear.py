@@ -180,7 +180,7 @@ class TestWhatDoesNotFitIsRefused:
     @pytest.mark.parametrize(
         ("changed", "error", "text"),
         [
-            ({"x": ((2, 12), "float16")}, ShapeError, r"x: expected \[1 to 16 rows, a multiple of 8 inputs\], got "),
+            ({"x": ((2, 12), "float16")}, ShapeError, r"x: expected \[1 to 16 rows, a multiple of 8 inputs, at most 16777216\], got "),
             ({"x": ((MAX_LINEAR_ROWS + 1, 16), "float16")}, ShapeError, "x: expected .1 to 16 rows"),
             ({"x": ((0, 16), "float16")}, ShapeError, "x: expected .1 to 16 rows"),
             ({"x": ((2, 1, 16), "float16")}, ShapeError, "x: expected .1 to 16 rows"),

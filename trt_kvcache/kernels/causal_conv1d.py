@@ -39,7 +39,8 @@ def causal_conv1d(
     x : DeviceTensor ``[B, s, channels]`` float16, bfloat16 or float32
         New tokens. Slots and tokens may be strided: a part of what a projection gives.
     weight : DeviceTensor ``[channels, K]``
-        K is 2, 3 or 4. The last column is for the token itself, as in PyTorch's ``Conv1d``.
+        K is 2, 3 or 4. The last column is for the token itself, as in PyTorch's ``Conv1d``. On a GPU it and ``bias`` are read before
+        earlier launches on the stream have ended: none of those may still write them.
     past : DeviceTensor ``[B, channels, K]``, of the dtype of ``x`` or float32
         The last K inputs of each slot, oldest first; zeros before the first token. A conv state of the cache.
     present : DeviceTensor like ``past``

@@ -33,7 +33,7 @@ def add_rms_norm(
     change : DeviceTensor ``[rows, columns]``
         What is added.
     weight : DeviceTensor ``[columns]``
-        Of the norm.
+        Of the norm. On a GPU it is read before earlier launches on the stream have ended: none of those may still write it.
     out : DeviceTensor ``[rows, columns]``
         Overwritten.
     eps : float

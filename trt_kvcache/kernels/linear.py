@@ -128,7 +128,8 @@ def _check(
     _check_tensor("weight", weight, x, (x.dtype,))
     _check_tensor("out", out, x, out_dtypes)
     if x.ndim != 2 or not 0 < len(x) <= MAX_LINEAR_ROWS or x.shape[1] % INPUT_GRANULE or not 0 < x.shape[1] <= _MAX_INPUTS:
-        raise ShapeError(f"x: expected [1 to {MAX_LINEAR_ROWS} rows, a multiple of {INPUT_GRANULE} inputs], got {x!r}.")
+        inputs = f"a multiple of {INPUT_GRANULE} inputs, at most {_MAX_INPUTS}"
+        raise ShapeError(f"x: expected [1 to {MAX_LINEAR_ROWS} rows, {inputs}], got {x!r}.")
     if weight.ndim != 2 or weight.shape[1] != x.shape[1] or len(weight) % outputs_per_column or len(weight) > _MAX_OUTPUTS:
         outputs = "outputs" if outputs_per_column == 1 else "outputs of gate and as many of up"
         raise ShapeError(f"weight: expected [{outputs}, {x.shape[1]} inputs], got {weight!r}.")

@@ -52,7 +52,8 @@ def mamba2_scan(
     past : DeviceTensor ``[B, heads, head_dim, state_size]``, of the dtype of ``x`` or float32
         The state before the new tokens; zeros before the first one. A recurrent state of the cache.
     a : DeviceTensor ``[heads]`` float32
-        Negative: ``-exp(A_log)`` of a checkpoint.
+        Negative: ``-exp(A_log)`` of a checkpoint. On a GPU it, ``d`` and ``dt_bias`` are read before earlier launches on the stream have
+        ended: none of those may still write them.
     present : DeviceTensor like ``past``
         Overwritten with the state after the new tokens. May be ``past`` itself; otherwise they must not overlap.
     out : DeviceTensor ``[B, s, heads, head_dim]``

@@ -253,7 +253,7 @@ class TorchEngine(DecoderEngine):
         if self.memory.is_host:
             new_lengths = None if step.new_lengths is None else step.new_lengths.numpy()
             self._check_values(step.input_ids.numpy(), step.last.numpy(), step.start.numpy(), new_lengths)
-        key = step.key if step.input_ids.shape[1] == 1 else None
+        key = step.key if _is_decode(step) else None
         try:
             self._device.run(key, stream, partial(self._run, step, stream))
         except torch.OutOfMemoryError as error:
@@ -289,7 +289,9 @@ class TorchEngine(DecoderEngine):
             attention=self._attention_of(step, stream),
             states=KernelStates(step, self.memory, stream) if self._has_state_kernels else TorchStates(step),
             elementwise=elementwise,
-            projections=KernelProjections(elementwise, self.memory, stream) if has_kernels else Projections(elementwise),
+            projections=KernelProjections(elementwise, self.memory, stream)
+            if has_kernels and _is_decode(step)
+            else Projections(elementwise),
         )
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:
@@ -304,6 +306,11 @@ class TorchEngine(DecoderEngine):
         else:
             attention = KernelAttention(step, self.memory, self._kernel_inputs, stream)
         return ScaledQueries(attention, *layers) if self._positions.scale_queries else attention
+
+
+def _is_decode(step: TorchStep) -> bool:
+    """Return whether each slot has one new token. On a GPU such a step is replayed as a graph; others are launched one by one."""
+    return bool(step.input_ids.shape[1] == 1)
 
 
 def torch_device(memory: Memory) -> TorchDevice:

@@ -14,7 +14,7 @@ from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.kernels import borrowed
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection
 
-#: Rows up to which the kernels are faster than torch: ``benchmarks/linear.py``.
+#: Rows up to which the kernels are taken: a tile of their products. ``benchmarks/linear.py`` compares them with torch.
 MAX_KERNEL_ROWS = 8
 
 
