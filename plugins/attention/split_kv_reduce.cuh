@@ -4,8 +4,8 @@
 // all, or 32, packed, where rows are many and bytes count (kHalves: 16 columns each). Strip `row * kStripsPerRow<kHalves> + s` has the columns
 // from 16 * kHalves * s on. It takes five vectors of 16 bytes:
 //
-//     vector 0 .. 3   vector t: columns 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, as lane t of a quad has them in two fragments; as floats, or
-//                     packed (packed_vector.cuh)
+//     vector 0 .. 3   vector t: columns 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, as lane t of a quad has them in two fragments (the decode kernel of
+//                     up to 8 rows and kernels over codes have them in an order of their own); as floats, or packed (packed_vector.cuh)
 //     vector 4        maximum and sum of the row, for this part of the keys; the unit of packed values
 //
 // Protocol between the blocks of a head (SplitKVReduce):
