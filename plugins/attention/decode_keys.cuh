@@ -13,8 +13,10 @@
 struct KeyQueries {
     static constexpr bool kInRegisters = true;
     unsigned words[kHeadDim / 16][2];
+    float offset[4];  // what scores begin with (kKeyOffset)
 
     // `head`: rows of q.
+    template <class Codes = Stored>
     __device__ __forceinline__ void load(const unsigned char* head) {
         const int lane = threadIdx.x % 32;
         if constexpr (kQuantized) {
@@ -24,6 +26,12 @@ struct KeyQueries {
                 words[d][0] = four.x;
                 words[d][1] = four.y;
             }
+#pragma unroll
+            for (int e = 0; e < 4; e++) offset[e] = 0;
+            constexpr unsigned kOffset = kKeyOffset<Element, Codes>;
+            constexpr unsigned key[4] = {kOffset, kOffset, kOffset, kOffset};
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 16 && kOffset; d++) mma_m16n8k16(Element{}, offset, key, words[d][0], words[d][1]);
         } else {
             const SharedAddress rows = shared_address(head);
             unsigned loaded[4];
@@ -165,6 +173,10 @@ __device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueri
     const LdmatrixAddress keys(shared_address(tile), lane % 16, lane / 16);
     const CodesAddress codes_of(shared_address(tile), lane);
     KeyScores sums[kQKAccumulators] = {};
+    if constexpr (kQuantized) {
+#pragma unroll
+        for (int x = 0; x < kTileTokens / 4; x++) sums[0][x / 4][x % 4] = queries.offset[x % 4];
+    }
 #pragma unroll
     for (int j = 0; j < kTileTokens / kKeys; j++) {
 #pragma unroll
@@ -175,7 +187,7 @@ __device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueri
             for (int k = 0; k < kKeys / 16; k++) {
                 float(&sum)[4] = sums[d % kQKAccumulators][kKeys / 16 * j + k];
                 if constexpr (kQuantized) {
-                    const uint2 low = widen_in_order(Element{}, Codes{}, loaded[2 * k]), high = widen_in_order(Element{}, Codes{}, loaded[2 * k + 1]);
+                    const uint2 low = widen_keys(Element{}, Codes{}, loaded[2 * k]), high = widen_keys(Element{}, Codes{}, loaded[2 * k + 1]);
                     const unsigned a[4] = {low.x, high.x, low.y, high.y};
                     mma_m16n8k16(Element{}, sum, a, queries.words[d][0], queries.words[d][1]);
                 } else {

@@ -301,6 +301,22 @@ MISTAKES = {
         DECODE_OVER_CODES,
         "assert",
     ),
+    "scores that begin with nothing beside codes that are too large": (
+        BY_KEYS,
+        "= queries.offset[x % 4]",
+        "= 0",
+        "none",
+        DECODE_OVER_CODES,
+        "assert",
+    ),
+    "the same with several new tokens": (
+        DECODE_CODES,
+        "= queries.offset[m][x % 4]",
+        "= 0",
+        "none",
+        FEW_OVER_CODES,
+        "assert",
+    ),
     "columns of codes in the order of elements": (
         BY_KEYS,
         "kQuantized ? value : float4{",
