@@ -227,6 +227,24 @@ class TestWhatDoesNotFitIsRefused:
             linear(tensor(1, 16), shifted, out=tensor(1, 2), stream=stream)
         assert (out.numpy() == 1).all()
 
+    @pytest.mark.parametrize("changed", ["bias", "out"])
+    def test_an_address_between_elements(self, tensor, stream, changed):
+        given = {"bias": tensor(6), "out": tensor(1, 6)}
+        given[changed] = DeviceTensor(tensor(8).allocation, shape=given[changed].shape, dtype="float16", offset=1)
+        with pytest.raises(LayoutError, match=rf"{changed}: expected an address at a multiple of 2 bytes, got .* at byte 1"):
+            linear(tensor(1, 16), tensor(6, 16), **given, stream=stream)
+
+    @pytest.mark.parametrize("overlapped", ["x", "weight", "bias"])
+    @pytest.mark.parametrize("function", [linear, linear_silu_mul])
+    def test_a_result_over_an_input(self, tensor, stream, function, overlapped):
+        given = {"x": tensor(1, 16), "weight": tensor(16, 16), "bias": tensor(16)}
+        allocation = given[overlapped].allocation
+        columns = 16 if function is linear else 8
+        out = DeviceTensor(allocation, shape=(1, columns), dtype="float16")
+        with pytest.raises(LayoutError, match=f"out: expected memory of its own, got .*, which {overlapped} overlaps"):
+            function(given["x"], given["weight"], bias=given["bias"], out=out, stream=stream)
+        assert (given[overlapped].numpy() == 1).all()
+
     def test_what_is_no_tensor(self, tensor, stream):
         for changed in ("x", "weight", "out"):
             given = {"x": tensor(2, 16), "weight": tensor(6, 16), "out": tensor(2, 6), changed: np.ones((2, 16), np.float16)}
