@@ -29,7 +29,6 @@ def linear(
     weight: DeviceTensor,
     *,
     bias: DeviceTensor | None = None,
-    prefetch: DeviceTensor | None = None,
     out: DeviceTensor,
     stream: Any,
 ) -> None:
@@ -43,9 +42,6 @@ def linear(
         Of the dtype of ``x``. On a GPU it is read before earlier launches on the stream have ended: none of those may still write it.
     bias : DeviceTensor ``[outputs]``, optional
         Of the dtype of ``x``.
-    prefetch : DeviceTensor ``[any outputs, any inputs]``, optional
-        Of the dtype of ``x``: the weights of the next product, if something short is between the two, which leaves the memory of a GPU
-        idle. A part of each row is brought into its L2 at the end; the result is the same.
     out : DeviceTensor ``[rows, outputs]``
         Of the dtype of ``x`` or float32. Overwritten; it must not overlap the others.
     stream : cuda.core.Stream or GraphBuilder
@@ -75,13 +71,9 @@ def linear(
     [[28.0, 92.0, 156.0]]
     """
     _check(x, weight, bias, out, outputs_per_column=1, out_dtypes=(x.dtype, "float32") if isinstance(x, DeviceTensor) else ())
-    if prefetch is not None:
-        _check_tensor("prefetch", prefetch, x, (x.dtype,))
-        if prefetch.ndim != 2 or not 0 < len(prefetch) <= _MAX_OUTPUTS:
-            raise ShapeError(f"prefetch: expected [outputs, inputs], got {prefetch!r}.")
     out.memory.check_stream(stream)
     if out.nbytes:
-        backend_of(out.memory).linear(x, weight, bias, prefetch, out, stream)
+        backend_of(out.memory).linear(x, weight, bias, out, stream)
 
 
 def linear_silu_mul(x: DeviceTensor, weight: DeviceTensor, *, bias: DeviceTensor | None = None, out: DeviceTensor, stream: Any) -> None:
