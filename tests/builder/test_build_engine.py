@@ -18,7 +18,7 @@ import pytest
 from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache._util import atomic_folder
-from trt_kvcache.builder import build_engine as builder, definition, serialization
+from trt_kvcache.builder import build_engine as builder, checked_build, definition, serialization
 from trt_kvcache.builder.build_engine import BuildReport, build_engine
 from trt_kvcache.builder.network import decoder
 from trt_kvcache.builder.network.graph import Graph
@@ -198,8 +198,7 @@ def test_network_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         def __getattr__(self, name: str) -> Any:
             return getattr(self.real, name)
 
-    module = SimpleNamespace(**{**vars(rtx.module), "Builder": Builder})
-    full = TensorRT(module=module, flavour="tensorrt", version=version, log=rtx.log)
+    full = TensorRT(module=SimpleNamespace(**{**vars(rtx.module), "Builder": Builder}), flavour="tensorrt", version=version, log=rtx.log)
     real = Graph.layer
 
     def recording(graph: Graph, name: str, kind: str, *arguments: Any) -> Any:
@@ -208,7 +207,8 @@ def test_network_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
     monkeypatch.setattr(Graph, "layer", recording)
-    monkeypatch.setattr(builder, "load", lambda flavour, *, error: full)
+    for module in (builder, checked_build):
+        monkeypatch.setattr(module, "load", lambda flavour, *, error: full)
     build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **{**SIZES, "flavour": "tensorrt", "attention": attention})
     assert flags == [1 << int(rtx.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)]
     assert [each for each in kinds if each.startswith("attention")] == [kind]
@@ -349,7 +349,7 @@ def no_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*arguments: Any, **options: Any) -> TensorRT:
         raise AssertionError("TensorRT was reached")
 
-    monkeypatch.setattr(builder, "load", unreachable)
+    monkeypatch.setattr(checked_build, "load", unreachable)
     monkeypatch.setattr(builder, "define_decoder", unreachable)
 
 

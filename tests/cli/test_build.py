@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.quantized_models import CASES, write_quantized
+from tests.helpers.small_model import write_model
+from trt_kvcache import build_engine
 from trt_kvcache.cli import build as build_module
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.errors import BuildError
+from trt_kvcache.errors import BuildError, ConfigError
 
 from .conftest import CONFIG, GOLDEN, SHIPPED, Run
 from .test_inspect import rows
@@ -193,3 +197,45 @@ def test_a_dry_run_refuses_what_the_build_would(run: Run, tmp_path: Path):
     done = run("build", SHIPPED, "-o", tmp_path / "engine", "--dry-run", "--max-sequence-length", 513)
     assert done.code == 1
     assert "max_sequence_length: expected at most 512" in done.err
+
+
+REFUSED_BUILDS = [
+    (
+        None,
+        {"quantize": "int4", "compute_capabilities": ["7.5"]},
+        "compute_capabilities: expected 8.0 or more for weights in int4, got 7.5",
+    ),
+    ("fp8", {"compute_capabilities": ["8.6"]}, "compute_capabilities: expected 8.9 or more for weights in float8_e4m3fn, got 8.6"),
+    (None, {"kv_dtype": "fp8", "kv_scales": "head"}, "kv_scales: expected token, as the checkpoint has no static scales"),
+    (None, {"kv_dtype": "fp8", "attention": "mask"}, "kv_dtype: expected plugin attention"),
+    (None, {"timing_cache": "nowhere/timings"}, "timing_cache: expected a file in a folder that exists"),
+    pytest.param(None, {"compute_capabilities": ["9.0"]}, "compute_capabilities: expected some of 7.5, 8.0", marks=pytest.mark.trt),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*activations are not quantized")
+@pytest.mark.parametrize(("kind", "options", "complaint"), REFUSED_BUILDS, ids=lambda value: str(value)[:40])
+def test_a_dry_run_says_what_the_build_would(run: Run, tmp_path: Path, kind: str | None, options: dict[str, Any], complaint: str) -> None:
+    model = write_model(tmp_path / "model", head_dim=64)
+    if kind == "fp8":
+        quantize, config = CASES["modelopt-fp8"]
+        write_quantized(tmp_path / "quantized", str(model), quantize, config)
+        model = tmp_path / "quantized"
+    with pytest.raises(ConfigError) as caught:
+        build_engine(model, tmp_path / "engine", flavour="tensorrt_rtx", **options)
+    flags = []
+    for name, value in options.items():
+        flags += ["--compute-capability", *value] if name == "compute_capabilities" else [f"--{name.replace('_', '-')}", value]
+    done = run("build", model, "-o", tmp_path / "engine", "--dry-run", "--flavour", "tensorrt_rtx", *flags)
+    assert (done.code, done.out) == (1, "")
+    assert str(caught.value) in done.err
+    assert str(caught.value).startswith(complaint)
+
+
+def test_a_dry_run_needs_no_weights(run: Run, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    shutil.copy(SHIPPED / "config.json", tmp_path / "model")
+    dry_run = ("build", tmp_path / "model", "-o", tmp_path / "engine", "--dry-run")
+    assert run(*dry_run, "--quantize", "int8").code == 0
+    done = run(*dry_run, "--quantize", "int4", "--compute-capability", "7.5")
+    assert "expected 8.0 or more for weights in int4" in done.err

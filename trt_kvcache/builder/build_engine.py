@@ -3,29 +3,21 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trt_kvcache._util.peak_memory import peak_memory_nbytes
-from trt_kvcache.builder.code_types import for_codes
+from trt_kvcache.builder.checked_build import checked_build
 from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
-from trt_kvcache.builder.options import (
-    DEFAULT_MAX_BATCH_SIZE,
-    DEFAULT_MAX_PREFILL_LENGTH,
-    BuildOptions,
-    default_sequence_length,
-)
+from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, BuildOptions
 from trt_kvcache.builder.serialization import serialize
-from trt_kvcache.builder.timing_cache import check_timing_cache
-from trt_kvcache.checkpoint import Checkpoint, Tokenizer
-from trt_kvcache.checkpoint.quantized.quantization import Quantization
-from trt_kvcache.engine.attention_variants import AttentionLayerConfig, default_attention
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
-from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
-from trt_kvcache.engine_folder.folder import check_target, write_engine_folder
+from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.module import load
@@ -166,41 +158,30 @@ def build_engine(
     'native'
     """
     started = time.perf_counter()
-    rounding = None if quantize is None else str(Quantization.parse(quantize))
     report = progress or (lambda stage, done: None)
-    sequence_length = (
-        default_sequence_length(Checkpoint.read_config(Path(model_path))) if max_sequence_length is None else max_sequence_length
-    )
-    options = BuildOptions(
+    target = Path(engine_path)
+    checked = checked_build(
+        model_path,
+        target,
         max_batch_size=max_batch_size,
-        max_sequence_length=sequence_length,
-        max_prefill_length=_default_prefill_length(sequence_length) if max_prefill_length is None else max_prefill_length,
+        max_sequence_length=max_sequence_length,
+        max_prefill_length=max_prefill_length,
         max_logits_per_slot=max_logits_per_slot,
         dtype=dtype,
-        attention=attention or ("plugin" if kv_dtype else "native"),
+        attention=attention,
         flavour=flavour,
-        compute_capabilities=None if compute_capabilities is None else _as_tuple(compute_capabilities),
+        compute_capabilities=compute_capabilities,
         builder_optimization_level=builder_optimization_level,
-        timing_cache=None if timing_cache is None else Path(timing_cache),
+        timing_cache=timing_cache,
+        quantize=quantize,
+        kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
     )
-    if attention is None and kv_dtype is None:
-        options = replace(options, attention=default_attention(Checkpoint.read_config(Path(model_path)), options.max_sequence_length))
-    target = Path(engine_path)
-    check_target(target, Path(model_path))
-    if options.timing_cache is not None:
-        check_timing_cache(options.timing_cache)
+    options, quantized = checked.options, checked.quantized
     tensorrt = load(flavour, error=BuildError)
-    options.check_tensorrt(tensorrt)
-    with (
-        Checkpoint.open(Path(model_path), quantize=rounding) as checkpoint,
-        tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages,
-    ):
-        options = for_codes(options, checkpoint.code_kinds, tensorrt)
-        options.check_kernels(checkpoint.config)
-        Tokenizer.open(checkpoint.path)  # a damaged tokenizer is reported before the work, not by the first prompt
+    with checked.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
         report(DEFINING, None)
         in_segments = options.attention == "plugin" and not can_add_plugins(tensorrt)
-        quantized = quantized_kv(checkpoint, kv_dtype, kv_scales)
         definitions: tuple[DecoderDefinition, ...]
         if in_segments:
             definitions = define_segments(checkpoint, options, tensorrt, messages, quantized=quantized)
@@ -234,7 +215,7 @@ def build_engine(
                 nbytes=checkpoint.nbytes,
                 embedded=embed_weights,
                 weights=checkpoint.weights.format,
-                quantize=rounding or "",
+                quantize=checked.rounding or "",
             ),
             computed_dtype=None if quantized is None else options.dtype or checkpoint.config.dtype,
             segments=None if constants is None else _segments_record(checkpoint, definition, options, plans, constants),
@@ -250,11 +231,6 @@ def build_engine(
             attention=definition.attention,
             warnings=tuple(messages.warnings),
         )
-
-
-def _default_prefill_length(sequence_length: Any) -> int:
-    """Return at most S. What is no number is refused later, by ``BuildOptions``."""
-    return min(sequence_length, DEFAULT_MAX_PREFILL_LENGTH) if isinstance(sequence_length, int) else DEFAULT_MAX_PREFILL_LENGTH
 
 
 def _segments_record(
@@ -274,8 +250,3 @@ def _segments_record(
 def _progress_of_part(report: Progress, index: int, count: int) -> Callable[[float], object]:
     """Return a callable that reports the progress of one network of a build as that of the whole."""
     return lambda done: report(BUILDING, (index + done) / count)
-
-
-def _as_tuple(compute_capabilities: Sequence[str]) -> tuple[str, ...]:
-    """Return a tuple; a string is one capability."""
-    return (compute_capabilities,) if isinstance(compute_capabilities, str) else tuple(compute_capabilities)

@@ -14,7 +14,7 @@ from trt_kvcache.trt.module import TensorRT
 FIRST_CAPABILITY = {"int4": "8.0", "float8_e4m3fn": "8.9", "float4_e2m1fn": "12.0"}
 
 
-def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT) -> BuildOptions:
+def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | None) -> BuildOptions:
     """Return options that name GPUs which have the types of quantized weights.
 
     TensorRT for RTX builds for GPUs without a type too if none are named, and such an engine fails where it is loaded.
@@ -25,8 +25,9 @@ def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT) -
         Options of the build.
     kinds : iterable of str
         What codes of weights are: :attr:`trt_kvcache.checkpoint.Checkpoint.code_kinds`.
-    tensorrt : TensorRT
-        The imported TensorRT. Full TensorRT builds for the GPU that it runs on, and knows what that has.
+    tensorrt : TensorRT or None
+        The imported TensorRT. Full TensorRT builds for the GPU that it runs on, and knows what that has. None where there is none: then
+        GPUs that are named are checked, and none are chosen.
 
     Returns
     -------
@@ -39,11 +40,14 @@ def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT) -
         A compute capability is named that does not have a type.
     """
     types = sorted({CONSTANT_TYPES[kind] for kind in kinds} & set(FIRST_CAPABILITY))
-    if not types or not tensorrt.is_rtx:
+    is_rtx = options.flavour != "tensorrt" if tensorrt is None else tensorrt.is_rtx
+    if not types or not is_rtx:
         return options
     needed = max(types, key=lambda name: _number(FIRST_CAPABILITY[name]))
     first = FIRST_CAPABILITY[needed]
     if options.compute_capabilities is None:
+        if tensorrt is None:
+            return options
         capable = (name for name in known_compute_capabilities(tensorrt) if _number(name) >= _number(first))
         return replace(options, compute_capabilities=tuple(capable))
     for name in options.compute_capabilities:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from trt_kvcache.builder.build_engine import BuildReport
+from trt_kvcache.builder.checked_build import checked_build
 from trt_kvcache.builder.estimate import estimate_build
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL
 from trt_kvcache.cli.build_process import build_in_child
@@ -97,21 +98,23 @@ def build(
     model = located(model)
     if is_engine_folder(model):
         raise CheckpointError(f"{model}: expected a Hugging Face folder, got an engine folder.")
+    sizes: dict[str, Any] = {
+        "max_batch_size": max_batch_size,
+        "max_sequence_length": max_sequence_length,
+        "max_prefill_length": max_prefill_length,
+        "max_logits_per_slot": max_logits_per_slot,
+        "dtype": dtype,
+        "attention": attention,
+        "flavour": flavour,
+        "compute_capabilities": compute_capability or None,
+        "quantize": quantize,
+        "kv_dtype": kv_dtype,
+        "kv_scales": kv_scales,
+    }
+    search: dict[str, Any] = {"builder_optimization_level": builder_optimization_level, "timing_cache": timing_cache}
     if dry_run:
-        estimate = estimate_build(
-            model,
-            max_batch_size=max_batch_size,
-            max_sequence_length=max_sequence_length,
-            max_prefill_length=max_prefill_length,
-            max_logits_per_slot=max_logits_per_slot,
-            dtype=dtype,
-            attention=attention,
-            flavour=flavour,
-            quantize=quantize,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            compute_capabilities=compute_capability or None,
-        )
+        checked_build(model, output, needs_weights=False, **sizes, **search).checkpoint.close()
+        estimate = estimate_build(model, **sizes)
         if json:
             put_json(as_json(estimate))
         else:
@@ -121,22 +124,11 @@ def build(
         report = build_in_child(
             model,
             output,
-            max_batch_size=max_batch_size,
-            max_sequence_length=max_sequence_length,
-            max_prefill_length=max_prefill_length,
-            max_logits_per_slot=max_logits_per_slot,
-            dtype=dtype,
-            attention=attention,
-            flavour=flavour,
             embed_weights=embed_weights,
-            compute_capabilities=compute_capability or None,
-            builder_optimization_level=builder_optimization_level,
-            timing_cache=timing_cache,
-            quantize=quantize,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
             progress=progress,
             on_interrupt=lambda: note(_STOPPING),
+            **sizes,
+            **search,
         )
     for warning in report.warnings:
         note(f"TensorRT warns: {warning}")

@@ -1,0 +1,165 @@
+"""What is checked before a build: the options, TensorRT, and the checkpoint. A dry run makes the same checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trt_kvcache.builder.code_types import for_codes
+from trt_kvcache.builder.options import (
+    DEFAULT_MAX_BATCH_SIZE,
+    DEFAULT_MAX_PREFILL_LENGTH,
+    BuildOptions,
+    default_sequence_length,
+)
+from trt_kvcache.builder.timing_cache import check_timing_cache
+from trt_kvcache.checkpoint import Checkpoint, Tokenizer
+from trt_kvcache.checkpoint.quantized.quantization import Quantization
+from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_weights
+from trt_kvcache.engine.attention_variants import default_attention
+from trt_kvcache.engine.kv_options import quantized_kv
+from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine_folder.folder import check_target
+from trt_kvcache.errors import BuildError
+from trt_kvcache.trt.module import TensorRT, load
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedBuild:
+    """A build that nothing which is checked before it stands against.
+
+    Parameters
+    ----------
+    options : BuildOptions
+        All of them, with their defaults, and GPUs that have the types of quantized weights.
+    checkpoint : Checkpoint
+        Open.
+    quantized : QuantizedKV or None
+        How K and V are quantized.
+    rounding : str or None
+        How weights are rounded, as it is recorded.
+    """
+
+    options: BuildOptions
+    checkpoint: Checkpoint
+    quantized: QuantizedKV | None
+    rounding: str | None
+
+
+def checked_build(
+    model_path: str | os.PathLike[str],
+    engine_path: str | os.PathLike[str],
+    *,
+    needs_weights: bool = True,
+    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
+    max_sequence_length: int | None = None,
+    max_prefill_length: int | None = None,
+    max_logits_per_slot: int | Literal["all"] = 1,
+    dtype: str | None = None,
+    attention: str | None = None,
+    flavour: str = "auto",
+    compute_capabilities: Sequence[str] | None = None,
+    builder_optimization_level: int | None = None,
+    timing_cache: str | os.PathLike[str] | None = None,
+    quantize: str | None = None,
+    kv_dtype: str | None = None,
+    kv_scales: str | None = None,
+) -> CheckedBuild:
+    """Check a build, and open its checkpoint.
+
+    Parameters
+    ----------
+    model_path, engine_path : path
+        As for :func:`~trt_kvcache.build_engine`.
+    needs_weights : bool
+        Whether a folder without any weight files is refused. If not, its checkpoint has no weights to read.
+    max_batch_size, max_sequence_length, max_prefill_length : int
+        As there.
+    max_logits_per_slot : int or "all"
+        As there.
+    dtype, attention : str, optional
+        As there.
+    flavour : str
+        As there.
+    compute_capabilities : sequence of str, optional
+        As there.
+    builder_optimization_level : int, optional
+        As there.
+    timing_cache : path, optional
+        As there.
+    quantize, kv_dtype, kv_scales : str, optional
+        As there.
+
+    Returns
+    -------
+    CheckedBuild
+        With a checkpoint to close. Nothing is written, and of the weights only names, dtypes and shapes are read.
+
+    Raises
+    ------
+    ConfigError, CheckpointError
+        As ``build_engine`` does. Without TensorRT, what it alone knows is not checked.
+    """
+    rounding = None if quantize is None else str(Quantization.parse(quantize))
+    model = Path(model_path)
+    length = default_sequence_length(Checkpoint.read_config(model)) if max_sequence_length is None else max_sequence_length
+    options = BuildOptions(
+        max_batch_size=max_batch_size,
+        max_sequence_length=length,
+        max_prefill_length=_default_prefill_length(length) if max_prefill_length is None else max_prefill_length,
+        max_logits_per_slot=max_logits_per_slot,
+        dtype=dtype,
+        attention=attention or ("plugin" if kv_dtype else "native"),
+        flavour=flavour,
+        compute_capabilities=None if compute_capabilities is None else _as_tuple(compute_capabilities),
+        builder_optimization_level=builder_optimization_level,
+        timing_cache=None if timing_cache is None else Path(timing_cache),
+    )
+    if attention is None and kv_dtype is None:
+        options = replace(options, attention=default_attention(Checkpoint.read_config(model), options.max_sequence_length))
+    check_target(Path(engine_path), model)
+    if options.timing_cache is not None:
+        check_timing_cache(options.timing_cache)
+    tensorrt = _found(flavour)
+    if tensorrt is not None:
+        options.check_tensorrt(tensorrt)
+    checkpoint = _opened(model, rounding, needs_weights=needs_weights)
+    try:
+        options = for_codes(options, checkpoint.code_kinds, tensorrt)
+        options.check_kernels(checkpoint.config)
+        Tokenizer.open(checkpoint.path)  # a damaged tokenizer is reported before the work, not by the first prompt
+        quantized = quantized_kv(checkpoint, kv_dtype, kv_scales)
+        options.cache_for(checkpoint.config, quantized)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return CheckedBuild(options=options, checkpoint=checkpoint, quantized=quantized, rounding=rounding)
+
+
+def _found(flavour: str) -> TensorRT | None:
+    """Return TensorRT, or None if it is not there."""
+    try:
+        return load(flavour, error=BuildError)
+    except BuildError:
+        return None
+
+
+def _opened(model: Path, rounding: str | None, *, needs_weights: bool) -> Checkpoint:
+    """Return the open checkpoint, or one that knows its configuration alone."""
+    if needs_weights or any(path.suffix in (".safetensors", ".gguf") for path in model.iterdir()):
+        return Checkpoint.open(model, quantize=rounding)
+    config = Checkpoint.read_config(model)
+    return Checkpoint(model, config, {}, None if rounding is None else rounded_weights(config, Quantization.parse(rounding), {}))
+
+
+def _default_prefill_length(sequence_length: Any) -> int:
+    """Return at most S. What is no number is refused later, by ``BuildOptions``."""
+    return min(sequence_length, DEFAULT_MAX_PREFILL_LENGTH) if isinstance(sequence_length, int) else DEFAULT_MAX_PREFILL_LENGTH
+
+
+def _as_tuple(compute_capabilities: Sequence[str]) -> tuple[str, ...]:
+    """Return a tuple; a string is one capability."""
+    return (compute_capabilities,) if isinstance(compute_capabilities, str) else tuple(compute_capabilities)
