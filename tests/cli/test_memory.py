@@ -138,6 +138,12 @@ def test_a_budget_too_small_for_one_token(run: Run):
         ([SHIPPED, "--fit", "8 gallons"], "--fit: expected a size such as 8GB (10^9 bytes) or 7.5GiB (2^30), got '8 gallons'."),
         ([*LLAMA_7B, "--fit", "8GB"], "--fit: expected a model folder with it"),
         (["--layers", 10**9], "Invalid value for '--layers'"),
+        ([SHIPPED, "--quantize", "int4"], "--quantize: expected --engine with it, got none"),
+        ([SHIPPED, "--fit", "8GB", "--quantize", "int4"], "--quantize: expected without --fit, which lists all formats"),
+        ([SHIPPED, "--fit", "8GB", "--engine", "--quantize", "int4"], "--quantize: expected without --fit"),
+        ([SHIPPED, "--fit", "8GB", "--kv-dtype", "int8"], "--kv-dtype: expected without --fit"),
+        ([SHIPPED, "--fit", "8GB", "--dtype", "int8"], "--dtype: expected without --fit"),
+        ([SHIPPED, "--fit", "8GB", "--kv-scales", "head"], "--kv-scales: expected --kv-dtype fp8 or int8 with it"),
     ],
     ids=str,
 )
@@ -162,6 +168,13 @@ def test_sizes_and_folders_that_are_refused(run: Run, arguments: list[object], c
     done = run("memory", *arguments)
     assert (done.code, done.out) == (1, "")
     assert complaint in done.err
+
+
+@pytest.mark.parametrize("more", [(), ("--engine",), ("--fit", "8GB")])
+def test_a_rounding_that_is_not_known(run: Run, more: tuple[str, ...]):
+    done = run("memory", SHIPPED, "--quantize", "int7", *more)
+    assert (done.code, done.out) == (1, "")
+    assert "quantize: weights: expected one of int8, int4, int4:32, int4:128, got 'int7'" in done.err
 
 
 def test_what_fits_into_a_gpu(run: Run, tmp_path: Path):

@@ -18,6 +18,7 @@ from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, length_limit, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
@@ -89,6 +90,7 @@ def memory(
     Per layer, per sequence and in total. Nothing is allocated.
     """
     memory_nbytes = None if fit is None else _parsed_size(fit)
+    _check_formats(quantize, dtype, kv_dtype, with_engine=engine, with_fit=fit is not None)
     if gib is not None and not 0 <= gib <= _MAX_GIB:
         raise typer.BadParameter(f"expected 0 to {_MAX_GIB:g}, got {gib}.", param_hint="--gib")
     config: DecoderCacheConfig
@@ -132,6 +134,18 @@ def memory(
         _print_what_fits(config, gib, positions)
     if fitting is not None and memory_nbytes is not None:
         _print_fits(fitting, memory_nbytes, config, max_sequence_length)
+
+
+def _check_formats(quantize: str | None, dtype: str | None, kv_dtype: str | None, *, with_engine: bool, with_fit: bool) -> None:
+    """Check that formats of weights, and of K and V, are not given where nothing takes them."""
+    if quantize is not None:
+        Quantization.parse(quantize)
+        if not with_engine and not with_fit:
+            raise typer.BadParameter("expected --engine with it, got none: a cache has no weights.", param_hint="--quantize")
+    of_kv = "--kv-dtype" if kv_dtype is not None else "--dtype" if dtype in SCALED_KV_DTYPES else None
+    given = "--quantize" if quantize is not None else of_kv
+    if with_fit and given is not None:
+        raise typer.BadParameter("expected without --fit, which lists all formats of weights, K and V.", param_hint=given)
 
 
 def _dtypes(dtype: str | None, kv_dtype: str | None) -> tuple[str | None, str | None]:
