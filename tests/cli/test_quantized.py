@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.checkpoint.folders import edit_config
+from tests.checkpoint.folders import edit_config, edit_tensors
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.quantized_models import CASES, write_quantized
 from tests.helpers.small_model import write_model
 from trt_kvcache.benchmarking import copy_speed
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 
 from .conftest import Run
 
@@ -42,6 +44,33 @@ def test_compare_says_the_format(run: Run, folder: Path):
 def test_memory_says_the_format(run: Run, folder: Path):
     assert f"weights:      {TITLE}" in run("memory", folder).out.splitlines()
     assert json.loads(run("memory", folder, "--json").out)["weights_format"] == TITLE
+
+
+@pytest.mark.filterwarnings("ignore:.*activations are not quantized")
+def test_the_kind_of_scales_of_k_and_v_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(copy_speed, "_HOST_NBYTES", 1 << 16)
+    monkeypatch.setattr(copy_speed, "_last_level_cache", lambda: 0)
+    source = write_model(tmp_path / "model", head_dim=64)
+    quantize, config = CASES["compressed-int8"]
+    static = tmp_path / "static"
+    write_quantized(static, str(source), quantize, {**config, "kv_cache_scheme": {"num_bits": 8, "type": "int", "dynamic": False}})
+    names = [f"model.layers.{layer}.self_attn.{side}_scale" for layer in range(2) for side in "kv"]
+    edit_tensors(static, lambda tensors: tensors.update(dict.fromkeys(names, np.full((), 0.5, np.float32))))
+    for model, kind in ((source, "scales by token"), (static, "static scales by tensor")):
+        done = run("generate", model, *PROMPT, "--max-new-tokens", 2, "--kv-dtype", "int8")
+        assert f"K and V: int8, {kind}" in done.err.splitlines()
+        small = ("--engine", "reference", "--runs", 1, "-p", 4, "-n", 2, "--kv-dtype", "int8")
+        assert f"KiB in int8, {kind}\n" in run("bench", model, *small).out
+        assert json.loads(run("bench", model, *small, "--json").out)["cache"]["scales"] == kind.split()[-1]
+    assert "K and V" not in run("generate", source, *PROMPT, "--max-new-tokens", 2).err
+
+
+def test_inspect_says_the_scales(run: Run, tmp_path: Path):
+    model = write_model(tmp_path / "model", head_dim=64)
+    engine = make_engine_folder(
+        model, tmp_path / "engine", attention_variant="plugin", tensorrt_flavour="tensorrt", quantized=QuantizedKV("int8")
+    ).path
+    assert "tokens, int8, scales by token, combined" in run("inspect", engine).out
 
 
 def test_bench_counts_packed_bytes(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -38,6 +38,7 @@ def describe_environment(session: InferenceSession) -> dict[str, Any]:
             "max_batch_size": config.max_batch_size,
             "max_sequence_length": config.max_sequence_length,
             "dtype": config.dtype,
+            "scales": None if config.kv is None else config.kv.scales,
             "layout": None if config.kv is None else config.kv.layout.value,
             "nbytes": session.cache.nbytes,
         },

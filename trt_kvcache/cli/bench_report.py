@@ -10,6 +10,7 @@ from typing import Any
 from trt_kvcache.benchmarking import BenchmarkRow, MemoryLimit
 from trt_kvcache.cli.console import count, results, say, size, table
 from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.quantized_kv import kv_format
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.model import ModelConfig
 
@@ -82,9 +83,10 @@ class BenchReport:
     def print(self, rows: Sequence[BenchmarkRow]) -> None:
         """Print the rows as a table, with what they were measured on."""
         cache = self.environment["cache"]
+        stored = kv_format(cache["dtype"], cache["scales"])
         say(str(self.folder), style="bold")
         say(f"{self.environment['engine']} on {self.environment['device_name']} ({self.environment['device']}), {self.dtype}")
-        say(f"weights {size(self.limit.weights_nbytes)} in {self.weights_format}; cache {size(cache['nbytes'])} in {cache['dtype']}")
+        say(f"weights {size(self.limit.weights_nbytes)} in {self.weights_format}; cache {size(cache['nbytes'])} in {stored}")
         shown = table("test", *_NUMBERS, numbers=_NUMBERS)
         shown.pad_edge = False
         for column in shown.columns[1:]:

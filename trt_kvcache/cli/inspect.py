@@ -11,6 +11,7 @@ import typer
 from trt_kvcache.cli.console import count, length_limit, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice
+from trt_kvcache.cli.quantized_kv import kv_format
 from trt_kvcache.cli.session_flags import FlavourName
 from trt_kvcache.cli.tensor_rows import tensor_rows
 from trt_kvcache.engine.attention_variants import window_in_cache
@@ -83,7 +84,8 @@ def _print_head(found: EngineInspection) -> None:
     weights = f", weights in {checkpoint.weights}" if checkpoint.weights not in ("", found.model.dtype) else ""
     say(f"model: {found.model.family}, {count(found.model.num_layers, 'layer')}, computed in {found.dtype}{weights}")
     kinds = ([cache.kv.layout.value] if cache.kv else []) + (["states"] if cache.mamba else [])
-    say(f"cache: {count(cache.max_batch_size, 'slot')} of {length_limit(cache.max_sequence_length)}, {cache.dtype}, {', '.join(kinds)}")
+    stored = kv_format(cache.dtype, cache.kv.scales if cache.kv else None)
+    say(f"cache: {count(cache.max_batch_size, 'slot')} of {length_limit(cache.max_sequence_length)}, {stored}, {', '.join(kinds)}")
     say(f"built by: {found.tensorrt_flavour} {found.tensorrt_version}; compute capabilities: {targets}")
     say(f"built from: {checkpoint.path}{' (embedded)' if checkpoint.embedded else ''}, fingerprint {checkpoint.fingerprint[:16]}")
     gone = "" if "torch" in found.engines else "; torch and reference need the checkpoint, which is gone"

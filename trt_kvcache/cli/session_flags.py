@@ -10,6 +10,7 @@ import typer
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.cli.console import note, progress_bar
 from trt_kvcache.cli.options import choice
+from trt_kvcache.cli.quantized_kv import kv_format
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.reference import Attention
@@ -165,9 +166,12 @@ def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
 
 
 def open_session(source: SessionSource) -> InferenceSession:
-    """Open a session, with a progress bar for long work. Of quantized weights the format is printed."""
+    """Open a session, with a progress bar for long work. Of quantized weights, K and V the format is printed."""
     with progress_bar() as progress:
         session = source(progress)
     if session.weights is not None and session.weights.is_quantized:
         note(f"weights: {session.weights.format}")
+    kv = session.cache_config.kv
+    if kv is not None and kv.scales is not None:
+        note(f"K and V: {kv_format(kv.dtype, kv.scales)}")
     return session

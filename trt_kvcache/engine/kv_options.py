@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.checks import one_of
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.quantized_kv import KV_DTYPE_NAMES, QuantizedKV
@@ -24,10 +25,16 @@ def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | 
     ------
     ConfigError
         There are scales without a dtype; or static scales are asked for, and the checkpoint has none of this dtype.
+
+    Warns
+    -----
+    UserWarning
+        K and V are not quantized, and the checkpoint has static scales for them.
     """
     if kv_dtype is None:
         if kv_scales is not None:
             raise ConfigError(f"kv_scales: expected kv_dtype with it, fp8 or int8, got {kv_scales} alone.")
+        _warn_of_unused_scales(checkpoint)
         return None
     one_of("kv_dtype", kv_dtype, KV_DTYPE_NAMES)
     if kv_scales == "token":
@@ -41,3 +48,12 @@ def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | 
     if kv_scales is not None:
         raise ConfigError(f"kv_scales: expected token, as the checkpoint has no static scales of K and V in {kv_dtype}, got {kv_scales}.")
     return QuantizedKV(kv_dtype)
+
+
+def _warn_of_unused_scales(checkpoint: Checkpoint) -> None:
+    name = next((name for name, dtype in KV_DTYPE_NAMES.items() if dtype == checkpoint.kv_dtype), None)
+    if name is not None:
+        warn_caller(
+            f"{checkpoint.path}: K and V are not quantized. The checkpoint has static scales for {name}: kv_dtype={name!r} uses them.",
+            UserWarning,
+        )

@@ -48,11 +48,23 @@ def test_of_compressed_tensors(made, kind: str, dtype: str) -> None:
     config = json.loads((folder.path / "config.json").read_text())["quantization_config"]
     edit_config(folder.path, quantization_config={**config, "kv_cache_scheme": {"num_bits": 8, "type": kind, "dynamic": False}})
     with_scales(folder.path, COMPRESSED)
-    with pytest.warns(UserWarning, match="K and V are quantized only where kv_dtype says so"):
-        checkpoint = Checkpoint.open(folder.path)
-    with checkpoint:
+    with opened(folder.path) as checkpoint:
         assert checkpoint.kv_dtype == dtype
         assert checkpoint.kv_scales() == ((0.5, 0.25), (1.5, 0.75))
+
+
+@pytest.mark.parametrize(("options", "warned"), [({}, 1), ({"kv_dtype": "int8"}, 0), ({"kv_dtype": "int8", "kv_scales": "token"}, 0)])
+def test_scales_that_are_not_asked_for_are_named(made, options: dict[str, str], warned: int) -> None:
+    folder = made("compressed-int8")
+    config = json.loads((folder.path / "config.json").read_text())["quantization_config"]
+    edit_config(folder.path, quantization_config={**config, "kv_cache_scheme": {"num_bits": 8, "type": "int", "dynamic": False}})
+    with_scales(folder.path, COMPRESSED)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        InferenceSession.from_model(folder.path, engine="reference", dtype="float32", max_sequence_length=24, **options).close()
+    said = [(warning.filename, str(warning.message)) for warning in caught if "K and V" in str(warning.message)]
+    text = f"{folder.path}: K and V are not quantized. The checkpoint has static scales for int8: kv_dtype='int8' uses them."
+    assert said == [(__file__, text)] * warned
 
 
 def test_of_modelopt(made) -> None:

@@ -145,7 +145,7 @@ def test_the_file_of_modelopt(made: Made) -> None:
     quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     (folder.path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization}))
     edit_tensors(folder.path, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.k_scale": np.ones((), np.float32)}))
-    with pytest.warns(UserWarning, match="not quantized, only weights are; K and V are quantized only where kv_dtype says so"):
+    with pytest.warns(UserWarning, match=r"activations are not quantized, only weights are\.$"):
         checkpoint = Checkpoint.open(folder.path)
     with checkpoint:
         assert checkpoint.weights.format == "ModelOpt FP8 (e4m3), one scale a matrix"

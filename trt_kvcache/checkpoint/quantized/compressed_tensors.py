@@ -29,9 +29,6 @@ from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 
-#: What is said of formats with scales of K and V.
-KV_SCALED = "K and V are quantized only where kv_dtype says so"
-
 _WORD_BITS = 32
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _FP4_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
@@ -130,9 +127,8 @@ class CompressedTensors(QuantizedFormat):
             raise ConfigError(f"quantization_config.config_groups: expected an object of groups, got {shown(groups)}.")
         self.schemes = tuple(_scheme(f"config_groups.{name}", group, config.get("format")) for name, group in groups.items())
         self.title = "compressed-tensors " + " and ".join(sorted({scheme.title for scheme in self.schemes}))
-        notes = (WEIGHT_ONLY,) if any(group.get("input_activations") for group in groups.values()) else ()
+        self.notes = (WEIGHT_ONLY,) if any(group.get("input_activations") for group in groups.values()) else ()
         self.kv_dtype = kv_dtype_of_scheme(config.get("kv_cache_scheme"))
-        self.notes = (*notes, KV_SCALED) if config.get("kv_cache_scheme") else notes
 
     def main_part(self, module: str) -> str:
         """Return ``"weight_packed"`` or ``"weight"``."""

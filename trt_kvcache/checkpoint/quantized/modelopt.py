@@ -9,7 +9,7 @@ import numpy as np
 
 from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.quantized.codes import Codes
-from trt_kvcache.checkpoint.quantized.compressed_tensors import KV_SCALED, kv_dtype_of_scheme
+from trt_kvcache.checkpoint.quantized.compressed_tensors import kv_dtype_of_scheme
 from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, constant, divided, groups_of
 from trt_kvcache.checkpoint.quantized.fp8_blocks import WEIGHT_ONLY
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
@@ -58,11 +58,10 @@ class ModelOpt(QuantizedFormat):
             self.group_size = _group_size(config)
         names = {algorithm for algorithm, _ in self.modules.values()} or {self.algorithm}
         self.title = "ModelOpt " + " and ".join(ALGORITHMS[name] for name in sorted(names))
-        notes = (WEIGHT_ONLY,) if names - {"W4A16_AWQ", "W4A16_NVFP4"} else ()
+        self.notes = (WEIGHT_ONLY,) if names - {"W4A16_AWQ", "W4A16_NVFP4"} else ()
         algorithm = config.get("kv_cache_quant_algo")
         by_algorithm = {"FP8": "float8_e4m3fn", "INT8": "int8"}.get(algorithm) if isinstance(algorithm, str) else None
         self.kv_dtype = by_algorithm or kv_dtype_of_scheme(config.get("kv_cache_scheme"))
-        self.notes = (*notes, KV_SCALED) if algorithm or config.get("kv_cache_scheme") else notes
 
     def main_part(self, module: str) -> str:
         """Return ``"weight"``."""
