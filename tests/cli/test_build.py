@@ -203,9 +203,13 @@ REFUSED_BUILDS = [
     (
         None,
         {"quantize": "int4", "compute_capabilities": ["7.5"]},
-        "compute_capabilities: expected 8.0 or more for weights in int4, got 7.5",
+        "compute_capabilities: expected 8.0 or more for weights in int4, got 7.5. Leave it out, or round them to int8.",
     ),
-    ("fp8", {"compute_capabilities": ["8.6"]}, "compute_capabilities: expected 8.9 or more for weights in float8_e4m3fn, got 8.6"),
+    (
+        "fp8",
+        {"compute_capabilities": ["8.6"]},
+        "compute_capabilities: expected 8.9 or more for weights in float8_e4m3fn, got 8.6. Leave it out, or take a checkpoint of the model",
+    ),
     (None, {"kv_dtype": "fp8", "kv_scales": "head"}, "kv_scales: expected token, as the checkpoint has no static scales"),
     (None, {"kv_dtype": "fp8", "attention": "mask"}, "kv_dtype: expected plugin attention"),
     (None, {"timing_cache": "nowhere/timings"}, "timing_cache: expected a file in a folder that exists"),

@@ -122,3 +122,8 @@ def test_inspect_says_the_rounding(run: Run, tmp_path: Path):
     engine = make_engine_folder(model, tmp_path / "engine", quantize="int8").path
     assert "computed in float16, weights in int8 by output (rounded to nearest)" in run("inspect", engine).out
     assert json.loads(run("inspect", engine, "--json").out)["checkpoint"]["quantize"] == "int8"
+
+
+@pytest.mark.parametrize("command", ["build", "generate", "memory"])
+def test_a_rounding_is_no_number(run: Run, command: str):
+    assert "--quantize FORMAT" in " ".join(run(command, "--help").out.split())

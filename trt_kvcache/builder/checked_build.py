@@ -128,7 +128,7 @@ def checked_build(
         options.check_tensorrt(tensorrt)
     checkpoint = _opened(model, rounding, needs_weights=needs_weights)
     try:
-        options = for_codes(options, checkpoint.code_kinds, tensorrt)
+        options = for_codes(options, checkpoint.code_kinds, tensorrt, rounded=rounding is not None)
         options.check_kernels(checkpoint.config)
         Tokenizer.open(checkpoint.path)  # a damaged tokenizer is reported before the work, not by the first prompt
         quantized = quantized_kv(checkpoint, kv_dtype, kv_scales)

@@ -14,7 +14,7 @@ from trt_kvcache.trt.module import TensorRT
 FIRST_CAPABILITY = {"int4": "8.0", "float8_e4m3fn": "8.9", "float4_e2m1fn": "12.0"}
 
 
-def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | None) -> BuildOptions:
+def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | None, *, rounded: bool = False) -> BuildOptions:
     """Return options that name GPUs which have the types of quantized weights.
 
     TensorRT for RTX builds for GPUs without a type too if none are named, and such an engine fails where it is loaded.
@@ -28,6 +28,8 @@ def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | 
     tensorrt : TensorRT or None
         The imported TensorRT. Full TensorRT builds for the GPU that it runs on, and knows what that has. None where there is none: then
         GPUs that are named are checked, and none are chosen.
+    rounded : bool
+        Whether the build rounds the weights, and could round them to another type; for the message.
 
     Returns
     -------
@@ -50,11 +52,11 @@ def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | 
             return options
         capable = (name for name in known_compute_capabilities(tensorrt) if _number(name) >= _number(first))
         return replace(options, compute_capabilities=tuple(capable))
+    other = "round them to int8" if rounded else "take a checkpoint of the model with other weights"
     for name in options.compute_capabilities:
         if _number(name) < _number(first):
             raise ConfigError(
-                f"compute_capabilities: expected {first} or more for weights in {needed}, got {name}. "
-                "Leave it out, or build with int8 weights."
+                f"compute_capabilities: expected {first} or more for weights in {needed}, got {name}. Leave it out, or {other}."
             )
     return options
 

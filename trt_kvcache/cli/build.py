@@ -84,7 +84,7 @@ def build(
             help="How hard TensorRT searches for fast kernels; 0 builds fastest. Default: 3.",
         ),
     ] = None,
-    quantize: Annotated[str | None, typer.Option(metavar="INT", help=QUANTIZE_HELP)] = None,
+    quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help=QUANTIZE_HELP)] = None,
     kv_dtype: Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP)] = None,
     kv_scales: Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP)] = None,
     timing_cache: Annotated[

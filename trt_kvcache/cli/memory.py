@@ -75,7 +75,7 @@ def memory(
     max_logits_per_slot: Annotated[
         Any, logits_per_slot(help="With --engine: most new tokens of a slot whose logits one enqueue returns.")
     ] = 1,
-    quantize: Annotated[str | None, typer.Option(metavar="INT", help=f"With --engine. {QUANTIZE_HELP}")] = None,
+    quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help=f"With --engine. {QUANTIZE_HELP}")] = None,
     fit: Annotated[
         str | None,
         typer.Option(
