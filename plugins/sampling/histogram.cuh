@@ -6,9 +6,9 @@
 #include "sampling/row_workspace.cuh"
 #include "shared_memory.cuh"
 
-constexpr int kTokensOfHistogram = 1 << 14;  // so that sums of 17 bits fit into 32
+constexpr int kCopies = 4;  // of a coarse bin, in neighbouring words, for every fourth lane: fewer lanes of a warp meet
 constexpr int kSharedBins = kFineAtOnce * kFineBins;
-static_assert(kSharedBins >= 3 * kCoarseBins, "the same shared memory for both");
+static_assert(kSharedBins >= (kCopies + 1) * kCoarseBins, "the same shared memory for both");
 
 // Shared memory, all 0 but within a function of this file.
 __device__ __forceinline__ unsigned* shared_bins() {
@@ -28,7 +28,7 @@ __device__ __forceinline__ SharedAddress address_of_bins() { return __shfl_sync(
 __device__ __forceinline__ bool all_meet(int bin) { return __all_sync(~0u, bin == __shfl_sync(~0u, bin, 0)); }
 
 // Hands to the memory of a row what each block has counted: add(bin, what load(bin) gave) unless that is 0, beginning with another bin in each
-// block.
+// block. Where it is done, the blocks of the row meet.
 template <class Load, class Add>
 __device__ __forceinline__ void hand_in(int num_bins, int rank, Load load, Add add) {
     constexpr int kAtOnce = 4;
@@ -49,7 +49,6 @@ __device__ __forceinline__ void hand_in(int num_bins, int rank, Load load, Add a
             if (loaded[i]) add(bin_at(i), loaded[i]);
         }
     }
-    __syncthreads();
 }
 
 // bin_of(token, logit): from 0 to num_bins - 1, or less than 0. For all threads of the block.
@@ -91,48 +90,57 @@ __device__ __forceinline__ void add_fine_counts(const RowChunk<kIsKept>& chunk, 
     });
 }
 
-// A token in its coarse bin, -1 if it has no weight; the weight in two parts.
-struct WeightInBin {
-    int bin;
-    unsigned low, high;
-};
-
-// Weights by the high bits of the class, and counts if they are asked for.
+// Weights by the high bits of the class, and counts if they are asked for. The weights in a bin are multiples of one power of 2 and have 24 bits
+// without it, so sums of 32 bits do: the rare carry goes to the memory of the row at once.
 template <bool kIsKept>
 __device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int rank, RowWorkspace& row, bool with_counts) {
-    constexpr int kHigh = kCoarseBins * 4, kCounts = 2 * kHigh;
-    const SharedAddress address = address_of_bins();
-    const auto load = [&](int token, bool exists) -> WeightInBin {
-        const unsigned token_class = chunk.class_at(chunk.logit_at(token, exists));
-        const Weight weight = weight_of(token_class);
-        const int bin = weight ? static_cast<int>(token_class >> kFineBits) : -1;
-        return {bin, static_cast<unsigned>(weight & 0xFFFF), static_cast<unsigned>(weight >> 16)};
+    const SharedAddress sums = address_of_bins() + threadIdx.x % kCopies * 4, counts = address_of_bins() + kCopies * kCoarseBins * 4;
+    struct UnitsOfClass {
+        unsigned token_class, units;
     };
-#pragma unroll 1
-    for (int from = chunk.begin; from < chunk.end; from += kTokensOfHistogram) {
-        for_each_token(from, min(chunk.end, from + kTokensOfHistogram), load, [&](const WeightInBin& one) {
-            const SharedAddress bin = address + one.bin * 4;
-            if (all_meet(one.bin)) {
-                if (one.bin < 0) return;
-                const int low = warp_sum(static_cast<int>(one.low)), high = warp_sum(static_cast<int>(one.high));
-                if (threadIdx.x % 32) return;
-                add_shared(bin, static_cast<unsigned>(low));
-                add_shared(bin + kHigh, static_cast<unsigned>(high));
-                if (with_counts) add_shared(bin + kCounts, 32);
-            } else if (one.bin >= 0) {
-                add_shared(bin, one.low);
-                add_shared(bin + kHigh, one.high);
-                if (with_counts) count_shared(bin + kCounts);
+    const auto load = [&](int token, bool exists) -> UnitsOfClass {
+        const unsigned token_class = chunk.class_at(chunk.logit_at(token, exists));
+        return {token_class, units_of(token_class)};
+    };
+    const auto add = [&](UnitsOfClass(&tokens)[kTokensAtOnce]) {
+        unsigned before[kTokensAtOnce];
+        bool is_carried = false;
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; i++) {
+            before[i] = fetch_add_shared(sums + (tokens[i].token_class >> kFineBits) * (kCopies * 4), tokens[i].units);
+        }
+        if (with_counts) {
+#pragma unroll
+            for (const UnitsOfClass& one : tokens) {
+                if (one.units) count_shared(counts + (one.token_class >> kFineBits) * 4);
             }
-        });
-        unsigned *const low = shared_bins(), *const high = low + kCoarseBins, *const counts = high + kCoarseBins;
-        const auto weight_in = [&](int bin) -> Weight { return low[bin] + (static_cast<Weight>(high[bin]) << 16); };
-        hand_in(kCoarseBins, rank, weight_in, [&](int bin, Weight weight) {
-            atomicAdd(row.coarse_weight + bin, weight);
-            if (with_counts) atomicAdd(row.coarse_count + bin, counts[bin]);
-            low[bin] = high[bin] = counts[bin] = 0;
-        });
-    }
+        }
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; i++) is_carried |= before[i] + tokens[i].units < before[i];
+        if (!is_carried) return;
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; i++) {
+            if (before[i] + tokens[i].units >= before[i]) continue;
+            const unsigned token_class = tokens[i].token_class;
+            atomicAdd(row.coarse_weight + (token_class >> kFineBits), static_cast<Weight>(1) << 32 << unit_shift(token_class));
+        }
+    };
+    for_each_token(chunk.begin, chunk.end, load, add, [](int, const UnitsOfClass&, bool) {});
+    constexpr int kSumBits = 34;  // of four words; the count is above them, as a sum may be 0 where there are tokens
+    uint4* const copies = reinterpret_cast<uint4*>(shared_bins());
+    unsigned* const counted = shared_bins() + kCopies * kCoarseBins;
+    const auto units_in = [&](int bin) -> Number {
+        const uint4 units = copies[bin];
+        return (static_cast<Number>(units.x) + units.y + units.z + units.w) | static_cast<Number>(with_counts ? counted[bin] : 0) << kSumBits;
+    };
+    hand_in(kCoarseBins, rank, units_in, [&](int bin, Number units) {
+        const unsigned count = static_cast<unsigned>(units >> kSumBits);
+        atomicAdd(row.coarse_weight + bin, (units & ((1ull << kSumBits) - 1)) << unit_shift(static_cast<unsigned>(bin) << kFineBits));
+        copies[bin] = {0, 0, 0, 0};
+        if (!count) return;
+        atomicAdd(row.coarse_count + bin, count);
+        counted[bin] = 0;
+    });
 }
 
 struct FoundBin {

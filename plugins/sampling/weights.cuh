@@ -36,6 +36,14 @@ __device__ __forceinline__ Weight weight_of(unsigned token_class) {
     return static_cast<Weight>(mantissa_of(token_class)) << (kWeightBits - 24) >> (token_class >> kFractionBits);
 }
 
+// The same in two parts, units << unit_shift: the shift is one for all classes of a power of 2, and units are at most 2^24.
+__device__ __forceinline__ unsigned units_of(unsigned token_class) {
+    return mantissa_of(token_class) >> max(static_cast<int>(token_class >> kFractionBits) - (kWeightBits - 24), 0);
+}
+__device__ __forceinline__ int unit_shift(unsigned token_class) {
+    return max(kWeightBits - 24 - static_cast<int>(token_class >> kFractionBits), 0);
+}
+
 // The order of logits, as unsigned numbers: NaN is the largest, -0 and 0 are equal.
 __device__ __forceinline__ unsigned order_of(float logit) {
     if (logit != logit) return ~0u;
