@@ -24,9 +24,6 @@ __device__ __forceinline__ void clear_bins() {
 // Their address, from another lane, as the compiler would otherwise compute it again at each use.
 __device__ __forceinline__ SharedAddress address_of_bins() { return __shfl_sync(~0u, shared_address(shared_bins()), 0); }
 
-// Whether all lanes of a warp meet in a bin.
-__device__ __forceinline__ bool all_meet(int bin) { return __all_sync(~0u, bin == __shfl_sync(~0u, bin, 0)); }
-
 // Hands to the memory of a row what each block has counted: add(bin, what load(bin) gave) unless that is 0, beginning with another bin in each
 // block. Where it is done, the blocks of the row meet.
 template <class Load, class Add>
@@ -57,11 +54,7 @@ __device__ __forceinline__ void add_counts(const RowChunk<kIsKept>& chunk, int r
     const SharedAddress address = address_of_bins();
     const auto load = [&](int token, bool exists) -> int { return bin_of(token, chunk.logit_at(token, exists)); };
     for_each_token<kAtOnce>(chunk.begin, chunk.end, load, [&](int bin) {
-        if (all_meet(bin)) {
-            if (bin >= 0 && threadIdx.x % 32 == 0) add_shared(address + bin * 4, 32);
-        } else if (bin >= 0) {
-            count_shared(address + bin * 4);
-        }
+        if (bin >= 0) count_shared(address + bin * 4);
     });
     unsigned* const bins = shared_bins();
     hand_in(num_bins, rank, [&](int bin) { return bins[bin]; }, [&](int bin, unsigned count) {

@@ -17,13 +17,10 @@ using SharedAddress = unsigned char*;
 
 inline SharedAddress shared_address(const void* place) { return static_cast<unsigned char*>(const_cast<void*>(place)); }
 
-inline void add_shared(SharedAddress address, unsigned value) {
-    if (value) __atomic_fetch_add(reinterpret_cast<unsigned*>(address), value, __ATOMIC_RELAXED);
-}
 inline unsigned fetch_add_shared(SharedAddress address, unsigned value) {
     return value ? __atomic_fetch_add(reinterpret_cast<unsigned*>(address), value, __ATOMIC_RELAXED) : 0;
 }
-inline void count_shared(SharedAddress address) { add_shared(address, 1); }
+inline void count_shared(SharedAddress address) { fetch_add_shared(address, 1); }
 
 inline SharedAddress xor_address(SharedAddress address, unsigned bits) {
     return reinterpret_cast<SharedAddress>(reinterpret_cast<size_t>(address) ^ bits);

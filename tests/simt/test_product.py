@@ -489,14 +489,6 @@ MISTAKES = {
     ),
     "bad logits that are put down to bias and penalties": (CHOOSE, "if (!with_edits) break;", "break;", "none", SAMPLING, "assert"),
     "ties that end a digit too early": (CHOOSE, "if (members == bin.value)", "if (digit == 3)", "none", SAMPLING, "assert"),
-    "a carry that is dropped": (
-        "sampling/histogram.cuh",
-        "if (!is_carried) return;",
-        "return;",
-        "none",
-        f"{SAMPLING}::test_weights_that_32_bits_have_no_room_for",
-        "assert",
-    ),
     "a carry of another power": (
         "sampling/histogram.cuh",
         "<< 32 << unit_shift(token_class)",
