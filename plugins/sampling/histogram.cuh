@@ -88,37 +88,33 @@ __device__ __forceinline__ void add_fine_counts(const RowChunk<kIsKept>& chunk, 
 template <bool kIsKept>
 __device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int rank, RowWorkspace& row, bool with_counts) {
     const SharedAddress sums = address_of_bins() + threadIdx.x % kCopies * 4, counts = address_of_bins() + kCopies * kCoarseBins * 4;
-    struct UnitsOfClass {
-        unsigned token_class, units;
-    };
-    const auto load = [&](int token, bool exists) -> UnitsOfClass {
-        const unsigned token_class = chunk.class_at(chunk.logit_at(token, exists));
-        return {token_class, units_of(token_class)};
-    };
-    const auto add = [&](UnitsOfClass(&tokens)[kTokensAtOnce]) {
-        unsigned before[kTokensAtOnce];
-        bool is_carried = false;
+    const auto load = [&](int token, bool exists) -> unsigned { return chunk.class_at(chunk.logit_at(token, exists)); };
+    const auto add = [&](unsigned(&classes)[kTokensAtOnce]) {
+        unsigned units[kTokensAtOnce], before[kTokensAtOnce], lowest = kClasses;
 #pragma unroll
-        for (int i = 0; i < kTokensAtOnce; i++) {
-            before[i] = fetch_add_shared(sums + (tokens[i].token_class >> kFineBits) * (kCopies * 4), tokens[i].units);
-        }
+        for (const unsigned token_class : classes) lowest = min(lowest, token_class);
+        if (lowest >= kClassesWithWeight) return;  // nearly all tokens of a row that is sure of some
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; i++) units[i] = units_of(classes[i]);
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; i++) before[i] = fetch_add_shared(sums + (classes[i] >> kFineBits) * (kCopies * 4), units[i]);
         if (with_counts) {
 #pragma unroll
-            for (const UnitsOfClass& one : tokens) {
-                if (one.units) count_shared(counts + (one.token_class >> kFineBits) * 4);
+            for (int i = 0; i < kTokensAtOnce; i++) {
+                if (units[i]) count_shared(counts + (classes[i] >> kFineBits) * 4);
             }
         }
+        bool is_carried = false;
 #pragma unroll
-        for (int i = 0; i < kTokensAtOnce; i++) is_carried |= before[i] + tokens[i].units < before[i];
+        for (int i = 0; i < kTokensAtOnce; i++) is_carried |= before[i] + units[i] < before[i];
         if (!is_carried) return;
 #pragma unroll
         for (int i = 0; i < kTokensAtOnce; i++) {
-            if (before[i] + tokens[i].units >= before[i]) continue;
-            const unsigned token_class = tokens[i].token_class;
-            atomicAdd(row.coarse_weight + (token_class >> kFineBits), static_cast<Weight>(1) << 32 << unit_shift(token_class));
+            const Weight carry = static_cast<Weight>(before[i] + units[i] < before[i]) << 32 << unit_shift(classes[i]);
+            if (carry) atomicAdd(row.coarse_weight + (classes[i] >> kFineBits), carry);
         }
     };
-    for_each_token(chunk.begin, chunk.end, load, add, [](int, const UnitsOfClass&, bool) {});
+    for_each_token(chunk.begin, chunk.end, load, add, [](int, unsigned, bool) {});
     constexpr int kSumBits = 34;  // of four words; the count is above them, as a sum may be 0 where there are tokens
     uint4* const copies = reinterpret_cast<uint4*>(shared_bins());
     unsigned* const counted = shared_bins() + kCopies * kCoarseBins;

@@ -6,7 +6,7 @@
 constexpr int kFractionBits = 16;
 // The weight of the largest logit is 2^33; from here on a weight is 0.
 constexpr int kWeightBits = 33;
-constexpr unsigned kClasses = (kWeightBits + 1) << kFractionBits;
+constexpr unsigned kClasses = (kWeightBits + 1) << kFractionBits, kClassesWithWeight = (kWeightBits << kFractionBits) + 1;
 
 using Weight = unsigned long long;
 

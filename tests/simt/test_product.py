@@ -491,7 +491,7 @@ MISTAKES = {
     "ties that end a digit too early": (CHOOSE, "if (members == bin.value)", "if (digit == 3)", "none", SAMPLING, "assert"),
     "a carry of another power": (
         "sampling/histogram.cuh",
-        "<< 32 << unit_shift(token_class)",
+        "<< 32 << unit_shift(classes[i])",
         "<< 32",
         "none",
         f"{SAMPLING}::test_weights_that_32_bits_have_no_room_for",
