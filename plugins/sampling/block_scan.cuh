@@ -62,3 +62,10 @@ __device__ __noinline__ Number block_max(Number value) {
     __syncthreads();
     return largest_of_warp(lane < kWarpsOfBlock ? largest[lane] : 0);
 }
+
+// Of a division whose result is less than 2^20, by up to 2^24: a float is off by less than 1.
+__device__ __forceinline__ Number quotient(Number dividend, unsigned divisor) {
+    const unsigned about = static_cast<unsigned>(__fdiv_rn(static_cast<float>(dividend), static_cast<float>(divisor)));
+    const long long left = static_cast<long long>(dividend - static_cast<Number>(about) * divisor);
+    return left < 0 ? about - 1 : left < static_cast<long long>(divisor) ? about : about + 1;
+}

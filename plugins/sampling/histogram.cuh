@@ -133,55 +133,98 @@ __device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int 
 }
 
 struct FoundBin {
-    int bin;               // -1: the sum of all bins is not more than the target
+    int bin;
     Number before, value;  // sum of the bins before it, and its own
 };
 
 // Shared memory in which the thread that has found a bin tells the others.
-constexpr int kFoundBins = 7;
+constexpr int kFoundBins = 8;
 __device__ __forceinline__ FoundBin* found_bins() {
     SHARED_ARRAY(FoundBin, found, kFoundBins);
     return found;
 }
 
-// Bins with their prefix sums, kBinsOfThread in each thread of the block.
-struct BinSums {
-    static constexpr int kBinsOfThread = kFineBins / kRowThreads;
-    static_assert(kCoarseBins % kBinsOfThread == 0 && kCoarseBins <= kFineBins, "a thread has as many bins or none");
-    Number values[kBinsOfThread], before, total;
+// A thread has so many neighbouring bins, or none.
+constexpr int kBinsOfThread = 4;
+static_assert(kBinsOfThread * kRowThreads == kFineBins && kCoarseBins % kBinsOfThread == 0 && kCoarseBins <= kFineBins, "a block has all of them");
+__device__ __forceinline__ int first_bin_of_thread() { return kBinsOfThread * static_cast<int>(threadIdx.x); }
 
-    // The number of bins is kCoarseBins or kFineBins. For all threads of the block.
-    template <class ValueOf>
-    __device__ __forceinline__ BinSums(int bins, ValueOf value_of) {
-        const int first = kBinsOfThread * static_cast<int>(threadIdx.x);
-        Number own = 0;
+// Those of a thread, from memory.
+struct ThreadBins {
+    Number values[kBinsOfThread];
+};
+__device__ __forceinline__ uint4 counts_of_thread(const unsigned* bins, int num_bins) {
+    return first_bin_of_thread() < num_bins ? reinterpret_cast<const uint4*>(bins)[threadIdx.x] : uint4{0, 0, 0, 0};
+}
+__device__ __forceinline__ ThreadBins as_numbers(const uint4& counts) { return {{counts.x, counts.y, counts.z, counts.w}}; }
+__device__ __forceinline__ ThreadBins weights_of_thread(const Weight* coarse) {
+    if (first_bin_of_thread() >= kCoarseBins) return {};
+    const uint4* const words = reinterpret_cast<const uint4*>(coarse) + 2 * threadIdx.x;
+    const uint4 a = words[0], b = words[1];
+    const auto join = [](unsigned low, unsigned high) { return static_cast<Number>(high) << 32 | low; };
+    return {{join(a.x, a.y), join(a.z, a.w), join(b.x, b.y), join(b.z, b.w)}};
+}
+// What so many tokens of classes from `first_class` on weigh, in units of these classes.
+__device__ __forceinline__ ThreadBins units_of_thread(const uint4& counts, unsigned first_class) {
+    ThreadBins bins = as_numbers(counts);
+    if (!(counts.x | counts.y | counts.z | counts.w)) return bins;
 #pragma unroll
-        for (int i = 0; i < kBinsOfThread; i++) {
-            values[i] = first < bins ? value_of(first + i) : 0;
-            own += values[i];
-        }
-        const PrefixSum sum = block_prefix_sum(own);
+    for (int i = 0; i < kBinsOfThread; i++) bins.values[i] = static_cast<Number>(static_cast<unsigned>(bins.values[i])) * units_of(first_class + i);
+    return bins;
+}
+
+// Bins with their prefix sums.
+struct BinSums {
+    ThreadBins bins;
+    Number before, total;  // of the threads before this one, of all
+
+    BinSums() = default;
+    // For all threads of the block.
+    __device__ __forceinline__ explicit BinSums(const ThreadBins& of_thread) : bins(of_thread) {
+        const PrefixSum sum = block_prefix_sum(own());
         before = sum.before;
         total = sum.total;
     }
 
-    // The first bin with which the sum exceeds the target. `place`: one of kFoundBins, that nobody reads any more. For all threads of the block.
+    __device__ __forceinline__ Number own() const { return bins.values[0] + bins.values[1] + bins.values[2] + bins.values[3]; }
+
+    // The first bin with which the sum exceeds the target, which is less than the sum of all. `place`: one of kFoundBins, that nobody reads any
+    // more. For all threads of the block.
     __device__ __forceinline__ FoundBin find(Number target, int place) const {
-        if (target >= total) return {-1, 0, 0};
         look_for(target, place);
         __syncthreads();
         return found_bins()[place];
     }
-    // The same, but it is only there after the next __syncthreads(); the target is less than the sum of all.
+    // The same, but it is only there after the next __syncthreads().
     __device__ __forceinline__ void look_for(Number target, int place) const {
-        const Number from_here = target - before;  // may be negative, and so very large
-        Number sum = 0;
-        FoundBin here{-1, 0, 0};
+        Number left = target - before;  // may be negative, and so very large
+        if (left >= own()) return;
+        int i = 0;
+        Number value = bins.values[0], up_to = before;
 #pragma unroll
-        for (int i = 0; i < kBinsOfThread; i++) {
-            if (from_here - sum < values[i]) here = {kBinsOfThread * static_cast<int>(threadIdx.x) + i, before + sum, values[i]};
-            sum += values[i];
+        for (int next = 1; next < kBinsOfThread; next++) {
+            if (left < value || i != next - 1) continue;
+            left -= value;
+            up_to += value;
+            value = bins.values[next];
+            i = next;
         }
-        if (here.bin >= 0) found_bins()[place] = here;
+        found_bins()[place] = {first_bin_of_thread() + i, up_to, value};
+    }
+    // A bin by its number. For all threads of the block.
+    __device__ __forceinline__ FoundBin at(int bin, int place) const {
+        const int i = bin - first_bin_of_thread();
+        if (0 <= i && i < kBinsOfThread) {
+            Number value = bins.values[0], up_to = before;
+#pragma unroll
+            for (int next = 1; next < kBinsOfThread; next++) {
+                if (next > i) continue;
+                up_to += value;
+                value = bins.values[next];
+            }
+            found_bins()[place] = {bin, up_to, value};
+        }
+        __syncthreads();
+        return found_bins()[place];
     }
 };
