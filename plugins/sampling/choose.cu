@@ -25,6 +25,16 @@ struct Border {
     Number weight;   // of all tokens up to the border
 };
 
+// Shares of tokens, and their sums: weights or numbers of tokens.
+template <bool kByWeight>
+struct ShareType {
+    using Type = Weight;
+};
+template <>
+struct ShareType<false> {
+    using Type = unsigned;
+};
+
 // Where top_k ends.
 struct Cut {
     FoundBin bin;  // a coarse one, with numbers of tokens; -1: behind all tokens that have a weight
@@ -52,7 +62,7 @@ struct RowSampler {
             barrier.wait();
             choose_class(random);
         }
-        if (params.top_p) return find_token<false>([&](Number) { return chosen.members - 1; });
+        if (params.top_p) return find_token<false>([&](unsigned) { return static_cast<unsigned>(chosen.members) - 1; });
         return find_token<true>([&](Number of_row) { return __umul64hi(random << 11, of_row); });
     }
 
@@ -68,7 +78,7 @@ struct RowSampler {
 
     // The coarse bin in which top_p ends; and where the random number can fall depends on where it ends there, but nearly always the ends of this
     // bin say so too.
-    __device__ __forceinline__ FoundBin find_end(const BinSums& weights, Number target, const unsigned long long& random, int& most, int& least) {
+    __device__ __forceinline__ FoundBin find_end(const BinSums<Weight>& weights, Number target, const unsigned long long& random, int& most, int& least) {
         const FoundBin end = weights.find(target, 0);
         const bool is_large = end.value > end.before / 8;  // else one end says enough
         weights.look_for(place_of_random(random, end.before + end.value), 1);
@@ -82,11 +92,11 @@ struct RowSampler {
     // What top_k keeps, and with top_p the class in which the random number falls, the most likely first, and how many of its tokens are up to
     // there.
     __device__ __forceinline__ void choose_class(const unsigned long long& random) {
-        BinSums weights{};
+        BinSums<Weight> weights{};
         Cut cut{{-1, 0, 0}, 0, 0, 0};
         FoundBin coarse{-1, 0, 0};
         int most = -1, least = -1;
-        if (params.top_p) weights = BinSums(weights_of_thread(row.coarse_weight));
+        if (params.top_p) weights = BinSums<Weight>(weights_of_thread(row.coarse_weight));
         Number all = weights.total;
         if (params.top_k) cut = find_cut(weights);
         const bool is_cut = cut.bin.bin >= 0;
@@ -116,7 +126,7 @@ struct RowSampler {
         Number sum = 0;
         const auto load = [&](int token, bool exists) -> Weight { return weight_of(chunk.class_at(chunk.logit_at(token, exists))); };
         for_each_token<1>(chunk.begin, chunk.end, load, [&](Weight weight) { sum += weight >= params.min_weight ? weight : 0; });
-        sum = block_prefix_sum(sum).total;
+        sum = sums_of_warps(sum).total;
         if (threadIdx.x == 0) atomicAdd(&row.likely_weight, sum);
     }
 
@@ -156,16 +166,16 @@ struct RowSampler {
         const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits;
         const int shift = unit_shift(first_class);
         const Number in_units = (target - coarse.before) >> shift;
-        const FoundBin fine = BinSums(units_of_thread(counts, first_class + first_bin_of_thread())).find(in_units, 4);
+        const FoundBin fine = BinSums<Number>(units_of_thread(counts, first_class + first_bin_of_thread())).find(in_units, 4);
         const unsigned token_class = first_class + fine.bin, units = units_of(token_class);
         const Number members = quotient(in_units - fine.before, units) + 1;
         return {token_class, members, coarse.before + ((fine.before + members * units) << shift)};
     }
 
     // The coarse bin in which top_k ends.
-    __device__ __forceinline__ Cut find_cut(const BinSums& weights) {
-        const Number wanted = static_cast<Number>(params.top_k);
-        const BinSums tokens(as_numbers(counts_of_thread(row.coarse_count, kCoarseBins)));
+    __device__ __forceinline__ Cut find_cut(const BinSums<Weight>& weights) {
+        const unsigned wanted = static_cast<unsigned>(min(params.top_k, static_cast<long long>(kMaxTokens) + 1));
+        const BinSums<unsigned> tokens(as_bins(counts_of_thread(row.coarse_count, kCoarseBins)));
         if (wanted > tokens.total) return {{-1, 0, 0}, 0, 0, 0};
         const FoundBin bin = tokens.find(wanted - 1, 5);
         const Number members = wanted - bin.before;
@@ -179,7 +189,7 @@ struct RowSampler {
     // Finds the last token that top_k keeps; what all of them weigh.
     __device__ __forceinline__ Number keep_top_k(const Cut& cut) {
         const uint4 counts = counts_in(cut.bin.bin);
-        const FoundBin fine = BinSums(as_numbers(counts)).find(cut.members - 1, 6);
+        const FoundBin fine = BinSums<unsigned>(as_bins(counts)).find(static_cast<unsigned>(cut.members - 1), 6);
         const unsigned first_class = static_cast<unsigned>(cut.bin.bin) << kFineBits, token_class = first_class + fine.bin;
         const Number members = cut.members - fine.before;
         Number weight = 0;
@@ -187,7 +197,7 @@ struct RowSampler {
             const ThreadBins units = units_of_thread(counts, first_class + first_bin_of_thread());
 #pragma unroll
             for (int i = 0; i < kBinsOfThread; i++) weight += first_bin_of_thread() + i < fine.bin ? units.values[i] : 0;
-            weight = cut.weight_before + ((block_prefix_sum(weight).total + members * units_of(token_class)) << unit_shift(token_class));
+            weight = cut.weight_before + ((sums_of_warps(weight).total + members * units_of(token_class)) << unit_shift(token_class));
         }
         last = {token_class, ~0ull};
         if (members < fine.value) last.key = break_ties(token_class, members);
@@ -206,7 +216,7 @@ struct RowSampler {
                 return chunk.class_at(logit) == of_class && key >> bits == prefix ? static_cast<int>(key & ((1u << bits) - 1)) : -1;
             });
             barrier.wait();
-            const FoundBin bin = BinSums(as_numbers(counts_of_thread(counts, kFineBins))).find(members - 1, 5);
+            const FoundBin bin = BinSums<unsigned>(as_bins(counts_of_thread(counts, kFineBins))).find(static_cast<unsigned>(members - 1), 5);
             members -= bin.before;
             prefix = prefix << bits | static_cast<unsigned>(bin.bin);
             if (members == bin.value) return ((prefix + 1) << shift) - 1;  // at the last digit at the latest, as keys differ
@@ -216,9 +226,11 @@ struct RowSampler {
     // What a token counts for where the token is looked for: without top_p its weight, as tokens are in the order of their ids; else 1 if it is
     // of the class that was chosen.
     template <bool kByWeight>
-    __device__ __forceinline__ Number share_of(int token, float logit) const {
+    using Share = typename ShareType<kByWeight>::Type;
+    template <bool kByWeight>
+    __device__ __forceinline__ Share<kByWeight> share_of(int token, float logit) const {
         const unsigned token_class = chunk.class_at(logit);
-        Number share = token_class == chosen.token_class;
+        Share<kByWeight> share = token_class == chosen.token_class;
         if (kByWeight) {
             const Weight weight = weight_of(token_class);
             share = weight >= params.min_weight ? weight : 0;
@@ -229,45 +241,40 @@ struct RowSampler {
     // The first token, by its id, with which the sum of the shares exceeds target_of(sum of all); -1 in all other threads.
     template <bool kByWeight, class TargetOf>
     __device__ __forceinline__ int find_token(TargetOf target_of) {
-        Number own = 0;
-        const auto load = [&](int token, bool exists) -> Number { return share_of<kByWeight>(token, chunk.logit_at(token, exists)); };
-        for_each_token(chunk.begin, chunk.end, load, [&](Number share) { own += share; });
-        const PrefixSum in_block = block_prefix_sum(own);
-        const Number before_warp = __shfl_sync(~0u, in_block.before, 0), up_to_warp = __shfl_sync(~0u, in_block.before + own, 31);
-        const PrefixSum of_blocks = block_prefix_sum(exchange.with_all(in_block.total));
-        Number& before_block = found_bins()->before;
-        if (static_cast<int>(threadIdx.x) == exchange.rank) before_block = of_blocks.before;
-        __syncthreads();
-        const Number target = target_of(of_blocks.total) - before_block;  // may be negative, and so very large
-        return before_warp <= target && target < up_to_warp ? find_in_run<kByWeight>(target - before_warp) : -1;
+        Share<kByWeight> own = 0;
+        const auto load = [&](int token, bool exists) { return share_of<kByWeight>(token, chunk.logit_at(token, exists)); };
+        for_each_token(chunk.begin, chunk.end, load, [&](Share<kByWeight> share) { own += share; });
+        const auto of_warps = sums_of_warps(own), of_blocks = exchange.sums(of_warps.total);
+        const Share<kByWeight> target = target_of(of_blocks.total) - of_blocks.before - of_warps.before;  // may be negative, and so very large
+        return target < sum_of_warp(own) ? find_in_run<kByWeight>(target) : -1;
     }
 
     // The same within the run of a warp, in which it is. For all of its lanes.
     template <bool kByWeight>
-    __device__ __forceinline__ int find_in_run(Number target) const {
+    __device__ __forceinline__ int find_in_run(Share<kByWeight> target) const {
         const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
         constexpr int kAtOnce = 3;
         int token = chunk.begin + warp * run_of_warp(chunk.end - chunk.begin) + lane;
-        Number shares[kAtOnce];
+        Share<kByWeight> shares[kAtOnce];
 #pragma unroll 1
         for (;; token += 32 * kAtOnce) {
-            Number sum = 0;
+            Share<kByWeight> sum = 0;
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
                 shares[i] = share_of<kByWeight>(token + 32 * i, chunk.logit_at(token + 32 * i, token + 32 * i < chunk.end));
                 sum += shares[i];
             }
-            const Number of_all = warp_sum_of_weights(sum);
+            const Share<kByWeight> of_all = sum_of_warp(sum);
             if (target < of_all) break;
             target -= of_all;
         }
         int i = 0;
-        for (Number of_all; target >= (of_all = warp_sum_of_weights(shares[0])); target -= of_all) {
+        for (Share<kByWeight> of_all; target >= (of_all = sum_of_warp(shares[0])); target -= of_all) {
 #pragma unroll
             for (int next = 1; next < kAtOnce; next++) shares[next - 1] = shares[next];
             i++;
         }
-        const Number up_to = warp_prefix_sum(shares[0]);
+        const Share<kByWeight> up_to = warp_prefix_sum(shares[0]);
         return up_to - shares[0] <= target && target < up_to ? token + 32 * i : -1;
     }
 
@@ -359,7 +366,7 @@ __device__ __forceinline__ void choose_token(const Batch& batch, long long row, 
         const Number of_block = edit_and_find_largest(as_it_came, params, uses, bias, into);
         // Nobody waits for this one: the first warps are going to wait for other blocks.
         if (!is_greedy && threadIdx.x == kRowThreads - 1) *random = random_bits(params.seed, params.counter);
-        largest = block_max(exchange.with_all(of_block));
+        largest = exchange.largest(of_block);
         if (is_finite(logit_of_ranked(largest))) break;
         error = with_edits ? kNothingLeft : kBadLogits;
         bad = largest;

@@ -150,14 +150,15 @@ static_assert(kBinsOfThread * kRowThreads == kFineBins && kCoarseBins % kBinsOfT
 __device__ __forceinline__ int first_bin_of_thread() { return kBinsOfThread * static_cast<int>(threadIdx.x); }
 
 // Those of a thread, from memory.
+template <class Sum>
 struct ThreadBins {
-    Number values[kBinsOfThread];
+    Sum values[kBinsOfThread];
 };
 __device__ __forceinline__ uint4 counts_of_thread(const unsigned* bins, int num_bins) {
     return first_bin_of_thread() < num_bins ? reinterpret_cast<const uint4*>(bins)[threadIdx.x] : uint4{0, 0, 0, 0};
 }
-__device__ __forceinline__ ThreadBins as_numbers(const uint4& counts) { return {{counts.x, counts.y, counts.z, counts.w}}; }
-__device__ __forceinline__ ThreadBins weights_of_thread(const Weight* coarse) {
+__device__ __forceinline__ ThreadBins<unsigned> as_bins(const uint4& counts) { return {{counts.x, counts.y, counts.z, counts.w}}; }
+__device__ __forceinline__ ThreadBins<Weight> weights_of_thread(const Weight* coarse) {
     if (first_bin_of_thread() >= kCoarseBins) return {};
     const uint4* const words = reinterpret_cast<const uint4*>(coarse) + 2 * threadIdx.x;
     const uint4 a = words[0], b = words[1];
@@ -165,42 +166,43 @@ __device__ __forceinline__ ThreadBins weights_of_thread(const Weight* coarse) {
     return {{join(a.x, a.y), join(a.z, a.w), join(b.x, b.y), join(b.z, b.w)}};
 }
 // What so many tokens of classes from `first_class` on weigh, in units of these classes.
-__device__ __forceinline__ ThreadBins units_of_thread(const uint4& counts, unsigned first_class) {
-    ThreadBins bins = as_numbers(counts);
-    if (!(counts.x | counts.y | counts.z | counts.w)) return bins;
+__device__ __forceinline__ ThreadBins<Number> units_of_thread(const uint4& counts, unsigned first_class) {
+    if (!(counts.x | counts.y | counts.z | counts.w)) return {};
+    ThreadBins<Number> units;
 #pragma unroll
-    for (int i = 0; i < kBinsOfThread; i++) bins.values[i] = static_cast<Number>(static_cast<unsigned>(bins.values[i])) * units_of(first_class + i);
-    return bins;
+    for (int i = 0; i < kBinsOfThread; i++) units.values[i] = static_cast<Number>(as_bins(counts).values[i]) * units_of(first_class + i);
+    return units;
 }
 
 // Bins with their prefix sums.
+template <class Sum>
 struct BinSums {
-    ThreadBins bins;
-    Number before, total;  // of the threads before this one, of all
+    ThreadBins<Sum> bins;
+    Sum before, total;  // of the threads before this one, of all
 
     BinSums() = default;
     // For all threads of the block.
-    __device__ __forceinline__ explicit BinSums(const ThreadBins& of_thread) : bins(of_thread) {
-        const PrefixSum sum = block_prefix_sum(own());
+    __device__ __forceinline__ explicit BinSums(const ThreadBins<Sum>& of_thread) : bins(of_thread) {
+        const PrefixSum<Sum> sum = block_prefix_sum(own());
         before = sum.before;
         total = sum.total;
     }
 
-    __device__ __forceinline__ Number own() const { return bins.values[0] + bins.values[1] + bins.values[2] + bins.values[3]; }
+    __device__ __forceinline__ Sum own() const { return bins.values[0] + bins.values[1] + bins.values[2] + bins.values[3]; }
 
     // The first bin with which the sum exceeds the target, which is less than the sum of all. `place`: one of kFoundBins, that nobody reads any
     // more. For all threads of the block.
-    __device__ __forceinline__ FoundBin find(Number target, int place) const {
+    __device__ __forceinline__ FoundBin find(Sum target, int place) const {
         look_for(target, place);
         __syncthreads();
         return found_bins()[place];
     }
     // The same, but it is only there after the next __syncthreads().
-    __device__ __forceinline__ void look_for(Number target, int place) const {
-        Number left = target - before;  // may be negative, and so very large
+    __device__ __forceinline__ void look_for(Sum target, int place) const {
+        Sum left = target - before;  // may be negative, and so very large
         if (left >= own()) return;
         int i = 0;
-        Number value = bins.values[0], up_to = before;
+        Sum value = bins.values[0], up_to = before;
 #pragma unroll
         for (int next = 1; next < kBinsOfThread; next++) {
             if (left < value || i != next - 1) continue;
@@ -215,7 +217,7 @@ struct BinSums {
     __device__ __forceinline__ FoundBin at(int bin, int place) const {
         const int i = bin - first_bin_of_thread();
         if (0 <= i && i < kBinsOfThread) {
-            Number value = bins.values[0], up_to = before;
+            Sum value = bins.values[0], up_to = before;
 #pragma unroll
             for (int next = 1; next < kBinsOfThread; next++) {
                 if (next > i) continue;

@@ -63,7 +63,7 @@ __device__ __forceinline__ int token_of_ranked(unsigned long long ranked) { retu
 __device__ __forceinline__ float logit_of_ranked(unsigned long long ranked) { return logit_of(static_cast<unsigned>(ranked >> 32)); }
 
 // The same the other way round, in 52 bits: the first token has the smallest key. Ids have 20 bits.
-constexpr int kTokenBits = 20;
+constexpr int kTokenBits = 20, kMaxTokens = 1 << kTokenBits;
 __device__ __forceinline__ unsigned long long key_of(float logit, int token) {
     return static_cast<unsigned long long>(~order_of(logit)) << kTokenBits | static_cast<unsigned>(token);
 }
