@@ -230,12 +230,9 @@ struct RowSampler {
     template <bool kByWeight>
     __device__ __forceinline__ Share<kByWeight> share_of(int token, float logit) const {
         const unsigned token_class = chunk.class_at(logit);
-        Share<kByWeight> share = token_class == chosen.token_class;
-        if (kByWeight) {
-            const Weight weight = weight_of(token_class);
-            share = weight >= params.min_weight ? weight : 0;
-        }
-        return last.keeps(token_class, logit, token) ? share : 0;
+        if (!kByWeight) return token_class == chosen.token_class && last.keeps(token_class, logit, token);
+        const Weight weight = weight_of(token_class);
+        return weight >= params.min_weight && last.keeps(token_class, logit, token) ? static_cast<Share<kByWeight>>(weight) : 0;
     }
 
     // The first token, by its id, with which the sum of the shares exceeds target_of(sum of all); -1 in all other threads.
