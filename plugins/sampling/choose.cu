@@ -319,7 +319,7 @@ __device__ __forceinline__ Number edit_and_find_largest(const Chunk& chunk, cons
         if (!any) return;
 #pragma unroll
         for (LogitWithEdits& one : tokens) {
-            one.logit = edited_logit(one.logit, one.bias, one.uses, params.repetition, params.frequency, params.presence);
+            if (one.uses || one.bias != 0) one.logit = edited_logit(one.logit, one.bias, one.uses, params.repetition, params.frequency, params.presence);
         }
     };
     for_each_token<kEditsAtOnce>(chunk.begin, chunk.end, load, edit, [&](int token, const LogitWithEdits& one, bool exists) {
