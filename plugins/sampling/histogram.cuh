@@ -48,7 +48,30 @@ __device__ __forceinline__ void hand_in(int num_bins, int rank, Load load, Add a
     }
 }
 
-// bin_of(token, logit): from 0 to num_bins - 1, or less than 0. For all threads of the block.
+// The same for counts, most of which are 0: a warp looks at 128 of them at once.
+__device__ __forceinline__ void hand_in_counts(int num_bins, int rank, unsigned* of_row) {
+    constexpr int kBinsOfWarp = 128;  // and at least 8 times as many in all
+    const int lane = threadIdx.x % 32, num_parts = num_bins / kBinsOfWarp;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < num_parts; i += kWarpsOfBlock) {
+        const int turned = i + rank % 8, part = turned < num_parts ? turned : turned - num_parts;  // blocks begin with different ones
+        unsigned* const bins = shared_bins() + part * kBinsOfWarp;
+        uint4& four = reinterpret_cast<uint4*>(bins)[lane];
+        if (!__any_sync(~0u, four.x | four.y | four.z | four.w)) continue;
+        unsigned counts[kBinsOfWarp / 32];
+#pragma unroll
+        for (int x = 0; x < kBinsOfWarp / 32; x++) counts[x] = bins[32 * x + lane];
+        __syncwarp();
+        four = {0, 0, 0, 0};
+#pragma unroll
+        for (int x = 0; x < kBinsOfWarp / 32; x++) {
+            if (counts[x]) atomicAdd(of_row + part * kBinsOfWarp + 32 * x + lane, counts[x]);
+        }
+    }
+}
+
+// bin_of(token, logit): from 0 to num_bins - 1, a multiple of 128, or less than 0. For all threads of the block.
 template <int kAtOnce = kTokensAtOnce, bool kIsKept, class BinOf>
 __device__ __forceinline__ void add_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, BinOf bin_of) {
     const SharedAddress address = address_of_bins();
@@ -56,11 +79,7 @@ __device__ __forceinline__ void add_counts(const RowChunk<kIsKept>& chunk, int r
     for_each_token<kAtOnce>(chunk.begin, chunk.end, load, [&](int bin) {
         if (bin >= 0) count_shared(address + bin * 4);
     });
-    unsigned* const bins = shared_bins();
-    hand_in(num_bins, rank, [&](int bin) { return bins[bin]; }, [&](int bin, unsigned count) {
-        atomicAdd(of_row + bin, count);
-        bins[bin] = 0;
-    });
+    hand_in_counts(num_bins, rank, of_row);
 }
 
 // A coarse bin whose classes are counted, and where its count begins.

@@ -468,6 +468,22 @@ MISTAKES = {
         f"{SAMPLING}::test_sorted_logits",
         RACE,
     ),
+    "counts of classes that are handed in before all are counted": (
+        "sampling/histogram.cuh",
+        "num_bins / kBinsOfWarp;\n    __syncthreads();",
+        "num_bins / kBinsOfWarp;",
+        "thread",
+        f"{SAMPLING}::test_sorted_logits",
+        RACE,
+    ),
+    "counts that are cleared before all lanes have read them": (
+        "sampling/histogram.cuh",
+        "        __syncwarp();\n        four",
+        "        four",
+        "thread",
+        f"{SAMPLING}::test_sorted_logits",
+        RACE,
+    ),
     "a bin that is read before it is found": (
         "sampling/histogram.cuh",
         "__syncthreads();\n        return found_bins()[place];",
