@@ -211,7 +211,7 @@ struct RowSampler {
         for (int digit = 0;; digit++) {
             const int shift = shift_of_digit(digit), bits = bits_of_digit(digit);
             unsigned* const counts = row.key_count[digit];
-            add_counts<1>(chunk, exchange.rank, 1 << bits, counts, [&](int token, float logit) {
+            add_counts(chunk, exchange.rank, 1 << bits, counts, [&](int token, float logit) {
                 const Number key = key_of(logit, token) >> shift;
                 return chunk.class_at(logit) == of_class && key >> bits == prefix ? static_cast<int>(key & ((1u << bits) - 1)) : -1;
             });

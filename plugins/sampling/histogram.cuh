@@ -24,6 +24,13 @@ __device__ __forceinline__ void clear_bins() {
 // Their address, from another lane, as the compiler would otherwise compute it again at each use.
 __device__ __forceinline__ SharedAddress address_of_bins() { return __shfl_sync(~0u, shared_address(shared_bins()), 0); }
 
+__device__ __forceinline__ unsigned lowest_of(const unsigned (&classes)[kTokensAtOnce]) {
+    unsigned lowest = classes[0];
+#pragma unroll
+    for (int i = 1; i < kTokensAtOnce; i++) lowest = min(lowest, classes[i]);
+    return lowest;
+}
+
 // Hands to the memory of a row what each block has counted: add(bin, what load(bin) gave) unless that is 0, beginning with another bin in each
 // block. Where it is done, the blocks of the row meet.
 template <class Load, class Add>
@@ -72,11 +79,11 @@ __device__ __forceinline__ void hand_in_counts(int num_bins, int rank, unsigned*
 }
 
 // bin_of(token, logit): from 0 to num_bins - 1, a multiple of 128, or less than 0. For all threads of the block.
-template <int kAtOnce = kTokensAtOnce, bool kIsKept, class BinOf>
+template <bool kIsKept, class BinOf>
 __device__ __forceinline__ void add_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, BinOf bin_of) {
     const SharedAddress address = address_of_bins();
     const auto load = [&](int token, bool exists) -> int { return bin_of(token, chunk.logit_at(token, exists)); };
-    for_each_token<kAtOnce>(chunk.begin, chunk.end, load, [&](int bin) {
+    for_each_token<1>(chunk.begin, chunk.end, load, [&](int bin) {
         if (bin >= 0) count_shared(address + bin * 4);
     });
     hand_in_counts(num_bins, rank, of_row);
@@ -91,15 +98,23 @@ struct FineBins {
 template <bool kIsKept>
 __device__ __forceinline__ void add_fine_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, FineBins a, FineBins b,
                                                 FineBins c) {
-    add_counts(chunk, rank, num_bins, of_row, [&](int, float logit) {
-        const unsigned token_class = chunk.class_at(logit);
-        const int coarse = static_cast<int>(token_class >> kFineBits), bin = static_cast<int>(token_class % kFineBins);
-        int first = -kFineBins;
-        if (coarse == c.coarse) first = c.first;
-        if (coarse == b.coarse) first = b.first;
-        if (coarse == a.coarse) first = a.first;
-        return first + bin;
-    });
+    const SharedAddress address = address_of_bins();
+    const unsigned behind = static_cast<unsigned>(max(max(a.coarse, b.coarse), c.coarse) + 1) << kFineBits;
+    const auto load = [&](int token, bool exists) -> unsigned { return chunk.class_at(chunk.logit_at(token, exists)); };
+    const auto count = [&](unsigned(&classes)[kTokensAtOnce]) {
+        if (lowest_of(classes) >= behind) return;
+#pragma unroll
+        for (const unsigned token_class : classes) {
+            const int coarse = static_cast<int>(token_class >> kFineBits), bin = static_cast<int>(token_class % kFineBins);
+            int first = -kFineBins;
+            if (coarse == c.coarse) first = c.first;
+            if (coarse == b.coarse) first = b.first;
+            if (coarse == a.coarse) first = a.first;
+            if (first >= 0) count_shared(address + (first + bin) * 4);
+        }
+    };
+    for_each_token(chunk.begin, chunk.end, load, count, [](int, unsigned, bool) {});
+    hand_in_counts(num_bins, rank, of_row);
 }
 
 // Weights by the high bits of the class, and counts if they are asked for. The weights in a bin are multiples of one power of 2 and have 24 bits
@@ -109,10 +124,8 @@ __device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int 
     const SharedAddress sums = address_of_bins() + threadIdx.x % kCopies * 4, counts = address_of_bins() + kCopies * kCoarseBins * 4;
     const auto load = [&](int token, bool exists) -> unsigned { return chunk.class_at(chunk.logit_at(token, exists)); };
     const auto add = [&](unsigned(&classes)[kTokensAtOnce]) {
-        unsigned units[kTokensAtOnce], before[kTokensAtOnce], lowest = kClasses;
-#pragma unroll
-        for (const unsigned token_class : classes) lowest = min(lowest, token_class);
-        if (lowest >= kClassesWithWeight) return;  // nearly all tokens of a row that is sure of some
+        if (lowest_of(classes) >= kClassesWithWeight) return;  // nearly all tokens of a row that is sure of some
+        unsigned units[kTokensAtOnce], before[kTokensAtOnce];
 #pragma unroll
         for (int i = 0; i < kTokensAtOnce; i++) units[i] = units_of(classes[i]);
 #pragma unroll
