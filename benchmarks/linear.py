@@ -1,6 +1,6 @@
 """Products of a few rows with weights on a GPU, beside those of torch: are they right, and how fast are they. Needs torch.
 
-    python benchmarks/linear.py [--quick] [--max-seconds 60] [--tiles WARPS=16,LARGE_LOADS=16,LARGE=97,PREFETCH=64,...]
+    python benchmarks/linear.py [--quick] [--max-seconds 60] [--tiles WARPS=16,LOADS=8,LARGE=97,PREFETCH=32,...]
 
 Products alone: weights take turns, so that none is in L2. Layers: whole layers of a decode step in one graph, products, attention and
 norms; their results are those of one launch after another, bit for bit. The limit is the time in which the GPU copies as many bytes as the
@@ -213,7 +213,7 @@ class Layers:
         for layer, attend_layer in zip(self._layers, self._attend, strict=True):
             weights = {name: weight for name, (weight, _) in layer.items()}
             calls += [
-                lambda w=weights: linear(normed, w["qkv"], prefetch=w["o"], out=qkv, stream=stream),
+                lambda w=weights: linear(normed, w["qkv"], out=qkv, stream=stream),
                 attend_layer,
                 lambda w=weights: linear(attended, w["o"], out=change, stream=stream),
                 self._add_norm,
@@ -307,8 +307,8 @@ def use_tiles(text: str) -> None:
 
 _CHOSEN_TILES = linear_tiles.linear_tiles
 _TILE_NAMES = {
-    **{name.upper(): name for name in ("warps", "small_loads", "large_loads", "blocks_per_sm")},
-    **{"LARGE": "large_percent", "PREFETCH": "prefetched_kib", "NEXT": "next_kib"},
+    **{name.upper(): name for name in ("warps", "loads", "blocks_per_sm")},
+    **{"LARGE": "large_percent", "PREFETCH": "prefetched_kib"},
 }
 
 

@@ -21,9 +21,7 @@
 // trt_kvcache/kernels/linear_tiles.py chooses these.
 constexpr int kWarps = WARPS, kThreads = 32 * kWarps;
 constexpr int kRowTiles = ROW_TILES;  // of 8 rows of x
-// Loads of 16 bytes that a thread has in flight, with small tiles and with large ones.
-template <int kTiles>
-constexpr int kLoads = kTiles == 1 ? SMALL_LOADS : LARGE_LOADS;
+constexpr int kLoads = LOADS;         // of 16 bytes, that a thread has in flight
 
 using Element = ELEMENT;
 constexpr int kElementBytes = 2;
@@ -31,7 +29,6 @@ constexpr int kTileOutputs = 16;                     // of mma
 constexpr int kTileRows = 8;
 constexpr int kRunInputs = 64;                       // of a warp: 128 bytes, a line, of each output
 constexpr int kHalfInputs = kRunInputs / 2;          // of a load of all its lanes
-constexpr int kLineBytes = 128;
 constexpr int kStepInputs = kWarps * kRunInputs;     // of all warps
 
 struct LinearParams {
@@ -40,9 +37,6 @@ struct LinearParams {
     void* out;
     int rows, outputs, inputs;
     int prefetched_steps;  // that are brought into the L2, behind those that are loaded
-    const unsigned char* next;  // rows that a launch soon after reads; of the beginning of each some lines are brought into the L2
-    int next_rows, next_lines;
-    long long next_row_bytes;
 };
 
 // A value of `out`.
@@ -78,7 +72,7 @@ class WeightStream {
     using Tile = OutputTile<kTiles, kGated>;
 
 public:
-    static constexpr int kDepth = kLoads<kTiles> / (4 * kTiles), kGroupInputs = kDepth * kStepInputs;
+    static constexpr int kDepth = kLoads / (4 * kTiles), kGroupInputs = kDepth * kStepInputs;
 
     __device__ __forceinline__ explicit WeightStream(const LinearParams& params, int first_input)
         : params_(params), policy_(evict_first_policy()), first_input_(first_input), tile_(blockIdx.x) {
@@ -203,15 +197,6 @@ __device__ __forceinline__ float bias_of(const LinearParams& params, int output)
     return params.bias ? unpack(Element{}, params.bias[output]).x : 0.0f;
 }
 
-// At the end of a block: what comes between this launch and that one may leave the memory idle.
-__device__ __forceinline__ void prefetch_next(const LinearParams& params) {
-    const int count = params.next_rows * params.next_lines;
-#pragma unroll 1
-    for (int x = static_cast<int>(blockIdx.x * kThreads + threadIdx.x); x < count; x += gridDim.x * kThreads) {
-        prefetch_l2_line(params.next + x / params.next_lines * params.next_row_bytes + x % params.next_lines * kLineBytes);
-    }
-}
-
 template <int kTiles, bool kGated, class Out>
 __device__ __forceinline__ void linear(const LinearParams& params) {
     using Tile = OutputTile<kTiles, kGated>;
@@ -272,15 +257,13 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
             turn ^= 1;
         }
     }
-    prefetch_next(params);
 }
 
 #define LINEAR_ARGUMENTS                                                                                                        \
     const unsigned char *x, const unsigned char *weight, const unsigned short *bias, void *out, long long rows, long long outputs, \
-        long long inputs, long long prefetched_steps, const unsigned char *next, long long next_rows, long long next_lines,            \
-        long long next_row_bytes
+        long long inputs, long long prefetched_steps
 #define LINEAR_PARAMS \
-    {x, weight, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), static_cast<int>(prefetched_steps), next, static_cast<int>(next_rows), static_cast<int>(next_lines), next_row_bytes}
+    {x, weight, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), static_cast<int>(prefetched_steps)}
 
 extern "C" __global__ void __launch_bounds__(kThreads) linear_16(LINEAR_ARGUMENTS) {
     linear<1, false, unsigned short>(LINEAR_PARAMS);

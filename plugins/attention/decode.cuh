@@ -10,6 +10,7 @@
 //     decode_rows.cuh      products and softmax: rows of q are the rows of a product
 //     decode_keys.cuh      the same for up to 8 rows, which are the columns of a product
 //     few_new_tokens.cuh   what is different with several new tokens
+//     few_new_keys.cuh     how up to 8 rows begin with them
 //     decode_codes.cuh     what is different with codes and scales
 //     split_kv_reduce.cuh  how partial results become one
 //
@@ -19,6 +20,7 @@
 #include "attention/decode_codes.cuh"
 #include "attention/decode_keys.cuh"
 #include "attention/decode_rows.cuh"
+#include "attention/few_new_keys.cuh"
 #include "attention/few_new_tokens.cuh"
 #include "attention/kv_pipeline.cuh"
 #include "attention/rope.cuh"

@@ -95,6 +95,11 @@ template <int kRows, class Codes = Stored>
 __device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, const QueryFragments<kRows>& queries, const unsigned char* tile) {
     const CodesAddress rows(shared_address(tile), threadIdx.x % 32);
 #pragma unroll
+    for (int m = 0; m < kRowTiles<kRows>; m++) {
+#pragma unroll
+        for (int x = 0; x < kTileTokens / 2; x++) scores[m][x / 4][x % 4] = queries.offset[m][x % 4];
+    }
+#pragma unroll
     for (int j = 0; j < kTileTokens / 32; j++) {
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
@@ -105,7 +110,7 @@ __device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, co
             for (int m = 0; m < kRowTiles<kRows>; m++) queries.a_fragment(a[m], m, d);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const uint2 b = widen_in_order(Element{}, Codes{}, codes[i]);
+                const uint2 b = widen_keys(Element{}, Codes{}, codes[i]);
 #pragma unroll
                 for (int m = 0; m < kRowTiles<kRows>; m++) mma_m16n8k16(Element{}, scores[m][4 * j + i], a[m], b.x, b.y);
             }

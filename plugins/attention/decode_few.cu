@@ -16,6 +16,10 @@
      q_token_stride, k, k_stride, k_token_stride, v, v_stride, v_token_stride, cos_sin, static_cast<int>(rotary_dim),                       \
      {factor, inverse_softcap}, out, partials, own_partials SCALE_ARGUMENTS}
 
-// Up to MAX_ROWS rows of a K/V head, and up to half of that: new tokens times query heads.
-extern "C" __global__ void __launch_bounds__(kBlockThreads, BLOCKS_PER_SM) attention_decode_few(PARAMETERS) { decode<MAX_ROWS>(ARGUMENTS); }
-extern "C" __global__ void __launch_bounds__(kBlockThreads, BLOCKS_PER_SM) attention_decode_few_half(PARAMETERS) { decode<MAX_ROWS / 2>(ARGUMENTS); }
+// Up to so many rows of a K/V head: new tokens times query heads.
+extern "C" __global__ void __launch_bounds__(kBlockThreads, BLOCKS_PER_SM) attention_decode_few_8(PARAMETERS) { decode<8>(ARGUMENTS); }
+extern "C" __global__ void __launch_bounds__(kBlockThreads, BLOCKS_PER_SM) attention_decode_few_16(PARAMETERS) { decode<16>(ARGUMENTS); }
+// Never launched where so many rows do not fit.
+extern "C" __global__ void __launch_bounds__(kBlockThreads, BLOCKS_PER_SM) attention_decode_few_32(PARAMETERS) {
+    if constexpr (MAX_ROWS >= 32) decode<32>(ARGUMENTS);
+}

@@ -13,8 +13,10 @@
 struct KeyQueries {
     static constexpr bool kInRegisters = true;
     unsigned words[kHeadDim / 16][2];
+    float offset[4];  // what scores begin with (kKeyOffset)
 
     // `head`: rows of q.
+    template <class Codes = Stored>
     __device__ __forceinline__ void load(const unsigned char* head) {
         const int lane = threadIdx.x % 32;
         if constexpr (kQuantized) {
@@ -24,6 +26,12 @@ struct KeyQueries {
                 words[d][0] = four.x;
                 words[d][1] = four.y;
             }
+#pragma unroll
+            for (int e = 0; e < 4; e++) offset[e] = 0;
+            constexpr unsigned kOffset = kKeyOffset<Element, Codes>;
+            constexpr unsigned key[4] = {kOffset, kOffset, kOffset, kOffset};
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 16 && kOffset; d++) mma_m16n8k16(Element{}, offset, key, words[d][0], words[d][1]);
         } else {
             const SharedAddress rows = shared_address(head);
             unsigned loaded[4];
@@ -59,13 +67,14 @@ struct KeyState {
 
     // Turns scores into probabilities, and adds them to the sums. The maximum of a row follows only when a score is kRescaleThreshold above it: mostly no lane
     // asks the others for anything. No row depends on another one, for some are none: what lies in shared memory where there is no query head.
-    __device__ __forceinline__ void update(KeyScores& scores, float factor) {
+    template <int kFragments>
+    __device__ __forceinline__ void update(float (&scores)[kFragments][4], float factor) {
         float highest[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             highest[e] = maxima[e];
 #pragma unroll
-            for (int j = 0; j < kTileTokens / 16; j++) highest[e] = fmaxf(highest[e], fmaxf(scores[j][e], scores[j][e + 2]));
+            for (int j = 0; j < kFragments; j++) highest[e] = fmaxf(highest[e], fmaxf(scores[j][e], scores[j][e + 2]));
         }
         if (__any_sync(~0u, fmaxf(highest[0] - maxima[0], highest[1] - maxima[1]) * factor > kRescaleThreshold)) {
 #pragma unroll
@@ -75,7 +84,7 @@ struct KeyState {
         for (int e = 0; e < 4; e++) {
             const float shift = maxima[e % 2] * factor;
 #pragma unroll
-            for (int j = 0; j < kTileTokens / 16; j++) {
+            for (int j = 0; j < kFragments; j++) {
                 scores[j][e] = exp2_approx(scores[j][e] * factor - shift);
                 sums[e % 2] += scores[j][e];
             }
@@ -165,6 +174,10 @@ __device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueri
     const LdmatrixAddress keys(shared_address(tile), lane % 16, lane / 16);
     const CodesAddress codes_of(shared_address(tile), lane);
     KeyScores sums[kQKAccumulators] = {};
+    if constexpr (kQuantized) {
+#pragma unroll
+        for (int x = 0; x < kTileTokens / 4; x++) sums[0][x / 4][x % 4] = queries.offset[x % 4];
+    }
 #pragma unroll
     for (int j = 0; j < kTileTokens / kKeys; j++) {
 #pragma unroll
@@ -175,7 +188,7 @@ __device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueri
             for (int k = 0; k < kKeys / 16; k++) {
                 float(&sum)[4] = sums[d % kQKAccumulators][kKeys / 16 * j + k];
                 if constexpr (kQuantized) {
-                    const uint2 low = widen_in_order(Element{}, Codes{}, loaded[2 * k]), high = widen_in_order(Element{}, Codes{}, loaded[2 * k + 1]);
+                    const uint2 low = widen_keys(Element{}, Codes{}, loaded[2 * k]), high = widen_keys(Element{}, Codes{}, loaded[2 * k + 1]);
                     const unsigned a[4] = {low.x, high.x, low.y, high.y};
                     mma_m16n8k16(Element{}, sum, a, queries.words[d][0], queries.words[d][1]);
                 } else {
@@ -206,33 +219,38 @@ __device__ __forceinline__ void scale_scores(const HeadScales& scales, const Dec
 
 // Applies softcap and mask, and turns scores into probabilities.
 template <int kRows>
-__device__ __forceinline__ void update_softmax(KeyState& state, KeyScores& scores, const DecodeParams&, const TileCoord& at, int first_token,
+__device__ __forceinline__ void update_softmax(KeyState& state, KeyScores& scores, const DecodeParams& params, const TileCoord& at, int first_token,
                                                const ScoreTransform& score) {
     const int lane = threadIdx.x % 32;
     if (score.has_softcap()) {
 #pragma unroll
         for (int x = 0; x < kTileTokens / 4; x++) scores[x / 4][x % 4] = score.softcap(scores[x / 4][x % 4]);
     }
-    if (first_token + kTileTokens > at.position || first_token < at.first_key) {
+    if (first_token + kTileTokens > at.position || first_token < at.last_first_key(params)) {
+        int first_keys[2] = {at.first_key, at.first_key};  // of this lane's rows
+        if constexpr (kMaxNewTokens > 1) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) first_keys[e] = at.first_key_of(params, divide(lane % 4 * 2 + e, params.group_size));
+        }
 #pragma unroll
         for (int x = 0; x < kTileTokens / 4; x++) {
             const int key = first_token + x / 2 * 8 + lane / 4;
-            if (key >= at.position || key < at.first_key) scores[x / 4][x % 4] = kMaskedScore;
+            if (key >= at.position || key < first_keys[x % 2]) scores[x / 4][x % 4] = kMaskedScore;
         }
     }
     state.update(scores, score.factor);
 }
 
-// Probabilities, which are in the sums of the softmax already, times the scales of their values.
-template <int kRows>
-__device__ __forceinline__ void scale_probabilities(HeadScales& scales, const DecodeParams& params, KeyState& state, KeyScores& probabilities,
-                                                    const TileScales& token_scales) {
+// Probabilities, which are in the sums of the softmax already, times the scales of their values. scale_of(key): of one of the fragments' keys.
+template <int kFragments, class ScaleOf>
+__device__ __forceinline__ void scale_fragments(HeadScales& scales, const DecodeParams& params, KeyState& state, float (&probabilities)[kFragments][4],
+                                                ScaleOf scale_of) {
     if (!params.scales_per_token()) return;
     const int place = threadIdx.x % 32 / 4;
-    float of_token[kTileTokens / 8], largest = 0;
+    float of_token[2 * kFragments], largest = 0;
 #pragma unroll
-    for (int x = 0; x < kTileTokens / 8; x++) {
-        of_token[x] = token_scales.of(8 * x + place);
+    for (int x = 0; x < 2 * kFragments; x++) {
+        of_token[x] = scale_of(8 * x + place);
         largest = fmaxf(largest, of_token[x]);
     }
     if (__any_sync(~0u, HeadScales::power_below(largest) > scales.value)) {
@@ -240,10 +258,15 @@ __device__ __forceinline__ void scale_probabilities(HeadScales& scales, const De
     }
     const float inverse = HeadScales::inverse_of(scales.value);
 #pragma unroll
-    for (int x = 0; x < kTileTokens / 8; x++) {
+    for (int x = 0; x < 2 * kFragments; x++) {
         probabilities[x / 2][x % 2 * 2] *= of_token[x] * inverse;
         probabilities[x / 2][x % 2 * 2 + 1] *= of_token[x] * inverse;
     }
+}
+template <int kRows>
+__device__ __forceinline__ void scale_probabilities(HeadScales& scales, const DecodeParams& params, KeyState& state, KeyScores& probabilities,
+                                                    const TileScales& token_scales) {
+    scale_fragments(scales, params, state, probabilities, [&](int token) { return token_scales.of(token); });
 }
 
 // Adds probabilities times the values of a tile to the output. Of 16 columns of codes, the even ones are the first rows of a fragment, the odd ones the last.

@@ -7,7 +7,7 @@
 #include "attention/stored_kv.cuh"
 
 // Of a layout: what a warp has of q and of a head, the scores of a tile, and where strips lie in shared memory.
-template <int kRows, bool kByKeys = kRows == 8 && kMaxNewTokens == 1>
+template <int kRows, bool kByKeys = kRows == 8>
 struct DecodeLayout;
 
 // What a maximum becomes beside a higher one: that one only if it is kRescaleThreshold above.

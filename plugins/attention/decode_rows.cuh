@@ -131,8 +131,7 @@ template <int kRows>
 __device__ __forceinline__ void update_softmax(RowStates<kRows>& state, TileScores<kRows>& scores, const DecodeParams& params, const TileCoord& at,
                                                int first_token, const ScoreTransform& score) {
     const int lane = threadIdx.x % 32;
-    const int last_first_key = kMaxNewTokens == 1 ? at.first_key : at.first_key_of(params, at.count - 1);  // of the last new token
-    const bool needs_mask = first_token + kTileTokens > at.position || first_token < last_first_key;
+    const bool needs_mask = first_token + kTileTokens > at.position || first_token < at.last_first_key(params);
 #pragma unroll
     for (int m = 0; m < kRowTiles<kRows>; m++) {
         if (score.has_softcap()) {

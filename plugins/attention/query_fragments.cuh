@@ -30,9 +30,11 @@ template <int kRows>
 struct QueryFragments {
     static constexpr bool kInRegisters = kRows <= 16;
     unsigned words[kInRegisters ? kHeadDim / 16 : 1][kRowsOfTile<kRows> / 4];
+    float offset[kRowTiles<kRows>][4];  // what scores begin with (kKeyOffset)
     SharedAddress shared;
 
     // `head`: rows of q. Beside codes, columns 4t and 4t+1 are in the place of 2t and 2t+1, and 4t+2 and 4t+3 in that of 2t+8 and 2t+9 (stored_kv.cuh).
+    template <class Codes = Stored>
     __device__ __forceinline__ void load(const unsigned char* head) {
         const int lane = threadIdx.x % 32;
         const SharedAddress rows = shared_address(head);
@@ -59,6 +61,18 @@ struct QueryFragments {
         } else {
 #pragma unroll
             for (int d = 0; d < kHeadDim / 16; d++) ldmatrix_x4(words[d], rows + swizzled_offset(lane % 16, 2 * d + lane / 16));
+        }
+#pragma unroll
+        for (int m = 0; m < kRowTiles<kRows>; m++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) offset[m][e] = 0;
+            constexpr unsigned kOffset = kKeyOffset<Element, Codes>;
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 16 && kOffset; d++) {
+                unsigned a[4];
+                a_fragment(a, m, d);
+                mma_m16n8k16(Element{}, offset[m], a, kOffset, kOffset);
+            }
         }
     }
     // The A fragment of columns 16 * d to 16 * d + 15 of a row tile.

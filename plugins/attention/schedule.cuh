@@ -46,6 +46,10 @@ struct TileCoord {
     __device__ __forceinline__ int first_key_of(const DecodeParams& params, int token) const {
         return params.window > 0 ? max(0, position + token - (params.window - 1)) : 0;
     }
+    // The latest of the first tokens inside the windows of all new tokens.
+    __device__ __forceinline__ int last_first_key(const DecodeParams& params) const {
+        return kMaxNewTokens == 1 ? first_key : first_key_of(params, count - 1);
+    }
     // The first token of a warp's tile, if this is the tile of warp 0.
     __device__ __forceinline__ int first_token(int warp) const { return (first_tile + tile + warp) * kTileTokens; }
 };

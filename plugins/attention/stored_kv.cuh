@@ -87,12 +87,17 @@ __device__ __forceinline__ uint2 widen(BFloat16, Float8, unsigned codes) {
     return widen_by_bits(BFloat16{}, codes);
 #endif
 }
-// The bytes of two codes of each word: kX of x, kY of y. As the mantissa of 1024, a code plus 128 is exact.
+constexpr unsigned kMinus1152 = 0xE480E480;  // as two elements
+// Two codes, whose bytes kBytes selects, plus 1152: a code plus 128 is the mantissa of 1024; exact.
+template <unsigned kBytes>
+__device__ __forceinline__ unsigned plus_1152(unsigned codes) {
+    return __byte_perm(codes ^ 0x80808080, 0x64646464, kBytes);
+}
+// The bytes of two codes of each word: kX of x, kY of y.
 template <unsigned kX, unsigned kY>
 __device__ __forceinline__ uint2 widen_bytes(Float16, unsigned codes) {
-    const unsigned positive = codes ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // -1152
-    return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, kX), one, minus),
-            multiply_add(Float16{}, __byte_perm(positive, 0x64646464, kY), one, minus)};
+    const unsigned one = 0x3C003C00;
+    return {multiply_add(Float16{}, plus_1152<kX>(codes), one, kMinus1152), multiply_add(Float16{}, plus_1152<kY>(codes), one, kMinus1152)};
 }
 // The mantissa of 128 has seven bits only: those behind the sign. The sign is what is subtracted: 128 or 256.
 template <unsigned kX, unsigned kY>
@@ -118,6 +123,20 @@ __device__ __forceinline__ uint2 widen_in_order(Type, Int8, unsigned codes) {
 #ifdef FLOAT8_INSTRUCTIONS
 __device__ __forceinline__ uint2 widen_in_order(Float16, Float8, unsigned codes) { return float16_of_float8(codes); }
 #endif
+
+// Codes of keys in order, as elements that may all be too large by one number. Scores then begin with what that is too much in a product with q, which takes
+// less than to subtract the number from each element; their rounding is that of sums of 1152 |q|: 2^-13 of a code. kKeyOffset: minus the number, twice.
+template <class Type, class Codes>
+constexpr unsigned kKeyOffset = 0;
+template <>
+constexpr unsigned kKeyOffset<Float16, Int8> = kMinus1152;
+template <class Type, class Codes>
+__device__ __forceinline__ uint2 widen_keys(Type, Codes, unsigned codes) {
+    return widen_in_order(Type{}, Codes{}, codes);
+}
+__device__ __forceinline__ uint2 widen_keys(Float16, Int8, unsigned codes) {
+    return {plus_1152<0x4140>(codes), plus_1152<0x4342>(codes)};
+}
 
 // The scale of a row with this largest magnitude: that becomes the largest code.
 template <class Codes>

@@ -227,6 +227,8 @@ FEW_CASES = {
     "out of bounds": Case(lengths=(148, 150, 10, -3, 20), new=(6, 6, 7, 5, -1), width=6, group=3),
     "window": Case(lengths=(149 - 7, 20, 0), window=33, width=5, new=(5, 5, 4), group=2, head_dim=128),
     "a window inside the new tokens": Case(lengths=(70, 3), window=3, width=8, group=4, dtype="bfloat16", head_dim=80),
+    "a window of few rows": Case(lengths=(149 - 7, 20, 0), window=33, width=4, new=(4, 4, 3), group=2, head_dim=128),
+    "a window inside few rows": Case(lengths=(70, 3), window=3, width=8, group=1, dtype="bfloat16", head_dim=80),
     "a window of one": Case(lengths=(64, 0), window=1, width=3, group=8),
     "large softcap": Case(lengths=(40,), softcap=1e6, width=3),
     "short cache": Case(lengths=(1,), kv_heads=1, width=3, tokens=4),

@@ -3,9 +3,9 @@
 import pytest
 
 from trt_kvcache.kernels.attention_tiles import (
-    DECODE_ROWS,
     HEAD_DIMS,
     MAX_FEW_TOKENS,
+    MAX_GROUP,
     decode_block_nbytes,
     decode_tiles,
     few_tiles,
@@ -25,12 +25,13 @@ def plan(width, group, *, slots=1, kv_heads=8, head_dim=128, tokens=8200):
     [
         (1, 8, 128, "attention_decode_8"),
         (1, 9, 128, "attention_decode_16"),
-        (2, 8, 128, "attention_decode_few_half"),
-        (2, 9, 64, "attention_decode_few"),
-        (4, 8, 80, "attention_decode_few"),
-        (4, 2, 256, "attention_decode_few_half"),
-        (8, 2, 256, "attention_decode_few"),
-        (MAX_FEW_TOKENS, 1, 96, "attention_decode_few_half"),
+        (2, 4, 128, "attention_decode_few_8"),
+        (2, 8, 128, "attention_decode_few_16"),
+        (2, 9, 64, "attention_decode_few_32"),
+        (4, 8, 80, "attention_decode_few_32"),
+        (4, 2, 256, "attention_decode_few_8"),
+        (8, 2, 256, "attention_decode_few_16"),
+        (MAX_FEW_TOKENS, 1, 96, "attention_decode_few_8"),
     ],
 )
 def test_kernel(width, group, head_dim, name):
@@ -63,7 +64,7 @@ def test_blocks_over_a_quantized_cache():
 def test_room(arch, head_dim, quantized):
     one, few = decode_tiles(head_dim, arch, quantized=quantized), few_tiles(head_dim, arch, quantized=quantized)
     assert few["MAX_NEW_TOKENS"] == MAX_FEW_TOKENS
-    for rows, tiles in ((DECODE_ROWS[-1], one), (few["MAX_ROWS"], few)):
+    for rows, tiles in ((MAX_GROUP, one), (few["MAX_ROWS"], few)):
         assert decode_block_nbytes(head_dim, rows, tiles, quantized=quantized) * tiles["BLOCKS_PER_SM"] <= shared_limit(arch)
         assert tiles["BLOCKS_PER_SM"] <= MAX_BLOCKS_PER_SM
     assert few["MAX_ROWS"] <= MAX_FEW_ROWS <= MAX_PREFILL_ROWS_PER_SM

@@ -110,25 +110,6 @@ def test_several_tiles_of_a_block(memory, stream, dtype, large_percent, monkeypa
     linear_tiles.linear_plan.cache_clear()
 
 
-def test_what_is_prefetched_changes_nothing(memory, stream):
-    for shape in ((1, 8), (40, 24), (3, 4104)):
-        problem = Problem(memory, stream, 2, 100, 1160, "float16", False)
-        weights = memory.to_device(np.ones(shape, np.float16), stream=stream)
-        linear(*problem.tensors, prefetch=weights, out=problem.out, stream=stream)
-        expected, size = problem.sums()
-        problem.check(expected, size * 1160 * SUM_ROUNDING)
-        assert (weights.numpy() == 1).all()
-
-
-def test_lines_that_are_prefetched():
-    """Whole lines of every row, no more than it has, and as many bytes as the multiprocessors may."""
-    for rows, row_nbytes in ((4096, 8192), (1, 128), (16, 100), (4096, 28672), (1 << 20, 8192)):
-        lines = linear_tiles.prefetched_lines(rows, row_nbytes, "sm_90", 132)
-        assert 0 <= lines <= row_nbytes // 128
-        assert lines * rows <= 132 * 8 * linear_tiles.linear_tiles(8, "sm_90").next_kib
-    assert linear_tiles.prefetched_lines(4096, 8192, "sm_90", 132) > 0 == linear_tiles.prefetched_lines(4096, 8192, "sm_80", 108)
-
-
 def test_the_same_bits_each_time(memory, stream):
     problem = Problem(memory, stream, 5, 200, 1160, "float16", True)
     found = []
@@ -168,7 +149,8 @@ def test_plans():
                 assert gated <= (plan.tile == 32)
     assert [linear_plan(1, outputs, False, "sm_90", 132).tile for outputs in (896, 4096, 6144)] == [16, 32, 16], "busy multiprocessors"
     assert linear_plan(1, 128256, False, "sm_90", 132).tile == 32
-    assert linear_plan(1, 4096, False, "sm_90", 132).prefetched_steps > 0 == linear_plan(1, 4096, False, "sm_80", 108).prefetched_steps
+    steps = [linear_plan(1, 6144, False, *gpu).prefetched_steps for gpu in (("sm_90", 132), ("sm_80", 108))]
+    assert steps == [1, 0], "no launch starts early on sm_80"
 
 
 class TestWhatDoesNotFitIsRefused:
@@ -201,14 +183,6 @@ class TestWhatDoesNotFitIsRefused:
             function(given["x"], given["weight"], bias=given["bias"], out=given["out"], stream=stream)
         assert (given["out"].numpy() == 1).all()
 
-    def test_what_is_prefetched(self, tensor, stream):
-        out = tensor(2, 6)
-        with pytest.raises(ShapeError, match=r"prefetch: expected \[outputs, inputs\], got "):
-            linear(tensor(2, 16), tensor(6, 16), prefetch=tensor(4), out=out, stream=stream)
-        with pytest.raises(DTypeError, match="prefetch: expected float16, got bfloat16"):
-            linear(tensor(2, 16), tensor(6, 16), prefetch=tensor(4, 8, dtype="bfloat16"), out=out, stream=stream)
-        assert (out.numpy() == 1).all()
-
     def test_an_odd_number_of_outputs_has_no_gate(self, tensor, stream):
         with pytest.raises(ShapeError, match=r"weight: expected \[outputs of gate and as many of up, 16 inputs\], got "):
             linear_silu_mul(tensor(2, 16), tensor(5, 16), out=tensor(2, 2), stream=stream)
@@ -226,6 +200,24 @@ class TestWhatDoesNotFitIsRefused:
         with pytest.raises(LayoutError, match="weight: expected an address at a multiple of 16 bytes"):
             linear(tensor(1, 16), shifted, out=tensor(1, 2), stream=stream)
         assert (out.numpy() == 1).all()
+
+    @pytest.mark.parametrize("changed", ["bias", "out"])
+    def test_an_address_between_elements(self, tensor, stream, changed):
+        given = {"bias": tensor(6), "out": tensor(1, 6)}
+        given[changed] = DeviceTensor(tensor(8).allocation, shape=given[changed].shape, dtype="float16", offset=1)
+        with pytest.raises(LayoutError, match=rf"{changed}: expected an address at a multiple of 2 bytes, got .* at byte 1"):
+            linear(tensor(1, 16), tensor(6, 16), **given, stream=stream)
+
+    @pytest.mark.parametrize("overlapped", ["x", "weight", "bias"])
+    @pytest.mark.parametrize("function", [linear, linear_silu_mul])
+    def test_a_result_over_an_input(self, tensor, stream, function, overlapped):
+        given = {"x": tensor(1, 16), "weight": tensor(16, 16), "bias": tensor(16)}
+        allocation = given[overlapped].allocation
+        columns = 16 if function is linear else 8
+        out = DeviceTensor(allocation, shape=(1, columns), dtype="float16")
+        with pytest.raises(LayoutError, match=f"out: expected memory of its own, got .*, which {overlapped} overlaps"):
+            function(given["x"], given["weight"], bias=given["bias"], out=out, stream=stream)
+        assert (given[overlapped].numpy() == 1).all()
 
     def test_what_is_no_tensor(self, tensor, stream):
         for changed in ("x", "weight", "out"):

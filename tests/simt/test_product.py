@@ -105,7 +105,7 @@ def test_tiles_of_smaller_gpus(arch):
 RACE, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "bytes differ", "misaligned address"
 OVERRUN = "ERROR: AddressSanitizer: heap-"  # an overflow, or a use after free where memory beside it was freed
 DECODE, FEW_TESTS, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_few", "test_prefill"))
-FEW, PACKED = "attention/few_new_tokens.cuh", "attention/packed_vector.cuh"
+FEW, FEW_KEYS, PACKED = "attention/few_new_tokens.cuh", "attention/few_new_keys.cuh", "attention/packed_vector.cuh"
 DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
     f"attention/{name}.cuh" for name in ("decode", "kv_pipeline", "schedule", "split_kv_reduce", "softmax_state")
 )
@@ -299,6 +299,34 @@ MISTAKES = {
         "token_scales.of(8 * x) : scales.key",
         "none",
         DECODE_OVER_CODES,
+        "assert",
+    ),
+    "scores that begin with nothing beside codes that are too large": (
+        BY_KEYS,
+        "= queries.offset[x % 4]",
+        "= 0",
+        "none",
+        DECODE_OVER_CODES,
+        "assert",
+    ),
+    "the same with several new tokens": (
+        DECODE_CODES,
+        "= queries.offset[m][x % 4]",
+        "= 0",
+        "none",
+        FEW_OVER_CODES,
+        "assert",
+    ),
+    "few rows that see later new tokens": (FEW_KEYS, "distance < 0 || ", "", "none", FEW_TESTS, "assert"),
+    "few rows that see 16 new tokens": (FEW_KEYS, "scores[0][e + 2] = kMaskedScore;", "", "none", FEW_TESTS, "assert"),
+    "few rows in the window of the first": (BY_KEYS, "key < first_keys[x % 2]", "key < at.first_key", "none", FEW_TESTS, "assert"),
+    "few rows whose probabilities are not transposed": (FEW_KEYS, "= transpose_matrix(", "= (", "none", FEW_TESTS, "assert"),
+    "new values times the scale of the first": (
+        FEW_KEYS,
+        "return scale_of(1, token);",
+        "return scale_of(1, 0);",
+        "none",
+        FEW_OVER_CODES,
         "assert",
     ),
     "columns of codes in the order of elements": (

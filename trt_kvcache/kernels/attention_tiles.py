@@ -29,8 +29,8 @@ MIN_PDL_ARCH = 90
 #: The range of a scale, and of a softcap: in it the kernels' scores, in float32, neither vanish nor overflow.
 MIN_SCORE_FACTOR, MAX_SCORE_FACTOR = 1e-6, 1e6
 
-#: Rows of the matrix that holds the query heads of a K/V head, in each of the decode kernels.
-DECODE_ROWS = (8, 16)
+#: Rows of the matrix that holds the query heads of a K/V head, in each of the decode kernels; the last one is for several new tokens alone.
+DECODE_ROWS = (8, 16, 32)
 
 #: New tokens of a slot, at most, in the decode kernels for a few of them.
 MAX_FEW_TOKENS = 8
@@ -146,7 +146,7 @@ def decode_tiles(head_dim: int, arch: str, *, quantized: bool = False) -> dict[s
 
     ``plugins/attention/decode_params.cuh`` says what each of them means.
     """
-    return _decode_tiles(head_dim, arch, DECODE_ROWS[-1], 1, 0, quantized)
+    return _decode_tiles(head_dim, arch, MAX_GROUP, 1, 0, quantized)
 
 
 @cache

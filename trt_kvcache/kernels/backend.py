@@ -69,7 +69,6 @@ class Backend(Protocol):
         x: DeviceTensor,
         weight: DeviceTensor,
         bias: DeviceTensor | None,
-        prefetch: DeviceTensor | None,
         out: DeviceTensor,
         stream: Any,
     ) -> None:

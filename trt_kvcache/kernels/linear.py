@@ -29,7 +29,6 @@ def linear(
     weight: DeviceTensor,
     *,
     bias: DeviceTensor | None = None,
-    prefetch: DeviceTensor | None = None,
     out: DeviceTensor,
     stream: Any,
 ) -> None:
@@ -43,11 +42,8 @@ def linear(
         Of the dtype of ``x``. On a GPU it is read before earlier launches on the stream have ended: none of those may still write it.
     bias : DeviceTensor ``[outputs]``, optional
         Of the dtype of ``x``.
-    prefetch : DeviceTensor ``[any outputs, any inputs]``, optional
-        Of the dtype of ``x``: the weights of the next product, if something short is between the two, which leaves the memory of a GPU
-        idle. A part of each row is brought into its L2 at the end; the result is the same.
     out : DeviceTensor ``[rows, outputs]``
-        Of the dtype of ``x`` or float32. Overwritten.
+        Of the dtype of ``x`` or float32. Overwritten; it must not overlap the others.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
 
@@ -75,13 +71,9 @@ def linear(
     [[28.0, 92.0, 156.0]]
     """
     _check(x, weight, bias, out, outputs_per_column=1, out_dtypes=(x.dtype, "float32") if isinstance(x, DeviceTensor) else ())
-    if prefetch is not None:
-        _check_tensor("prefetch", prefetch, x, (x.dtype,))
-        if prefetch.ndim != 2 or not 0 < len(prefetch) <= _MAX_OUTPUTS:
-            raise ShapeError(f"prefetch: expected [outputs, inputs], got {prefetch!r}.")
     out.memory.check_stream(stream)
     if out.nbytes:
-        backend_of(out.memory).linear(x, weight, bias, prefetch, out, stream)
+        backend_of(out.memory).linear(x, weight, bias, out, stream)
 
 
 def linear_silu_mul(x: DeviceTensor, weight: DeviceTensor, *, bias: DeviceTensor | None = None, out: DeviceTensor, stream: Any) -> None:
@@ -96,7 +88,7 @@ def linear_silu_mul(x: DeviceTensor, weight: DeviceTensor, *, bias: DeviceTensor
     bias : DeviceTensor ``[2 * columns]``, optional
         Of the dtype of ``x``.
     out : DeviceTensor ``[rows, columns]``
-        Of the dtype of ``x``. Overwritten.
+        Of the dtype of ``x``. Overwritten; it must not overlap the others.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
 
@@ -139,10 +131,15 @@ def _check(
         _check_tensor("bias", bias, x, (x.dtype,))
         if bias.shape != weight.shape[:1]:
             raise ShapeError(f"bias: expected shape {weight.shape[:1]}, got {bias!r}.")
-    for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.ptr % GRANULE_NBYTES:
+    inputs_of = {"x": x, "weight": weight, **({} if bias is None else {"bias": bias})}
+    for name, tensor in {**inputs_of, "out": out}.items():
+        granule = GRANULE_NBYTES if name in ("x", "weight") else tensor.numpy_dtype.itemsize
+        if tensor.ptr % granule:
+            raise LayoutError(f"{name}: expected an address at a multiple of {granule} bytes, got {tensor!r} at byte {tensor.offset}.")
+    for name, tensor in inputs_of.items():
+        if tensor.ptr < out.ptr + out.nbytes and out.ptr < tensor.ptr + tensor.nbytes:
             raise LayoutError(
-                f"{name}: expected an address at a multiple of {GRANULE_NBYTES} bytes, got {tensor!r} at byte {tensor.offset}."
+                f"out: expected memory of its own, got {out!r}, which {name} overlaps. Blocks still read what others have written."
             )
 
 

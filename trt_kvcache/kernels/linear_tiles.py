@@ -18,9 +18,6 @@ TILE_ROWS, RUN_INPUTS = 8, 64
 
 _ELEMENT_NBYTES = 2
 
-#: Bytes of a line of the L2: ``kLineBytes`` of the source.
-LINE_NBYTES = 128
-
 _KIB = 1024
 
 
@@ -29,17 +26,14 @@ class LinearTiles(NamedTuple):
 
     #: Warps of a block, which divide the inputs.
     warps: int
-    #: Loads of 16 bytes that a thread has in flight, with small tiles and with large ones.
-    small_loads: int
-    large_loads: int
+    #: Loads of 16 bytes that a thread has in flight.
+    loads: int
     #: Blocks that a multiprocessor is given; a block takes one tile after another.
     blocks_per_sm: int
     #: Large tiles are taken if they keep so many percent as many multiprocessors busy as small ones.
     large_percent: int
     #: What a multiprocessor brings into the L2 while the launch before ends.
     prefetched_kib: int
-    #: What it brings there of what a launch soon after reads.
-    next_kib: int
 
 
 class LinearPlan(NamedTuple):
@@ -59,22 +53,19 @@ class LinearPlan(NamedTuple):
 @cache
 def linear_tiles(rows: int, arch: str) -> LinearTiles:
     """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``."""
-    prefetched, following = (64, 128) if arch_number(arch) >= MIN_PDL_ARCH else (0, 0)
     return LinearTiles(
         warps=16,
-        small_loads=8,
-        large_loads=16 if rows <= TILE_ROWS else 8,
+        loads=8,
         blocks_per_sm=1,
         large_percent=97,
-        prefetched_kib=prefetched,
-        next_kib=following,
+        prefetched_kib=32 if arch_number(arch) >= MIN_PDL_ARCH else 0,
     )
 
 
 def linear_macros(rows: int, arch: str) -> dict[str, int]:
     """Return the macros of the source for rows of :data:`ROW_COUNTS`."""
     tiles = linear_tiles(rows, arch)
-    return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "SMALL_LOADS": tiles.small_loads, "LARGE_LOADS": tiles.large_loads}
+    return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads}
 
 
 @lru_cache(maxsize=256)
@@ -103,12 +94,6 @@ def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors
     step_nbytes = tile * tiles.warps * RUN_INPUTS * _ELEMENT_NBYTES
     prefetched_steps = tiles.prefetched_kib * _KIB * multiprocessors // (blocks * step_nbytes)
     return LinearPlan(compiled, tile, tiles.warps, blocks, prefetched_steps)
-
-
-def prefetched_lines(rows: int, row_nbytes: int, arch: str, multiprocessors: int) -> int:
-    """Return how many lines of each row of a matrix are brought into the L2 for a launch soon after."""
-    nbytes = linear_tiles(ROW_COUNTS[0], arch).next_kib * _KIB * multiprocessors
-    return min(row_nbytes, nbytes // rows) // LINE_NBYTES
 
 
 def _busy_share(count: int, slots: int) -> float:

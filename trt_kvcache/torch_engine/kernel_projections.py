@@ -9,7 +9,6 @@ import torch
 from trt_kvcache.kernels import linear, linear_silu_mul
 from trt_kvcache.kernels.linear import GRANULE_NBYTES, INPUT_GRANULE
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.kernels import borrowed
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection
@@ -35,13 +34,12 @@ class KernelProjections(Projections):
         super().__init__(elementwise)
         self._memory, self._stream = memory, stream
 
-    def project(self, projection: TorchProjection, x: torch.Tensor, before: TorchProjection | None = None) -> torch.Tensor:
+    def project(self, projection: TorchProjection, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Projections.project`."""
         if not _fits(x, projection.weight):
             return super().project(projection, x)
-        options = {} if before is None or not before.weight.is_contiguous() else {"prefetch": borrowed(before.weight, self._memory)}
         out = x.new_empty((*x.shape[:-1], len(projection.weight)))
-        self._launch(linear, x, projection, out, **options)
+        self._launch(linear, x, projection, out)
         return out
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
@@ -59,10 +57,10 @@ class KernelProjections(Projections):
             return
         self._launch(linear, rows, TorchProjection(head, None), logits)
 
-    def _launch(self, kernel: Any, x: torch.Tensor, projection: TorchProjection, out: torch.Tensor, **options: DeviceTensor) -> None:
+    def _launch(self, kernel: Any, x: torch.Tensor, projection: TorchProjection, out: torch.Tensor) -> None:
         rows, weight, results = (borrowed(tensor, self._memory) for tensor in (x.flatten(0, -2), projection.weight, out.flatten(0, -2)))
         bias = None if projection.bias is None else borrowed(projection.bias, self._memory)
-        kernel(rows, weight, bias=bias, **options, out=results, stream=self._stream)
+        kernel(rows, weight, bias=bias, out=results, stream=self._stream)
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:

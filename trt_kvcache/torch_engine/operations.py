@@ -115,8 +115,8 @@ class Projections:
     def __init__(self, elementwise: Elementwise) -> None:
         self._elementwise = elementwise
 
-    def project(self, projection: TorchProjection, x: torch.Tensor, before: TorchProjection | None = None) -> torch.Tensor:
-        """Return a linear map of ``x`` ``[A, s, in]``. ``before``: the next one, if something short is between the two."""
+    def project(self, projection: TorchProjection, x: torch.Tensor) -> torch.Tensor:
+        """Return a linear map of ``x`` ``[A, s, in]``."""
         return F.linear(x, projection.weight, projection.bias)
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:

@@ -67,7 +67,7 @@ class SelfAttention:
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write K and V of the new tokens into the cache and return the output."""
         config, project = self.config, operations.projections.project
-        qkv = project(self.inputs, normed, before=self.o)
+        qkv = project(self.inputs, normed)
         gate: torch.Tensor | None = None
         if config.output_gate:
             gate_width = config.num_heads * config.head_dim

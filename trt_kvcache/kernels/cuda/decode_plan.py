@@ -53,17 +53,14 @@ def decode_plan(
     (slots, _, kv_heads, tokens, head_dim), rows = cache, width * group
     if width == 1:
         source, tiles = "attention_decode", decode_tiles(head_dim, arch, quantized=quantized)
-        compiled = next(count for count in DECODE_ROWS if rows <= count)
-        name = f"attention_decode_{compiled}"
     else:
         source, tiles = "attention_decode_few", few_tiles(head_dim, arch, quantized=quantized)
-        most = tiles["MAX_ROWS"]
-        if width > MAX_FEW_TOKENS or rows > most:
+        if width > MAX_FEW_TOKENS or rows > tiles["MAX_ROWS"]:
             return None
-        compiled, name = (most, source) if 2 * rows > most else (most // 2, f"{source}_half")
+    compiled = next(count for count in DECODE_ROWS if rows <= count)
     heads = slots * kv_heads
     # As many blocks as can be resident at once, but none that could not have enough tiles of its own.
     useful_blocks = heads * -(-tokens // (tiles["TILE_TOKENS"] * tiles["MIN_TILES_PER_BLOCK"]))
     blocks = min(multiprocessors * tiles["BLOCKS_PER_SM"], useful_blocks)
     shared_nbytes = decode_block_nbytes(head_dim, compiled, tiles, quantized=quantized)
-    return DecodePlan(source, name, rows, tiles["WARPS"], shared_nbytes, blocks, blocks // heads, -(-heads // blocks))
+    return DecodePlan(source, f"{source}_{compiled}", rows, tiles["WARPS"], shared_nbytes, blocks, blocks // heads, -(-heads // blocks))

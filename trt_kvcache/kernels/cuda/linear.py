@@ -4,7 +4,7 @@ from typing import Any
 
 from trt_kvcache.kernels.cuda.arguments import address
 from trt_kvcache.kernels.cuda.launch import launch, starts_early
-from trt_kvcache.kernels.linear_tiles import linear_plan, prefetched_lines
+from trt_kvcache.kernels.linear_tiles import linear_plan
 from trt_kvcache.kernels.source_variants import variant_name
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -12,14 +12,12 @@ from trt_kvcache.memory.tensor import DeviceTensor
 _SOURCE, _WARP = "linear", 32
 
 
-def linear(
-    x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, prefetch: DeviceTensor | None, out: DeviceTensor, stream: Any
-) -> None:
-    _launch("linear" if out.dtype == x.dtype else f"linear_{out.dtype}", x, weight, bias, prefetch, out, stream)
+def linear(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
+    _launch("linear" if out.dtype == x.dtype else f"linear_{out.dtype}", x, weight, bias, out, stream)
 
 
 def linear_silu_mul(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
-    _launch("linear_silu_mul", x, weight, bias, None, out, stream)
+    _launch("linear_silu_mul", x, weight, bias, out, stream)
 
 
 def _launch(
@@ -27,7 +25,6 @@ def _launch(
     x: DeviceTensor,
     weight: DeviceTensor,
     bias: DeviceTensor | None,
-    prefetch: DeviceTensor | None,
     out: DeviceTensor,
     stream: Any,
 ) -> None:
@@ -35,7 +32,7 @@ def _launch(
     assert isinstance(memory, CudaMemory)
     (rows, inputs), outputs, gated = x.shape, out.shape[1], len(weight) > out.shape[1]
     plan = linear_plan(rows, outputs, gated, memory.arch, memory.multiprocessor_count)
-    arguments = (x.ptr, weight.ptr, address(bias), out.ptr, rows, outputs, inputs, plan.prefetched_steps, *_prefetched(prefetch, memory))
+    arguments = (x.ptr, weight.ptr, address(bias), out.ptr, rows, outputs, inputs, plan.prefetched_steps)
     launch(
         memory,
         variant_name(_SOURCE, x.dtype, plan.rows),
@@ -46,11 +43,3 @@ def _launch(
         threads=_WARP * plan.warps,
         programmatic_dependent_launch=starts_early(memory),
     )
-
-
-def _prefetched(tensor: DeviceTensor | None, memory: CudaMemory) -> tuple[int, int, int, int]:
-    """Return the address of what is brought into the L2, its rows, lines of each of them, and bytes of a row."""
-    if tensor is None or not tensor.nbytes:
-        return (0, 0, 0, 0)
-    rows, row_nbytes = len(tensor), tensor.nbytes // len(tensor)
-    return (tensor.ptr, rows, prefetched_lines(rows, row_nbytes, memory.arch, memory.multiprocessor_count), row_nbytes)

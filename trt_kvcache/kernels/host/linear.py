@@ -11,9 +11,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 _OUTPUTS_AT_ONCE = 4096
 
 
-def linear(
-    x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, prefetch: DeviceTensor | None, out: DeviceTensor, stream: Any
-) -> None:
+def linear(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
     array_of(out)[...] = _product(x, weight, bias)
 
 
