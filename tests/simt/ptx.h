@@ -167,8 +167,8 @@ inline int over_warp(int value, int (*join)(int, int)) {
     for (int distance = 16; distance > 0; distance /= 2) value = join(value, __shfl_xor_sync(~0u, value, distance));
     return value;
 }
-inline int warp_sum(int value) {
-    return over_warp(value, [](int a, int b) { return a + b; });
+inline int warp_sum(int value) {  // modulo 2^32, as the instruction
+    return over_warp(value, [](int a, int b) { return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)); });
 }
 inline int warp_max(int value) {
     return over_warp(value, [](int a, int b) { return a > b ? a : b; });

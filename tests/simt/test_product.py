@@ -538,6 +538,23 @@ MISTAKES = {
         SAMPLING,
         "assert",
     ),
+    "a largest logit before all warps have heard of theirs": (
+        "sampling/row_exchange.cuh",
+        "__syncthreads();\n        number = of_warps[0];",
+        "number = of_warps[0];",
+        "thread",
+        f"{SAMPLING}::test_sorted_logits",
+        RACE,
+    ),
+    "a block that comes before itself": (
+        "sampling/row_exchange.cuh",
+        "< rank ? number",
+        "<= rank ? number",
+        "none",
+        SAMPLING,
+        "assert",
+    ),
+    "weights whose sum over a warp has no room": ("sampling/block_scan.cuh", "kBits = 27;", "kBits = 20;", "none", SAMPLING, "assert"),
     "bad logits that are put down to bias and penalties": (CHOOSE, "if (!with_edits) break;", "break;", "none", SAMPLING, "assert"),
     "ties that end a digit too early": (CHOOSE, "if (members == bin.value)", "if (digit == 3)", "none", SAMPLING, "assert"),
     "a carry of another power": (
