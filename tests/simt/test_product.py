@@ -471,7 +471,7 @@ MISTAKES = {
         SAMPLING,
         "assert",
     ),
-    "counts that are not left as they were": (CHOOSE, "            row.coarse_count[bin] = 0;\n", "", "none", SAMPLING, "assert"),
+    "a weight that is not left as it was": (CHOOSE, "if (first == 0) row.likely_weight = 0;", "", "none", SAMPLING, "assert"),
     "min_p that is left out of top_p": (
         CHOOSE,
         "params.min_weight ? min(of_top_p, row.likely_weight) : of_top_p",
@@ -521,10 +521,10 @@ MISTAKES = {
         RACE,
     ),
     "a token that is always of the first 32": (CHOOSE, "token + 32 * i : -1", "token : -1", "none", SAMPLING, "assert"),
-    "classes that are counted with those of another bin": (
+    "classes that are counted in each other's place": (
         "sampling/histogram.cuh",
-        "first = c.first",
-        "first = b.first",
+        "(first + bin) * 4",
+        "(first + (bin ^ 1)) * 4",
         "none",
         SAMPLING,
         "assert",
@@ -554,7 +554,7 @@ MISTAKES = {
         SAMPLING,
         "assert",
     ),
-    "weights whose sum over a warp has no room": ("sampling/block_scan.cuh", "kBits = 27;", "kBits = 20;", "none", SAMPLING, "assert"),
+    "weights whose sum over a warp has no room": ("sampling/block_scan.cuh", "kBits = 27;", "kBits = 31;", "none", SAMPLING, "assert"),
     "bad logits that are put down to bias and penalties": (CHOOSE, "if (!with_edits) break;", "break;", "none", SAMPLING, "assert"),
     "ties that end a digit too early": (CHOOSE, "if (members == bin.value)", "if (digit == 3)", "none", SAMPLING, "assert"),
     "a carry of another power": (
