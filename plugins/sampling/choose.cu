@@ -232,7 +232,8 @@ struct RowSampler {
         const unsigned token_class = chunk.class_at(logit);
         if (!kByWeight) return token_class == chosen.token_class && last.keeps(token_class, logit, token);
         const Weight weight = weight_of(token_class);
-        return weight >= params.min_weight && last.keeps(token_class, logit, token) ? static_cast<Share<kByWeight>>(weight) : 0;
+        const Share<kByWeight> share = weight >= params.min_weight ? static_cast<Share<kByWeight>>(weight) : 0;
+        return last.keeps(token_class, logit, token) ? share : 0;  // asked of all: a branch takes longer
     }
 
     // The first token, by its id, with which the sum of the shares exceeds target_of(sum of all); -1 in all other threads.
