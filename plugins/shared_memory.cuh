@@ -15,9 +15,14 @@ __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Adds to a word unless the value is 0, without a branch.
-__device__ __forceinline__ void add_shared(SharedAddress address, unsigned value) {
-    asm volatile("{.reg .pred is_any; setp.ne.u32 is_any, %1, 0; @is_any red.shared.add.u32 [%0], %1;}" ::"r"(address), "r"(value) : "memory");
+// Adds to a word unless the value is 0; what it was, or 0.
+__device__ __forceinline__ unsigned fetch_add_shared(SharedAddress address, unsigned value) {
+    unsigned before;
+    asm volatile("{.reg .pred is_any; setp.ne.u32 is_any, %2, 0; mov.u32 %0, 0; @is_any atom.shared.add.u32 %0, [%1], %2;}"
+                 : "=&r"(before)
+                 : "r"(address), "r"(value)
+                 : "memory");
+    return before;
 }
 // Adds 1: of many lanes that meet in a word, in one go.
 __device__ __forceinline__ void count_shared(SharedAddress address) {

@@ -10,39 +10,57 @@ constexpr int kWarpsOfBlock = kRowThreads / 32;
 using Number = unsigned long long;
 
 // Over the first kLanes lanes.
-template <int kLanes = 32>
-__device__ __forceinline__ Number warp_prefix_sum(Number value) {
+template <int kLanes = 32, class Sum>
+__device__ __forceinline__ Sum warp_prefix_sum(Sum value) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) {
-        const Number below = __shfl_up_sync(~0u, value, distance);
+        const Sum below = __shfl_up_sync(~0u, value, distance);
         if (lane >= distance) value += below;
     }
     return value;
 }
 
-// Over all lanes of the warp, of values of up to 42 bits.
-__device__ __forceinline__ Number warp_sum_of_weights(Number value) {
-    const int low = warp_sum(static_cast<int>(value & 0x1FFFF)), high = warp_sum(static_cast<int>(value >> 17));
-    return static_cast<unsigned>(low) + (static_cast<Number>(static_cast<unsigned>(high)) << 17);
+// Over all lanes of the warp, of numbers of up to 54 bits.
+__device__ __forceinline__ unsigned sum_of_warp(unsigned value) { return static_cast<unsigned>(warp_sum(static_cast<int>(value))); }
+__device__ __forceinline__ Number sum_of_warp(Number value) {
+    constexpr int kBits = 27;  // sums of 32 numbers of so many bits fit into 32
+    const unsigned low = static_cast<unsigned>(value) & ((1u << kBits) - 1), high = static_cast<unsigned>(value >> kBits);
+    return sum_of_warp(low) + (static_cast<Number>(sum_of_warp(high)) << kBits);
 }
 
+template <class Sum>
 struct PrefixSum {
-    Number before, total;  // of the threads before this one, and of all
+    Sum before, total;
 };
 
 // The functions for all threads of a block are not inlined: a kernel that runs once among others finds none of its code in the instruction
 // caches, so what it does often it does with the same code.
-__device__ __noinline__ PrefixSum block_prefix_sum(Number value) {
-    SHARED_ARRAY(Number, sums, kWarpsOfBlock);
+
+// The sum over the threads before this one, and over all.
+template <class Sum>
+__device__ __noinline__ PrefixSum<Sum> block_prefix_sum(Sum value) {
+    SHARED_ARRAY(Sum, sums, kWarpsOfBlock);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Number up_to = warp_prefix_sum(value);
+    const Sum up_to = warp_prefix_sum(value);
     __syncthreads();
     if (lane == 31) sums[warp] = up_to;
     __syncthreads();
-    const Number of_warps = warp_prefix_sum<kWarpsOfBlock>(lane < kWarpsOfBlock ? sums[lane] : 0);
-    const Number before_warp = __shfl_sync(~0u, of_warps, warp ? warp - 1 : 0);
+    const Sum of_warps = warp_prefix_sum<kWarpsOfBlock>(lane < kWarpsOfBlock ? sums[lane] : 0);
+    const Sum before_warp = __shfl_sync(~0u, of_warps, warp ? warp - 1 : 0);
     return {(warp ? before_warp : 0) + up_to - value, __shfl_sync(~0u, of_warps, kWarpsOfBlock - 1)};
+}
+
+// The sum over the warps before this one, and over all. There is a __syncthreads() between two calls.
+template <class Sum>
+__device__ __noinline__ PrefixSum<Sum> sums_of_warps(Sum value) {
+    SHARED_ARRAY(Sum, sums, kWarpsOfBlock);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    value = sum_of_warp(value);
+    if (lane == 0) sums[warp] = value;
+    __syncthreads();
+    const Sum of_warp = lane < kWarpsOfBlock ? sums[lane] : 0;
+    return {sum_of_warp(lane < warp ? of_warp : 0), sum_of_warp(of_warp)};
 }
 
 // By halves of 32 bits, for which there is one instruction each.
@@ -61,4 +79,11 @@ __device__ __noinline__ Number block_max(Number value) {
     if (lane == 0) largest[warp] = value;
     __syncthreads();
     return largest_of_warp(lane < kWarpsOfBlock ? largest[lane] : 0);
+}
+
+// Of a division whose result is less than 2^20, by up to 2^24: a float is off by less than 1.
+__device__ __forceinline__ Number quotient(Number dividend, unsigned divisor) {
+    const unsigned about = static_cast<unsigned>(__fdiv_rn(static_cast<float>(dividend), static_cast<float>(divisor)));
+    const long long left = static_cast<long long>(dividend - static_cast<Number>(about) * divisor);
+    return left < 0 ? about - 1 : left < static_cast<long long>(divisor) ? about : about + 1;
 }

@@ -25,6 +25,23 @@ struct Border {
     Number weight;   // of all tokens up to the border
 };
 
+// Shares of tokens, and their sums: weights or numbers of tokens.
+template <bool kByWeight>
+struct ShareType {
+    using Type = Weight;
+};
+template <>
+struct ShareType<false> {
+    using Type = unsigned;
+};
+
+// Where top_k ends.
+struct Cut {
+    FoundBin bin;  // a coarse one, with numbers of tokens; -1: behind all tokens that have a weight
+    Number members, weight_before;
+    Number weight_about;  // of all tokens that top_k keeps: those of a bin weigh nearly the same
+};
+
 template <bool kIsKept>
 struct RowSampler {
     const RowParams& params;
@@ -32,48 +49,76 @@ struct RowSampler {
     RowBarrier& barrier;
     RowExchange& exchange;
     const RowChunk<kIsKept>& chunk;
-    int fine_bins[kFineSlots]{-1, -1, -1, -1, -1};  // the coarse bin that each of row.fine_count holds
+    Number fine_bins = ~0ull;  // the coarse bin that each of row.fine_count holds, kCoarseBits each
     int num_fine = 0;
     LastKept last{kClasses, ~0ull};
     Border chosen{kClasses, 0, 0};  // the class of the token; kClasses: of any
 
     // The token that random bits choose; -1 in all threads but the one, of all blocks, that finds it.
-    __device__ __forceinline__ int choose(unsigned long long random) {
+    __device__ __forceinline__ int choose(const unsigned long long& random) {
         if (params.top_k || params.top_p) {
             add_weights(chunk, exchange.rank, row, params.top_k);
             if (params.top_p && params.min_weight) add_likely_weight();
             barrier.wait();
-            Border kept{kClasses, 0, 0};
-            if (params.top_k) kept = keep_top_k();
-            if (params.top_p) chosen = choose_by_class(kept, random);
+            choose_class(random);
         }
-        if (params.top_p) return find_token<false>([&](Number) { return chosen.members - 1; });
+        if (params.top_p) return find_token<false>([&](unsigned) { return static_cast<unsigned>(chosen.members) - 1; });
         return find_token<true>([&](Number of_row) { return __umul64hi(random << 11, of_row); });
     }
 
-    // The class in which the random number falls, the most likely first, and how many of its tokens are up to there. `kept`: what top_k keeps.
-    __device__ __forceinline__ Border choose_by_class(const Border& kept, unsigned long long random) {
-        const BinSums weights(kCoarseBins, [&](int bin) -> Number { return row.coarse_weight[bin]; });
+    // The sum that the last token of top_p is the first to exceed, if all tokens that top_k keeps weigh so much.
+    __device__ __forceinline__ Number end_of_top_p(Number all) const {
         const unsigned long long shifted = params.top_p << 11;
-        const Number all = kept.token_class == kClasses ? weights.total : kept.weight;
-        const Number wanted = __umul64hi(shifted, all) + (shifted * all != 0), likely = params.min_weight ? row.likely_weight : all;
-        const FoundBin end = weights.find(wanted - 1, 0);
-        // Where the random number falls depends on where top_p ends; but nearly always the ends of its bin say so too.
+        return __umul64hi(shifted, all) + (shifted * all != 0) - 1;
+    }
+    // The sum that the token is the first to exceed, if those of top_p weigh so much.
+    __device__ __forceinline__ Number place_of_random(const unsigned long long& random, Number of_top_p) const {
+        return __umul64hi(random << 11, params.min_weight ? min(of_top_p, row.likely_weight) : of_top_p);
+    }
+
+    // The coarse bin in which top_p ends; and where the random number can fall depends on where it ends there, but nearly always the ends of this
+    // bin say so too.
+    __device__ __forceinline__ FoundBin find_end(const BinSums<Weight>& weights, Number target, const unsigned long long& random, int& most, int& least) {
+        const FoundBin end = weights.find(target, 0);
         const bool is_large = end.value > end.before / 8;  // else one end says enough
-        weights.look_for(__umul64hi(random << 11, min(end.before + end.value, likely)), 1);
-        if (is_large) weights.look_for(__umul64hi(random << 11, min(end.before, likely)), 2);
+        weights.look_for(place_of_random(random, end.before + end.value), 1);
+        if (is_large) weights.look_for(place_of_random(random, end.before), 2);
         __syncthreads();
-        int most = found_bins()[1].bin, least = is_large ? found_bins()[2].bin : -1;
-        FoundBin coarse = end;
-        Number target = wanted - 1;
+        most = found_bins()[1].bin;
+        least = is_large ? found_bins()[2].bin : -1;
+        return end;
+    }
+
+    // What top_k keeps, and with top_p the class in which the random number falls, the most likely first, and how many of its tokens are up to
+    // there.
+    __device__ __forceinline__ void choose_class(const unsigned long long& random) {
+        BinSums<Weight> weights{};
+        Cut cut{{-1, 0, 0}, 0, 0, 0};
+        FoundBin coarse{-1, 0, 0};
+        int most = -1, least = -1;
+        if (params.top_p) weights = BinSums<Weight>(weights_of_thread(row.coarse_weight));
+        Number all = weights.total;
+        if (params.top_k) cut = find_cut(weights);
+        const bool is_cut = cut.bin.bin >= 0;
+        if (params.top_p) coarse = find_end(weights, end_of_top_p(is_cut ? cut.weight_about : all), random, most, least);
+        count_fine(coarse.bin, most, is_cut ? cut.bin.bin : least);
+        if (is_cut) all = keep_top_k(cut);
+        if (!params.top_p) return;
+        const int end = coarse.bin;
+        const uint4 of_end = counts_in(end), of_most = counts_in(most);  // the second border is nearly always in one of these
+        Number target = end_of_top_p(all);
+        if (is_cut) coarse = weights.find(target, 0);
 #pragma unroll 1
         for (bool is_end = true;; is_end = false) {
-            count_fine(coarse.bin, most, least);
-            const Border border = border_in(coarse, target);
-            if (!is_end) return border;
-            target = __umul64hi(random << 11, min(border.weight, likely));
+            uint4 counts = coarse.bin == end ? of_end : of_most;
+            if (coarse.bin != end && coarse.bin != most) {
+                count_fine(coarse.bin);
+                counts = counts_in(coarse.bin);
+            }
+            chosen = border_in(coarse, target, counts);
+            if (!is_end) return;
+            target = place_of_random(random, chosen.weight);
             coarse = weights.find(target, 3);
-            most = least = -1;
         }
     }
 
@@ -81,7 +126,7 @@ struct RowSampler {
         Number sum = 0;
         const auto load = [&](int token, bool exists) -> Weight { return weight_of(chunk.class_at(chunk.logit_at(token, exists))); };
         for_each_token<1>(chunk.begin, chunk.end, load, [&](Weight weight) { sum += weight >= params.min_weight ? weight : 0; });
-        sum = block_prefix_sum(sum).total;
+        sum = sums_of_warps(sum).total;
         if (threadIdx.x == 0) atomicAdd(&row.likely_weight, sum);
     }
 
@@ -89,16 +134,22 @@ struct RowSampler {
     __device__ __forceinline__ int slot_of(int coarse_bin) const {
         int slot = -1;
 #pragma unroll
-        for (int i = 0; i < kFineSlots; i++) slot = fine_bins[i] == coarse_bin ? i : slot;
+        for (int i = 0; i < kFineSlots; i++) {
+            if (static_cast<int>(fine_bins >> kCoarseBits * i & kNoCoarseBin) == coarse_bin) slot = i;
+        }
         return slot;
     }
 
     // What is to be counted of a coarse bin: nothing if that was done before, or if there is no such bin.
     __device__ __forceinline__ FineBins add_fine_bin(int coarse_bin, int counted) {
         if (coarse_bin < 0 || slot_of(coarse_bin) >= 0) return {-1, 0};
-#pragma unroll
-        for (int i = 0; i < kFineSlots; i++) fine_bins[i] = i == num_fine ? coarse_bin : fine_bins[i];
+        fine_bins ^= static_cast<Number>(coarse_bin ^ kNoCoarseBin) << kCoarseBits * num_fine;
         return {coarse_bin, (num_fine++ - counted) * kFineBins};
+    }
+
+    // What a thread has of the counts of a coarse bin, which may be none.
+    __device__ __forceinline__ uint4 counts_in(int coarse_bin) const {
+        return coarse_bin < 0 ? uint4{0, 0, 0, 0} : counts_of_thread(row.fine_count[slot_of(coarse_bin)], kFineBins);
     }
 
     // Counts the classes of up to three coarse bins.
@@ -111,38 +162,46 @@ struct RowSampler {
     }
 
     // The border at which the weight of all tokens, the most likely first, exceeds the target, which is in a coarse bin.
-    __device__ __forceinline__ Border border_in(const FoundBin& coarse, Number target) {
-        const unsigned* const counts = row.fine_count[slot_of(coarse.bin)];
+    __device__ __forceinline__ Border border_in(const FoundBin& coarse, Number target, const uint4& counts) {
         const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits;
-        const auto weight_in = [&](int bin) -> Number { return counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0; };
-        const FoundBin fine = BinSums(kFineBins, weight_in).find(target - coarse.before, 4);
-        const unsigned token_class = first_class + fine.bin;
-        const Weight weight = weight_of(token_class);
-        const Number before = coarse.before + fine.before, members = (target - before) / weight + 1;
-        return {token_class, members, before + members * weight};
+        const int shift = unit_shift(first_class);
+        const Number in_units = (target - coarse.before) >> shift;
+        const FoundBin fine = BinSums<Number>(units_of_thread(counts, first_class + first_bin_of_thread())).find(in_units, 4);
+        const unsigned token_class = first_class + fine.bin, units = units_of(token_class);
+        const Number members = quotient(in_units - fine.before, units) + 1;
+        return {token_class, members, coarse.before + ((fine.before + members * units) << shift)};
     }
 
-    // Finds the last token that top_k keeps. The border's class is kClasses if all tokens that have a weight are kept.
-    __device__ __forceinline__ Border keep_top_k() {
-        const Number wanted = static_cast<Number>(params.top_k);
-        const FoundBin coarse = BinSums(kCoarseBins, [&](int bin) -> Number { return row.coarse_count[bin]; }).find(wanted - 1, 5);
-        if (coarse.bin < 0) return {kClasses, 0, 0};
-        count_fine(coarse.bin);
-        const unsigned* const counts = row.fine_count[slot_of(coarse.bin)];
-        const FoundBin fine = BinSums(kFineBins, [&](int bin) -> Number { return counts[bin]; }).find(wanted - 1 - coarse.before, 6);
-        const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits, token_class = first_class + fine.bin;
-        const Number members = wanted - coarse.before - fine.before;
+    // The coarse bin in which top_k ends.
+    __device__ __forceinline__ Cut find_cut(const BinSums<Weight>& weights) {
+        const unsigned wanted = static_cast<unsigned>(min(params.top_k, static_cast<long long>(kMaxTokens) + 1));
+        const BinSums<unsigned> tokens(as_bins(counts_of_thread(row.coarse_count, kCoarseBins)));
+        if (wanted > tokens.total) return {{-1, 0, 0}, 0, 0, 0};
+        const FoundBin bin = tokens.find(wanted - 1, 5);
+        const Number members = wanted - bin.before;
+        if (!params.top_p) return {bin, members, 0, 0};
+        const FoundBin weight = weights.at(bin.bin, 7);
+        const float share = __fdiv_rn(static_cast<float>(members), static_cast<float>(bin.value));
+        const Number of_members = static_cast<Number>(__fmul_rn(static_cast<float>(weight.value), share));
+        return {bin, members, weight.before, weight.before + max(min(of_members, weight.value), Number{1})};
+    }
+
+    // Finds the last token that top_k keeps; what all of them weigh.
+    __device__ __forceinline__ Number keep_top_k(const Cut& cut) {
+        const uint4 counts = counts_in(cut.bin.bin);
+        const FoundBin fine = BinSums<unsigned>(as_bins(counts)).find(static_cast<unsigned>(cut.members - 1), 6);
+        const unsigned first_class = static_cast<unsigned>(cut.bin.bin) << kFineBits, token_class = first_class + fine.bin;
+        const Number members = cut.members - fine.before;
         Number weight = 0;
         if (params.top_p) {
-#pragma unroll 1
-            for (int bin = threadIdx.x; bin < coarse.bin; bin += kRowThreads) weight += row.coarse_weight[bin];
-#pragma unroll 1
-            for (int bin = threadIdx.x; bin < fine.bin; bin += kRowThreads) weight += counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0;
-            weight = block_prefix_sum(weight).total + members * weight_of(token_class);
+            const ThreadBins units = units_of_thread(counts, first_class + first_bin_of_thread());
+#pragma unroll
+            for (int i = 0; i < kBinsOfThread; i++) weight += first_bin_of_thread() + i < fine.bin ? units.values[i] : 0;
+            weight = cut.weight_before + ((sums_of_warps(weight).total + members * units_of(token_class)) << unit_shift(token_class));
         }
         last = {token_class, ~0ull};
         if (members < fine.value) last.key = break_ties(token_class, members);
-        return {token_class, members, weight};
+        return weight;
     }
 
     // The key of the last one of so many tokens of a class: those of the largest logits; of equal logits, those of the lowest ids.
@@ -152,12 +211,12 @@ struct RowSampler {
         for (int digit = 0;; digit++) {
             const int shift = shift_of_digit(digit), bits = bits_of_digit(digit);
             unsigned* const counts = row.key_count[digit];
-            add_counts<1>(chunk, exchange.rank, 1 << bits, counts, [&](int token, float logit) {
+            add_counts(chunk, exchange.rank, 1 << bits, counts, [&](int token, float logit) {
                 const Number key = key_of(logit, token) >> shift;
                 return chunk.class_at(logit) == of_class && key >> bits == prefix ? static_cast<int>(key & ((1u << bits) - 1)) : -1;
             });
             barrier.wait();
-            const FoundBin bin = BinSums(kFineBins, [&](int bin) -> Number { return counts[bin]; }).find(members - 1, 0);
+            const FoundBin bin = BinSums<unsigned>(as_bins(counts_of_thread(counts, kFineBins))).find(static_cast<unsigned>(members - 1), 5);
             members -= bin.before;
             prefix = prefix << bits | static_cast<unsigned>(bin.bin);
             if (members == bin.value) return ((prefix + 1) << shift) - 1;  // at the last digit at the latest, as keys differ
@@ -167,58 +226,53 @@ struct RowSampler {
     // What a token counts for where the token is looked for: without top_p its weight, as tokens are in the order of their ids; else 1 if it is
     // of the class that was chosen.
     template <bool kByWeight>
-    __device__ __forceinline__ Number share_of(int token, float logit) const {
+    using Share = typename ShareType<kByWeight>::Type;
+    template <bool kByWeight>
+    __device__ __forceinline__ Share<kByWeight> share_of(int token, float logit) const {
         const unsigned token_class = chunk.class_at(logit);
-        Number share = token_class == chosen.token_class;
-        if (kByWeight) {
-            const Weight weight = weight_of(token_class);
-            share = weight >= params.min_weight ? weight : 0;
-        }
-        return last.keeps(token_class, logit, token) ? share : 0;
+        if (!kByWeight) return token_class == chosen.token_class && last.keeps(token_class, logit, token);
+        const Weight weight = weight_of(token_class);
+        const Share<kByWeight> share = weight >= params.min_weight ? static_cast<Share<kByWeight>>(weight) : 0;
+        return last.keeps(token_class, logit, token) ? share : 0;  // asked of all: a branch takes longer
     }
 
     // The first token, by its id, with which the sum of the shares exceeds target_of(sum of all); -1 in all other threads.
     template <bool kByWeight, class TargetOf>
     __device__ __forceinline__ int find_token(TargetOf target_of) {
-        Number own = 0;
-        const auto load = [&](int token, bool exists) -> Number { return share_of<kByWeight>(token, chunk.logit_at(token, exists)); };
-        for_each_token(chunk.begin, chunk.end, load, [&](Number share) { own += share; });
-        const PrefixSum in_block = block_prefix_sum(own);
-        const Number before_warp = __shfl_sync(~0u, in_block.before, 0), up_to_warp = __shfl_sync(~0u, in_block.before + own, 31);
-        const PrefixSum of_blocks = block_prefix_sum(exchange.with_all(in_block.total));
-        Number& before_block = found_bins()->before;
-        if (static_cast<int>(threadIdx.x) == exchange.rank) before_block = of_blocks.before;
-        __syncthreads();
-        const Number target = target_of(of_blocks.total) - before_block;  // may be negative, and so very large
-        return before_warp <= target && target < up_to_warp ? find_in_run<kByWeight>(target - before_warp) : -1;
+        Share<kByWeight> own = 0;
+        const auto load = [&](int token, bool exists) { return share_of<kByWeight>(token, chunk.logit_at(token, exists)); };
+        for_each_token(chunk.begin, chunk.end, load, [&](Share<kByWeight> share) { own += share; });
+        const auto of_warps = sums_of_warps(own), of_blocks = exchange.sums(of_warps.total);
+        const Share<kByWeight> target = target_of(of_blocks.total) - of_blocks.before - of_warps.before;  // may be negative, and so very large
+        return target < sum_of_warp(own) ? find_in_run<kByWeight>(target) : -1;
     }
 
     // The same within the run of a warp, in which it is. For all of its lanes.
     template <bool kByWeight>
-    __device__ __forceinline__ int find_in_run(Number target) const {
+    __device__ __forceinline__ int find_in_run(Share<kByWeight> target) const {
         const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
         constexpr int kAtOnce = 3;
         int token = chunk.begin + warp * run_of_warp(chunk.end - chunk.begin) + lane;
-        Number shares[kAtOnce];
+        Share<kByWeight> shares[kAtOnce];
 #pragma unroll 1
         for (;; token += 32 * kAtOnce) {
-            Number sum = 0;
+            Share<kByWeight> sum = 0;
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
                 shares[i] = share_of<kByWeight>(token + 32 * i, chunk.logit_at(token + 32 * i, token + 32 * i < chunk.end));
                 sum += shares[i];
             }
-            const Number of_all = warp_sum_of_weights(sum);
+            const Share<kByWeight> of_all = sum_of_warp(sum);
             if (target < of_all) break;
             target -= of_all;
         }
         int i = 0;
-        for (Number of_all; target >= (of_all = warp_sum_of_weights(shares[0])); target -= of_all) {
+        for (Share<kByWeight> of_all; target >= (of_all = sum_of_warp(shares[0])); target -= of_all) {
 #pragma unroll
             for (int next = 1; next < kAtOnce; next++) shares[next - 1] = shares[next];
             i++;
         }
-        const Number up_to = warp_prefix_sum(shares[0]);
+        const Share<kByWeight> up_to = warp_prefix_sum(shares[0]);
         return up_to - shares[0] <= target && target < up_to ? token + 32 * i : -1;
     }
 
@@ -266,7 +320,7 @@ __device__ __forceinline__ Number edit_and_find_largest(const Chunk& chunk, cons
         if (!any) return;
 #pragma unroll
         for (LogitWithEdits& one : tokens) {
-            one.logit = edited_logit(one.logit, one.bias, one.uses, params.repetition, params.frequency, params.presence);
+            if (one.uses || one.bias != 0) one.logit = edited_logit(one.logit, one.bias, one.uses, params.repetition, params.frequency, params.presence);
         }
     };
     for_each_token<kEditsAtOnce>(chunk.begin, chunk.end, load, edit, [&](int token, const LogitWithEdits& one, bool exists) {
@@ -310,7 +364,7 @@ __device__ __forceinline__ void choose_token(const Batch& batch, long long row, 
         const Number of_block = edit_and_find_largest(as_it_came, params, uses, bias, into);
         // Nobody waits for this one: the first warps are going to wait for other blocks.
         if (!is_greedy && threadIdx.x == kRowThreads - 1) *random = random_bits(params.seed, params.counter);
-        largest = block_max(exchange.with_all(of_block));
+        largest = exchange.largest(of_block);
         if (is_finite(logit_of_ranked(largest))) break;
         error = with_edits ? kNothingLeft : kBadLogits;
         bad = largest;

@@ -6,9 +6,9 @@
 #include "sampling/row_workspace.cuh"
 #include "shared_memory.cuh"
 
-constexpr int kTokensOfHistogram = 1 << 14;  // so that sums of 17 bits fit into 32
+constexpr int kCopies = 4;  // of a coarse bin, in neighbouring words, for every fourth lane: fewer lanes of a warp meet
 constexpr int kSharedBins = kFineAtOnce * kFineBins;
-static_assert(kSharedBins >= 3 * kCoarseBins, "the same shared memory for both");
+static_assert(kSharedBins >= (kCopies + 1) * kCoarseBins, "the same shared memory for both");
 
 // Shared memory, all 0 but within a function of this file.
 __device__ __forceinline__ unsigned* shared_bins() {
@@ -24,11 +24,15 @@ __device__ __forceinline__ void clear_bins() {
 // Their address, from another lane, as the compiler would otherwise compute it again at each use.
 __device__ __forceinline__ SharedAddress address_of_bins() { return __shfl_sync(~0u, shared_address(shared_bins()), 0); }
 
-// Whether all lanes of a warp meet in a bin.
-__device__ __forceinline__ bool all_meet(int bin) { return __all_sync(~0u, bin == __shfl_sync(~0u, bin, 0)); }
+__device__ __forceinline__ unsigned lowest_of(const unsigned (&classes)[kTokensAtOnce]) {
+    unsigned lowest = classes[0];
+#pragma unroll
+    for (int i = 1; i < kTokensAtOnce; i++) lowest = min(lowest, classes[i]);
+    return lowest;
+}
 
 // Hands to the memory of a row what each block has counted: add(bin, what load(bin) gave) unless that is 0, beginning with another bin in each
-// block.
+// block. Where it is done, the blocks of the row meet.
 template <class Load, class Add>
 __device__ __forceinline__ void hand_in(int num_bins, int rank, Load load, Add add) {
     constexpr int kAtOnce = 4;
@@ -49,26 +53,40 @@ __device__ __forceinline__ void hand_in(int num_bins, int rank, Load load, Add a
             if (loaded[i]) add(bin_at(i), loaded[i]);
         }
     }
-    __syncthreads();
 }
 
-// bin_of(token, logit): from 0 to num_bins - 1, or less than 0. For all threads of the block.
-template <int kAtOnce = kTokensAtOnce, bool kIsKept, class BinOf>
+// The same for counts, most of which are 0: a warp looks at 128 of them at once.
+__device__ __forceinline__ void hand_in_counts(int num_bins, int rank, unsigned* of_row) {
+    constexpr int kBinsOfWarp = 128;  // and at least 8 times as many in all
+    const int lane = threadIdx.x % 32, num_parts = num_bins / kBinsOfWarp;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < num_parts; i += kWarpsOfBlock) {
+        const int turned = i + rank % 8, part = turned < num_parts ? turned : turned - num_parts;  // blocks begin with different ones
+        unsigned* const bins = shared_bins() + part * kBinsOfWarp;
+        uint4& four = reinterpret_cast<uint4*>(bins)[lane];
+        if (!__any_sync(~0u, four.x | four.y | four.z | four.w)) continue;
+        unsigned counts[kBinsOfWarp / 32];
+#pragma unroll
+        for (int x = 0; x < kBinsOfWarp / 32; x++) counts[x] = bins[32 * x + lane];
+        __syncwarp();
+        four = {0, 0, 0, 0};
+#pragma unroll
+        for (int x = 0; x < kBinsOfWarp / 32; x++) {
+            if (counts[x]) atomicAdd(of_row + part * kBinsOfWarp + 32 * x + lane, counts[x]);
+        }
+    }
+}
+
+// bin_of(token, logit): from 0 to num_bins - 1, a multiple of 128, or less than 0. For all threads of the block.
+template <bool kIsKept, class BinOf>
 __device__ __forceinline__ void add_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, BinOf bin_of) {
     const SharedAddress address = address_of_bins();
     const auto load = [&](int token, bool exists) -> int { return bin_of(token, chunk.logit_at(token, exists)); };
-    for_each_token<kAtOnce>(chunk.begin, chunk.end, load, [&](int bin) {
-        if (all_meet(bin)) {
-            if (bin >= 0 && threadIdx.x % 32 == 0) add_shared(address + bin * 4, 32);
-        } else if (bin >= 0) {
-            count_shared(address + bin * 4);
-        }
+    for_each_token<1>(chunk.begin, chunk.end, load, [&](int bin) {
+        if (bin >= 0) count_shared(address + bin * 4);
     });
-    unsigned* const bins = shared_bins();
-    hand_in(num_bins, rank, [&](int bin) { return bins[bin]; }, [&](int bin, unsigned count) {
-        atomicAdd(of_row + bin, count);
-        bins[bin] = 0;
-    });
+    hand_in_counts(num_bins, rank, of_row);
 }
 
 // A coarse bin whose classes are counted, and where its count begins.
@@ -80,111 +98,167 @@ struct FineBins {
 template <bool kIsKept>
 __device__ __forceinline__ void add_fine_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, FineBins a, FineBins b,
                                                 FineBins c) {
-    add_counts(chunk, rank, num_bins, of_row, [&](int, float logit) {
-        const unsigned token_class = chunk.class_at(logit);
-        const int coarse = static_cast<int>(token_class >> kFineBits), bin = static_cast<int>(token_class % kFineBins);
-        int first = -kFineBins;
-        if (coarse == c.coarse) first = c.first;
-        if (coarse == b.coarse) first = b.first;
-        if (coarse == a.coarse) first = a.first;
-        return first + bin;
+    const SharedAddress address = address_of_bins();
+    const unsigned behind = static_cast<unsigned>(max(max(a.coarse, b.coarse), c.coarse) + 1) << kFineBits;
+    const auto load = [&](int token, bool exists) -> unsigned { return chunk.class_at(chunk.logit_at(token, exists)); };
+    const auto count = [&](unsigned(&classes)[kTokensAtOnce]) {
+        if (lowest_of(classes) >= behind) return;
+#pragma unroll
+        for (const unsigned token_class : classes) {
+            const int coarse = static_cast<int>(token_class >> kFineBits), bin = static_cast<int>(token_class % kFineBins);
+            int first = -kFineBins;
+            if (coarse == c.coarse) first = c.first;
+            if (coarse == b.coarse) first = b.first;
+            if (coarse == a.coarse) first = a.first;
+            if (first >= 0) count_shared(address + (first + bin) * 4);
+        }
+    };
+    for_each_token(chunk.begin, chunk.end, load, count, [](int, unsigned, bool) {});
+    hand_in_counts(num_bins, rank, of_row);
+}
+
+// Weights by the high bits of the class, and counts if they are asked for. The weights in a bin are multiples of one power of 2 and have 24 bits
+// without it, so sums of 32 bits do: the rare carry goes to the memory of the row at once.
+template <bool kIsKept>
+__device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int rank, RowWorkspace& row, bool with_counts) {
+    const SharedAddress sums = address_of_bins() + threadIdx.x % kCopies * 4, counts = address_of_bins() + kCopies * kCoarseBins * 4;
+    const auto load = [&](int token, bool exists) -> unsigned { return chunk.class_at(chunk.logit_at(token, exists)); };
+    const auto add = [&](unsigned(&classes)[kTokensAtOnce]) {
+        if (lowest_of(classes) >= kClassesWithWeight) return;  // nearly all tokens of a row that is sure of some
+        unsigned units[kTokensAtOnce], before[kTokensAtOnce];
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; i++) units[i] = units_of(classes[i]);
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; i++) before[i] = fetch_add_shared(sums + (classes[i] >> kFineBits) * (kCopies * 4), units[i]);
+        if (with_counts) {
+#pragma unroll
+            for (int i = 0; i < kTokensAtOnce; i++) {
+                if (units[i]) count_shared(counts + (classes[i] >> kFineBits) * 4);
+            }
+        }
+        bool is_carried = false;
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; i++) is_carried |= before[i] + units[i] < before[i];
+        if (!is_carried) return;
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; i++) {
+            const Weight carry = static_cast<Weight>(before[i] + units[i] < before[i]) << 32 << unit_shift(classes[i]);
+            if (carry) atomicAdd(row.coarse_weight + (classes[i] >> kFineBits), carry);
+        }
+    };
+    for_each_token(chunk.begin, chunk.end, load, add, [](int, unsigned, bool) {});
+    constexpr int kSumBits = 34;  // of four words; the count is above them, as a sum may be 0 where there are tokens
+    uint4* const copies = reinterpret_cast<uint4*>(shared_bins());
+    unsigned* const counted = shared_bins() + kCopies * kCoarseBins;
+    const auto units_in = [&](int bin) -> Number {
+        const uint4 units = copies[bin];
+        return (static_cast<Number>(units.x) + units.y + units.z + units.w) | static_cast<Number>(with_counts ? counted[bin] : 0) << kSumBits;
+    };
+    hand_in(kCoarseBins, rank, units_in, [&](int bin, Number units) {
+        const unsigned count = static_cast<unsigned>(units >> kSumBits);
+        atomicAdd(row.coarse_weight + bin, (units & ((1ull << kSumBits) - 1)) << unit_shift(static_cast<unsigned>(bin) << kFineBits));
+        copies[bin] = {0, 0, 0, 0};
+        if (!count) return;
+        atomicAdd(row.coarse_count + bin, count);
+        counted[bin] = 0;
     });
 }
 
-// A token in its coarse bin, -1 if it has no weight; the weight in two parts.
-struct WeightInBin {
-    int bin;
-    unsigned low, high;
-};
-
-// Weights by the high bits of the class, and counts if they are asked for.
-template <bool kIsKept>
-__device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int rank, RowWorkspace& row, bool with_counts) {
-    constexpr int kHigh = kCoarseBins * 4, kCounts = 2 * kHigh;
-    const SharedAddress address = address_of_bins();
-    const auto load = [&](int token, bool exists) -> WeightInBin {
-        const unsigned token_class = chunk.class_at(chunk.logit_at(token, exists));
-        const Weight weight = weight_of(token_class);
-        const int bin = weight ? static_cast<int>(token_class >> kFineBits) : -1;
-        return {bin, static_cast<unsigned>(weight & 0xFFFF), static_cast<unsigned>(weight >> 16)};
-    };
-#pragma unroll 1
-    for (int from = chunk.begin; from < chunk.end; from += kTokensOfHistogram) {
-        for_each_token(from, min(chunk.end, from + kTokensOfHistogram), load, [&](const WeightInBin& one) {
-            const SharedAddress bin = address + one.bin * 4;
-            if (all_meet(one.bin)) {
-                if (one.bin < 0) return;
-                const int low = warp_sum(static_cast<int>(one.low)), high = warp_sum(static_cast<int>(one.high));
-                if (threadIdx.x % 32) return;
-                add_shared(bin, static_cast<unsigned>(low));
-                add_shared(bin + kHigh, static_cast<unsigned>(high));
-                if (with_counts) add_shared(bin + kCounts, 32);
-            } else if (one.bin >= 0) {
-                add_shared(bin, one.low);
-                add_shared(bin + kHigh, one.high);
-                if (with_counts) count_shared(bin + kCounts);
-            }
-        });
-        unsigned *const low = shared_bins(), *const high = low + kCoarseBins, *const counts = high + kCoarseBins;
-        const auto weight_in = [&](int bin) -> Weight { return low[bin] + (static_cast<Weight>(high[bin]) << 16); };
-        hand_in(kCoarseBins, rank, weight_in, [&](int bin, Weight weight) {
-            atomicAdd(row.coarse_weight + bin, weight);
-            if (with_counts) atomicAdd(row.coarse_count + bin, counts[bin]);
-            low[bin] = high[bin] = counts[bin] = 0;
-        });
-    }
-}
-
 struct FoundBin {
-    int bin;               // -1: the sum of all bins is not more than the target
+    int bin;
     Number before, value;  // sum of the bins before it, and its own
 };
 
 // Shared memory in which the thread that has found a bin tells the others.
-constexpr int kFoundBins = 7;
+constexpr int kFoundBins = 8;
 __device__ __forceinline__ FoundBin* found_bins() {
     SHARED_ARRAY(FoundBin, found, kFoundBins);
     return found;
 }
 
-// Bins with their prefix sums, kBinsOfThread in each thread of the block.
-struct BinSums {
-    static constexpr int kBinsOfThread = kFineBins / kRowThreads;
-    static_assert(kCoarseBins % kBinsOfThread == 0 && kCoarseBins <= kFineBins, "a thread has as many bins or none");
-    Number values[kBinsOfThread], before, total;
+// A thread has so many neighbouring bins, or none.
+constexpr int kBinsOfThread = 4;
+static_assert(kBinsOfThread * kRowThreads == kFineBins && kCoarseBins % kBinsOfThread == 0 && kCoarseBins <= kFineBins, "a block has all of them");
+__device__ __forceinline__ int first_bin_of_thread() { return kBinsOfThread * static_cast<int>(threadIdx.x); }
 
-    // The number of bins is kCoarseBins or kFineBins. For all threads of the block.
-    template <class ValueOf>
-    __device__ __forceinline__ BinSums(int bins, ValueOf value_of) {
-        const int first = kBinsOfThread * static_cast<int>(threadIdx.x);
-        Number own = 0;
+// Those of a thread, from memory.
+template <class Sum>
+struct ThreadBins {
+    Sum values[kBinsOfThread];
+};
+__device__ __forceinline__ uint4 counts_of_thread(const unsigned* bins, int num_bins) {
+    return first_bin_of_thread() < num_bins ? reinterpret_cast<const uint4*>(bins)[threadIdx.x] : uint4{0, 0, 0, 0};
+}
+__device__ __forceinline__ ThreadBins<unsigned> as_bins(const uint4& counts) { return {{counts.x, counts.y, counts.z, counts.w}}; }
+__device__ __forceinline__ ThreadBins<Weight> weights_of_thread(const Weight* coarse) {
+    if (first_bin_of_thread() >= kCoarseBins) return {};
+    const uint4* const words = reinterpret_cast<const uint4*>(coarse) + 2 * threadIdx.x;
+    const uint4 a = words[0], b = words[1];
+    const auto join = [](unsigned low, unsigned high) { return static_cast<Number>(high) << 32 | low; };
+    return {{join(a.x, a.y), join(a.z, a.w), join(b.x, b.y), join(b.z, b.w)}};
+}
+// What so many tokens of classes from `first_class` on weigh, in units of these classes.
+__device__ __forceinline__ ThreadBins<Number> units_of_thread(const uint4& counts, unsigned first_class) {
+    if (!(counts.x | counts.y | counts.z | counts.w)) return {};
+    ThreadBins<Number> units;
 #pragma unroll
-        for (int i = 0; i < kBinsOfThread; i++) {
-            values[i] = first < bins ? value_of(first + i) : 0;
-            own += values[i];
-        }
-        const PrefixSum sum = block_prefix_sum(own);
+    for (int i = 0; i < kBinsOfThread; i++) units.values[i] = static_cast<Number>(as_bins(counts).values[i]) * units_of(first_class + i);
+    return units;
+}
+
+// Bins with their prefix sums.
+template <class Sum>
+struct BinSums {
+    ThreadBins<Sum> bins;
+    Sum before, total;  // of the threads before this one, of all
+
+    BinSums() = default;
+    // For all threads of the block.
+    __device__ __forceinline__ explicit BinSums(const ThreadBins<Sum>& of_thread) : bins(of_thread) {
+        const PrefixSum<Sum> sum = block_prefix_sum(own());
         before = sum.before;
         total = sum.total;
     }
 
-    // The first bin with which the sum exceeds the target. `place`: one of kFoundBins, that nobody reads any more. For all threads of the block.
-    __device__ __forceinline__ FoundBin find(Number target, int place) const {
-        if (target >= total) return {-1, 0, 0};
+    __device__ __forceinline__ Sum own() const { return bins.values[0] + bins.values[1] + bins.values[2] + bins.values[3]; }
+
+    // The first bin with which the sum exceeds the target, which is less than the sum of all. `place`: one of kFoundBins, that nobody reads any
+    // more. For all threads of the block.
+    __device__ __forceinline__ FoundBin find(Sum target, int place) const {
         look_for(target, place);
         __syncthreads();
         return found_bins()[place];
     }
-    // The same, but it is only there after the next __syncthreads(); the target is less than the sum of all.
-    __device__ __forceinline__ void look_for(Number target, int place) const {
-        const Number from_here = target - before;  // may be negative, and so very large
-        Number sum = 0;
-        FoundBin here{-1, 0, 0};
+    // The same, but it is only there after the next __syncthreads().
+    __device__ __forceinline__ void look_for(Sum target, int place) const {
+        Sum left = target - before;  // may be negative, and so very large
+        if (left >= own()) return;
+        int i = 0;
+        Sum value = bins.values[0], up_to = before;
 #pragma unroll
-        for (int i = 0; i < kBinsOfThread; i++) {
-            if (from_here - sum < values[i]) here = {kBinsOfThread * static_cast<int>(threadIdx.x) + i, before + sum, values[i]};
-            sum += values[i];
+        for (int next = 1; next < kBinsOfThread; next++) {
+            if (left < value || i != next - 1) continue;
+            left -= value;
+            up_to += value;
+            value = bins.values[next];
+            i = next;
         }
-        if (here.bin >= 0) found_bins()[place] = here;
+        found_bins()[place] = {first_bin_of_thread() + i, up_to, value};
+    }
+    // A bin by its number. For all threads of the block.
+    __device__ __forceinline__ FoundBin at(int bin, int place) const {
+        const int i = bin - first_bin_of_thread();
+        if (0 <= i && i < kBinsOfThread) {
+            Sum value = bins.values[0], up_to = before;
+#pragma unroll
+            for (int next = 1; next < kBinsOfThread; next++) {
+                if (next > i) continue;
+                up_to += value;
+                value = bins.values[next];
+            }
+            found_bins()[place] = {bin, up_to, value};
+        }
+        __syncthreads();
+        return found_bins()[place];
     }
 };

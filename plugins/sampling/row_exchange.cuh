@@ -13,7 +13,49 @@ struct RowExchange {
     const unsigned done_before;  // what row.exchanges was
     unsigned done = done_before;
 
-    // Thread t gets the number of block t, threads from `blocks` on 0. `number` counts in thread 0 only. For all threads of the block.
+    // The largest number of all blocks. `number` counts in thread 0 only. For all threads of the block.
+    __device__ __forceinline__ Number largest(Number number) {
+        SHARED_ARRAY(Number, of_warps, kWarps);
+        number = with_all(number);
+        if (threadIdx.x < 32 * kWarps) {
+            number = largest_of_warp(number);
+            if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = number;
+        }
+        __syncthreads();
+        number = of_warps[0];
+#pragma unroll
+        for (int warp = 1; warp < kWarps; warp++) number = max(number, of_warps[warp]);
+        return number;
+    }
+
+    // The sum over the blocks before this one, and over all. Otherwise the same.
+    template <class Sum>
+    __device__ __forceinline__ PrefixSum<Sum> sums(Sum number) {
+        SHARED_ARRAY(PrefixSum<Sum>, of_warps, kWarps);
+        number = static_cast<Sum>(with_all(number));
+        if (threadIdx.x < 32 * kWarps) {
+            const PrefixSum<Sum> of_warp{sum_of_warp(static_cast<int>(threadIdx.x) < rank ? number : 0), sum_of_warp(number)};
+            if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = of_warp;
+        }
+        __syncthreads();
+        PrefixSum<Sum> sum{0, 0};
+#pragma unroll
+        for (int warp = 0; warp < kWarps; warp++) {
+            sum.before += of_warps[warp].before;
+            sum.total += of_warps[warp].total;
+        }
+        return sum;
+    }
+
+    // After the last exchange. Where there was none, other blocks may not have read the number yet.
+    __device__ __forceinline__ void finish() const {
+        if (rank == 0 && threadIdx.x == 0 && done != done_before) row.exchanges = done;
+    }
+
+private:
+    static constexpr int kWarps = kMaxBlocksOfRow / 32;  // those that listen
+
+    // Thread t gets the number of block t, threads from `blocks` on 0.
     __device__ __forceinline__ Number with_all(Number number) {
         done++;
         const unsigned flag = 0x40000000 | (done & 0x0FFFFFFF);  // as a float neither 0 nor denormal nor NaN
@@ -26,10 +68,5 @@ struct RowExchange {
         float4 heard;
         while (__float_as_uint((heard = poll_vector(slots + threadIdx.x)).w) != flag) poll_again();
         return static_cast<Number>(__float_as_uint(heard.y)) << 32 | __float_as_uint(heard.x);
-    }
-
-    // After the last exchange. Where there was none, other blocks may not have read the number yet.
-    __device__ __forceinline__ void finish() const {
-        if (rank == 0 && threadIdx.x == 0 && done != done_before) row.exchanges = done;
     }
 };

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from tests.helpers.quantized_models import GPTQ_CONFIG, gptq, write_quantized
+from tests.helpers.gguf_models import write_gguf
+from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_quantized
 from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN
 from trt_kvcache import KVCacheConfig, estimate_build, what_fits
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import RangeError
+from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +49,52 @@ def test_k_and_v_in_8_bits_count_their_scales(model: Path) -> None:
         )
     assert isinstance(cache, KVCacheConfig)
     estimate = estimate_build(model, max_batch_size=2, max_sequence_length=300, attention="plugin")
-    for scales in ("head", "token"):
-        packed = KVCacheConfig(
-            layers=cache.layers, max_batch_size=2, max_sequence_length=300, dtype="int8", layout=cache.layout, scales=scales
-        )
-        exact = estimate.device_nbytes - cache.nbytes + packed.nbytes
-        for budget, batch in ((exact, 2), (exact - 1, 1)):
-            (fit,) = [
-                one for one in what_fits(model, budget, max_sequence_length=300) if (one.weights, one.kv_scales) == ("float16", scales)
-            ]
-            assert (fit.largest_batch, fit.kv_dtype) == (batch, "int8")
+    packed = KVCacheConfig(
+        layers=cache.layers, max_batch_size=2, max_sequence_length=300, dtype="int8", layout=cache.layout, scales="token"
+    )
+    exact = estimate.device_nbytes - cache.nbytes + packed.nbytes
+    for budget, batch in ((exact, 2), (exact - 1, 1)):
+        fits = what_fits(model, budget, max_sequence_length=300)
+        (fit,) = [one for one in fits if (one.weights, one.kv_scales) == ("float16", "token")]
+        assert (fit.largest_batch, fit.kv_dtype) == (batch, "int8")
+
+
+def test_only_a_checkpoint_with_static_scales_has_rows_for_them(tmp_path: Path, model: Path) -> None:
+    assert {fit.kv_scales for fit in what_fits(model, 10**9)} == {None, "token"}
+    quantize, config = ALL_CASES["compressed-int8"]
+    for name, shape, scales in (("tensor", (1,), "tensor"), ("head", (2,), "head")):
+        folder = tmp_path / name
+        write_quantized(folder, str(model), quantize, {**config, "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}})
+        tensors = load_file(folder / "model.safetensors")
+        layers = {f"model.layers.{i}.self_attn.{side}_scale": np.full(shape, 0.5, np.float32) for i in range(2) for side in "kv"}
+        save_file({**tensors, **layers}, folder / "model.safetensors")
+        fits = what_fits(folder, 10**9)
+        assert [(fit.kv_dtype, fit.kv_scales) for fit in fits] == [("float16", None), ("int8", "token"), ("float8_e4m3fn", scales)]
+
+
+def test_weights_of_an_engine_in_segments_have_a_dense_embedding(model: Path) -> None:
+    fits = {(fit.weights, fit.kv_scales): fit.weights_nbytes for fit in what_fits(model, 10**9)}
+    for quantize in ("int8", "int4:128,embedding=int8,head=int8"):
+        assert fits[quantize, "token"] == estimate_build(model, quantize=quantize, attention="plugin").weights_nbytes
+    assert fits["int4:128,embedding=int8,head=int8", "token"] > fits["int4:128,embedding=int8,head=int8", None]
+
+
+def test_a_gguf_file_is_what_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "model", "Q4_0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert {fit.weights for fit in what_fits(tmp_path / "model", 10**9)} == {"GGUF Q4_0"}
+        with Checkpoint.open(tmp_path / "model") as checkpoint:
+            packed = {name: checkpoint.nbytes_of(name) for name in checkpoint.quantized_names}
+        norms = {name: math.prod(shape) * 2 for name, shape in tensor_shapes(checkpoint.config).items() if name not in packed}
+        assert estimate_build(tmp_path / "model").weights_nbytes == sum(packed.values()) + sum(norms.values())
 
 
 def test_formats_that_a_model_does_not_take_are_left_out(model: Path) -> None:
     assert {fit.weights for fit in what_fits(model, 0)} == {"float16", "int8", "int4:32", "int4:128", "int4:128,embedding=int8,head=int8"}
     narrow = what_fits(GOLDEN / "qwen2-tied", 10**9)  # 48 inputs, no head of its own, heads that the kernels do not have
-    weights = ("float16", "int8", "int4:32", "int4:128", "int4:128,embedding=int8")
+    weights = ("float16", "int8", "int4:32", "int4:128", "int4:128,embedding=int4:128")
     assert [(fit.weights, fit.kv_scales) for fit in narrow] == [(one, None) for one in weights]
 
 

@@ -188,7 +188,7 @@ def test_what_fits_into_a_gpu(run: Run, tmp_path: Path):
     ]
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in done.out.splitlines() if line.startswith("│")][-len(fits) :]
     assert [row[3:] for row in rows] == [[str(fit.longest_sequence), str(fit.largest_batch)] for fit in fits]
-    assert rows[1][:2] == ["float16", "8 bits, scale a head"]
+    assert rows[1][:2] == ["float16", "8 bits, scale a token"]
     assert "tokens of 2 slots" in done.out
     assert "slots of 300 tokens" in done.out
 

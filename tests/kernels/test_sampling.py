@@ -92,6 +92,17 @@ def test_ties_at_the_border(memory, stream, options):
     assert chosen == plain_tokens(logits, rows)
 
 
+@pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 5}])
+@pytest.mark.parametrize("vocab_size", [1024, 2000, 6100])
+def test_weights_that_32_bits_have_no_room_for(memory, stream, vocab_size, options):
+    """Equal logits: four sums of 256 tokens and nothing else are 0 in 32 bits, more are carried."""
+    logits = np.full((4, vocab_size), 2.5, np.float32)
+    logits[2:, ::3] = 1.25
+    rows = [Row(seed=seed, **options) for seed in range(4)]
+    chosen, _ = run(memory, stream, logits, rows)
+    assert chosen == plain_tokens(logits, rows)
+
+
 @pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 3000, "top_p": 0.7}])
 def test_sorted_logits(memory, stream, options):
     """Each block has classes that no other one has."""

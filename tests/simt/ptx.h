@@ -17,10 +17,10 @@ using SharedAddress = unsigned char*;
 
 inline SharedAddress shared_address(const void* place) { return static_cast<unsigned char*>(const_cast<void*>(place)); }
 
-inline void add_shared(SharedAddress address, unsigned value) {
-    if (value) __atomic_fetch_add(reinterpret_cast<unsigned*>(address), value, __ATOMIC_RELAXED);
+inline unsigned fetch_add_shared(SharedAddress address, unsigned value) {
+    return value ? __atomic_fetch_add(reinterpret_cast<unsigned*>(address), value, __ATOMIC_RELAXED) : 0;
 }
-inline void count_shared(SharedAddress address) { add_shared(address, 1); }
+inline void count_shared(SharedAddress address) { fetch_add_shared(address, 1); }
 
 inline SharedAddress xor_address(SharedAddress address, unsigned bits) {
     return reinterpret_cast<SharedAddress>(reinterpret_cast<size_t>(address) ^ bits);
@@ -167,8 +167,8 @@ inline int over_warp(int value, int (*join)(int, int)) {
     for (int distance = 16; distance > 0; distance /= 2) value = join(value, __shfl_xor_sync(~0u, value, distance));
     return value;
 }
-inline int warp_sum(int value) {
-    return over_warp(value, [](int a, int b) { return a + b; });
+inline int warp_sum(int value) {  // modulo 2^32, as the instruction
+    return over_warp(value, [](int a, int b) { return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)); });
 }
 inline int warp_max(int value) {
     return over_warp(value, [](int a, int b) { return a > b ? a : b; });

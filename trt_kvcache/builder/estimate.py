@@ -15,8 +15,8 @@ from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREF
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
-from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
+from trt_kvcache.checkpoint.stored_format import stored_format
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.quantized_kv import QuantizedKV
@@ -174,10 +174,13 @@ class PackedModel:
         Of ``config.json``.
     packed : mapping of str to int
         Bytes of each weight that the engine has packed, by name.
+    static_kv : pair of str, optional
+        Dtype of K and V and what shares a scale, ``"tensor"`` or ``"head"``, where the folder has static scales of them.
     """
 
     model: ModelConfig
     packed: Mapping[str, int]
+    static_kv: tuple[str, str] | None = None
 
     @classmethod
     def read(
@@ -203,9 +206,12 @@ class PackedModel:
         """
         path = Path(model_path)
         data = read_json(path / "config.json")
-        model, quantized = ModelConfig.from_dict(data), quantized_format(data, path)
+        model = ModelConfig.from_dict(data)
         is_native = are_native(compute_capabilities, is_rtx=flavour != "tensorrt")
-        return cls(model, _packed_sizes(path, model, quantize, is_quantized=quantized is not None, is_native=is_native))
+        if stored_format(data, path) is None:
+            return cls(model, _rounded_sizes(model, quantize))
+        with Checkpoint.open(path, quantize=quantize) as checkpoint:
+            return cls(model, _stored_sizes(checkpoint, is_native=is_native), _static_kv(checkpoint))
 
     def estimate(
         self,
@@ -288,17 +294,27 @@ def _any_scales(model: ModelConfig, kv_dtype: str | None, kv_scales: str | None)
     return QuantizedKV(kv_dtype, kv_scales or "token", () if kv_scales in (None, "token") else [(1.0, 1.0)] * len(model.attention_layers))
 
 
-def _packed_sizes(path: Path, model: ModelConfig, quantize: str | None, *, is_quantized: bool, is_native: bool) -> dict[str, int]:
+def _stored_sizes(checkpoint: Checkpoint, *, is_native: bool) -> dict[str, int]:
     """Return the bytes of each weight that the engine has packed, by name. FP4 takes the bytes of int8 where it is not native."""
-    if is_quantized:
-        with Checkpoint.open(path, quantize=quantize) as checkpoint:
-            shapes = tensor_shapes(model)
-            codes = {name: 0 if is_native else math.prod(shapes[name]) // 2 for name in checkpoint.names_of_kind("e2m1")}
-            return {name: checkpoint.nbytes_of(name) + codes.get(name, 0) for name in checkpoint.quantized_names}
+    shapes = tensor_shapes(checkpoint.config)
+    codes = {name: 0 if is_native else math.prod(shapes[name]) // 2 for name in checkpoint.names_of_kind("e2m1")}
+    return {name: checkpoint.nbytes_of(name) + codes.get(name, 0) for name in checkpoint.quantized_names}
+
+
+def _rounded_sizes(model: ModelConfig, quantize: str | None) -> dict[str, int]:
+    """Return the same of weights that are rounded."""
     if quantize is None:
         return {}
     shapes, schemes = tensor_shapes(model), rounding_schemes(model, Quantization.parse(quantize))
     return {name: rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, model.dtype) for name, scheme in schemes.items()}
+
+
+def _static_kv(checkpoint: Checkpoint) -> tuple[str, str] | None:
+    """Return the dtype of K and V that has static scales in a checkpoint, and what shares one; None if there are none."""
+    scales = checkpoint.kv_scales()
+    if checkpoint.kv_dtype is None or not scales:
+        return None
+    return checkpoint.kv_dtype, "tensor" if all(isinstance(scale, float) for pair in scales for scale in pair) else "head"
 
 
 def _kernels_nbytes(model: ModelConfig, *, segmented: bool) -> int:

@@ -36,22 +36,41 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
     if single.is_file():
         file = SafetensorsFile(single)
         return dict.fromkeys(file.tensors, file)
-    ggufs = sorted(folder.glob("*.gguf"))
     index = folder / INDEX_FILE
     if index.is_file():
         return _open_shards(index)
-    if len(ggufs) > 1:
-        raise CheckpointError(
-            f"{folder}: expected one GGUF file, got {', '.join(file.name for file in ggufs[:3])}. Keep one of them there."
-        )
-    if ggufs:
-        blocks = GGUFFile(ggufs[0])
+    gguf = gguf_path(folder)
+    if gguf is not None:
+        blocks = GGUFFile(gguf)
         return dict.fromkeys(blocks.tensors, blocks)
     raise CheckpointError(
         f"{folder}: expected {SINGLE_FILE}, or shards with {INDEX_FILE}, got neither. "
         "Weights in another format (pytorch_model.bin) must be converted to safetensors first. "
         "A GGUF file is read where it is the only one."
     )
+
+
+def gguf_path(folder: Path) -> Path | None:
+    """Return the GGUF file that the weights of a model folder are in; None if they are in safetensors, or if there are none.
+
+    Parameters
+    ----------
+    folder : Path
+        The model folder.
+
+    Raises
+    ------
+    CheckpointError
+        There are several.
+    """
+    if any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        return None
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{folder}: expected one GGUF file, got {', '.join(file.name for file in files[:3])}. Keep one of them there."
+        )
+    return files[0] if files else None
 
 
 def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) -> dict[str, WeightFile]:

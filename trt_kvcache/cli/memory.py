@@ -76,6 +76,10 @@ def memory(
         Any, logits_per_slot(help="With --engine: most new tokens of a slot whose logits one enqueue returns.")
     ] = 1,
     quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help=f"With --engine. {QUANTIZE_HELP}")] = None,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(metavar="X.Y", help="With --engine or --fit: of the GPUs. FP4 takes its own bytes from 12.0 on, else those of INT8."),
+    ] = None,
     fit: Annotated[
         str | None,
         typer.Option(
@@ -116,8 +120,9 @@ def memory(
     packed = None if folder is None else weights_format(located(folder, ["config.json"]))
     positions = None if model is None else model.max_position_embeddings
     asked = {"dtype": computed, "max_logits_per_slot": max_logits_per_slot, "quantize": quantize}
-    build = _build_estimate(folder, config, **asked, kv_dtype=stored, kv_scales=kv_scales) if engine else None
-    fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length)
+    gpus = {"compute_capabilities": compute_capability or None}
+    build = _build_estimate(folder, config, **asked, **gpus, kv_dtype=stored, kv_scales=kv_scales) if engine else None
+    fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length, **gpus)
     if json:
         extra = {} if build is None else {"build": as_json(build)}
         fits = {} if gib is None else _what_fits(config, gib, positions)
@@ -165,12 +170,12 @@ def _parsed_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper().removesuffix("B")])
 
 
-def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: int | None) -> tuple[Fit, ...]:
+def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: int | None, **gpus: Any) -> tuple[Fit, ...]:
     if folder is None or is_engine_folder(folder):
         raise typer.BadParameter("expected a model folder with it; the weights of an engine are built.", param_hint="--fit")
     dtype = config.dtype if config.dtype in MODEL_DTYPES else None
     return what_fits(
-        located(folder, ["config.json"]), nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype
+        located(folder, ["config.json"]), nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype, **gpus
     )
 
 

@@ -1,9 +1,9 @@
-"""What commands say of quantized weights, of which they read ``config.json`` only."""
+"""What commands say of quantized weights, which they do not read."""
 
 from pathlib import Path
 
 from trt_kvcache.checkpoint.json_file import read_json
-from trt_kvcache.checkpoint.quantized.registry import quantized_format
+from trt_kvcache.checkpoint.stored_format import stored_format
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError, ConfigError
 
@@ -25,7 +25,7 @@ def weights_format(folder: Path) -> str | None:
     if is_engine_folder(folder) or not path.is_file():
         return None
     try:
-        found = quantized_format(read_json(path), folder)
+        found = stored_format(read_json(path), folder)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return None if found is None else found.title

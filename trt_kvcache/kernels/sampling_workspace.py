@@ -11,7 +11,7 @@ from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Bytes of ``RowWorkspace`` in ``plugins/sampling/row_workspace.cuh``, and blocks of a row at most.
-ROW_WORKSPACE_NBYTES, MAX_BLOCKS_OF_ROW = 99104, 128
+ROW_WORKSPACE_NBYTES, MAX_BLOCKS_OF_ROW = 99088, 128
 
 #: Blocks that are resident on a multiprocessor at once.
 BLOCKS_PER_SM = 2

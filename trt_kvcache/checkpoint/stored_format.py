@@ -1,0 +1,40 @@
+"""How the weights of a model folder are stored, before a checkpoint is opened."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.checkpoint.gguf_file import GGUFFile
+from trt_kvcache.checkpoint.quantized.format import QuantizedFormat
+from trt_kvcache.checkpoint.quantized.gguf import GGUF, TYPES
+from trt_kvcache.checkpoint.quantized.registry import quantized_format
+from trt_kvcache.checkpoint.weight_files import gguf_path
+
+
+def stored_format(data: Mapping[str, Any], folder: Path) -> QuantizedFormat | None:
+    """Return how the weights of a model folder are quantized: as ``config.json`` says, or as its GGUF file has them.
+
+    Parameters
+    ----------
+    data : mapping of str to object
+        The parsed ``config.json``.
+    folder : path
+        Where it is. No weights are read.
+
+    Returns
+    -------
+    QuantizedFormat or None
+        None for weights as they are.
+
+    Raises
+    ------
+    ConfigError
+        The weights are quantized in a way that is not read.
+    CheckpointError
+        There are several GGUF files, or the one that is there is damaged.
+    """
+    file = gguf_path(folder)
+    if file is None:
+        return quantized_format(data, folder)
+    dtypes = {tensor.dtype for tensor in GGUFFile(file).tensors.values()}
+    return GGUF(dtypes) if dtypes & set(TYPES) else None
