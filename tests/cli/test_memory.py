@@ -138,6 +138,7 @@ def test_a_budget_too_small_for_one_token(run: Run):
         ([SHIPPED, "--fit", "8 gallons"], "--fit: expected a size such as 8GB (10^9 bytes) or 7.5GiB (2^30), got '8 gallons'."),
         ([*LLAMA_7B, "--fit", "8GB"], "--fit: expected a model folder with it"),
         (["--layers", 10**9], "Invalid value for '--layers'"),
+        ([SHIPPED, "--compute-capability", "12.0"], "--compute-capability: expected --engine or --fit with it, got neither."),
         ([SHIPPED, "--quantize", "int4"], "--quantize: expected --engine with it, got none"),
         ([SHIPPED, "--fit", "8GB", "--quantize", "int4"], "--quantize: expected without --fit, which lists all formats"),
         ([SHIPPED, "--fit", "8GB", "--engine", "--quantize", "int4"], "--quantize: expected without --fit"),
@@ -168,6 +169,14 @@ def test_sizes_and_folders_that_are_refused(run: Run, arguments: list[object], c
     done = run("memory", *arguments)
     assert (done.code, done.out) == (1, "")
     assert complaint in done.err
+
+
+@pytest.mark.parametrize("capability", ["abc", "8", "8.6.1", "-8.6"])
+@pytest.mark.parametrize("more", [("--engine",), ("--fit", "8GB")], ids=str)
+def test_a_compute_capability_that_is_none(run: Run, more: tuple[str, ...], capability: str):
+    done = run("memory", SHIPPED, *more, f"--compute-capability={capability}")
+    assert (done.code, done.out) == (1, "")
+    assert f"compute_capabilities: expected some such as 8.6, got '{capability}'." in done.err
 
 
 @pytest.mark.parametrize("more", [(), ("--engine",), ("--fit", "8GB")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from trt_kvcache._util.shown import shown
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES
 from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
 from trt_kvcache.errors import ConfigError
@@ -39,7 +40,7 @@ def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | 
     Raises
     ------
     ConfigError
-        A compute capability is named that does not have a type.
+        A compute capability is named that does not have a type, or is not written as one.
     """
     types = sorted({CONSTANT_TYPES[kind] for kind in kinds} & set(FIRST_CAPABILITY))
     is_rtx = options.flavour != "tensorrt" if tensorrt is None else tensorrt.is_rtx
@@ -70,10 +71,18 @@ def are_native(capabilities: Sequence[str] | None, *, is_rtx: bool = True) -> bo
         The compute capabilities that are built for; None for all.
     is_rtx : bool
         False for full TensorRT, which builds for the GPU that it runs on.
+
+    Raises
+    ------
+    ConfigError
+        A compute capability is not written as one.
     """
     first = _number(FIRST_CAPABILITY["float4_e2m1fn"])
     return is_rtx and capabilities is not None and all(_number(name) >= first for name in capabilities)
 
 
 def _number(capability: str) -> tuple[int, ...]:
-    return tuple(map(int, capability.split(".")))
+    parts = capability.split(".")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"compute_capabilities: expected some such as 8.6, got {shown(capability)}.")
+    return tuple(map(int, parts))

@@ -94,6 +94,8 @@ def memory(
     Per layer, per sequence and in total. Nothing is allocated.
     """
     memory_nbytes = None if fit is None else _parsed_size(fit)
+    if compute_capability and not engine and fit is None:
+        raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--compute-capability")
     _check_formats(quantize, dtype, kv_dtype, with_engine=engine, with_fit=fit is not None)
     if gib is not None and not 0 <= gib <= _MAX_GIB:
         raise typer.BadParameter(f"expected 0 to {_MAX_GIB:g}, got {gib}.", param_hint="--gib")
