@@ -133,8 +133,9 @@ class Checkpoint:
         Warns
         -----
         UserWarning
-            Weights are stored in another floating-point dtype than ``config.json`` says (float32 norms in a bfloat16 model, ...). They
-            are converted when they are read, as transformers does. Or a quantized model quantizes activations too, which is left out.
+            Weights are stored in another floating-point dtype than ``config.json`` says (float32 norms in a bfloat16 model, ...), but for
+            norms and biases of a GGUF file. They are converted when they are read, as transformers does. Or a quantized model quantizes
+            activations too, which is left out. Or there are GGUF files beside safetensors, which are not read.
         """
         rounding = None if quantize is None else Quantization.parse(quantize)
         folder = Path(path)
@@ -489,7 +490,7 @@ def _check_tied_head(config: ModelConfig, files: Mapping[str, WeightFile]) -> No
 
 
 def _warn_of_conversion(config: ModelConfig, files: Mapping[str, WeightFile], names: Iterable[str], folder: Path) -> None:
-    converted = [name for name in names if files[name].tensors[name].dtype != config.dtype]
+    converted = [name for name in names if files[name].tensors[name].dtype != config.dtype and not _is_vector_of_gguf(files[name], name)]
     if converted:
         stored = sorted({files[name].tensors[name].dtype for name in converted})
         warn_caller(
@@ -497,6 +498,11 @@ def _warn_of_conversion(config: ModelConfig, files: Mapping[str, WeightFile], na
             f"the dtype of the model by {CONFIG_FILE}: {_some(converted)}.",
             UserWarning,
         )
+
+
+def _is_vector_of_gguf(file: WeightFile, name: str) -> bool:
+    """Return whether a tensor is a norm or a bias in a GGUF file, which has them in float32 whatever the model is in."""
+    return isinstance(file, GGUFFile) and len(file.tensors[name].shape) == 1
 
 
 def _array(file: WeightFile, name: str, dtype: str) -> npt.NDArray[Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.checkpoint.gguf_file import GGUFFile
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
@@ -31,8 +32,15 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
     ------
     CheckpointError
         There are no weights in safetensors or one GGUF file, a file is missing or damaged, or index and shards contradict each other.
+
+    Warns
+    -----
+    UserWarning
+        There are weights in safetensors, which are read, and GGUF files, which are not.
     """
-    single = folder / SINGLE_FILE
+    single, ggufs = folder / SINGLE_FILE, sorted(folder.glob("*.gguf"))
+    if ggufs and gguf_path(folder) is None:
+        warn_caller(f"{folder}: weights are read from safetensors, and not from {ggufs[0].name}, which is there too.", UserWarning)
     if single.is_file():
         file = SafetensorsFile(single)
         return dict.fromkeys(file.tensors, file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from tests.checkpoint.folders import refused
 from tests.helpers.quantized_models import write_values
+from tests.helpers.small_model import write_model
 from trt_kvcache import InferenceSession
 from trt_kvcache.checkpoint import Checkpoint
 
@@ -18,7 +20,6 @@ pytest.importorskip("gguf")
 from tests.helpers.gguf_models import write_gguf
 
 
-@pytest.mark.filterwarnings("ignore:(?s).*are converted")
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_values_are_those_of_the_library(tmp_path: Path, kind: str) -> None:
     values = write_gguf(tmp_path / "model", kind)
@@ -35,7 +36,6 @@ def test_values_are_those_of_the_library(tmp_path: Path, kind: str) -> None:
         assert len(checkpoint.fingerprint()) == 64
 
 
-@pytest.mark.filterwarnings("ignore:(?s).*are converted")
 def test_the_numpy_engine(tmp_path: Path) -> None:
     values = write_gguf(tmp_path / "model", "Q8_0")
     found = []
@@ -67,6 +67,24 @@ def test_two_files_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model", "Q8_0")
     (tmp_path / "model" / "other.gguf").write_bytes(b"GGUF")
     assert "expected one GGUF file, got model.gguf, other.gguf. Keep one of them there." in refused(tmp_path / "model")
+
+
+def test_safetensors_are_read_before_it(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", hidden_size=32, intermediate_size=64, head_dim=16)
+    write_gguf(tmp_path / "model", "Q8_0")
+    shutil.copy(source / "model.safetensors", tmp_path / "model")
+    text = "weights are read from safetensors, and not from model.gguf, which is there too."
+    with pytest.warns(UserWarning, match=text) as caught, Checkpoint.open(tmp_path / "model") as checkpoint:
+        assert not checkpoint.weights.is_quantized
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_matrices_in_another_dtype_are_named(tmp_path: Path) -> None:
+    """Norms are always in float32 there."""
+    write_gguf(tmp_path / "model", "F32")
+    with pytest.warns(UserWarning, match=r"9 tensor\(s\) are stored in float32 and are converted to float16") as caught:
+        Checkpoint.open(tmp_path / "model").close()
+    assert "norm" not in str(caught[0].message)
 
 
 def test_a_config_of_other_sizes_is_refused(tmp_path: Path) -> None:
