@@ -29,7 +29,7 @@ def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | 
     Warns
     -----
     UserWarning
-        K and V are not quantized, and the checkpoint has static scales for them.
+        K and V are not quantized, and the checkpoint describes static scales for them.
     """
     if kv_dtype is None:
         if kv_scales is not None:
@@ -54,6 +54,6 @@ def _warn_of_unused_scales(checkpoint: Checkpoint) -> None:
     name = next((name for name, dtype in KV_DTYPE_NAMES.items() if dtype == checkpoint.kv_dtype), None)
     if name is not None:
         warn_caller(
-            f"{checkpoint.path}: K and V are not quantized. The checkpoint has static scales for {name}: kv_dtype={name!r} uses them.",
+            f"{checkpoint.path}: K and V are not quantized. The checkpoint describes them in {name}: kv_dtype={name!r} quantizes them.",
             UserWarning,
         )

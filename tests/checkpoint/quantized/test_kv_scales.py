@@ -63,7 +63,7 @@ def test_scales_that_are_not_asked_for_are_named(made, options: dict[str, str], 
         warnings.simplefilter("always")
         InferenceSession.from_model(folder.path, engine="reference", dtype="float32", max_sequence_length=24, **options).close()
     said = [(warning.filename, str(warning.message)) for warning in caught if "K and V" in str(warning.message)]
-    text = f"{folder.path}: K and V are not quantized. The checkpoint has static scales for int8: kv_dtype='int8' uses them."
+    text = f"{folder.path}: K and V are not quantized. The checkpoint describes them in int8: kv_dtype='int8' quantizes them."
     assert said == [(__file__, text)] * warned
 
 
