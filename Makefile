@@ -77,11 +77,11 @@ test-bindings: $(READY)  ## Hold the code against NVIDIA's Python bindings of ea
 test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU is a failure
 	TRT_KVCACHE_REQUIRE_GPU=1 TRT_KVCACHE_TEST_DEVICE=gpu $(BIN)/pytest -m "gpu or device"
 
-# Only what needs torch: `make test` has run the rest of the last three files.
+# Only what needs torch: `make test` has run the rest of the last files.
 .PHONY: test-torch
-test-torch: $(TRANSFORMERS_READY)  ## Run the tests of the PyTorch engine on the CPU; installs torch, transformers and compressed-tensors
-	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/pytest $(WORKERS) -m "$(FAST)" -k "torch or test_compressed_tensors" tests/torch_engine \
-	tests/checkpoint/quantized/test_compressed_tensors.py tests/session/test_quantized_kv_layers.py tests/project/test_docstrings.py
+test-torch: $(TRANSFORMERS_READY)  ## Run the tests of the PyTorch engine on the CPU; installs torch, transformers, compressed-tensors and nvidia-modelopt
+	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/pytest $(WORKERS) -m "$(FAST)" -k "torch or test_compressed_tensors or test_modelopt" tests/torch_engine \
+	tests/checkpoint/quantized/test_compressed_tensors.py tests/checkpoint/quantized/test_modelopt.py tests/session/test_quantized_kv_layers.py tests/project/test_docstrings.py
 	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/python tests/simt/run.py -m "device and $(FAST)" tests/torch_engine
 
 .PHONY: test-serve
@@ -141,8 +141,8 @@ $(TORCH_READY): $(READY)
 	@touch $(TORCH_READY)
 
 $(TRANSFORMERS_READY): $(TORCH_READY)
-	@$(BIN)/python -c "import transformers, compressed_tensors" 2>/dev/null || \
-	$(BIN)/python -m pip install --disable-pip-version-check transformers compressed-tensors
+	@$(BIN)/python -c "import transformers, compressed_tensors, modelopt" 2>/dev/null || \
+	$(BIN)/python -m pip install --disable-pip-version-check transformers compressed-tensors nvidia-modelopt
 	@touch $(TRANSFORMERS_READY)
 
 # The browser is one of the system (apt-get install chromium), because playwright's own comes from a site of its own.
