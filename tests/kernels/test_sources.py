@@ -32,7 +32,7 @@ from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
 from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
 from trt_kvcache.kernels.host.token_weights import FRACTION_BITS, WEIGHT_BITS
 from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
-from trt_kvcache.kernels.linear_tiles import LINE_NBYTES, ROW_COUNTS, RUN_INPUTS, TILE_ROWS, linear_macros
+from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, RUN_INPUTS, TILE_ROWS, linear_macros
 from trt_kvcache.kernels.recurrent_chunks import CHUNK_STAGES
 from trt_kvcache.kernels.sampling_rows import ROW_PARAMS
 from trt_kvcache.kernels.sampling_workspace import MAX_BLOCKS_OF_ROW, ROW_WORKSPACE_NBYTES
@@ -92,7 +92,6 @@ class TestBothSides:
             ("kMaxBlocksOfRow", MAX_BLOCKS_OF_ROW),
             ("kTileRows", TILE_ROWS),
             ("kRunInputs", RUN_INPUTS),
-            ("kLineBytes", LINE_NBYTES),
             ("kFractionBits", FRACTION_BITS),
             ("kWeightBits", WEIGHT_BITS),
         ],
