@@ -34,7 +34,7 @@ def table(results: Path) -> str:
         path = results / f"{name}.json"
         if path.is_file():
             content = json.loads(path.read_text(encoding="utf-8"))
-            place = f"{content.get('device', content['cpu'])}, {content['date'][:10]} | {content['commit'][:8]}"
+            place = f"{content.get('device', content['cpu'])}, {content['date'][:10]} | {_short(content['commit'])}"
             lines += [f"| {what} | {value} | {limit} | {' | ' if i else place} |" for i, (what, value, limit) in enumerate(rows(content))]
     return "\n".join(lines)
 
@@ -100,11 +100,17 @@ def _perplexity(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield f"the same, {row['format']}: over {dense['format']}", f"{row['perplexity'] / dense['perplexity']:.4f}", ""
 
 
+def _short(commit: str) -> str:
+    """Return the first digits of a commit, and whether files had been changed since."""
+    digits, *changed = commit.split(maxsplit=1)
+    return " ".join([digits[:8], *changed])
+
+
 def formats_table(content: dict[str, Any]) -> str:
     """Return the table of what formats cost, for the page of quantization."""
-    lines = [f"`{content['command']}`, {content['date'][:10]}, commit {content['commit'][:8]}:", ""]
+    lines = [f"`{content['command']}`, {content['date'][:10]}, commit {_short(content['commit'])}:", ""]
     lines += [
-        "| weights | bytes, of those in 16 bits | shipped model: perplexity over 16 bits | random model: perplexity over 16 bits |",
+        "| weights | random model: bytes of those in 16 bits | shipped model: perplexity over 16 bits | random model: the same |",
         "|---|---|---|---|",
     ]
     tables = {which: {row["format"]: row for row in of_table(content[which])} for which in ("shipped", "random")}
