@@ -6,22 +6,25 @@
 #include "attention/kv_pipeline.cuh"
 #include "attention/schedule.cuh"
 
+constexpr int kFewAtOnce = kQuantized ? 4 : 2;  // chunks of 16 columns in one ldmatrix
+
+// What this lane passes to ldmatrix for chunks from `first` on: an address in row `row` of the keys or values of the new tokens.
+__device__ __forceinline__ SharedAddress few_address(SharedAddress tile, int row, int first) {
+    const int lane = threadIdx.x % 32;
+    return tile + (kQuantized ? row * kRowBytes + 16 * min(first + lane / 8, kStoredRowChunks - 1)
+                              : swizzled_offset(row, min(2 * first + lane / 8, kRowChunks - 1)));
+}
+
 // Products of q and the new tokens, which are the first 8 keys of an A fragment; those that are fewer have the last one in their place. `row`: where the row
 // begins that this lane passes to ldmatrix. `odd`: sums of every other chunk, to be added to the scores.
 template <class Codes = Stored>
 __device__ __forceinline__ void multiply_few_keys(float (&scores)[4], float (&odd)[4], const KeyQueries& queries, SharedAddress keys, int row) {
-    const int lane = threadIdx.x % 32;
-    constexpr int kAtOnce = kQuantized ? 4 : 2;  // chunks of 16 columns in one ldmatrix
 #pragma unroll
-    for (int first = 0; first < kHeadDim / 16; first += kAtOnce) {
+    for (int first = 0; first < kHeadDim / 16; first += kFewAtOnce) {
         unsigned loaded[4];
-        if constexpr (kQuantized) {
-            ldmatrix_x4(loaded, keys + row * kRowBytes + 16 * min(first + lane / 8, kStoredRowChunks - 1));
-        } else {
-            ldmatrix_x4(loaded, keys + swizzled_offset(row, min(2 * first + lane / 8, kRowChunks - 1)));
-        }
+        ldmatrix_x4(loaded, few_address(keys, row, first));
 #pragma unroll
-        for (int i = 0; i < kAtOnce && first + i < kHeadDim / 16; i++) {
+        for (int i = 0; i < kFewAtOnce && first + i < kHeadDim / 16; i++) {
             uint2 words;
             if constexpr (kQuantized) {
                 words = widen_in_order(Element{}, Codes{}, loaded[i]);
@@ -37,18 +40,12 @@ __device__ __forceinline__ void multiply_few_keys(float (&scores)[4], float (&od
 // Adds probabilities, as a B fragment of 8 keys, times the values of the new tokens to the output.
 template <class Codes = Stored>
 __device__ __forceinline__ void accumulate_few_values(KeyState& state, unsigned probabilities, SharedAddress values, int row) {
-    const int lane = threadIdx.x % 32;
-    constexpr int kAtOnce = kQuantized ? 4 : 2;
 #pragma unroll
-    for (int first = 0; first < kHeadDim / 16; first += kAtOnce) {
+    for (int first = 0; first < kHeadDim / 16; first += kFewAtOnce) {
         unsigned loaded[4];
-        if constexpr (kQuantized) {
-            ldmatrix_x4_trans(loaded, values + row * kRowBytes + 16 * min(first + lane / 8, kStoredRowChunks - 1));
-        } else {
-            ldmatrix_x4_trans(loaded, values + swizzled_offset(row, min(2 * first + lane / 8, kRowChunks - 1)));
-        }
+        ldmatrix_x4_trans(loaded, few_address(values, row, first));
 #pragma unroll
-        for (int i = 0; i < kAtOnce && first + i < kHeadDim / 16; i++) {
+        for (int i = 0; i < kFewAtOnce && first + i < kHeadDim / 16; i++) {
             uint2 words;
             if constexpr (kQuantized) {
                 words = widen(Element{}, Codes{}, loaded[i]);

@@ -207,8 +207,7 @@ def test_network_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
     monkeypatch.setattr(Graph, "layer", recording)
-    for module in (builder, checked_build):
-        monkeypatch.setattr(module, "load", lambda flavour, *, error: full)
+    monkeypatch.setattr(checked_build, "load", lambda flavour, *, error: full)
     build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **{**SIZES, "flavour": "tensorrt", "attention": attention})
     assert flags == [1 << int(rtx.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)]
     assert [each for each in kinds if each.startswith("attention")] == [kind]
@@ -368,6 +367,19 @@ def test_options_refused_before_anything(no_tensorrt: None, tmp_path: Path, chan
     with pytest.raises(ConfigError, match=message):
         build_engine(model, tmp_path / "new" / "engine", **{**SIZES, **change})
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_without_tensorrt_no_weights_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(flavour: str, *, error: type[Exception]) -> TensorRT:
+        raise error("TensorRT is not there")
+
+    def unreachable(*arguments: Any, **options: Any) -> Checkpoint:
+        raise AssertionError("the checkpoint was opened")
+
+    monkeypatch.setattr(checked_build, "load", missing)
+    monkeypatch.setattr(checked_build, "_opened", unreachable)
+    with pytest.raises(BuildError, match="TensorRT is not there"):
+        build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
 
 
 @pytest.mark.trt

@@ -19,8 +19,6 @@ from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
-from trt_kvcache.errors import BuildError
-from trt_kvcache.trt.module import load
 from trt_kvcache.trt.plugin import can_add_plugins
 
 #: Called as ``progress(stage, done)`` with what is being done, and the fraction of it that is done (None where that is not known).
@@ -177,8 +175,8 @@ def build_engine(
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
     )
-    options, quantized = checked.options, checked.quantized
-    tensorrt = load(flavour, error=BuildError)
+    options, tensorrt, quantized = checked.options, checked.tensorrt, checked.quantized
+    assert tensorrt is not None
     with checked.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
         report(DEFINING, None)
         in_segments = options.attention == "plugin" and not can_add_plugins(tensorrt)

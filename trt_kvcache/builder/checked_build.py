@@ -35,6 +35,8 @@ class CheckedBuild:
     ----------
     options : BuildOptions
         All of them, with their defaults, and GPUs that have the types of quantized weights.
+    tensorrt : TensorRT or None
+        The imported TensorRT; None only in a dry run without it.
     checkpoint : Checkpoint
         Open.
     quantized : QuantizedKV or None
@@ -44,6 +46,7 @@ class CheckedBuild:
     """
 
     options: BuildOptions
+    tensorrt: TensorRT | None
     checkpoint: Checkpoint
     quantized: QuantizedKV | None
     rounding: str | None
@@ -53,7 +56,7 @@ def checked_build(
     model_path: str | os.PathLike[str],
     engine_path: str | os.PathLike[str],
     *,
-    needs_weights: bool = True,
+    dry_run: bool = False,
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
     max_sequence_length: int | None = None,
     max_prefill_length: int | None = None,
@@ -74,8 +77,8 @@ def checked_build(
     ----------
     model_path, engine_path : path
         As for :func:`~trt_kvcache.build_engine`.
-    needs_weights : bool
-        Whether a folder without any weight files is refused. If not, its checkpoint has no weights to read.
+    dry_run : bool
+        Whether neither TensorRT nor weights are needed. Without weight files the checkpoint has none to read.
     max_batch_size, max_sequence_length, max_prefill_length : int
         As there.
     max_logits_per_slot : int or "all"
@@ -100,8 +103,8 @@ def checked_build(
 
     Raises
     ------
-    ConfigError, CheckpointError
-        As ``build_engine`` does. Without TensorRT, what it alone knows is not checked.
+    ConfigError, CheckpointError, BuildError
+        As ``build_engine`` does. In a dry run without TensorRT, what it alone knows is not checked.
     """
     rounding = None if quantize is None else str(Quantization.parse(quantize))
     model = Path(model_path)
@@ -123,10 +126,10 @@ def checked_build(
     check_target(Path(engine_path), model)
     if options.timing_cache is not None:
         check_timing_cache(options.timing_cache)
-    tensorrt = _found(flavour)
+    tensorrt = _found(flavour) if dry_run else load(flavour, error=BuildError)
     if tensorrt is not None:
         options.check_tensorrt(tensorrt)
-    checkpoint = _opened(model, rounding, needs_weights=needs_weights)
+    checkpoint = _opened(model, rounding, needs_weights=not dry_run)
     try:
         options = for_codes(options, checkpoint.code_kinds, tensorrt, rounded=rounding is not None)
         options.check_kernels(checkpoint.config)
@@ -136,7 +139,7 @@ def checked_build(
     except BaseException:
         checkpoint.close()
         raise
-    return CheckedBuild(options=options, checkpoint=checkpoint, quantized=quantized, rounding=rounding)
+    return CheckedBuild(options=options, tensorrt=tensorrt, checkpoint=checkpoint, quantized=quantized, rounding=rounding)
 
 
 def _found(flavour: str) -> TensorRT | None:

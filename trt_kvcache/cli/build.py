@@ -113,7 +113,7 @@ def build(
     }
     search: dict[str, Any] = {"builder_optimization_level": builder_optimization_level, "timing_cache": timing_cache}
     if dry_run:
-        checked_build(model, output, needs_weights=False, **sizes, **search).checkpoint.close()
+        checked_build(model, output, dry_run=True, **sizes, **search).checkpoint.close()
         estimate = estimate_build(model, **sizes)
         if json:
             put_json(as_json(estimate))
