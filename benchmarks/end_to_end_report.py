@@ -69,6 +69,7 @@ def readme_block(content: dict[str, Any]) -> str:
         '`InferenceSession.generate` with `engine="torch"`, top-p sampling, text and a stop text, beside `generate` of transformers',
         "with sampling and text. The limit is the time that reading weights, K and V takes at the speed of a copy",
         copies,
+        *_other_run(content),
         "",
         "| model | batch | limit | trt_kvcache | static + compile | eager |",
         "|---|---|---|---|---|---|",
@@ -78,6 +79,16 @@ def readme_block(content: dict[str, Any]) -> str:
             times = [f"{sides[side]['step_ms']['median']:.2f}" if side in sides else "" for side in SIDES]
             lines.append(f"| {model} | {batch} | {sides['ours']['limit_ms']:.2f} | {' | '.join(times)} |")
     return "\n".join(lines)
+
+
+def _other_run(content: dict[str, Any]) -> list[str]:
+    """Return when the sides of transformers were measured, if it was not with ours."""
+    other = content.get("sides_of_transformers")
+    return (
+        []
+        if other is None
+        else [f"Ours was measured on {content['date'][:10]}, transformers on {other['date'][:10]}, on the same kind of GPU."]
+    )
 
 
 def picture(content: dict[str, Any]) -> str:

@@ -296,6 +296,15 @@ def test_the_table_of_end_to_end(monkeypatch):
     assert next(report.rows(content))[1] == "no"
 
 
+def test_readme_says_that_transformers_was_measured_elsewhen(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    report = importlib.import_module("end_to_end_report")
+    content = end_to_end_results() | {"date": "2030-01-02T03:04:05+00:00"}
+    said = "Ours was measured on 2030-01-02, transformers on 2029-12-31"
+    assert said not in report.readme_block(content)
+    assert said in report.readme_block(content | {"sides_of_transformers": {"date": "2029-12-31T00:00:00+00:00"}})
+
+
 def test_readme_shows_end_to_end_where_there_is_a_result(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     tables = importlib.import_module("tables")
