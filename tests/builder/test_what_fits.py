@@ -70,6 +70,8 @@ def test_only_a_checkpoint_with_static_scales_has_rows_for_them(tmp_path: Path, 
         save_file({**tensors, **layers}, folder / "model.safetensors")
         fits = what_fits(folder, 10**9)
         assert [(fit.kv_dtype, fit.kv_scales) for fit in fits] == [("float16", None), ("int8", "token"), ("float8_e4m3fn", scales)]
+        static, by_token = (estimate_build(folder, kv_dtype="fp8", kv_scales=kind).cache_nbytes for kind in (scales, "token"))
+        assert static < by_token
 
 
 def test_weights_of_an_engine_in_segments_have_a_dense_embedding(model: Path) -> None:

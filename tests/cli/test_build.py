@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.quantized_models import CASES, write_quantized
 from tests.helpers.small_model import write_model
-from trt_kvcache import build_engine
+from trt_kvcache import build_engine, estimate_build
 from trt_kvcache.cli import build as build_module
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BuildError, ConfigError
@@ -227,6 +227,10 @@ def test_a_dry_run_says_what_the_build_would(run: Run, tmp_path: Path, kind: str
         model = tmp_path / "quantized"
     with pytest.raises(ConfigError) as caught:
         build_engine(model, tmp_path / "engine", flavour="tensorrt_rtx", **options)
+    if "timing_cache" not in options:
+        with pytest.raises(ConfigError) as estimated:
+            estimate_build(model, flavour="tensorrt_rtx", **options)
+        assert str(estimated.value) == str(caught.value)
     flags = []
     for name, value in options.items():
         flags += ["--compute-capability", *value] if name == "compute_capabilities" else [f"--{name.replace('_', '-')}", value]

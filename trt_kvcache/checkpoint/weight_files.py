@@ -14,6 +14,22 @@ from trt_kvcache.model.families.family import Family
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+#: How names of files of weights, and of their indices, end: of the formats that are read, and of others that people have.
+_ENDINGS = tuple(
+    ending + more for ending in (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack") for more in ("", ".index.json")
+)
+
+
+def has_weight_files(folder: Path) -> bool:
+    """Return whether a model folder has weights, or says that it has: then they can be checked.
+
+    Parameters
+    ----------
+    folder : Path
+        The model folder.
+    """
+    return any(path.name.endswith(_ENDINGS) for path in folder.iterdir())
+
 
 def open_weight_files(folder: Path) -> dict[str, WeightFile]:
     """Map all weight files of a model folder into memory.

@@ -7,7 +7,7 @@ import typer
 
 from trt_kvcache.builder.build_engine import BuildReport
 from trt_kvcache.builder.checked_build import checked_build
-from trt_kvcache.builder.estimate import estimate_build
+from trt_kvcache.builder.estimate import estimate_checked
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL
 from trt_kvcache.cli.build_process import build_in_child
 from trt_kvcache.cli.build_sizes import print_build_sizes
@@ -113,8 +113,9 @@ def build(
     }
     search: dict[str, Any] = {"builder_optimization_level": builder_optimization_level, "timing_cache": timing_cache}
     if dry_run:
-        checked_build(model, output, dry_run=True, **sizes, **search).checkpoint.close()
-        estimate = estimate_build(model, **sizes)
+        checked = checked_build(model, output, dry_run=True, **sizes, **search)
+        with checked.checkpoint:
+            estimate = estimate_checked(checked)
         if json:
             put_json(as_json(estimate))
         else:

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from trt_kvcache._util.shown import shown
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.builder.what_fits import Fit, what_fits
@@ -25,10 +27,9 @@ from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located
-from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES
+from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES, kv_dtype_of
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
-from trt_kvcache.engine.quantized_kv import KV_DTYPE_NAMES
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
 from trt_kvcache.model import ModelConfig
@@ -37,11 +38,13 @@ from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 _GIB = 2**30
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _MAX_GIB = 1e9
-_DTYPE_HELP = "Data type of K and V: float16, bfloat16, float32, float8_e4m3fn or int8. Default: the folder's, or float16."
+#: A smaller number without a unit is one of gigabytes whose unit was forgotten.
+_LEAST_WITHOUT_UNIT = 10**6
+_DTYPE_HELP = "Data type of K and V: float16, bfloat16, float32, fp8 (float8_e4m3fn) or int8. Default: the folder's, or float16."
 _PANEL = "Without a folder"
 
 
-KVDTypeName = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
+KVDTypeName = Literal["float16", "bfloat16", "float32", "fp8", "float8_e4m3fn", "int8"]
 
 
 def memory(
@@ -93,6 +96,7 @@ def memory(
 
     Per layer, per sequence and in total. Nothing is allocated.
     """
+    dtype = kv_dtype_of(dtype)
     memory_nbytes = None if fit is None else _parsed_size(fit)
     if compute_capability and not engine and fit is None:
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--compute-capability")
@@ -112,7 +116,7 @@ def memory(
         config = config.with_max_sequence_length(max_sequence_length)
     computed, stored = _dtypes(dtype, kv_dtype)
     if kv_scales and stored is None:
-        raise typer.BadParameter(f"expected --kv-dtype {' or '.join(KV_DTYPE_NAMES)} with it, got none.", param_hint="--kv-scales")
+        raise typer.BadParameter("expected --kv-dtype fp8 or int8 with it, got none.", param_hint="--kv-scales")
     if computed:
         config = _with_dtype(config, computed, None)
     if stored:
@@ -158,7 +162,7 @@ def _check_formats(quantize: str | None, dtype: str | None, kv_dtype: str | None
 def _dtypes(dtype: str | None, kv_dtype: str | None) -> tuple[str | None, str | None]:
     """Return what is computed in, and what K and V in 8 bits are; None for what is not said. ``--dtype`` may say the second too."""
     if dtype not in SCALED_KV_DTYPES:
-        return dtype, None if kv_dtype is None else KV_DTYPE_NAMES[kv_dtype]
+        return dtype, None if kv_dtype is None else kv_dtype_of(kv_dtype)
     if kv_dtype is not None:
         raise typer.BadParameter(f"expected --dtype {' or '.join(MODEL_DTYPES)} with it, got {dtype}.", param_hint="--kv-dtype")
     return None, dtype
@@ -169,7 +173,12 @@ def _parsed_size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B?)\s*", text, re.IGNORECASE)
     if found is None:
         raise typer.BadParameter(f"expected a size such as 8GB (10^9 bytes) or 7.5GiB (2^30), got {text!r}.", param_hint="--fit")
-    return int(float(found[1]) * _UNITS[found[2].upper().removesuffix("B")])
+    nbytes = int(Decimal(found[1]) * _UNITS[found[2].upper().removesuffix("B")])
+    if not found[2] and nbytes < _LEAST_WITHOUT_UNIT:
+        raise typer.BadParameter(f"expected a unit with it, such as {found[1]}GB or {found[1]}GiB, got {text!r}.", param_hint="--fit")
+    if nbytes > _MAX_GIB * _GIB:
+        raise typer.BadParameter(f"expected at most {_MAX_GIB:g} GiB, got {shown(text)}.", param_hint="--fit")
+    return nbytes
 
 
 def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: int | None, **gpus: Any) -> tuple[Fit, ...]:
