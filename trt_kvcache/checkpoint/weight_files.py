@@ -28,7 +28,18 @@ def has_weight_files(folder: Path) -> bool:
     folder : Path
         The model folder.
     """
-    return any(path.name.endswith(_ENDINGS) for path in folder.iterdir())
+    return any(map(is_weight_file, folder.iterdir()))
+
+
+def is_weight_file(path: Path) -> bool:
+    """Return whether a file has weights, or is an index of such files, by its name.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    """
+    return path.name.endswith(_ENDINGS)
 
 
 def open_weight_files(folder: Path) -> dict[str, WeightFile]:

@@ -24,6 +24,7 @@ from trt_kvcache.cli.session_flags import (
     DTypeName,
     FlavourName,
     located,
+    located_headers,
 )
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
@@ -95,7 +96,6 @@ def build(
     json: Json = False,
 ) -> None:
     """Build a TensorRT engine from a model folder. TensorRT for RTX needs no GPU for it."""
-    model = located(model)
     if is_engine_folder(model):
         raise CheckpointError(f"{model}: expected a Hugging Face folder, got an engine folder.")
     sizes: dict[str, Any] = {
@@ -113,17 +113,19 @@ def build(
     }
     search: dict[str, Any] = {"builder_optimization_level": builder_optimization_level, "timing_cache": timing_cache}
     if dry_run:
-        checked = checked_build(model, output, dry_run=True, **sizes, **search)
-        with checked.checkpoint:
-            estimate = estimate_checked(checked)
+        with located_headers(model) as folder:
+            checked = checked_build(folder, output, dry_run=True, **sizes, **search)
+            with checked.checkpoint:
+                estimate = estimate_checked(checked)
         if json:
             put_json(as_json(estimate))
         else:
             print_build_sizes(estimate)
         return
+    folder = located(model)
     with progress_display() as progress:
         report = build_in_child(
-            model,
+            folder,
             output,
             embed_weights=embed_weights,
             progress=progress,

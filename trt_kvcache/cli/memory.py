@@ -26,7 +26,7 @@ from trt_kvcache.cli.console import count, length_limit, put_json, results, say,
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
-from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located
+from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located, located_headers
 from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES, kv_dtype_of
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
@@ -43,6 +43,9 @@ _LEAST_WITHOUT_UNIT = 10**6
 _DTYPE_HELP = "Data type of K and V: float16, bfloat16, float32, fp8 (float8_e4m3fn) or int8. Default: the folder's, or float16."
 _PANEL = "Without a folder"
 
+#: What is read of a model unless the sizes of its weights are asked for.
+_FILES = ("config.json", "hf_quant_config.json")
+
 
 KVDTypeName = Literal["float16", "bfloat16", "float32", "fp8", "float8_e4m3fn", "int8"]
 
@@ -51,7 +54,8 @@ def memory(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="ENGINE|MODEL", help="Folder or id of the Hugging Face Hub to take layers and heads from. Only config.json is read."
+            metavar="ENGINE|MODEL",
+            help="Engine or model folder, or id of the Hugging Face Hub, to take layers and heads from. No weights are downloaded.",
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, max=10_000, metavar="N", help="Attention layers.", rich_help_panel=_PANEL)] = None,
@@ -107,7 +111,7 @@ def memory(
     if folder is None:
         config = _config_of_numbers(layers, kv_heads, head_dim, max_sequence_length)
     elif (layers, kv_heads, head_dim) == (None, None, None):
-        config = _config_of_folder(located(folder, ["config.json"]))
+        config = _config_of_folder(located(folder, _FILES))
     else:
         raise typer.BadParameter("expected a folder, or --layers, --kv-heads and --head-dim, got both.")
     if max_batch_size:
@@ -123,7 +127,7 @@ def memory(
         config = _with_dtype(config, stored, kv_scales or "token")
     estimate = estimate_memory(config)
     model = _model_of(folder)
-    packed = None if folder is None else weights_format(located(folder, ["config.json"]))
+    packed = None if folder is None else weights_format(located(folder, _FILES))
     positions = None if model is None else model.max_position_embeddings
     asked = {"dtype": computed, "max_logits_per_slot": max_logits_per_slot, "quantize": quantize}
     gpus = {"compute_capabilities": compute_capability or None}
@@ -185,9 +189,8 @@ def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: 
     if folder is None or is_engine_folder(folder):
         raise typer.BadParameter("expected a model folder with it; the weights of an engine are built.", param_hint="--fit")
     dtype = config.dtype if config.dtype in MODEL_DTYPES else None
-    return what_fits(
-        located(folder, ["config.json"]), nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype, **gpus
-    )
+    with located_headers(folder) as path:
+        return what_fits(path, nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype, **gpus)
 
 
 def _print_fits(fits: Sequence[Fit], nbytes: int, config: DecoderCacheConfig, length: int | None) -> None:
@@ -224,8 +227,8 @@ def _build_estimate(folder: Path | None, config: DecoderCacheConfig, **asked: An
         raise typer.BadParameter(
             "expected a model folder with it; `trt-kvcache inspect` has the sizes of an engine.", param_hint="--engine"
         )
-    path = located(folder, ["config.json"])
-    return estimate_build(path, max_batch_size=config.max_batch_size, max_sequence_length=config.max_sequence_length, **asked)
+    with located_headers(folder) as path:
+        return estimate_build(path, max_batch_size=config.max_batch_size, max_sequence_length=config.max_sequence_length, **asked)
 
 
 def _config_of_folder(folder: Path) -> DecoderCacheConfig:
@@ -241,7 +244,7 @@ def _model_of(folder: Path | None) -> ModelConfig | None:
     """Return the model of a folder."""
     if folder is None:
         return None
-    folder = located(folder, ["config.json"])
+    folder = located(folder, _FILES)
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.model
     return ModelConfig.from_dict(read_json(folder / "config.json"))
