@@ -105,6 +105,13 @@ def test_a_quantized_checkpoint_is_what_it_is(tmp_path: Path, model: Path) -> No
     assert {fit.weights for fit in what_fits(tmp_path / "model", 10**9)} == {"GPTQ int4 in groups of 32"}
 
 
+def test_formats_that_the_gpus_do_not_have_are_left_out(model: Path) -> None:
+    turing = {(fit.weights, fit.kv_scales) for fit in what_fits(model, 10**9, compute_capabilities=["7.5"])}
+    assert turing == {("float16", None), ("int8", None)}  # no INT4, no plugin attention
+    ampere = {fit.weights for fit in what_fits(model, 10**9, compute_capabilities=["8.6"])}
+    assert ampere == {fit.weights for fit in what_fits(model, 10**9)}
+
+
 def test_nothing_fits_into_nothing(model: Path) -> None:
     assert {(fit.longest_sequence, fit.largest_batch) for fit in what_fits(model, 0)} == {(0, 0)}
     with pytest.raises(RangeError, match="nbytes: expected at least 0, got -1"):

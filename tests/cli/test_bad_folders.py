@@ -64,8 +64,31 @@ def test_a_damaged_model(run: Run, model: Path, tmp_path: Path, damage: Callable
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "consolidated.00.pth"])
 def test_weights_in_another_format(run: Run, model: Path, tmp_path: Path, file: str):
     (model / "model.safetensors").rename(model / file)
-    check(run, model, READING_A_MODEL, "Weights in another format (pytorch_model.bin) must be converted", tmp_path)
-    check(run, model, SIZING_A_BUILD, "Weights in another format (pytorch_model.bin) must be converted", tmp_path)
+    complaint = f"index.json, got {file}. Weights in another format (pytorch_model.bin) must be converted"
+    check(run, model, READING_A_MODEL, complaint, tmp_path)
+    check(run, model, SIZING_A_BUILD, complaint, tmp_path)
+
+
+def test_a_link_to_nothing(run: Run, model: Path, tmp_path: Path):
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(tmp_path / "gone")
+    check(run, model, READING_A_MODEL, "index.json, got model.safetensors, which is no file. ", tmp_path)
+    check(run, model, SIZING_A_BUILD, "index.json, got model.safetensors, which is no file. ", tmp_path)
+
+
+def test_defaults_of_generation_that_are_damaged(run: Run, model: Path, tmp_path: Path):
+    (model / "generation_config.json").write_text("[1")
+    complaint = "generation_config.json: expected JSON, got a syntax error"
+    check(run, model, {name: READING_A_MODEL[name] for name in ("generate", "build")}, complaint, tmp_path)
+    check(run, model, SIZING_A_BUILD, complaint, tmp_path)
+
+
+def test_memory_names_the_file(run: Run, model: Path):
+    change_json(model / "config.json", lambda config: config.update(vocab_size=12.5))
+    for options in ([], ["--engine"], ["--fit", "1GB"]):
+        done = run("memory", model, *options)
+        assert (done.code, done.out) == (1, "")
+        assert done.err == f"error: {model / 'config.json'}: vocab_size: expected a positive integer, got 12.5.\n"
 
 
 def test_tensors_that_are_missing(run: Run, model: Path, tmp_path: Path):

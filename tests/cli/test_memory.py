@@ -141,6 +141,8 @@ def test_a_budget_too_small_for_one_token(run: Run):
         ([*LLAMA_7B, "--fit", "8GB"], "--fit: expected a model folder with it"),
         (["--layers", 10**9], "Invalid value for '--layers'"),
         ([SHIPPED, "--compute-capability", "12.0"], "--compute-capability: expected --engine or --fit with it, got neither."),
+        ([SHIPPED, "--max-logits-per-slot", 3], "--max-logits-per-slot: expected --engine with it, got none."),
+        ([SHIPPED, "--fit", "8GB", "--max-logits-per-slot", 3], "--max-logits-per-slot: expected --engine with it, got none."),
         ([SHIPPED, "--quantize", "int4"], "--quantize: expected --engine with it, got none"),
         ([SHIPPED, "--fit", "8GB", "--quantize", "int4"], "--quantize: expected without --fit, which lists all formats"),
         ([SHIPPED, "--fit", "8GB", "--engine", "--quantize", "int4"], "--quantize: expected without --fit"),

@@ -16,7 +16,7 @@ from trt_kvcache.builder.options import (
     default_sequence_length,
 )
 from trt_kvcache.builder.timing_cache import check_timing_cache
-from trt_kvcache.checkpoint import Checkpoint, Tokenizer
+from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.checkpoint import CONFIG_FILE
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
@@ -133,14 +133,15 @@ def checked_build(
         check_target(Path(engine_path), model)
     if options.timing_cache is not None:
         check_timing_cache(options.timing_cache)
-    tensorrt = _found(flavour) if dry_run else load(flavour, error=BuildError)
+    tensorrt = installed_tensorrt(flavour) if dry_run else load(flavour, error=BuildError)
     if tensorrt is not None:
         options.check_tensorrt(tensorrt)
     checkpoint = open_checkpoint(model, rounding, needs_weights=not dry_run)
     try:
         options = for_codes(options, checkpoint.code_kinds, tensorrt, rounded=rounding is not None)
         options.check_kernels(checkpoint.config)
-        Tokenizer.open(checkpoint.path)  # a damaged tokenizer is reported before the work, not by the first prompt
+        Tokenizer.open(checkpoint.path)  # damaged files that are copied are reported before the work, not by the first prompt
+        GenerationDefaults.open(checkpoint.path)
         quantized = quantized_kv(checkpoint, kv_dtype, kv_scales)
         options.cache_for(checkpoint.config, quantized)
     except BaseException:
@@ -149,8 +150,14 @@ def checked_build(
     return CheckedBuild(options=options, tensorrt=tensorrt, checkpoint=checkpoint, quantized=quantized, rounding=rounding)
 
 
-def _found(flavour: str) -> TensorRT | None:
-    """Return TensorRT, or None if it is not there."""
+def installed_tensorrt(flavour: str) -> TensorRT | None:
+    """Return TensorRT, or None if it is not there.
+
+    Parameters
+    ----------
+    flavour : str
+        As for ``trt_kvcache.trt.module.load``.
+    """
     try:
         return load(flavour, error=BuildError)
     except BuildError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.builder.checked_build import open_checkpoint
-from trt_kvcache.builder.code_types import are_native
+from trt_kvcache.builder.checked_build import installed_tensorrt, open_checkpoint
+from trt_kvcache.builder.code_types import are_native, for_codes
 from trt_kvcache.builder.estimate import BuildEstimate, PackedModel
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.cache.estimate import largest_number
@@ -19,6 +19,7 @@ from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
+from trt_kvcache.trt.module import TensorRT
 
 #: How the weights of a checkpoint in 16 bits are rounded in the rows of an answer.
 ROUNDINGS = ("int8", "int4:32", "int4:128")
@@ -87,14 +88,14 @@ def what_fits(
     dtype : str, optional
         What the engine computes in; that of the checkpoint if left out.
     compute_capabilities : sequence of str, optional
-        As for :func:`~trt_kvcache.estimate_build`: whether FP4 is stored as it is.
+        As for :func:`~trt_kvcache.estimate_build`: which formats there are, and whether FP4 is stored as it is.
 
     Returns
     -------
     tuple of Fit
-        A checkpoint in 16 bits first as it is and then rounded in several ways; a quantized one as it is. Each with K and V in the dtype
-        of the engine and, where plugin attention has the model, in 8 bits: with a scale for each token, and with static scales if the
-        checkpoint has some.
+        A checkpoint in 16 bits first as it is and then rounded in several ways that the GPUs have; a quantized one as it is. Each with K
+        and V in the dtype of the engine and, where plugin attention has the model, in 8 bits: with a scale for each token, and with static
+        scales if the checkpoint has some.
 
     Raises
     ------
@@ -111,16 +112,27 @@ def what_fits(
     ('float16', 'float16', 60736, 512)
     """
     budget = int_in_range("nbytes", nbytes, 0)
+    options = BuildOptions(
+        max_batch_size=1,
+        max_sequence_length=1,
+        max_prefill_length=1,
+        dtype=dtype,
+        compute_capabilities=None if compute_capabilities is None else tuple(compute_capabilities),
+    )
+    tensorrt = None if compute_capabilities is None else installed_tensorrt(options.flavour)
+    if tensorrt is not None:
+        options.check_tensorrt(tensorrt)
     with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
+        for_codes(options, checkpoint.code_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
-        is_native = are_native(compute_capabilities)
-        source = PackedModel.of(checkpoint, is_native=is_native)
+        source = PackedModel.of(checkpoint, is_native=are_native(compute_capabilities))
         static = _static_kv(checkpoint)
     roundings = () if stored.is_quantized else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
-    sources = [(stored.format, source), *((one, source.rounded(one)) for one in roundings)]
+    rounded = ((one, source.rounded(one)) for one in roundings)
+    sources = [(stored.format, source), *((one, packed) for one, packed in rounded if _exists(packed, options, tensorrt))]
     length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     fits = (
-        _fit(source, weights, quantized, budget, slots=max_batch_size, length=length, dtype=dtype)
+        _fit(source, weights, quantized, budget, slots=max_batch_size, length=length, options=options)
         for weights, source in sources
         for quantized in (None, KV_BY_TOKEN, *static)
     )
@@ -128,7 +140,7 @@ def what_fits(
 
 
 def _fit(
-    source: PackedModel, weights: str, quantized: QuantizedKV | None, budget: int, *, slots: int, length: int, dtype: str | None
+    source: PackedModel, weights: str, quantized: QuantizedKV | None, budget: int, *, slots: int, length: int, options: BuildOptions
 ) -> Fit | None:
     """Return what fits with one format of weights, and one of K and V; None where plugin attention does not have the model."""
     model = source.model
@@ -136,10 +148,8 @@ def _fit(
     def estimate(batch: int, tokens: int) -> BuildEstimate:
         attention = "plugin" if quantized is not None else default_attention(model, tokens)
         width = min(tokens, DEFAULT_MAX_PREFILL_LENGTH)
-        return source.estimate(
-            BuildOptions(max_batch_size=batch, max_sequence_length=tokens, max_prefill_length=width, dtype=dtype, attention=attention),
-            quantized,
-        )
+        asked = replace(options, max_batch_size=batch, max_sequence_length=tokens, max_prefill_length=width, attention=attention)
+        return source.estimate(asked, quantized)
 
     def fits(batch: int, tokens: int) -> bool:
         return estimate(batch, tokens).device_nbytes <= budget
@@ -153,12 +163,21 @@ def _fit(
     is_any = smallest.device_nbytes <= budget
     return Fit(
         weights=weights,
-        kv_dtype=dtype or model.dtype if quantized is None else quantized.dtype,
+        kv_dtype=options.dtype or model.dtype if quantized is None else quantized.dtype,
         kv_scales=None if quantized is None else quantized.scales,
         weights_nbytes=smallest.weights_nbytes,
         longest_sequence=largest_number(model.max_position_embeddings, lambda tokens: fits(slots, tokens)) if is_any else 0,
         largest_batch=largest_number(MAX_BATCH_SIZE, lambda batch: fits(batch, length)) if is_any else 0,
     )
+
+
+def _exists(source: PackedModel, options: BuildOptions, tensorrt: TensorRT | None) -> bool:
+    """Return whether the GPUs of a build have the types of rounded weights."""
+    try:
+        for_codes(options, {packed.type for packed in source.packed.values()}, tensorrt)
+    except ConfigError:
+        return False
+    return True
 
 
 def _static_kv(checkpoint: Checkpoint) -> list[QuantizedKV]:

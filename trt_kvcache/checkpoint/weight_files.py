@@ -78,8 +78,9 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
     if gguf is not None:
         blocks = GGUFFile(gguf)
         return dict.fromkeys(blocks.tensors, blocks)
+    found = sorted(path.name if path.is_file() else f"{path.name}, which is no file" for path in folder.iterdir() if is_weight_file(path))
     raise CheckpointError(
-        f"{folder}: expected {SINGLE_FILE}, or shards with {INDEX_FILE}, got neither. "
+        f"{folder}: expected {SINGLE_FILE}, or shards with {INDEX_FILE}, got {', '.join(found[:3]) or 'neither'}. "
         "Weights in another format (pytorch_model.bin) must be converted to safetensors first. "
         "A GGUF file is read where it is the only one."
     )

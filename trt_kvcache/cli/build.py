@@ -36,7 +36,10 @@ _STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take 
 
 def build(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder (config.json and safetensors), or an id of the Hugging Face Hub.")
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="A Hugging Face folder (config.json with safetensors or one GGUF file), or an id of the Hugging Face Hub."
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to write. An existing one is replaced.")
@@ -74,7 +77,10 @@ def build(
     embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False,
     compute_capability: Annotated[
         list[str] | None,
-        typer.Option(metavar="X.Y", help="Build for this compute capability only (TensorRT for RTX). Can be given several times."),
+        typer.Option(
+            metavar="X.Y",
+            help="Build for this compute capability only (TensorRT for RTX). Can be given several times. Default: all that can run it.",
+        ),
     ] = None,
     builder_optimization_level: Annotated[
         int | None,

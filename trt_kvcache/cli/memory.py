@@ -31,7 +31,7 @@ from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES, kv_dtype_of
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CapacityError, CheckpointError
+from trt_kvcache.errors import CapacityError, CheckpointError, ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 
@@ -80,8 +80,8 @@ def memory(
         bool, typer.Option("--engine", help="Also print what an engine of this model takes: plan, activations, peak memory of the build.")
     ] = False,
     max_logits_per_slot: Annotated[
-        Any, logits_per_slot(help="With --engine: most new tokens of a slot whose logits one enqueue returns.")
-    ] = 1,
+        Any, logits_per_slot(help="With --engine: most new tokens of a slot whose logits one enqueue returns. Default: 1.")
+    ] = None,
     quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help=f"With --engine. {QUANTIZE_HELP}")] = None,
     compute_capability: Annotated[
         list[str] | None,
@@ -104,6 +104,8 @@ def memory(
     memory_nbytes = None if fit is None else _parsed_size(fit)
     if compute_capability and not engine and fit is None:
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--compute-capability")
+    if max_logits_per_slot is not None and not engine:
+        raise typer.BadParameter("expected --engine with it, got none.", param_hint="--max-logits-per-slot")
     _check_formats(quantize, dtype, kv_dtype, with_engine=engine, with_fit=fit is not None)
     if gib is not None and not 0 <= gib <= _MAX_GIB:
         raise typer.BadParameter(f"expected 0 to {_MAX_GIB:g}, got {gib}.", param_hint="--gib")
@@ -129,7 +131,7 @@ def memory(
     model = _model_of(folder)
     packed = None if folder is None else weights_format(located(folder, _FILES))
     positions = None if model is None else model.max_position_embeddings
-    asked = {"dtype": computed, "max_logits_per_slot": max_logits_per_slot, "quantize": quantize}
+    asked = {"dtype": computed, "max_logits_per_slot": max_logits_per_slot or 1, "quantize": quantize}
     gpus = {"compute_capabilities": compute_capability or None}
     build = _build_estimate(folder, config, **asked, **gpus, kv_dtype=stored, kv_scales=kv_scales) if engine else None
     fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length, **gpus)
@@ -236,7 +238,7 @@ def _config_of_folder(folder: Path) -> DecoderCacheConfig:
         return EngineFolder.open(folder).config.cache
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected an engine or model folder, got a file.")
-    model = ModelConfig.from_dict(read_json(folder / "config.json"))
+    model = _read_model(folder)
     return decoder_cache_config(model, max_batch_size=1, max_sequence_length=model.max_position_embeddings, dtype=model.dtype)
 
 
@@ -247,7 +249,15 @@ def _model_of(folder: Path | None) -> ModelConfig | None:
     folder = located(folder, _FILES)
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.model
-    return ModelConfig.from_dict(read_json(folder / "config.json"))
+    return _read_model(folder)
+
+
+def _read_model(folder: Path) -> ModelConfig:
+    path = folder / "config.json"
+    try:
+        return ModelConfig.from_dict(read_json(path))
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate, model: ModelConfig | None) -> None:

@@ -22,15 +22,26 @@ Temperature = Annotated[
         metavar="X", help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.", rich_help_panel=_PANEL
     ),
 ]
-TopK = Annotated[int | None, typer.Option(min=0, metavar="K", help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=_PANEL)]
+TopK = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="K", help="Keep the k most likely tokens; 0 keeps all. Default: the model's.", rich_help_panel=_PANEL),
+]
 TopP = Annotated[
-    float | None, typer.Option(metavar="P", help="Keep the most likely tokens until their probabilities sum to p.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(
+        metavar="P", help="Keep the most likely tokens until their probabilities sum to p. Default: the model's.", rich_help_panel=_PANEL
+    ),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(metavar="P", help="Drop tokens that are less likely than p times the most likely one.", rich_help_panel=_PANEL),
+    typer.Option(
+        metavar="P", help="Drop tokens that are less likely than p times the most likely one. Default: the model's.", rich_help_panel=_PANEL
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="The same seed gives the same text.", rich_help_panel=_PANEL)]
+Seed = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="The same seed gives the same text. Default: another one each time.", rich_help_panel=_PANEL),
+]
 Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="End the output before this text. Can be given several times.", rich_help_panel=_PANEL),
@@ -44,10 +55,12 @@ RepetitionPenalty = Annotated[
     ),
 ]
 PresencePenalty = Annotated[
-    float | None, typer.Option(metavar="X", help="Subtract it from the logits of tokens that the answer has.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(metavar="X", help="Subtract it from the logits of tokens that the answer has. Default: 0.", rich_help_panel=_PANEL),
 ]
 FrequencyPenalty = Annotated[
-    float | None, typer.Option(metavar="X", help="Subtract it for each time that the answer has a token.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(metavar="X", help="Subtract it for each time that the answer has a token. Default: 0.", rich_help_panel=_PANEL),
 ]
 LogitBias = Annotated[
     list[str] | None,

@@ -26,7 +26,7 @@ MAX_SEQUENCE_LENGTH_HELP = f"Tokens that a slot can hold. Default: the model's l
 
 ATTENTION_HELP = (
     "native: TensorRT's causal attention. mask: with an explicit mask (avoids a defect of 11.x). plugin: this package's kernels. "
-    "Default: native, or mask for models with windows or soft-capped scores."
+    "Default: native, mask for models with windows or soft-capped scores, or plugin with --kv-dtype."
 )
 
 QUANTIZE_HELP = (
