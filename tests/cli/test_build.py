@@ -190,6 +190,7 @@ def test_a_dry_run_prints_sizes_and_builds_nothing(run: Run, tmp_path: Path):
     done = run("build", SHIPPED, "-o", tmp_path / "engine", "--dry-run")
     assert done.code == 0
     assert "plan: weights and kernels" in done.out
+    assert done.err == ""
     assert not (tmp_path / "engine").exists()
 
 
@@ -244,6 +245,8 @@ def test_a_dry_run_needs_no_weights(run: Run, tmp_path: Path):
     (tmp_path / "model").mkdir()
     shutil.copy(SHIPPED / "config.json", tmp_path / "model")
     dry_run = ("build", tmp_path / "model", "-o", tmp_path / "engine", "--dry-run")
-    assert run(*dry_run, "--quantize", "int8").code == 0
+    done = run(*dry_run, "--quantize", "int8")
+    assert done.code == 0
+    assert "no weights are there, and a build needs some; config.json alone was checked" in done.err
     done = run(*dry_run, "--quantize", "int4", "--compute-capability", "7.5")
     assert "expected 8.0 or more for weights in int4" in done.err

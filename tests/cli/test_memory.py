@@ -105,6 +105,12 @@ def test_a_model_folder_with_other_sizes(run: Run, tmp_path: Path):
     assert "per sequence: 5760 B (5.6 KiB)" in done.out
 
 
+def test_more_tokens_than_positions(run: Run):
+    done = run("memory", SHIPPED, "--max-sequence-length", 513)
+    assert done.err == "the model was made for 512 positions: no engine holds slots of 513 tokens\n"
+    assert run("memory", SHIPPED, "--max-sequence-length", 512).err == ""
+
+
 def test_an_engine_folder(run: Run, engine: Path):
     assert "3 slots of 38 tokens, float16, separate" in run("memory", engine).out
     assert "5 slots of 38 tokens, float16, separate" in run("memory", engine, "--max-batch-size", 5).out

@@ -9,6 +9,7 @@ from trt_kvcache.builder.build_engine import BuildReport
 from trt_kvcache.builder.checked_build import checked_build
 from trt_kvcache.builder.estimate import estimate_checked
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL
+from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.cli.build_process import build_in_child
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, note, progress_display, put_json, say, size
@@ -123,6 +124,8 @@ def build(
             checked = checked_build(folder, output, dry_run=True, **sizes, **search)
             with checked.checkpoint:
                 estimate = estimate_checked(checked)
+            if not has_weight_files(folder):
+                note(f"{model}: no weights are there, and a build needs some; config.json alone was checked")
         if json:
             put_json(as_json(estimate))
         else:

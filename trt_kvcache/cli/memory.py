@@ -22,7 +22,7 @@ from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.cli.build_sizes import print_build_sizes
-from trt_kvcache.cli.console import count, length_limit, put_json, results, say, size, span, table
+from trt_kvcache.cli.console import count, length_limit, note, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
@@ -142,6 +142,8 @@ def memory(
         formats = {} if fitting is None else {"fits": as_json(fitting)}
         put_json({"config": as_json(config), "estimate": as_json(estimate), **weights, **extra, **fits, **formats})
         return
+    if positions is not None and config.kv is not None and config.max_sequence_length > positions:
+        note(f"the model was made for {positions} positions: no engine holds slots of {config.max_sequence_length} tokens")
     _print_estimate(config, estimate, model)
     if packed is not None:
         say(f"weights:      {packed}")
