@@ -19,6 +19,7 @@ from trt_kvcache import estimate_build, what_fits
 from trt_kvcache.cli import main
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.session.model_headers import model_headers
+from trt_kvcache.session.model_location import locate_model
 
 HUB_ID = "some-org/some-model"
 
@@ -101,6 +102,13 @@ def test_shards(hub: Any) -> None:
     hub(GOLDEN / "qwen3-sharded")
     with model_headers(HUB_ID) as folder:
         assert estimate_build(folder) == estimate_build(GOLDEN / "qwen3-sharded")
+
+
+def test_what_modelopt_says_of_weights_is_downloaded(hub: Any, tmp_path: Path) -> None:
+    quantized(tmp_path / "served", tmp_path)
+    (tmp_path / "served" / "hf_quant_config.json").write_text("{}")
+    hub(tmp_path / "served")
+    assert (locate_model(HUB_ID) / "hf_quant_config.json").is_file()
 
 
 def test_weights_that_were_downloaded_are_used(hub: Any, tmp_path: Path) -> None:

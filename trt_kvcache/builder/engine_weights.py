@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import AttentionConfig, ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 from trt_kvcache.model.weight_parts import layer_parts
 
@@ -21,8 +21,8 @@ _COPIES = 3.18
 #: there is a plan, and before dense weights are copied.
 _WIDENED_INT4 = 2.8
 
-#: What TensorRT keeps after the networks of an engine in segments, and how often it holds the weights of one of them beside its plan.
-_HOST_OF_SEGMENTS, _COPIES_OF_SEGMENT = 30_000_000, 2
+#: What TensorRT keeps after the networks of an engine in segments, and how often it holds the weights of the one that it builds.
+_HOST_OF_SEGMENTS, _COPIES_OF_SEGMENT = 30_000_000, 1.3
 
 #: Bytes for each code of a quantized embedding while its values are written as constants: the code, and values in float32, twice.
 _DEQUANTIZED = 9.2
@@ -118,9 +118,11 @@ class EngineWeights:
 
     @property
     def _largest_segment_nbytes(self) -> int:
-        """Of the head, or of a layer."""
-        layers = [
-            sum(self.sizes[name] for name in {part.tensor for part in layer_parts(self.model, index).values()})
-            for index in range(self.model.num_layers)
-        ]
-        return max(*layers, 0 if self.model.tie_word_embeddings else self.sizes[HEAD])
+        """Of an attention layer and those without attention behind it, the last ones with the head."""
+        segments = [0]
+        for index, layer in enumerate(self.model.layers):
+            if isinstance(layer.mixer, AttentionConfig):
+                segments.append(0)
+            segments[-1] += sum(self.sizes[name] for name in {part.tensor for part in layer_parts(self.model, index).values()})
+        segments[-1] += 0 if self.model.tie_word_embeddings else self.sizes[HEAD]
+        return max(segments)
