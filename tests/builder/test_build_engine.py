@@ -377,7 +377,7 @@ def test_without_tensorrt_no_weights_are_opened(tmp_path: Path, monkeypatch: pyt
         raise AssertionError("the checkpoint was opened")
 
     monkeypatch.setattr(checked_build, "load", missing)
-    monkeypatch.setattr(checked_build, "_opened", unreachable)
+    monkeypatch.setattr(checked_build, "open_checkpoint", unreachable)
     with pytest.raises(BuildError, match="TensorRT is not there"):
         build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
 
