@@ -11,18 +11,18 @@ from trt_kvcache.model import AttentionConfig, ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 from trt_kvcache.model.weight_parts import layer_parts
 
-#: The host: Python with TensorRT loaded, and what TensorRT keeps for each layer of one network.
-_HOST, _HOST_PER_LAYER = 158_000_000, 9_700_000
+#: The host: Python with TensorRT loaded and what TensorRT keeps once it has built something, and what it keeps for each layer of a network.
+_HOST, _HOST_PER_LAYER = 188_000_000, 9_300_000
 
 #: How often the host holds the weights when the plan is there: in pages of the checkpoint, converted or packed; in TensorRT; in the plan.
-_COPIES = 3.18
+_COPIES = 3.09
 
 #: Bytes for each code of an int4 matrix while TensorRT packs it: the widened codes and what they become. One matrix at a time, before
 #: there is a plan, and before dense weights are copied.
-_WIDENED_INT4 = 2.8
+_WIDENED_INT4 = 2.9
 
-#: What TensorRT keeps after the networks of an engine in segments, and how often it holds the weights of the one that it builds.
-_HOST_OF_SEGMENTS, _COPIES_OF_SEGMENT = 30_000_000, 1.3
+#: How often TensorRT holds the weights of the segment that it builds.
+_COPIES_OF_SEGMENT = 1.3
 
 #: Bytes for each code of a quantized embedding while its values are written as constants: the code, and values in float32, twice.
 _DEQUANTIZED = 9.2
@@ -114,7 +114,7 @@ class EngineWeights:
         hashed = sum(self.sizes[name] for name, one in self.constants.items() if one is None)
         shapes = tensor_shapes(self.model)
         written = _DEQUANTIZED * sum(math.prod(shapes[name]) for name, one in self.constants.items() if one is not None)
-        return _HOST + _HOST_OF_SEGMENTS + plan + self.nbytes - beside + max(built, hashed, written)
+        return _HOST + plan + self.nbytes - beside + max(built, hashed, written)
 
     @property
     def _largest_segment_nbytes(self) -> int:
