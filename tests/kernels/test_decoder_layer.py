@@ -7,7 +7,7 @@ import pytest
 
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, ShapeError
-from trt_kvcache.kernels import add_rms_norm, silu_mul
+from trt_kvcache.kernels import add_rms_norm, qk_rms_norm, silu_mul
 from trt_kvcache.memory.tensor import DeviceTensor
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -42,6 +42,58 @@ def test_add_rms_norm(memory, stream, dtype, offset, count, columns):
     wide = total.astype(np.float64)
     factor = weight.astype(np.float64) + sum(offset.values())
     close(tensors[3].numpy(), wide / np.sqrt(np.mean(wide * wide, axis=1, keepdims=True) + 1e-5) * factor, dtype)
+
+
+def normed(x, weight, eps):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+@DTYPES
+@pytest.mark.parametrize("offset", [{}, {"weight_offset": 1.0}])
+@pytest.mark.parametrize("of_all_heads", [False, True])
+@pytest.mark.parametrize("gap", [0, 6])
+@pytest.mark.parametrize(
+    ("count", "num_heads", "num_kv_heads", "head_dim"), [(1, 1, 1, 2), (3, 6, 2, 64), (2, 7, 1, 80), (9, 4, 4, 128), (2, 3, 1, 320)]
+)
+def test_qk_rms_norm(memory, stream, dtype, offset, of_all_heads, gap, count, num_heads, num_kv_heads, head_dim):
+    heads = num_heads + 2 * num_kv_heads
+    wide = rows(count, heads * head_dim + gap, dtype=dtype, scale=3)
+    weights = [rows(head_dim * (n if of_all_heads else 1), dtype=dtype, seed=n) for n in (num_heads, num_kv_heads)]
+    given, *on_device = (memory.to_device(array, stream=stream) for array in (wide, *weights))
+    qkv = DeviceTensor(
+        given.allocation, shape=(count, heads, head_dim), dtype=dtype, strides=(wide.shape[1], head_dim, 1), offset=given.offset
+    )
+    qk_rms_norm(qkv, *on_device, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=1e-5, **offset, stream=stream)
+    found, ends = given.numpy(), np.cumsum([0, num_heads * head_dim, num_kv_heads * head_dim])
+    np.testing.assert_array_equal(found[:, ends[2] :], wide[:, ends[2] :], err_msg="v, and what is between the rows")
+    for first, end, weight in zip(ends[:2], ends[1:], weights, strict=True):
+        units = wide[:, first:end].astype(np.float64).reshape(count, -1, len(weight))
+        expected = normed(units, weight.astype(np.float64) + sum(offset.values()), 1e-5)
+        close(found[:, first:end], expected.reshape(count, -1), dtype)
+
+
+def test_q_and_k_that_do_not_fit_are_refused(memory, stream):
+    def tensor(*shape, dtype="float16"):
+        return memory.to_device(rows(*shape, dtype=dtype), stream=stream)
+
+    qkv, weight = tensor(2, 4, 6), tensor(6)
+    before = qkv.numpy()
+    apart = DeviceTensor(tensor(2, 8, 6).allocation, shape=(2, 4, 6), dtype="float16", strides=(48, 12, 1))
+    overlapping = DeviceTensor(qkv.allocation, shape=(2, 3, 6), dtype="float16", strides=(6, 6, 1))
+    for given, q_weight, error, text in (
+        (tensor(2, 4, 5), tensor(5), ShapeError, r"qkv: expected \[up to 65535 rows, 3 heads or more, an even head_dim\], got "),
+        (tensor(2, 2, 6), weight, ShapeError, r"qkv: expected .* 3 heads or more"),
+        (apart, weight, LayoutError, "qkv: expected rows of dense heads that do not overlap, got "),
+        (overlapping, weight, LayoutError, "qkv: expected rows of dense heads that do not overlap, got "),
+        (qkv, tensor(18), ShapeError, r"q_weight: expected \[6\] for each head or \[12\] for all, got "),
+        (qkv, tensor(6, dtype="bfloat16"), DTypeError, "q_weight: expected float16 or bfloat16, all of one dtype, got bfloat16"),
+        (tensor(2, 4, 6, dtype="float32"), weight, DTypeError, "qkv: expected float16 or bfloat16"),
+    ):
+        with pytest.raises(error, match=text):
+            qk_rms_norm(given, q_weight, weight, num_heads=2, num_kv_heads=1, eps=1e-5, stream=stream)
+    with pytest.raises(ShapeError, match=r"k_weight: expected \[6\] for each head or \[6\] for all, got "):
+        qk_rms_norm(qkv, weight, tensor(12), num_heads=2, num_kv_heads=1, eps=1e-5, stream=stream)
+    np.testing.assert_array_equal(qkv.numpy(), before)
 
 
 @DTYPES

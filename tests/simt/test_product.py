@@ -122,7 +122,7 @@ CHUNKS, CHUNK_PIPELINE = "recurrent/mamba2_chunks.cuh", "recurrent/chunks.cuh"
 DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
     f"recurrent/delta_rule_{name}.cuh" for name in ("chunks", "matrices", "step", "update")
 )
-LINEAR_TESTS = "test_linear.py"
+LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear.py", "test_decoder_layer.py"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d.py", "test_mamba2.py", "test_delta_rule.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -372,7 +372,14 @@ MISTAKES = {
         PREFILL,
         "error <=",
     ),
-    "rows that are packed with the unit of one lane": (PREFILL_RESULTS, "largest = quad_max_or_nan(largest);", "", "none", PREFILL, "error <="),
+    "rows that are packed with the unit of one lane": (
+        PREFILL_RESULTS,
+        "largest = quad_max_or_nan(largest);",
+        "",
+        "none",
+        PREFILL,
+        "error <=",
+    ),
     "tiles that no block has": (SCHEDULE, "max(split - (splits - remainder), 0)", "0", "none", DECODE, "assert"),
     "a slot that is full": (
         SCHEDULE,
@@ -758,6 +765,15 @@ MISTAKES = {
         "thread",
         LINEAR_TESTS,
         RACE,
+    ),
+    "k with the weights of q": ("decoder_layer.cu", "is_q ? q_weight : k_weight", "q_weight", "none", DECODER_LAYER_TESTS, "Mismatched"),
+    "a norm of the words that are held": (
+        "decoder_layer.cu",
+        "word < words; word += 32) add_squares",
+        "word < 0; word += 32) add_squares",
+        "none",
+        DECODER_LAYER_TESTS,
+        "Mismatched",
     ),
     "sums are overwritten while they are read": ("linear.cu", "turn * Partials::kFloats", "0", "thread", LINEAR_TESTS, RACE),
     "weights behind the last input": (

@@ -12,7 +12,7 @@ from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_length_tensor, compact_rows
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
-from trt_kvcache.kernels.decoder_layer import add_rms_norm, silu_mul
+from trt_kvcache.kernels.decoder_layer import add_rms_norm, qk_rms_norm, silu_mul
 from trt_kvcache.kernels.delta_rule import gated_delta_rule
 from trt_kvcache.kernels.gated_norm import gated_rms_norm
 from trt_kvcache.kernels.kv_copies import (
@@ -63,6 +63,7 @@ __all__ = [
     "linear",
     "linear_silu_mul",
     "mamba2_scan",
+    "qk_rms_norm",
     "save_kv_cache_batched",
     "save_kv_cache_layer_into_tensor",
     "save_rows",

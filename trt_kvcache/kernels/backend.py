@@ -61,6 +61,19 @@ class Backend(Protocol):
     ) -> None:
         """Add rows to the residual stream, and norm the sum."""
 
+    def qk_rms_norm(
+        self,
+        qkv: DeviceTensor,
+        q_weight: DeviceTensor,
+        k_weight: DeviceTensor,
+        num_heads: int,
+        num_kv_heads: int,
+        eps: float,
+        weight_offset: float,
+        stream: Any,
+    ) -> None:
+        """Norm q and k in place: their heads, or all heads of a row."""
+
     def silu_mul(self, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
         """Multiply the SiLU of the first half of each row with its second half."""
 

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products: residual and norm in one launch, and the gate of the MLP."""
+"""What a decoder layer does between its matrix products: residual and norm in one launch, norms of q and k, and the gate of the MLP."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_views import check_memory, check_open
+from trt_kvcache.memory.shapes import is_dense
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Rows of a call, at most: blocks of a launch along y.
 MAX_ROWS = 65535
+
+_QKV_NDIM = 3
 
 
 def add_rms_norm(
@@ -64,6 +67,78 @@ def add_rms_norm(
         backend_of(hidden.memory).add_rms_norm(hidden, change, weight, out, eps, weight_offset, stream)
 
 
+def qk_rms_norm(
+    qkv: DeviceTensor,
+    q_weight: DeviceTensor,
+    k_weight: DeviceTensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    weight_offset: float = 0.0,
+    stream: Any,
+) -> None:
+    """Replace q and k by their RMS norms, times ``weight_offset`` + weight: each head alone, or all heads of a row together.
+
+    Parameters
+    ----------
+    qkv : DeviceTensor ``[rows, heads, D]`` float16 or bfloat16
+        Query heads, then K heads, then whatever else, which stays as it is. D is even; rows may be apart by an even number of elements.
+    q_weight : DeviceTensor ``[D]`` or ``[num_heads * D]``
+        Its length says over how many elements a mean square is taken. On a GPU it is read before earlier launches on the stream have
+        ended: none of those may still write it.
+    k_weight : DeviceTensor ``[D]`` or ``[num_kv_heads * D]``
+        The same for k.
+    num_heads, num_kv_heads : int
+        Query heads, and K/V heads.
+    eps : float
+        Added to the mean square.
+    weight_offset : float
+        Added to the weights, in float32.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+        An argument does not fit. Nothing was changed.
+
+    Notes
+    -----
+    By head as in Qwen3 and Gemma 3, over all heads as in OLMo 2. Sums are float32, and each value is rounded once.
+
+    Examples
+    --------
+    One query head and one K/V head, in host memory; values stay:
+
+    >>> import numpy as np
+    >>> from trt_kvcache import HostMemory
+    >>> from trt_kvcache.kernels import qk_rms_norm
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> qkv = memory.to_device(np.full((1, 3, 4), 5, np.float16), stream=stream)
+    >>> one, two = (memory.to_device(np.full(4, value, np.float16), stream=stream) for value in (1, 2))
+    >>> qk_rms_norm(qkv, one, two, num_heads=1, num_kv_heads=1, eps=0, stream=stream)
+    >>> qkv.numpy()[0, :, 0].tolist()
+    [1.0, 2.0, 5.0]
+    """
+    _check_element("qkv", qkv, qkv)
+    heads = num_heads + num_kv_heads
+    if qkv.ndim != _QKV_NDIM or qkv.shape[2] % 2 or not 0 < heads <= qkv.shape[1] or len(qkv) > MAX_ROWS:
+        raise ShapeError(f"qkv: expected [up to {MAX_ROWS} rows, {heads} heads or more, an even head_dim], got {qkv!r}.")
+    if not is_dense(qkv.shape[1:], qkv.strides[1:]) or (len(qkv) > 1 and qkv.strides[0] < qkv.shape[1] * qkv.shape[2]):
+        raise LayoutError(f"qkv: expected rows of dense heads that do not overlap, got {qkv!r}.")
+    if qkv.offset % 4 or (len(qkv) > 1 and qkv.strides[0] % 2):
+        raise LayoutError(f"qkv: expected rows that begin at multiples of 4 bytes, got {qkv!r}.")
+    for name, weight, count in (("q_weight", q_weight, num_heads), ("k_weight", k_weight, num_kv_heads)):
+        _check(name, weight, qkv)
+        if weight.shape not in ((qkv.shape[2],), (count * qkv.shape[2],)):
+            raise ShapeError(f"{name}: expected [{qkv.shape[2]}] for each head or [{count * qkv.shape[2]}] for all, got {weight!r}.")
+    qkv.memory.check_stream(stream)
+    if qkv.nbytes:
+        backend_of(qkv.memory).qk_rms_norm(qkv, q_weight, k_weight, num_heads, num_kv_heads, eps, weight_offset, stream)
+
+
 def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
     """Write ``silu(gate) * up`` into ``out``.
 
@@ -93,11 +168,15 @@ def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
 
 
 def _check(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
+    _check_element(name, tensor, like)
+    if not tensor.is_contiguous or tensor.offset % 4:
+        raise LayoutError(f"{name}: expected a dense tensor, got {tensor!r}.")
+
+
+def _check_element(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
     if not isinstance(tensor, DeviceTensor):
         raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
     check_memory(name, tensor, like.memory)
     check_open(name, tensor)
     if tensor.dtype not in ELEMENT_TYPES or tensor.dtype != like.dtype:
         raise DTypeError(f"{name}: expected {' or '.join(ELEMENT_TYPES)}, all of one dtype, got {tensor.dtype}.")
-    if not tensor.is_contiguous or tensor.offset % 4:
-        raise LayoutError(f"{name}: expected a dense tensor, got {tensor!r}.")

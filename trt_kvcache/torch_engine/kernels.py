@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.kernels import AttentionWorkspace, add_rms_norm, attend, silu_mul, split_qkv
+from trt_kvcache.kernels import AttentionWorkspace, add_rms_norm, attend, qk_rms_norm, silu_mul, split_qkv
 from trt_kvcache.kernels.attention_tiles import (
     ELEMENT_TYPES,
     HEAD_DIMS,
@@ -28,7 +28,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig
 from trt_kvcache.ops.unowned_workspace import UnownedAllocation
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.operations import Elementwise
+from trt_kvcache.torch_engine.operations import Elementwise, HeadCounts
 from trt_kvcache.torch_engine.positions import rope_key, rope_tables
 from trt_kvcache.torch_engine.step import TorchStep
 
@@ -124,7 +124,7 @@ class KernelAttention:
 
 
 class KernelElementwise(Elementwise):
-    """Residual and norm in one launch, and the gate of the MLP in another.
+    """Residual and norm in one launch, norms of q and k in another, and the gate of the MLP in a third.
 
     Parameters
     ----------
@@ -147,6 +147,16 @@ class KernelElementwise(Elementwise):
         weight, options = borrowed(norm.weight, self._memory), {"eps": norm.epsilon, "weight_offset": norm.offset}
         add_rms_norm(total, added, weight, out=normed, **options, stream=self._stream)
         return hidden, out
+
+    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm) -> torch.Tensor:
+        """See :meth:`Elementwise.norm_qk`. Overwrites ``qkv``."""
+        slots, width = qkv.shape[:2]
+        if slots * width > MAX_ROWS or qkv.shape[3] % 2 or (q_norm.epsilon, q_norm.offset) != (k_norm.epsilon, k_norm.offset):
+            return super().norm_qk(qkv, heads, q_norm, k_norm)
+        rows, q_weight, k_weight = (borrowed(tensor, self._memory) for tensor in (qkv.flatten(0, 1), q_norm.weight, k_norm.weight))
+        options = {"eps": q_norm.epsilon, "weight_offset": q_norm.offset}
+        qk_rms_norm(rows, q_weight, k_weight, num_heads=heads.query, num_kv_heads=heads.kv, **options, stream=self._stream)
+        return qkv
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See :meth:`Elementwise.gated`."""

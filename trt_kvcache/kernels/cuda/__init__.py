@@ -6,7 +6,7 @@ once before capturing it.
 
 from trt_kvcache.kernels.cuda.attention import attend
 from trt_kvcache.kernels.cuda.causal_conv1d import causal_conv1d
-from trt_kvcache.kernels.cuda.decoder_layer import add_rms_norm, silu_mul
+from trt_kvcache.kernels.cuda.decoder_layer import add_rms_norm, qk_rms_norm, silu_mul
 from trt_kvcache.kernels.cuda.delta_rule import gated_delta_rule
 from trt_kvcache.kernels.cuda.embedding import embed
 from trt_kvcache.kernels.cuda.gated_norm import gated_rms_norm
@@ -41,6 +41,7 @@ __all__ = [
     "mamba2_scan",
     "linear",
     "linear_silu_mul",
+    "qk_rms_norm",
     "save_layers",
     "save_rows",
     "silu_mul",

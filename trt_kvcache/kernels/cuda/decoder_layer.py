@@ -9,6 +9,9 @@ _SOURCE = "decoder_layer"
 
 _WARP, _MAX_THREADS = 32, 1024
 
+#: Warps of a block of ``qk_rms_norm``, each of which has a unit.
+_WARPS = 4
+
 #: Words that a thread keeps in registers: ``kHeldWords`` of the source.
 _HELD_WORDS = 4
 
@@ -30,6 +33,31 @@ def add_rms_norm(
         stream,
         threads=threads,
         programmatic_dependent_launch=early,
+    )
+
+
+def qk_rms_norm(
+    qkv: DeviceTensor,
+    q_weight: DeviceTensor,
+    k_weight: DeviceTensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    weight_offset: float,
+    stream: Any,
+) -> None:
+    (rows, _, head_dim), row_words = qkv.shape, qkv.strides[0] // 2
+    units = [heads * head_dim // len(weight) for heads, weight in ((num_heads, q_weight), (num_kv_heads, k_weight))]
+    words = [len(weight) // 2 for weight in (q_weight, k_weight)]
+    launch(
+        qkv.memory,
+        _SOURCE,
+        f"qk_rms_norm_{qkv.dtype}",
+        (-(-sum(units) // _WARPS), rows, 1),
+        (qkv.ptr, q_weight.ptr, k_weight.ptr, row_words, *units, *words, float(eps), float(weight_offset)),
+        stream,
+        threads=_WARPS * _WARP,
+        programmatic_dependent_launch=starts_early(qkv.memory),
     )
 
 

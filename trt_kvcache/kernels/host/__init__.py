@@ -2,7 +2,7 @@
 
 from trt_kvcache.kernels.host.attention import attend
 from trt_kvcache.kernels.host.causal_conv1d import causal_conv1d
-from trt_kvcache.kernels.host.decoder_layer import add_rms_norm, silu_mul
+from trt_kvcache.kernels.host.decoder_layer import add_rms_norm, qk_rms_norm, silu_mul
 from trt_kvcache.kernels.host.delta_rule import gated_delta_rule
 from trt_kvcache.kernels.host.embedding import embed
 from trt_kvcache.kernels.host.gated_norm import gated_rms_norm
@@ -37,6 +37,7 @@ __all__ = [
     "mamba2_scan",
     "linear",
     "linear_silu_mul",
+    "qk_rms_norm",
     "save_layers",
     "save_rows",
     "silu_mul",

@@ -18,6 +18,23 @@ def add_rms_norm(
     array_of(out)[...] = rounded * scale * (np.float32(weight_offset) + array_of(weight).astype(np.float32))
 
 
+def qk_rms_norm(
+    qkv: DeviceTensor,
+    q_weight: DeviceTensor,
+    k_weight: DeviceTensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    weight_offset: float,
+    stream: Any,
+) -> None:
+    heads = array_of(qkv)
+    for part, weight in ((heads[:, :num_heads], q_weight), (heads[:, num_heads : num_heads + num_kv_heads], k_weight)):
+        units = part.astype(np.float32).reshape(len(part), -1, len(weight))
+        scale = 1 / np.sqrt(np.mean(units * units, axis=2, keepdims=True) + np.float32(eps))
+        part[...] = (units * scale * (np.float32(weight_offset) + array_of(weight).astype(np.float32))).reshape(part.shape)
+
+
 def silu_mul(gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
     gate, up = np.split(array_of(gate_up).astype(np.float32), 2, axis=1)
     array_of(out)[...] = gate / (1 + np.exp(-gate)) * up
