@@ -28,9 +28,16 @@ def close(found, expected, dtype):
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=ROUNDING[dtype], atol=1e-6 * np.abs(expected).max())
 
 
+def normed(x, weight, eps):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+ROWS = pytest.mark.parametrize(("count", "columns"), [(1, 2), (3, 40), (2, 896), (5, 2050), (1, 9000)])
+
+
 @DTYPES
 @pytest.mark.parametrize("offset", [{}, {"weight_offset": 1.0}])
-@pytest.mark.parametrize(("count", "columns"), [(1, 2), (3, 40), (2, 896), (5, 2050), (1, 8192)])
+@ROWS
 def test_add_rms_norm(memory, stream, dtype, offset, count, columns):
     hidden, change = (rows(count, columns, dtype=dtype, seed=seed, scale=3) for seed in (1, 2))
     weight = rows(columns, dtype=dtype, seed=3)
@@ -41,11 +48,35 @@ def test_add_rms_norm(memory, stream, dtype, offset, count, columns):
     np.testing.assert_array_equal(tensors[1].numpy(), change)
     wide = total.astype(np.float64)
     factor = weight.astype(np.float64) + sum(offset.values())
-    close(tensors[3].numpy(), wide / np.sqrt(np.mean(wide * wide, axis=1, keepdims=True) + 1e-5) * factor, dtype)
+    close(tensors[3].numpy(), normed(wide, factor, 1e-5), dtype)
 
 
-def normed(x, weight, eps):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+@DTYPES
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("norms_change", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.7])
+@pytest.mark.parametrize("has_out", [False, True])
+@ROWS
+def test_add_rms_norm_of_a_change(memory, stream, dtype, offset, norms_change, factor, has_out, count, columns):
+    kind, rounding = numpy_dtype(dtype), ROUNDING[dtype]
+    hidden, change = (rows(count, columns, dtype=dtype, seed=seed, scale=3) for seed in (1, 2))
+    weight, change_weight = (rows(columns, dtype=dtype, seed=seed) for seed in (3, 4))
+    arrays = (hidden, change, weight, change_weight, np.full_like(hidden, np.nan))
+    total, added, last, first, out = (memory.to_device(array, stream=stream) for array in arrays)
+    options = {"change_weight": first if norms_change else None, "change_factor": factor, "weight_offset": offset}
+    add_rms_norm(total, added, last if has_out else None, out=out if has_out else None, eps=1e-5, **options, stream=stream)
+    expected = change.astype(np.float64)
+    if norms_change:
+        expected = normed(expected, change_weight.astype(np.float64) + offset, 1e-5).astype(kind).astype(np.float64)
+    expected = expected * factor
+    found, sums = total.numpy().astype(np.float64), hidden.astype(np.float64) + expected
+    # What is rounded: the norm of the change, its product with the factor, and the sum.
+    assert (np.abs(found - sums) <= rounding * (2 * np.abs(expected) + np.abs(sums)) + 1e-6).all()
+    np.testing.assert_array_equal(added.numpy(), change)
+    if has_out:
+        close(out.numpy(), normed(found, weight.astype(np.float64) + offset, 1e-5), dtype)
+    else:
+        assert np.isnan(out.numpy().astype(np.float32)).all()
 
 
 @DTYPES
@@ -120,6 +151,10 @@ def test_what_does_not_fit_is_refused(memory, stream):
     ):
         with pytest.raises(error, match=text):
             add_rms_norm(hidden, change, weight, out=tensor(2, 6), eps=1e-5, stream=stream)
+    with pytest.raises(ShapeError, match="out: expected None where weight is None, and nowhere else, got DeviceTensor"):
+        add_rms_norm(hidden, tensor(2, 6), None, out=tensor(2, 6), eps=1e-5, stream=stream)
+    with pytest.raises(ShapeError, match=r"change_weight: expected shape \(6,\), got "):
+        add_rms_norm(hidden, tensor(2, 6), weight, out=tensor(2, 6), eps=1e-5, change_weight=tensor(8), stream=stream)
     with pytest.raises(ShapeError, match=r"hidden: expected .* an even number of columns"):
         add_rms_norm(tensor(2, 5), tensor(2, 5), tensor(5), out=tensor(2, 5), eps=1e-5, stream=stream)
     with pytest.raises(ShapeError, match=r"out: expected shape \(2, 2\), got "):

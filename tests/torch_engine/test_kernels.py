@@ -121,6 +121,7 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
     ):
         check_agreement(session, reference, 4e-3)
     assert calls[attend] == 4 * (calls[silu_mul] + calls[linear_silu_mul]) / 3 > 0, "the first layer has no SiLU"
+    assert calls[add_rms_norm] == 2 * calls[attend], "with norms of what is added, and a factor"
     assert calls[qk_rms_norm] == calls[attend] / 2, "two layers of four have norms of q and k: of all heads, and of each with an offset"
 
 

@@ -53,10 +53,12 @@ class Backend(Protocol):
         self,
         hidden: DeviceTensor,
         change: DeviceTensor,
-        weight: DeviceTensor,
-        out: DeviceTensor,
+        weight: DeviceTensor | None,
+        out: DeviceTensor | None,
         eps: float,
         weight_offset: float,
+        change_weight: DeviceTensor | None,
+        change_factor: float,
         stream: Any,
     ) -> None:
         """Add rows to the residual stream, and norm the sum."""

@@ -20,14 +20,18 @@ _QKV_NDIM = 3
 def add_rms_norm(
     hidden: DeviceTensor,
     change: DeviceTensor,
-    weight: DeviceTensor,
+    weight: DeviceTensor | None,
     *,
-    out: DeviceTensor,
+    out: DeviceTensor | None,
     eps: float,
     weight_offset: float = 0.0,
+    change_weight: DeviceTensor | None = None,
+    change_factor: float = 1.0,
     stream: Any,
 ) -> None:
     """Add ``change`` to ``hidden`` and write the RMS norm of the sum, times ``weight_offset + weight``, into ``out``.
+
+    What is added may be the norm of ``change``, and be multiplied with a factor.
 
     Parameters
     ----------
@@ -35,14 +39,19 @@ def add_rms_norm(
         The residual stream; an even number of columns. Overwritten with the rounded sum.
     change : DeviceTensor ``[rows, columns]``
         What is added.
-    weight : DeviceTensor ``[columns]``
-        Of the norm. On a GPU it is read before earlier launches on the stream have ended: none of those may still write it.
-    out : DeviceTensor ``[rows, columns]``
+    weight : DeviceTensor ``[columns]``, or None
+        Of the norm. On a GPU weights are read before earlier launches on the stream have ended: none of those may still write them. None,
+        with ``out``: the sum alone.
+    out : DeviceTensor ``[rows, columns]``, or None
         Overwritten.
     eps : float
-        Added to the mean square.
+        Added to mean squares.
     weight_offset : float
-        Added to the weight, in float32.
+        Added to weights, in float32.
+    change_weight : DeviceTensor ``[columns]``, optional
+        Of a norm of ``change``, with the same ``eps`` and ``weight_offset``. By default it has none.
+    change_factor : float
+        What is added is multiplied with it.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
 
@@ -53,18 +62,23 @@ def add_rms_norm(
 
     Notes
     -----
-    Sums are float32, over the rounded values.
+    Sums are float32, over the rounded values. A norm of ``change`` and its product with the factor are rounded, each, as if they were
+    written: Gemma and OLMo 2 have such norms, Granite has a factor.
     """
     _check("hidden", hidden, hidden)
     if hidden.ndim != 2 or hidden.shape[1] % 2 or len(hidden) > MAX_ROWS:
         raise ShapeError(f"hidden: expected [up to {MAX_ROWS} rows, an even number of columns], got {hidden!r}.")
-    for name, tensor, shape in (("change", change, hidden.shape), ("weight", weight, hidden.shape[1:]), ("out", out, hidden.shape)):
-        _check(name, tensor, hidden)
-        if tensor.shape != shape:
-            raise ShapeError(f"{name}: expected shape {shape}, got {tensor!r}.")
+    if (weight is None) != (out is None):
+        raise ShapeError(f"out: expected None where weight is None, and nowhere else, got {out!r} with {weight!r}.")
+    rows, columns = hidden.shape, hidden.shape[1:]
+    _check_shape("change", change, hidden, rows)
+    for name, tensor, shape in (("weight", weight, columns), ("out", out, rows), ("change_weight", change_weight, columns)):
+        if tensor is not None:
+            _check_shape(name, tensor, hidden, shape)
     hidden.memory.check_stream(stream)
     if hidden.nbytes:
-        backend_of(hidden.memory).add_rms_norm(hidden, change, weight, out, eps, weight_offset, stream)
+        options = (eps, weight_offset, change_weight, change_factor)
+        backend_of(hidden.memory).add_rms_norm(hidden, change, weight, out, *options, stream)
 
 
 def qk_rms_norm(
@@ -171,6 +185,12 @@ def _check(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
     _check_element(name, tensor, like)
     if not tensor.is_contiguous or tensor.offset % 4:
         raise LayoutError(f"{name}: expected a dense tensor, got {tensor!r}.")
+
+
+def _check_shape(name: str, tensor: DeviceTensor, like: DeviceTensor, shape: tuple[int, ...]) -> None:
+    _check(name, tensor, like)
+    if tensor.shape != shape:
+        raise ShapeError(f"{name}: expected shape {shape}, got {tensor!r}.")
 
 
 def _check_element(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:

@@ -137,15 +137,29 @@ class KernelElementwise(Elementwise):
     def __init__(self, memory: Memory, stream: Any) -> None:
         self._memory, self._stream = memory, stream
 
-    def add_norm(self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(
+        self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None, change_norm: TorchNorm | None, factor: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`Elementwise.add_norm`. Overwrites ``hidden`` with the sum."""
         slots, width, columns = hidden.shape
-        if norm is None or slots * width > MAX_ROWS or columns % 2:
-            return super().add_norm(hidden, change, norm)
-        out = torch.empty_like(hidden)
-        total, added, normed = (borrowed(part.flatten(0, 1), self._memory) for part in (hidden, change, out))
-        weight, options = borrowed(norm.weight, self._memory), {"eps": norm.epsilon, "weight_offset": norm.offset}
-        add_rms_norm(total, added, weight, out=normed, **options, stream=self._stream)
+        norms = [one for one in (norm, change_norm) if one is not None]
+        kinds = {(one.epsilon, one.offset) for one in norms} or {(0.0, 0.0)}
+        if slots * width > MAX_ROWS or columns % 2 or len(kinds) > 1:
+            return super().add_norm(hidden, change, norm, change_norm, factor)
+        out = hidden if norm is None else torch.empty_like(hidden)
+        weight, change_weight = (None if one is None else borrowed(one.weight, self._memory) for one in (norm, change_norm))
+        ((eps, offset),) = kinds
+        add_rms_norm(
+            self._rows(hidden),
+            self._rows(change),
+            weight,
+            out=None if norm is None else self._rows(out),
+            eps=eps,
+            weight_offset=offset,
+            change_weight=change_weight,
+            change_factor=factor,
+            stream=self._stream,
+        )
         return hidden, out
 
     def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm) -> torch.Tensor:
@@ -153,9 +167,16 @@ class KernelElementwise(Elementwise):
         slots, width = qkv.shape[:2]
         if slots * width > MAX_ROWS or qkv.shape[3] % 2 or (q_norm.epsilon, q_norm.offset) != (k_norm.epsilon, k_norm.offset):
             return super().norm_qk(qkv, heads, q_norm, k_norm)
-        rows, q_weight, k_weight = (borrowed(tensor, self._memory) for tensor in (qkv.flatten(0, 1), q_norm.weight, k_norm.weight))
-        options = {"eps": q_norm.epsilon, "weight_offset": q_norm.offset}
-        qk_rms_norm(rows, q_weight, k_weight, num_heads=heads.query, num_kv_heads=heads.kv, **options, stream=self._stream)
+        qk_rms_norm(
+            self._rows(qkv),
+            borrowed(q_norm.weight, self._memory),
+            borrowed(k_norm.weight, self._memory),
+            num_heads=heads.query,
+            num_kv_heads=heads.kv,
+            eps=q_norm.epsilon,
+            weight_offset=q_norm.offset,
+            stream=self._stream,
+        )
         return qkv
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -164,8 +185,12 @@ class KernelElementwise(Elementwise):
         if activation != "silu" or slots * width > MAX_ROWS or columns % 4:
             return super().gated(gate_up, activation)
         out = gate_up.new_empty((slots, width, columns // 2))
-        silu_mul(borrowed(gate_up.flatten(0, 1), self._memory), out=borrowed(out.flatten(0, 1), self._memory), stream=self._stream)
+        silu_mul(self._rows(gate_up), out=self._rows(out), stream=self._stream)
         return out
+
+    def _rows(self, tensor: torch.Tensor) -> DeviceTensor:
+        """Return a view of the rows of all slots."""
+        return borrowed(tensor.flatten(0, 1), self._memory)
 
 
 def borrowed(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:

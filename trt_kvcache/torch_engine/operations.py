@@ -95,9 +95,11 @@ class HeadCounts(NamedTuple):
 class Elementwise:
     """What is computed between matrix products, by operations of torch."""
 
-    def add_norm(self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of two tensors ``[A, s, hidden]``, of which the first one is no longer needed, and the norm of the sum."""
-        hidden = hidden + change
+    def add_norm(
+        self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None, change_norm: TorchNorm | None, factor: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``hidden + factor * change_norm(change)`` ``[A, s, hidden]``, and its norm. ``hidden`` is no longer needed."""
+        hidden = hidden + scaled(normalised(change, change_norm), factor)
         return hidden, normalised(hidden, norm)
 
     def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm) -> torch.Tensor:

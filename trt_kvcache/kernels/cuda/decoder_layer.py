@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trt_kvcache.kernels.cuda.arguments import address
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -17,17 +18,28 @@ _HELD_WORDS = 4
 
 
 def add_rms_norm(
-    hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, out: DeviceTensor, eps: float, weight_offset: float, stream: Any
+    hidden: DeviceTensor,
+    change: DeviceTensor,
+    weight: DeviceTensor | None,
+    out: DeviceTensor | None,
+    eps: float,
+    weight_offset: float,
+    change_weight: DeviceTensor | None,
+    change_factor: float,
+    stream: Any,
 ) -> None:
     rows, columns = hidden.shape
     words = columns // 2
     threads = min(_MAX_THREADS, -(-words // (_WARP * _HELD_WORDS)) * _WARP)
-    arguments = (hidden.ptr, change.ptr, weight.ptr, out.ptr, words, float(eps), float(weight_offset))
+    arguments: tuple[Any, ...] = (hidden.ptr, change.ptr, address(weight), address(out), words, float(eps), float(weight_offset))
+    is_plain = out is not None and change_weight is None and change_factor == 1
+    if not is_plain:
+        arguments += (address(change_weight), float(change_factor))
     early = starts_early(hidden.memory)
     launch(
         hidden.memory,
         _SOURCE,
-        f"add_rms_norm_{hidden.dtype}",
+        f"add_{'' if is_plain else 'changed_'}rms_norm_{hidden.dtype}",
         (rows, 1, 1),
         arguments,
         stream,

@@ -9,13 +9,24 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def add_rms_norm(
-    hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, out: DeviceTensor, eps: float, weight_offset: float, stream: Any
+    hidden: DeviceTensor,
+    change: DeviceTensor,
+    weight: DeviceTensor | None,
+    out: DeviceTensor | None,
+    eps: float,
+    weight_offset: float,
+    change_weight: DeviceTensor | None,
+    change_factor: float,
+    stream: Any,
 ) -> None:
-    total = array_of(hidden)
-    total[...] = total.astype(np.float32) + array_of(change).astype(np.float32)
-    rounded = total.astype(np.float32)
-    scale = 1 / np.sqrt(np.mean(rounded * rounded, axis=1, keepdims=True) + np.float32(eps))
-    array_of(out)[...] = rounded * scale * (np.float32(weight_offset) + array_of(weight).astype(np.float32))
+    total, added = array_of(hidden), array_of(change)
+    if change_weight is not None:
+        added = _normed(added, change_weight, eps, weight_offset).astype(added.dtype)
+    if change_factor != 1:
+        added = (added.astype(np.float32) * np.float32(change_factor)).astype(added.dtype)
+    total[...] = total.astype(np.float32) + added.astype(np.float32)
+    if weight is not None and out is not None:
+        array_of(out)[...] = _normed(total, weight, eps, weight_offset)
 
 
 def qk_rms_norm(
@@ -30,9 +41,15 @@ def qk_rms_norm(
 ) -> None:
     heads = array_of(qkv)
     for part, weight in ((heads[:, :num_heads], q_weight), (heads[:, num_heads : num_heads + num_kv_heads], k_weight)):
-        units = part.astype(np.float32).reshape(len(part), -1, len(weight))
-        scale = 1 / np.sqrt(np.mean(units * units, axis=2, keepdims=True) + np.float32(eps))
-        part[...] = (units * scale * (np.float32(weight_offset) + array_of(weight).astype(np.float32))).reshape(part.shape)
+        part[...] = _normed(part.reshape(len(part), -1, len(weight)), weight, eps, weight_offset).reshape(part.shape)
+
+
+def _normed(rows: np.ndarray, weight: DeviceTensor, eps: float, weight_offset: float) -> np.ndarray:
+    """Return the norm of the last axis, in float32."""
+    values = rows.astype(np.float32)
+    scale = 1 / np.sqrt(np.mean(values * values, axis=-1, keepdims=True) + np.float32(eps))
+    normed: np.ndarray = values * scale * (np.float32(weight_offset) + array_of(weight).astype(np.float32))
+    return normed
 
 
 def silu_mul(gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
