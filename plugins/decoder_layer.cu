@@ -3,6 +3,7 @@
 
 #include "attention/element.cuh"
 #include "dependent_launch.cuh"
+#include "gate_activation.cuh"
 #include "shared_memory.cuh"
 
 constexpr int kMaxWarps = 32;
@@ -150,17 +151,15 @@ __device__ __forceinline__ void qk_rms_norm(unsigned* qkv, const unsigned* q_wei
     for (long long word = lane + 32 * kHeldWords; word < words; word += 32) row[word] = scale_word(Element{}, row[word], weight[word], offset, scale);
 }
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
-
-// out = silu(gate) * up. A row of gate_up is `words` words of gate, then as many of up. Grid: x along a row, y over rows.
-template <class Element>
-__device__ __forceinline__ void silu_mul(const unsigned* gate_up, unsigned* out, long long words) {
+// out = Activation(gate) * up. A row of gate_up is `words` words of gate, then as many of up. Grid: x along a row, y over rows.
+template <class Element, class Activation>
+__device__ __forceinline__ void gated_mul(const unsigned* gate_up, unsigned* out, long long words) {
     const long long word = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x, row = blockIdx.y;
     grid_dependents_may_launch();
     grid_dependency_wait();
     if (word >= words) return;
     const float2 gate = unpack(Element{}, gate_up[2 * row * words + word]), up = unpack(Element{}, gate_up[(2 * row + 1) * words + word]);
-    out[row * words + word] = pack(Element{}, {silu(gate.x) * up.x, silu(gate.y) * up.y});
+    out[row * words + word] = pack(Element{}, {Activation::of(gate.x) * up.x, Activation::of(gate.y) * up.y});
 }
 
 #define NORM_PARAMETERS unsigned *hidden, const unsigned *change, const unsigned *weight, unsigned *out, long long words, double eps, double weight_offset
@@ -186,9 +185,17 @@ extern "C" __global__ void qk_rms_norm_float16(QK_PARAMETERS) { qk_rms_norm<Floa
 extern "C" __global__ void qk_rms_norm_bfloat16(QK_PARAMETERS) { qk_rms_norm<BFloat16>(QK_ARGUMENTS); }
 
 extern "C" __global__ void silu_mul_float16(const unsigned* gate_up, unsigned* out, long long words) {
-    silu_mul<Float16>(gate_up, out, words);
+    gated_mul<Float16, Silu>(gate_up, out, words);
 }
 
 extern "C" __global__ void silu_mul_bfloat16(const unsigned* gate_up, unsigned* out, long long words) {
-    silu_mul<BFloat16>(gate_up, out, words);
+    gated_mul<BFloat16, Silu>(gate_up, out, words);
+}
+
+extern "C" __global__ void gelu_tanh_mul_float16(const unsigned* gate_up, unsigned* out, long long words) {
+    gated_mul<Float16, GeluTanh>(gate_up, out, words);
+}
+
+extern "C" __global__ void gelu_tanh_mul_bfloat16(const unsigned* gate_up, unsigned* out, long long words) {
+    gated_mul<BFloat16, GeluTanh>(gate_up, out, words);
 }

@@ -7,7 +7,7 @@ import pytest
 
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, ShapeError
-from trt_kvcache.kernels import add_rms_norm, qk_rms_norm, silu_mul
+from trt_kvcache.kernels import add_rms_norm, gelu_tanh_mul, qk_rms_norm, silu_mul
 from trt_kvcache.memory.tensor import DeviceTensor
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -128,13 +128,15 @@ def test_q_and_k_that_do_not_fit_are_refused(memory, stream):
 
 
 @DTYPES
+@pytest.mark.parametrize("kernel", [silu_mul, gelu_tanh_mul])
 @pytest.mark.parametrize(("count", "columns"), [(1, 2), (3, 40), (2, 4864), (5, 514)])
-def test_silu_mul(memory, stream, dtype, count, columns):
+def test_gates(memory, stream, dtype, kernel, count, columns):
     gate_up = rows(count, 2 * columns, dtype=dtype, scale=4)
     given, out = (memory.to_device(array, stream=stream) for array in (gate_up, np.full((count, columns), np.nan, gate_up.dtype)))
-    silu_mul(given, out=out, stream=stream)
+    kernel(given, out=out, stream=stream)
     gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
-    close(out.numpy(), gate / (1 + np.exp(-gate)) * up, dtype)
+    factor = 1 / (1 + np.exp(-gate)) if kernel is silu_mul else 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    close(out.numpy(), gate * factor * up, dtype)
 
 
 def test_what_does_not_fit_is_refused(memory, stream):

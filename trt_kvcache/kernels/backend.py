@@ -76,8 +76,8 @@ class Backend(Protocol):
     ) -> None:
         """Norm q and k in place: their heads, or all heads of a row."""
 
-    def silu_mul(self, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
-        """Multiply the SiLU of the first half of each row with its second half."""
+    def gated_mul(self, activation: str, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
+        """Multiply the activation (``silu``, ``gelu_tanh``) of the first half of each row with its second half."""
 
     def linear(
         self,
@@ -89,8 +89,10 @@ class Backend(Protocol):
     ) -> None:
         """Multiply a few rows with a matrix of weights."""
 
-    def linear_silu_mul(self, x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
-        """The same, and multiply the SiLU of the first half of each row with its second half."""
+    def linear_gated_mul(
+        self, activation: str, x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any
+    ) -> None:
+        """The same, and what :meth:`gated_mul` does."""
 
     def causal_conv1d(self, params: CausalConv1dParams, stream: Any) -> None:
         """Convolve the new tokens of each slot, and move its conv state on."""

@@ -170,6 +170,32 @@ def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
     ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
         An argument does not fit. Nothing was changed.
     """
+    _gated_mul("silu", gate_up, out, stream)
+
+
+def gelu_tanh_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
+    """Write ``gelu_tanh(gate) * up`` into ``out``: the same as :func:`silu_mul` with another activation.
+
+    Parameters
+    ----------
+    gate_up, out : DeviceTensor
+        As for :func:`silu_mul`.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+        An argument does not fit. Nothing was changed.
+
+    Notes
+    -----
+    ``gelu_pytorch_tanh`` of Hugging Face transformers: Gemma.
+    """
+    _gated_mul("gelu_tanh", gate_up, out, stream)
+
+
+def _gated_mul(activation: str, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
     _check("gate_up", gate_up, gate_up)
     _check("out", out, gate_up)
     if gate_up.ndim != 2 or gate_up.shape[1] % 4 or len(gate_up) > MAX_ROWS:
@@ -178,7 +204,7 @@ def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
         raise ShapeError(f"out: expected shape {(len(gate_up), gate_up.shape[1] // 2)}, got {out!r}.")
     out.memory.check_stream(stream)
     if out.nbytes:
-        backend_of(out.memory).silu_mul(gate_up, out, stream)
+        backend_of(out.memory).gated_mul(activation, gate_up, out, stream)
 
 
 def _check(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.kernels import AttentionWorkspace, add_rms_norm, attend, qk_rms_norm, silu_mul, split_qkv
+from trt_kvcache.kernels import AttentionWorkspace, add_rms_norm, attend, gelu_tanh_mul, qk_rms_norm, silu_mul, split_qkv
 from trt_kvcache.kernels.attention_tiles import (
     ELEMENT_TYPES,
     HEAD_DIMS,
@@ -31,6 +31,9 @@ from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import Elementwise, HeadCounts
 from trt_kvcache.torch_engine.positions import rope_key, rope_tables
 from trt_kvcache.torch_engine.step import TorchStep
+
+#: Activations of the gate of an MLP for which there are kernels.
+GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class AttentionInputs(Uncopyable):
@@ -182,10 +185,11 @@ class KernelElementwise(Elementwise):
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See :meth:`Elementwise.gated`."""
         slots, width, columns = gate_up.shape
-        if activation != "silu" or slots * width > MAX_ROWS or columns % 4:
+        if activation not in GATE_ACTIVATIONS or slots * width > MAX_ROWS or columns % 4:
             return super().gated(gate_up, activation)
         out = gate_up.new_empty((slots, width, columns // 2))
-        silu_mul(self._rows(gate_up), out=self._rows(out), stream=self._stream)
+        multiply = silu_mul if activation == "silu" else gelu_tanh_mul
+        multiply(self._rows(gate_up), out=self._rows(out), stream=self._stream)
         return out
 
     def _rows(self, tensor: torch.Tensor) -> DeviceTensor:

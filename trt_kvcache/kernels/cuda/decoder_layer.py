@@ -73,9 +73,17 @@ def qk_rms_norm(
     )
 
 
-def silu_mul(gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
+def gated_mul(activation: str, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
     rows, columns = out.shape
     words = columns // 2
     grid = (-(-words // THREADS_PER_BLOCK), rows, 1)
     early = starts_early(out.memory)
-    launch(out.memory, _SOURCE, f"silu_mul_{out.dtype}", grid, (gate_up.ptr, out.ptr, words), stream, programmatic_dependent_launch=early)
+    launch(
+        out.memory,
+        _SOURCE,
+        f"{activation}_mul_{out.dtype}",
+        grid,
+        (gate_up.ptr, out.ptr, words),
+        stream,
+        programmatic_dependent_launch=early,
+    )

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.kernels.host.arrays import array_of
+from trt_kvcache.kernels.host.gate_activation import gated
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
@@ -52,6 +53,5 @@ def _normed(rows: np.ndarray, weight: DeviceTensor, eps: float, weight_offset: f
     return normed
 
 
-def silu_mul(gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
-    gate, up = np.split(array_of(gate_up).astype(np.float32), 2, axis=1)
-    array_of(out)[...] = gate / (1 + np.exp(-gate)) * up
+def gated_mul(activation: str, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
+    array_of(out)[...] = gated(activation, array_of(gate_up).astype(np.float32))
