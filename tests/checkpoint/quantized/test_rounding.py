@@ -125,14 +125,16 @@ def test_smaller_errors_than_with_the_largest_magnitude_over_8(group: int) -> No
 
 
 @pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("others", [(-1 / 3, 0, 1 / 2), [code / 7.5 for code in range(1, 7)]], ids=["", "best with 7.5"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_every_number_of_a_dtype_as_the_largest(scheme: str, dtype: Any, sign: int) -> None:
-    """Or, for float32, every bfloat16 and the end."""
+def test_every_number_of_a_dtype_as_the_largest(monkeypatch: pytest.MonkeyPatch, scheme: str, dtype: Any, others: Any, sign: int) -> None:
+    """Or, for float32, every bfloat16 and the end. Rows of very different size are rounded apart."""
+    monkeypatch.setattr(rounding, "_CHUNK", 1 << 12)
     short = ml_dtypes.bfloat16 if dtype == np.float32 else dtype
     numbers = np.arange(1, np.array(np.inf, short).view(np.uint16), dtype=np.uint16).view(short).astype(np.float32)
     numbers[-1] = ml_dtypes.finfo(dtype).max
-    values = (sign * np.stack([numbers, -numbers / 3, 0 * numbers, numbers / 2], axis=1)).astype(dtype)
+    values = (sign * numbers[:, None] * np.array([1, *others], np.float32)).astype(dtype)
     found = rounded_to_nearest(values, scheme, np.dtype(dtype).name)
     dequantized = found.dequantized(np.dtype(dtype).name).astype(np.float32)
     assert np.isfinite(dequantized).all()
