@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 
-from trt_kvcache.cli.sampling_flags import SamplingFlags, with_drawn_seed
+from trt_kvcache.cli.sampling_flags import SamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.generation.sampling import SamplingParams
 
 
@@ -31,6 +31,24 @@ def test_penalties_and_biases_are_passed_on() -> None:
         **given,
         "logit_bias": {7: 1.5, 9: float("-inf")},
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "expected"),
+    [
+        ({"top_p": 0.5, "min_p": 0.1}, 0.0, "--top-p and --min-p: without effect at temperature 0"),
+        ({"top_p": 0.5, "temperature": 0.0}, 1.0, "--top-p: without effect at temperature 0"),
+        ({"top_p": 0.5, "temperature": 0.7}, 0.0, ""),
+        ({"top_p": 0.5}, 1.0, ""),
+        ({"repetition_penalty": 1.1, "seed": 3}, 0.0, ""),
+    ],
+    ids=str,
+)
+def test_options_without_effect_are_named(given: dict[str, Any], default: float, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    note_unused(options(**given), SamplingParams(temperature=default))
+    found = " ".join(capsys.readouterr().err.split())
+    assert found.startswith(expected)
+    assert bool(found) == bool(expected)
 
 
 def test_zero_is_not_the_same_as_not_given() -> None:

@@ -1,17 +1,22 @@
 """The command-line options for sampling, which ``generate``, ``chat`` and ``serve-file`` share."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
 
+from trt_kvcache.cli.console import note
 from trt_kvcache.errors import RangeError
 from trt_kvcache.generation.sampling import SamplingParams
 
 _PANEL = "Sampling"
 
 _SEED_BITS = 32
+
+#: Options that matter only where a token is drawn.
+_OF_DRAWING = ("top_k", "top_p", "min_p")
 
 MaxNewTokens = Annotated[
     int, typer.Option(min=1, metavar="N", help="Generate at most this many tokens for a prompt.", rich_help_panel=_PANEL)
@@ -22,15 +27,26 @@ Temperature = Annotated[
         metavar="X", help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.", rich_help_panel=_PANEL
     ),
 ]
-TopK = Annotated[int | None, typer.Option(min=0, metavar="K", help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=_PANEL)]
+TopK = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="K", help="Keep the k most likely tokens; 0 keeps all. Default: the model's.", rich_help_panel=_PANEL),
+]
 TopP = Annotated[
-    float | None, typer.Option(metavar="P", help="Keep the most likely tokens until their probabilities sum to p.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(
+        metavar="P", help="Keep the most likely tokens until their probabilities sum to p. Default: the model's.", rich_help_panel=_PANEL
+    ),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(metavar="P", help="Drop tokens that are less likely than p times the most likely one.", rich_help_panel=_PANEL),
+    typer.Option(
+        metavar="P", help="Drop tokens that are less likely than p times the most likely one. Default: the model's.", rich_help_panel=_PANEL
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="The same seed gives the same text.", rich_help_panel=_PANEL)]
+Seed = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="The same seed gives the same text. Default: another one each time.", rich_help_panel=_PANEL),
+]
 Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="End the output before this text. Can be given several times.", rich_help_panel=_PANEL),
@@ -44,10 +60,12 @@ RepetitionPenalty = Annotated[
     ),
 ]
 PresencePenalty = Annotated[
-    float | None, typer.Option(metavar="X", help="Subtract it from the logits of tokens that the answer has.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(metavar="X", help="Subtract it from the logits of tokens that the answer has. Default: 0.", rich_help_panel=_PANEL),
 ]
 FrequencyPenalty = Annotated[
-    float | None, typer.Option(metavar="X", help="Subtract it for each time that the answer has a token.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(metavar="X", help="Subtract it for each time that the answer has a token. Default: 0.", rich_help_panel=_PANEL),
 ]
 LogitBias = Annotated[
     list[str] | None,
@@ -144,3 +162,18 @@ def _bias(text: str) -> tuple[int, float]:
 def with_drawn_seed(params: SamplingParams) -> SamplingParams:
     """Return sampling parameters with a seed of their own, if they sample and have none: so the seed can be printed, and given again."""
     return replace(params, seed=secrets.randbits(_SEED_BITS)) if params.temperature > 0 and params.seed is None else params
+
+
+def note_unused(options: Mapping[str, Any], defaults: SamplingParams) -> None:
+    """Print which options of a command line change nothing, as the most likely token is always taken.
+
+    Parameters
+    ----------
+    options : mapping of str to object
+        Those that were given: see :meth:`SamplingFlags.options`.
+    defaults : SamplingParams
+        The model's.
+    """
+    unused = [f"--{name.replace('_', '-')}" for name in _OF_DRAWING if name in options]
+    if unused and options.get("temperature", defaults.temperature) == 0:
+        note(f"{' and '.join(unused)}: without effect at temperature 0, which takes the most likely token. Give --temperature.")
