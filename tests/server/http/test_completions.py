@@ -91,7 +91,10 @@ def test_log_probabilities_of_an_echoed_prompt(client, session):
     assert found.token_logprobs[0] is None
     assert found.top_logprobs[0] is None
     assert found.token_logprobs[1:] == pytest.approx([*score.logprobs[1:], *(event.logprob for event in events)], rel=1e-4)
-    assert found.text_offset == [0, 3, 4, 8, 12, 15]
+    assert found.text_offset == [0, 0, 1, 5, 9, 12]  # <s> is not in the text
+    assert all(
+        answer.choices[0].text[place:].startswith(token) for token, place in zip(found.tokens[1:], found.text_offset[1:], strict=True)
+    )
     assert all(token in top for token, top in zip(found.tokens[1:], found.top_logprobs[1:], strict=True))
 
 
