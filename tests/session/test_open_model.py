@@ -114,12 +114,14 @@ class TestEngineFolder:
             warnings.simplefilter("always")
             InferenceSession.open(folder).close()
         assert [(str(one.message), one.category, one.filename) for one in caught] == [
-            (f"running the NumPy reference engine: {NO_GPU}", EngineFallbackWarning, __file__)
+            (f"running the NumPy reference engine: {NO_GPU}; torch is not installed", EngineFallbackWarning, __file__)
         ]
 
     def test_auto_falls_back_if_tensorrt_refuses_the_engine(self, folder, gpu):
         gpu.failure = EngineError("not for this GPU")
-        with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: not for this GPU$") as caught:
+        with pytest.warns(
+            EngineFallbackWarning, match=r"^running the NumPy reference engine: not for this GPU; torch is not installed$"
+        ) as caught:
             InferenceSession.open(folder).close()
         assert [one.filename for one in caught] == [__file__]
 
@@ -216,7 +218,7 @@ class TestModel:
             warnings.simplefilter("always")
             InferenceSession.from_model(model).close()
         assert [(str(one.message), one.category, one.filename) for one in caught] == [
-            (f"running the NumPy reference engine: {NO_GPU}", EngineFallbackWarning, __file__)
+            (f"running the NumPy reference engine: {NO_GPU}; torch is not installed", EngineFallbackWarning, __file__)
         ]
 
     def test_the_reference_engine_asks_for_no_gpu_and_does_not_warn(self, model, monkeypatch):
@@ -291,7 +293,7 @@ class TestModel:
         with pytest.raises(BuildError if stage == "build" else EngineError, match=r"^no$"):
             InferenceSession.from_model(model, engine="tensorrt")
         assert not places[0].parent.exists()
-        with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: no$"):
+        with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: no; torch is not installed$"):
             InferenceSession.from_model(model, engine="auto").close()
         assert not places[1].parent.exists()
 
