@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 
-from trt_kvcache.cli.sampling_flags import SamplingFlags, with_drawn_seed
+from trt_kvcache.cli.sampling_flags import SamplingFlags, warn_of_unused, with_drawn_seed
 from trt_kvcache.generation.sampling import SamplingParams
 
 
@@ -67,3 +67,22 @@ def test_a_seed_is_drawn_only_where_tokens_are() -> None:
     first, second = (with_drawn_seed(SamplingParams(temperature=1.0)).seed for _ in range(2))
     assert first is not None
     assert first != second
+
+
+@pytest.mark.parametrize(
+    ("defaults", "options", "named"),
+    [
+        ({}, {"top_p": 0.5, "seed": 3}, "--top-p"),
+        ({}, {"top_k": 3, "min_p": 0.1}, "--top-k, --min-p"),
+        ({"temperature": 0.7}, {"temperature": 0.0, "top_p": 0.5}, "--top-p"),
+        ({"temperature": 0.7}, {"top_p": 0.5}, None),
+        ({}, {"temperature": 0.7, "top_p": 0.5}, None),
+        ({}, {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 3}, None),
+    ],
+)
+def test_options_of_drawn_tokens_are_warned_of_where_none_is_drawn(capsys, defaults, options, named):
+    warn_of_unused(SamplingParams(**defaults), options)
+    said = (
+        "" if named is None else f"warning: {named}: no effect, as the most likely token is always taken; add --temperature to draw tokens."
+    )
+    assert " ".join(capsys.readouterr().err.split()) == said

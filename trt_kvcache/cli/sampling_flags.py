@@ -1,17 +1,22 @@
 """The command-line options for sampling, which ``generate``, ``chat`` and ``serve-file`` share."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
 
+from trt_kvcache.cli.console import warn
 from trt_kvcache.errors import RangeError
-from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.generation.sampling import SamplingParams, with_options
 
 _PANEL = "Sampling"
 
 _SEED_BITS = 32
+
+#: Options that leave some tokens to be drawn from.
+_OF_DRAWING = ("top_k", "top_p", "min_p")
 
 MaxNewTokens = Annotated[
     int, typer.Option(min=1, metavar="N", help="Generate at most this many tokens for a prompt.", rich_help_panel=_PANEL)
@@ -130,6 +135,22 @@ class AnswerSamplingFlags(SamplingFlags):
     """The sampling options of commands whose answers are read by programs: those of all commands, and ``logprobs``."""
 
     logprobs: Logprobs = None
+
+
+def warn_of_unused(defaults: SamplingParams, options: Mapping[str, Any]) -> None:
+    """Warn of options that only say which tokens are drawn, if none is drawn.
+
+    Parameters
+    ----------
+    defaults : SamplingParams
+        Of the model.
+    options : mapping
+        Of :meth:`SamplingFlags.options`.
+    """
+    chosen, off = with_options(defaults, options), SamplingParams()
+    unused = [f"--{name.replace('_', '-')}" for name in _OF_DRAWING if name in options and options[name] != getattr(off, name)]
+    if unused and chosen.temperature == 0:
+        warn(f"{', '.join(unused)}: no effect, as the most likely token is always taken; add --temperature to draw tokens.")
 
 
 def _bias(text: str) -> tuple[int, float]:
