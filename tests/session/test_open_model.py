@@ -409,6 +409,14 @@ class TestCompanions:
         with self.opened(copy) as session:
             assert session.defaults.repetition_penalty == 1.05
 
+    @pytest.mark.parametrize("with_text", [True, False])
+    def test_stop_strings_are_a_default_of_models_with_a_tokenizer(self, copy, with_text):
+        self.write(copy, "generation_config.json", stop_strings=["END"])
+        if with_text:
+            byte_level_folder(copy)
+        with self.opened(copy) as session:
+            assert session.defaults.stop == (("END",) if with_text else ())
+
     def test_one_warning_names_generation_options_that_are_not_supported(self, copy):
         self.write(copy, "generation_config.json", min_length=2, no_repeat_ngram_size=3)
         text = r"generation_config\.json: ignored, as it is not supported: no_repeat_ngram_size, min_length\. Other"

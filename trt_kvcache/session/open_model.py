@@ -389,7 +389,7 @@ def _parts(
         undo.callback(engine.close)
         tokenizer = Tokenizer.open(folder)
         defaults = GenerationDefaults.open(folder)
-        sampling = _sampling(defaults, folder)
+        sampling = _sampling(defaults, folder, with_text=tokenizer is not None)
         cache: KVCacheManager | HybridCacheManager
         if isinstance(config, HybridCacheConfig):
             cache = HybridCacheManager(config, memory=engine.memory)
@@ -423,12 +423,13 @@ def _parts(
     return parts
 
 
-def _sampling(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
+def _sampling(defaults: GenerationDefaults, folder: Path, *, with_text: bool) -> SamplingParams:
     """Return the defaults in ``generation_config.json``: greedy unless it says ``do_sample``. Warn of what is not supported."""
+    stop = defaults.stop_strings if with_text else ()
     if defaults.ignored:
         text = f"{folder / GENERATION_FILE}: ignored, as it is not supported: {', '.join(defaults.ignored)}. Other tokens may come out."
         warn_caller(text, UserWarning)
-    greedy = SamplingParams(repetition_penalty=defaults.repetition_penalty)  # as in transformers, where it is no part of sampling
+    greedy = SamplingParams(repetition_penalty=defaults.repetition_penalty, stop=stop)  # as in transformers: no part of sampling
     if not defaults.do_sample:
         return greedy
     return replace(greedy, temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p)
