@@ -3,7 +3,8 @@
     python benchmarks/build_estimate.py [--out benchmarks/results/build_estimate.json]
 
 Models with random weights in the shapes of Qwen2-0.5B and of a Llama with a head of its own, of 4 and 12 layers, are built with TensorRT
-for RTX, each in a fresh process, whose peak is that of the build. Exit code 1 if plan or peak is more than 10 % off.
+for RTX, each in a fresh process, whose peak is that of the build; with weights as they are, and rounded in several ways. Exit code 1 if
+plan or peak is more than 10 % off.
 """
 
 import argparse
@@ -31,7 +32,7 @@ LLAMA = {
 }
 MODELS = {"qwen2-0.5b": QWEN2_0_5B, "llama-2048": LLAMA, "llama-2048, float32": {**LLAMA, "torch_dtype": "float32"}}
 
-#: Model, layers, attention, slots, dtype (None: that of the checkpoint).
+#: Model, layers, attention, slots, dtype (None: that of the checkpoint); and where weights are rounded, how.
 BUILDS = (
     ("qwen2-0.5b", 4, "native", 1, None),
     ("qwen2-0.5b", 4, "native", 8, None),
@@ -49,6 +50,15 @@ BUILDS = (
     ("llama-2048, float32", 4, "native", 8, None),
     ("llama-2048", 12, "native", 8, None),
     ("llama-2048", 12, "plugin", 8, None),
+    ("qwen2-0.5b", 4, "native", 1, None, "int8,embedding=int8"),
+    ("qwen2-0.5b", 4, "native", 1, None, "int4:128,embedding=int4"),
+    ("qwen2-0.5b", 4, "plugin", 8, None, "int4"),
+    ("qwen2-0.5b", 4, "plugin", 1, None, "int8,embedding=int8"),
+    ("qwen2-0.5b", 24, "native", 1, None, "int4:128,embedding=int4"),
+    ("llama-2048", 4, "native", 8, None, "int4:128"),
+    ("llama-2048", 4, "plugin", 1, None, "int4:128"),
+    ("llama-2048", 12, "native", 1, None, "int8"),
+    ("llama-2048", 12, "plugin", 1, None, "int8"),
 )
 LIMIT = 0.1
 
@@ -61,15 +71,23 @@ print(json.dumps({"plan_nbytes": report.plan_nbytes, "host_peak_nbytes": report.
 """
 
 
-def measure(name, layers, attention, slots, dtype):
+def measure(name, layers, attention, slots, dtype, quantize=None):
     """Build once in a process of its own. Returns a row."""
-    options = {"max_batch_size": slots, "max_sequence_length": 2048, "max_prefill_length": 512, "attention": attention, "dtype": dtype}
+    sizes = {"max_batch_size": slots, "max_sequence_length": 2048, "max_prefill_length": 512}
+    options = {**sizes, "attention": attention, "dtype": dtype, "quantize": quantize}
     with tempfile.TemporaryDirectory(prefix="trt_kvcache-") as place:
         model = write_random_model(Path(place) / "model", {**MODELS[name], "num_hidden_layers": layers})
         command = [sys.executable, "-c", _BUILD, str(model), str(Path(place) / "engine"), json.dumps(options)]
         measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
         estimate = estimate_build(model, **options)
-    row = {"model": name, "layers": layers, "attention": attention, "slots": slots, "dtype": dtype or "as stored"}
+    row = {
+        "model": name,
+        "layers": layers,
+        "attention": attention,
+        "slots": slots,
+        "dtype": dtype or "as stored",
+        "weights": quantize or "dense",
+    }
     for what, nbytes in measured.items():
         row[what] = nbytes
         row[what.replace("nbytes", "estimate_over_measured")] = round(getattr(estimate, what) / nbytes, 3)

@@ -33,6 +33,7 @@ from trt_kvcache.kernels import (  # noqa: E402
     linear,
     linear_silu_mul,
     linear_tiles,
+    qk_rms_norm,
     silu_mul,
     split_qkv,
 )
@@ -67,6 +68,7 @@ class Model(NamedTuple):
     head_dim: int
     intermediate: int
     vocab: int
+    qk_norm: bool = False  # of each head
 
     @property
     def qkv(self) -> int:
@@ -97,7 +99,7 @@ class Model(NamedTuple):
 MODELS = (
     Model("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256),
     Model("Qwen2-0.5B", 24, 896, 14, 2, 64, 4864, 151936),
-    Model("Qwen3-4B", 36, 2560, 32, 8, 128, 9728, 151936),
+    Model("Qwen3-4B", 36, 2560, 32, 8, 128, 9728, 151936, qk_norm=True),
 )
 
 
@@ -198,6 +200,9 @@ class Layers:
         workspace = AttentionWorkspace(gpu.memory, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, stream=gpu.stream)
         options = {"out": self._attended[0].reshape(rows, 1, heads, dim), "workspace": workspace, "stream": gpu.stream}
         caches = [tensors.new(rows, 2, kv_heads, PAST + 1, dim)[0] for _ in range(self.count)]
+        heads_of_rows, counts = self._qkv[0].reshape(rows, heads + 2 * kv_heads, dim), {"num_heads": heads, "num_kv_heads": kv_heads}
+        norms = [tensors.new(dim)[0] for _ in range(2)] if model.qk_norm else []
+        self._norm_qk = [lambda: qk_rms_norm(heads_of_rows, *norms, **counts, eps=_EPSILON, stream=gpu.stream)] if norms else []
         self._attend = [lambda c=cache: attend(q, k, v, c, lengths, **options) for cache in caches]
         torch.cuda.synchronize()  # weights are read early
 
@@ -214,6 +219,7 @@ class Layers:
             weights = {name: weight for name, (weight, _) in layer.items()}
             calls += [
                 lambda w=weights: linear(normed, w["qkv"], out=qkv, stream=stream),
+                *self._norm_qk,
                 attend_layer,
                 lambda w=weights: linear(attended, w["o"], out=change, stream=stream),
                 self._add_norm,
@@ -233,6 +239,8 @@ class Layers:
     def _layer_by_torch(self, weights: dict[str, torch.Tensor], attend_layer: Callable[[], object]) -> None:
         stream, (_, normed), (_, change), (_, qkv) = self._gpu.stream, self._normed, self._change, self._qkv
         torch.mm(normed, weights["qkv"].t(), out=qkv)
+        for norm_qk in self._norm_qk:
+            norm_qk()
         attend_layer()
         torch.mm(self._attended[1], weights["o"].t(), out=change)
         self._add_norm()

@@ -15,6 +15,7 @@
 #include "attention/element.cuh"
 #include "attention/mma.cuh"
 #include "dependent_launch.cuh"
+#include "gate_activation.cuh"
 #include "load_once.cuh"
 #include "shared_memory.cuh"
 
@@ -42,8 +43,6 @@ struct LinearParams {
 // A value of `out`.
 __device__ __forceinline__ void store(float* to, float value) { *to = value; }
 __device__ __forceinline__ void store(unsigned short* to, float value) { *to = static_cast<unsigned short>(pack(Element{}, {value, 0.0f})); }
-
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
 // The outputs that a block computes at once. With a gate, outputs n and `outputs` + n of W are gate and up of output n.
 template <int kTiles, bool kGated>
@@ -197,7 +196,8 @@ __device__ __forceinline__ float bias_of(const LinearParams& params, int output)
     return params.bias ? unpack(Element{}, params.bias[output]).x : 0.0f;
 }
 
-template <int kTiles, bool kGated, class Out>
+// Activation: of the gate.
+template <int kTiles, bool kGated, class Out, class Activation = Silu>
 __device__ __forceinline__ void linear(const LinearParams& params) {
     using Tile = OutputTile<kTiles, kGated>;
     using Stream = WeightStream<kTiles, kGated>;
@@ -251,7 +251,9 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
                 const int output = tile * Tile::kOutputs + column;
                 if (output >= params.outputs) continue;
                 float value = partials.total(row, column) + bias_of(params, output);
-                if constexpr (kGated) value = silu(value) * (partials.total(row, kTileOutputs + column) + bias_of(params, params.outputs + output));
+                if constexpr (kGated) {
+                    value = Activation::of(value) * (partials.total(row, kTileOutputs + column) + bias_of(params, params.outputs + output));
+                }
                 store(static_cast<Out*>(params.out) + static_cast<long long>(row_tile * kTileRows + row) * params.outputs + output, value);
             }
             turn ^= 1;
@@ -283,4 +285,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) linear_float32_32(LINEAR_
 
 extern "C" __global__ void __launch_bounds__(kThreads) linear_silu_mul(LINEAR_ARGUMENTS) {
     linear<2, true, unsigned short>(LINEAR_PARAMS);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) linear_gelu_tanh_mul(LINEAR_ARGUMENTS) {
+    linear<2, true, unsigned short, GeluTanh>(LINEAR_PARAMS);
 }

@@ -55,11 +55,33 @@ KV_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "int8")
 #: The K/V dtypes that need scales, and the largest value that is stored in each.
 SCALED_KV_DTYPES = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
+#: Short names of dtypes of K and V. They are taken wherever one is asked for; files and results have the name of the dtype.
+KV_DTYPE_SHORT_NAMES = {"fp8": "float8_e4m3fn"}
+
+#: The names of quantized K and V that users give.
+SCALED_KV_DTYPE_NAMES = (*KV_DTYPE_SHORT_NAMES, *SCALED_KV_DTYPES)
+
 #: What of K and V, in one of these, shares a scale: a layer, a head of a layer (both static), or one token of a head.
 KV_SCALES = ("tensor", "head", "token")
 
 #: What a model can be computed in.
 MODEL_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def kv_dtype_of(name: Any) -> Any:
+    """Return the dtype of K and V that a user names: in full where the name is a short one, else what was given.
+
+    Parameters
+    ----------
+    name : object
+        A name, or something else that is refused where it is checked.
+
+    Examples
+    --------
+    >>> kv_dtype_of("fp8"), kv_dtype_of("int8")
+    ('float8_e4m3fn', 'int8')
+    """
+    return KV_DTYPE_SHORT_NAMES.get(name, name) if isinstance(name, str) else name
 
 
 def _row(name: str) -> DType:

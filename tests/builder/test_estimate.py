@@ -1,5 +1,8 @@
 """``estimate_build``: exact where it can be, near real builds elsewhere, and the refusals of a build."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,49 @@ def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, attention: s
     options = {**SIZES, "attention": attention, "max_logits_per_slot": logits}
     report = build_engine(model, tmp_path / "engine", **options, flavour="tensorrt_rtx")
     assert estimate_build(model, **options).plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.1)
+
+
+_BUILD = """
+import json, sys
+from trt_kvcache import build_engine
+report = build_engine(*sys.argv[1:3], flavour="tensorrt_rtx", **json.loads(sys.argv[3]))
+print(json.dumps([report.plan_nbytes, report.peak_memory_nbytes]))
+"""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is mostly embedding, which is the head too."""
+    sizes = {"vocab_size": 128_000, "hidden_size": 512, "head_dim": 64, "intermediate_size": 2048, "num_hidden_layers": 2}
+    return write_model(tmp_path_factory.mktemp("models") / "model", tie_word_embeddings=True, **sizes)
+
+
+@pytest.mark.trt
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks were fitted to Linux")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantize": "int4:128,embedding=int4"},
+        {"quantize": "int8,embedding=int8"},
+        {"quantize": "int4", "kv_dtype": "int8"},
+        {"quantize": "int8,embedding=int8", "kv_dtype": "fp8"},
+    ],
+    ids=str,
+)
+def test_plan_and_peak_of_rounded_weights_are_within_a_tenth(tmp_path: Path, wide: Path, options: dict[str, str]) -> None:
+    arguments = [str(wide), str(tmp_path / "engine"), json.dumps({**SIZES, **options})]
+    done = subprocess.run([sys.executable, "-c", _BUILD, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+    plan, peak = json.loads(done.stdout.splitlines()[-1])
+    estimate = estimate_build(wide, **SIZES, **options)
+    assert estimate.plan_nbytes == pytest.approx(plan, rel=0.1)
+    assert estimate.host_peak_nbytes == pytest.approx(peak, rel=0.1)
+
+
+def test_only_what_takes_columns_is_packed_twice(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", vocab_size=64, hidden_size=64, tie_word_embeddings=True)
+    plans = {name: estimate_build(model, **SIZES, quantize=f"int4,embedding={name}").plan_nbytes for name in ("int8", "int4")}
+    int8, int4 = 64 * (64 + 2), 64 * (32 + 2 * 2)  # codes, and scales in float16
+    assert plans["int8"] - plans["int4"] == 2 * int8 - int4
 
 
 @pytest.mark.trt

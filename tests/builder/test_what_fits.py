@@ -70,6 +70,8 @@ def test_only_a_checkpoint_with_static_scales_has_rows_for_them(tmp_path: Path, 
         save_file({**tensors, **layers}, folder / "model.safetensors")
         fits = what_fits(folder, 10**9)
         assert [(fit.kv_dtype, fit.kv_scales) for fit in fits] == [("float16", None), ("int8", "token"), ("float8_e4m3fn", scales)]
+        static, by_token = (estimate_build(folder, kv_dtype="fp8", kv_scales=kind).cache_nbytes for kind in (scales, "token"))
+        assert static < by_token
 
 
 def test_weights_of_an_engine_in_segments_have_a_dense_embedding(model: Path) -> None:
@@ -101,6 +103,13 @@ def test_formats_that_a_model_does_not_take_are_left_out(model: Path) -> None:
 def test_a_quantized_checkpoint_is_what_it_is(tmp_path: Path, model: Path) -> None:
     write_quantized(tmp_path / "model", str(model), gptq(group_size=32), {**GPTQ_CONFIG, "group_size": 32})
     assert {fit.weights for fit in what_fits(tmp_path / "model", 10**9)} == {"GPTQ int4 in groups of 32"}
+
+
+def test_formats_that_the_gpus_do_not_have_are_left_out(model: Path) -> None:
+    turing = {(fit.weights, fit.kv_scales) for fit in what_fits(model, 10**9, compute_capabilities=["7.5"])}
+    assert turing == {("float16", None), ("int8", None)}  # no INT4, no plugin attention
+    ampere = {fit.weights for fit in what_fits(model, 10**9, compute_capabilities=["8.6"])}
+    assert ampere == {fit.weights for fit in what_fits(model, 10**9)}
 
 
 def test_nothing_fits_into_nothing(model: Path) -> None:

@@ -107,6 +107,18 @@ def test_bytes_by_hand(dtype, layout, layers, layer_nbytes, scales_nbytes):
     assert kv.nbytes == sum(layer_nbytes) + scales_nbytes
 
 
+@pytest.mark.parametrize("kind", [KVCacheConfig, CacheConfig])
+def test_a_short_name_of_a_dtype_becomes_its_name(kind):
+    layers = (
+        {"layers": [KVLayerConfig(num_kv_heads=2, head_dim=16)]}
+        if kind is KVCacheConfig
+        else {"num_attention_layers": 2, "num_kv_heads": 2, "head_dim": 16}
+    )
+    short, full = (kind(**layers, max_batch_size=3, max_sequence_length=7, dtype=name) for name in ("fp8", "float8_e4m3fn"))
+    assert short == full
+    assert short.dtype == "float8_e4m3fn"
+
+
 LAYERS = st.builds(KVLayerConfig, num_kv_heads=st.integers(1, 4), head_dim=st.sampled_from([16, 32, 80]))
 
 KV_CONFIGS = st.builds(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import deserialize
 from safetensors.numpy import load_file
 
 from tests.checkpoint.folders import Q_PROJ, CopyOf, refused
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.safetensors_file import safetensors_buffers
 
 
 def test_a_file_whose_tensors_are_not_aligned(copy_of: CopyOf) -> None:
@@ -26,6 +29,23 @@ def test_a_file_whose_tensors_are_not_aligned(copy_of: CopyOf) -> None:
         assert array.flags.aligned
         assert not array.flags.writeable
         np.testing.assert_array_equal(array, expected)
+
+
+def test_buffers_of_a_file() -> None:
+    """The library reads them, and what is contiguous was not copied."""
+    random = np.random.default_rng(0)
+    table = random.standard_normal((5, 3)).astype(ml_dtypes.bfloat16)
+    angles = random.standard_normal((4, 7)).astype(np.float32)
+    tensors = {"table": table, "angles": angles, "columns": angles.T}
+    header, *parts = safetensors_buffers(tensors)
+    assert len(header) % 8 == 0
+    found = dict(deserialize(b"".join([header, *(part.tobytes() for part in parts)])))
+    codes = {"table": "BF16", "angles": "F32", "columns": "F32"}
+    assert {name: (one["dtype"], tuple(one["shape"])) for name, one in found.items()} == {
+        name: (codes[name], array.shape) for name, array in tensors.items()
+    }
+    assert all(bytes(found[name]["data"]) == array.tobytes() for name, array in tensors.items())
+    assert any(np.shares_memory(part, table) for part in parts)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, -1])

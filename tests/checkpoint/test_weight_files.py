@@ -93,7 +93,8 @@ def test_weights_in_another_format(copy_of: CopyOf) -> None:
     folder = copy_of("llama")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     message = refused(folder)
-    assert f"{folder}: expected model.safetensors, or shards with model.safetensors.index.json, got neither" in message
+    assert f"{folder}: expected model.safetensors, or shards with model.safetensors.index.json, got " in message
+    assert "pytorch_model.bin. Weights in another format" in message
     assert "must be converted to safetensors" in message
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.helpers.fake_tensorrt import FakeGpuMemory
 from trt_kvcache.session import open_model as opening
@@ -20,6 +21,7 @@ READING_A_MODEL = {
     "build": ["-o", "{tmp_path}/new-engine"],
 }
 READING_AN_ENGINE = {**{name: READING_A_MODEL[name] for name in ("generate", "chat", "compare")}, "memory": [], "inspect": []}
+SIZING_A_BUILD = {"build": ["-o", "{tmp_path}/new-engine", "--dry-run"], "memory": ["--engine"]}
 READING_ITS_CHECKPOINT = {name: READING_A_MODEL[name] for name in ("generate", "chat", "compare")}
 
 
@@ -55,6 +57,47 @@ def truncate(file: Path) -> None:
 def test_a_damaged_model(run: Run, model: Path, tmp_path: Path, damage: Callable[[Path], object], complaint: str):
     damage(model)
     check(run, model, READING_A_MODEL, complaint, tmp_path)
+    if (model / "model.safetensors").exists():
+        check(run, model, SIZING_A_BUILD, complaint, tmp_path)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "consolidated.00.pth"])
+def test_weights_in_another_format(run: Run, model: Path, tmp_path: Path, file: str):
+    (model / "model.safetensors").rename(model / file)
+    complaint = f"index.json, got {file}. Weights in another format (pytorch_model.bin) must be converted"
+    check(run, model, READING_A_MODEL, complaint, tmp_path)
+    check(run, model, SIZING_A_BUILD, complaint, tmp_path)
+
+
+def test_a_link_to_nothing(run: Run, model: Path, tmp_path: Path):
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(tmp_path / "gone")
+    check(run, model, READING_A_MODEL, "index.json, got model.safetensors, which is no file. ", tmp_path)
+    check(run, model, SIZING_A_BUILD, "index.json, got model.safetensors, which is no file. ", tmp_path)
+
+
+def test_defaults_of_generation_that_are_damaged(run: Run, model: Path, tmp_path: Path):
+    (model / "generation_config.json").write_text("[1")
+    complaint = "generation_config.json: expected JSON, got a syntax error"
+    check(run, model, {name: READING_A_MODEL[name] for name in ("generate", "build")}, complaint, tmp_path)
+    check(run, model, SIZING_A_BUILD, complaint, tmp_path)
+
+
+def test_memory_names_the_file(run: Run, model: Path):
+    change_json(model / "config.json", lambda config: config.update(vocab_size=12.5))
+    for options in ([], ["--engine"], ["--fit", "1GB"]):
+        done = run("memory", model, *options)
+        assert (done.code, done.out) == (1, "")
+        assert done.err == f"error: {model / 'config.json'}: vocab_size: expected a positive integer, got 12.5.\n"
+
+
+def test_tensors_that_are_missing(run: Run, model: Path, tmp_path: Path):
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors")
+    complaint = "1 tensor(s) of a llama model are missing: model.norm.weight."
+    check(run, model, READING_A_MODEL, complaint, tmp_path)
+    check(run, model, SIZING_A_BUILD, complaint, tmp_path)
 
 
 def test_a_missing_shard(run: Run, tmp_path: Path):
@@ -63,6 +106,15 @@ def test_a_missing_shard(run: Run, tmp_path: Path):
     (folder / "model-00002-of-00003.safetensors").unlink()
     complaint = "model-00002-of-00003.safetensors: expected a shard that model.safetensors.index.json names, got nothing there."
     check(run, folder, READING_A_MODEL, complaint, tmp_path)
+    check(run, folder, SIZING_A_BUILD, complaint, tmp_path)
+
+
+def test_an_index_without_any_shard(run: Run, tmp_path: Path):
+    folder = Path(shutil.copytree(GOLDEN / "qwen3-sharded", tmp_path / "model"))
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    complaint = "model-00001-of-00003.safetensors: expected a shard that model.safetensors.index.json names, got nothing there."
+    check(run, folder, SIZING_A_BUILD, complaint, tmp_path)
 
 
 def test_a_damaged_tokenizer(run: Run, model: Path, tmp_path: Path):

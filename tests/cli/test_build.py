@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.quantized_models import CASES, write_quantized
 from tests.helpers.small_model import write_model
-from trt_kvcache import build_engine
+from trt_kvcache import build_engine, estimate_build
 from trt_kvcache.cli import build as build_module
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BuildError, ConfigError
@@ -190,6 +190,7 @@ def test_a_dry_run_prints_sizes_and_builds_nothing(run: Run, tmp_path: Path):
     done = run("build", SHIPPED, "-o", tmp_path / "engine", "--dry-run")
     assert done.code == 0
     assert "plan: weights and kernels" in done.out
+    assert done.err == ""
     assert not (tmp_path / "engine").exists()
 
 
@@ -227,6 +228,10 @@ def test_a_dry_run_says_what_the_build_would(run: Run, tmp_path: Path, kind: str
         model = tmp_path / "quantized"
     with pytest.raises(ConfigError) as caught:
         build_engine(model, tmp_path / "engine", flavour="tensorrt_rtx", **options)
+    if "timing_cache" not in options:
+        with pytest.raises(ConfigError) as estimated:
+            estimate_build(model, flavour="tensorrt_rtx", **options)
+        assert str(estimated.value) == str(caught.value)
     flags = []
     for name, value in options.items():
         flags += ["--compute-capability", *value] if name == "compute_capabilities" else [f"--{name.replace('_', '-')}", value]
@@ -240,6 +245,8 @@ def test_a_dry_run_needs_no_weights(run: Run, tmp_path: Path):
     (tmp_path / "model").mkdir()
     shutil.copy(SHIPPED / "config.json", tmp_path / "model")
     dry_run = ("build", tmp_path / "model", "-o", tmp_path / "engine", "--dry-run")
-    assert run(*dry_run, "--quantize", "int8").code == 0
+    done = run(*dry_run, "--quantize", "int8")
+    assert done.code == 0
+    assert "no weights are there, and a build needs some; config.json alone was checked" in done.err
     done = run(*dry_run, "--quantize", "int4", "--compute-capability", "7.5")
     assert "expected 8.0 or more for weights in int4" in done.err

@@ -351,11 +351,6 @@ def test_an_empty_prompt_is_the_begin_token_alone(run: Run):
     assert "prefill 1 token in" in done.err
 
 
-def test_options_of_drawn_tokens_without_a_temperature_are_warned_of(run: Run):
-    done = run("generate", SHIPPED, *REFERENCE, "-p", "A", "--max-new-tokens", 2, "--top-p", 0.5)
-    assert (done.code, done.err.count("warning: --top-p: no effect")) == (0, 1)
-
-
 @pytest.mark.usefixtures("without_gpu")
 class TestEngines:
     def test_the_fallback_to_the_reference_engine_is_warned_of_once(self, run: Run):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 
-from trt_kvcache.cli.sampling_flags import SamplingFlags, warn_of_unused, with_drawn_seed
+from trt_kvcache.cli.sampling_flags import SamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.generation.sampling import SamplingParams
 
 
@@ -31,6 +31,24 @@ def test_penalties_and_biases_are_passed_on() -> None:
         **given,
         "logit_bias": {7: 1.5, 9: float("-inf")},
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "expected"),
+    [
+        ({"top_p": 0.5, "min_p": 0.1}, 0.0, "--top-p and --min-p: without effect at temperature 0"),
+        ({"top_p": 0.5, "temperature": 0.0}, 1.0, "--top-p: without effect at temperature 0"),
+        ({"top_p": 0.5, "temperature": 0.7}, 0.0, ""),
+        ({"top_p": 0.5}, 1.0, ""),
+        ({"repetition_penalty": 1.1, "seed": 3}, 0.0, ""),
+    ],
+    ids=str,
+)
+def test_options_without_effect_are_named(given: dict[str, Any], default: float, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    note_unused(options(**given), SamplingParams(temperature=default))
+    found = " ".join(capsys.readouterr().err.split())
+    assert found.startswith(expected)
+    assert bool(found) == bool(expected)
 
 
 def test_zero_is_not_the_same_as_not_given() -> None:
@@ -67,22 +85,3 @@ def test_a_seed_is_drawn_only_where_tokens_are() -> None:
     first, second = (with_drawn_seed(SamplingParams(temperature=1.0)).seed for _ in range(2))
     assert first is not None
     assert first != second
-
-
-@pytest.mark.parametrize(
-    ("defaults", "options", "named"),
-    [
-        ({}, {"top_p": 0.5, "seed": 3}, "--top-p"),
-        ({}, {"top_k": 3, "min_p": 0.1}, "--top-k, --min-p"),
-        ({"temperature": 0.7}, {"temperature": 0.0, "top_p": 0.5}, "--top-p"),
-        ({"temperature": 0.7}, {"top_p": 0.5}, None),
-        ({}, {"temperature": 0.7, "top_p": 0.5}, None),
-        ({}, {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 3}, None),
-    ],
-)
-def test_options_of_drawn_tokens_are_warned_of_where_none_is_drawn(capsys, defaults, options, named):
-    warn_of_unused(SamplingParams(**defaults), options)
-    said = (
-        "" if named is None else f"warning: {named}: no effect, as the most likely token is always taken; add --temperature to draw tokens."
-    )
-    assert " ".join(capsys.readouterr().err.split()) == said

@@ -170,10 +170,10 @@ def test_a_field_that_is_an_option_of_openai_is_warned_of(serve, name):
     assert f"prompts.jsonl:1: {name}: no sampling option (max_new_tokens is one); it comes back with the answer." in done.err
 
 
-@pytest.mark.parametrize(("line", "warned"), [('{"prompt": "a"}', True), ('{"prompt": "a", "temperature": 0.5}', False)])
-def test_a_flag_of_drawn_tokens_is_warned_of_unless_a_prompt_draws(serve, line, warned):
+@pytest.mark.parametrize(("line", "noted"), [('{"prompt": "a"}', True), ('{"prompt": "a", "temperature": 0.5}', False)])
+def test_a_flag_of_drawn_tokens_is_noted_unless_a_prompt_draws(serve, line, noted):
     done, _ = serve(line, name="prompts.jsonl", options=(*REFERENCE, "--top-p", 0.5))
-    assert ("--top-p: no effect" in done.err) is warned
+    assert ("--top-p: without effect" in done.err) is noted
 
 
 class TestMessages:

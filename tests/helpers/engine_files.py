@@ -46,7 +46,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes
     if segmented and changes.get("segments", True):
         steps = decoder_stages(model, cache, DEFAULT_NAMES, **logits)
         plans = segment_plans(cuts_of(steps))
-        record = FileRecord.of([define_constants(checkpoint, cache)])
+        record = FileRecord.of(define_constants(checkpoint, cache))
         values["segments"] = SegmentsRecord(stages=steps, plans=tuple(map(len, plans)), constants=record)
         values["plan"] = FileRecord.of(with_padding(plans))
     return EngineConfig(**{**values, **changes})

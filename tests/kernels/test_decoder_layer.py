@@ -7,7 +7,7 @@ import pytest
 
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, ShapeError
-from trt_kvcache.kernels import add_rms_norm, silu_mul
+from trt_kvcache.kernels import add_rms_norm, gelu_tanh_mul, qk_rms_norm, silu_mul
 from trt_kvcache.memory.tensor import DeviceTensor
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -28,9 +28,16 @@ def close(found, expected, dtype):
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=ROUNDING[dtype], atol=1e-6 * np.abs(expected).max())
 
 
+def normed(x, weight, eps):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+ROWS = pytest.mark.parametrize(("count", "columns"), [(1, 2), (3, 40), (2, 896), (5, 2050), (1, 9000)])
+
+
 @DTYPES
 @pytest.mark.parametrize("offset", [{}, {"weight_offset": 1.0}])
-@pytest.mark.parametrize(("count", "columns"), [(1, 2), (3, 40), (2, 896), (5, 2050), (1, 8192)])
+@ROWS
 def test_add_rms_norm(memory, stream, dtype, offset, count, columns):
     hidden, change = (rows(count, columns, dtype=dtype, seed=seed, scale=3) for seed in (1, 2))
     weight = rows(columns, dtype=dtype, seed=3)
@@ -41,17 +48,95 @@ def test_add_rms_norm(memory, stream, dtype, offset, count, columns):
     np.testing.assert_array_equal(tensors[1].numpy(), change)
     wide = total.astype(np.float64)
     factor = weight.astype(np.float64) + sum(offset.values())
-    close(tensors[3].numpy(), wide / np.sqrt(np.mean(wide * wide, axis=1, keepdims=True) + 1e-5) * factor, dtype)
+    close(tensors[3].numpy(), normed(wide, factor, 1e-5), dtype)
 
 
 @DTYPES
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("norms_change", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.7])
+@pytest.mark.parametrize("has_out", [False, True])
+@ROWS
+def test_add_rms_norm_of_a_change(memory, stream, dtype, offset, norms_change, factor, has_out, count, columns):
+    kind, rounding = numpy_dtype(dtype), ROUNDING[dtype]
+    hidden, change = (rows(count, columns, dtype=dtype, seed=seed, scale=3) for seed in (1, 2))
+    weight, change_weight = (rows(columns, dtype=dtype, seed=seed) for seed in (3, 4))
+    arrays = (hidden, change, weight, change_weight, np.full_like(hidden, np.nan))
+    total, added, last, first, out = (memory.to_device(array, stream=stream) for array in arrays)
+    options = {"change_weight": first if norms_change else None, "change_factor": factor, "weight_offset": offset}
+    add_rms_norm(total, added, last if has_out else None, out=out if has_out else None, eps=1e-5, **options, stream=stream)
+    expected = change.astype(np.float64)
+    if norms_change:
+        expected = normed(expected, change_weight.astype(np.float64) + offset, 1e-5).astype(kind).astype(np.float64)
+    expected = expected * factor
+    found, sums = total.numpy().astype(np.float64), hidden.astype(np.float64) + expected
+    # What is rounded: the norm of the change, its product with the factor, and the sum.
+    assert (np.abs(found - sums) <= rounding * (2 * np.abs(expected) + np.abs(sums)) + 1e-6).all()
+    np.testing.assert_array_equal(added.numpy(), change)
+    if has_out:
+        close(out.numpy(), normed(found, weight.astype(np.float64) + offset, 1e-5), dtype)
+    else:
+        assert np.isnan(out.numpy().astype(np.float32)).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("offset", [{}, {"weight_offset": 1.0}])
+@pytest.mark.parametrize("of_all_heads", [False, True])
+@pytest.mark.parametrize("gap", [0, 6])
+@pytest.mark.parametrize(
+    ("count", "num_heads", "num_kv_heads", "head_dim"), [(1, 1, 1, 2), (3, 6, 2, 64), (2, 7, 1, 80), (9, 4, 4, 128), (2, 3, 1, 320)]
+)
+def test_qk_rms_norm(memory, stream, dtype, offset, of_all_heads, gap, count, num_heads, num_kv_heads, head_dim):
+    heads = num_heads + 2 * num_kv_heads
+    wide = rows(count, heads * head_dim + gap, dtype=dtype, scale=3)
+    weights = [rows(head_dim * (n if of_all_heads else 1), dtype=dtype, seed=n) for n in (num_heads, num_kv_heads)]
+    given, *on_device = (memory.to_device(array, stream=stream) for array in (wide, *weights))
+    qkv = DeviceTensor(
+        given.allocation, shape=(count, heads, head_dim), dtype=dtype, strides=(wide.shape[1], head_dim, 1), offset=given.offset
+    )
+    qk_rms_norm(qkv, *on_device, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=1e-5, **offset, stream=stream)
+    found, ends = given.numpy(), np.cumsum([0, num_heads * head_dim, num_kv_heads * head_dim])
+    np.testing.assert_array_equal(found[:, ends[2] :], wide[:, ends[2] :], err_msg="v, and what is between the rows")
+    for first, end, weight in zip(ends[:2], ends[1:], weights, strict=True):
+        units = wide[:, first:end].astype(np.float64).reshape(count, -1, len(weight))
+        expected = normed(units, weight.astype(np.float64) + sum(offset.values()), 1e-5)
+        close(found[:, first:end], expected.reshape(count, -1), dtype)
+
+
+def test_q_and_k_that_do_not_fit_are_refused(memory, stream):
+    def tensor(*shape, dtype="float16"):
+        return memory.to_device(rows(*shape, dtype=dtype), stream=stream)
+
+    qkv, weight = tensor(2, 4, 6), tensor(6)
+    before = qkv.numpy()
+    apart = DeviceTensor(tensor(2, 8, 6).allocation, shape=(2, 4, 6), dtype="float16", strides=(48, 12, 1))
+    overlapping = DeviceTensor(qkv.allocation, shape=(2, 3, 6), dtype="float16", strides=(6, 6, 1))
+    for given, q_weight, error, text in (
+        (tensor(2, 4, 5), tensor(5), ShapeError, r"qkv: expected \[up to 65535 rows, 3 heads or more, an even head_dim\], got "),
+        (tensor(2, 2, 6), weight, ShapeError, r"qkv: expected .* 3 heads or more"),
+        (apart, weight, LayoutError, "qkv: expected rows of dense heads that do not overlap, got "),
+        (overlapping, weight, LayoutError, "qkv: expected rows of dense heads that do not overlap, got "),
+        (qkv, tensor(18), ShapeError, r"q_weight: expected \[6\] for each head or \[12\] for all, got "),
+        (qkv, tensor(6, dtype="bfloat16"), DTypeError, "q_weight: expected float16 or bfloat16, all of one dtype, got bfloat16"),
+        (tensor(2, 4, 6, dtype="float32"), weight, DTypeError, "qkv: expected float16 or bfloat16"),
+    ):
+        with pytest.raises(error, match=text):
+            qk_rms_norm(given, q_weight, weight, num_heads=2, num_kv_heads=1, eps=1e-5, stream=stream)
+    with pytest.raises(ShapeError, match=r"k_weight: expected \[6\] for each head or \[6\] for all, got "):
+        qk_rms_norm(qkv, weight, tensor(12), num_heads=2, num_kv_heads=1, eps=1e-5, stream=stream)
+    np.testing.assert_array_equal(qkv.numpy(), before)
+
+
+@DTYPES
+@pytest.mark.parametrize("kernel", [silu_mul, gelu_tanh_mul])
 @pytest.mark.parametrize(("count", "columns"), [(1, 2), (3, 40), (2, 4864), (5, 514)])
-def test_silu_mul(memory, stream, dtype, count, columns):
+def test_gates(memory, stream, dtype, kernel, count, columns):
     gate_up = rows(count, 2 * columns, dtype=dtype, scale=4)
     given, out = (memory.to_device(array, stream=stream) for array in (gate_up, np.full((count, columns), np.nan, gate_up.dtype)))
-    silu_mul(given, out=out, stream=stream)
+    kernel(given, out=out, stream=stream)
     gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
-    close(out.numpy(), gate / (1 + np.exp(-gate)) * up, dtype)
+    factor = 1 / (1 + np.exp(-gate)) if kernel is silu_mul else 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    close(out.numpy(), gate * factor * up, dtype)
 
 
 def test_what_does_not_fit_is_refused(memory, stream):
@@ -68,6 +153,10 @@ def test_what_does_not_fit_is_refused(memory, stream):
     ):
         with pytest.raises(error, match=text):
             add_rms_norm(hidden, change, weight, out=tensor(2, 6), eps=1e-5, stream=stream)
+    with pytest.raises(ShapeError, match="out: expected None where weight is None, and nowhere else, got DeviceTensor"):
+        add_rms_norm(hidden, tensor(2, 6), None, out=tensor(2, 6), eps=1e-5, stream=stream)
+    with pytest.raises(ShapeError, match=r"change_weight: expected shape \(6,\), got "):
+        add_rms_norm(hidden, tensor(2, 6), weight, out=tensor(2, 6), eps=1e-5, change_weight=tensor(8), stream=stream)
     with pytest.raises(ShapeError, match=r"hidden: expected .* an even number of columns"):
         add_rms_norm(tensor(2, 5), tensor(2, 5), tensor(5), out=tensor(2, 5), eps=1e-5, stream=stream)
     with pytest.raises(ShapeError, match=r"out: expected shape \(2, 2\), got "):

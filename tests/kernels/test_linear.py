@@ -7,7 +7,7 @@ import pytest
 
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
-from trt_kvcache.kernels import linear, linear_silu_mul, linear_tiles
+from trt_kvcache.kernels import linear, linear_gelu_tanh_mul, linear_silu_mul, linear_tiles
 from trt_kvcache.kernels.linear import MAX_LINEAR_ROWS
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, linear_plan
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -85,15 +85,16 @@ def test_float32_results(memory, stream, shape, dtype):
 @DTYPES
 @BIAS
 @pytest.mark.parametrize("shape", [(1, 1, 8), (8, 16, 64), (3, 33, 72), (7, 50, 1032), (1, 19, 2048), (14, 17, 520)], ids=str)
-def test_linear_silu_mul(memory, stream, shape, dtype, with_bias):
+@pytest.mark.parametrize("kernel", [linear_silu_mul, linear_gelu_tanh_mul])
+def test_gated_products(memory, stream, shape, dtype, with_bias, kernel):
     problem = Problem(memory, stream, *shape, dtype, with_bias, gated=True)
-    linear_silu_mul(*problem.tensors, **problem.options, out=problem.out, stream=stream)
+    kernel(*problem.tensors, **problem.options, out=problem.out, stream=stream)
     sums, sizes = problem.sums()
     (gate, up), (gate_size, up_size) = (np.split(one, 2, axis=1) for one in (sums, sizes))
-    activated = gate / (1 + np.exp(-gate))
+    activated = gate / (1 + np.exp(-(gate if kernel is linear_silu_mul else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3))))
     per_sum = shape[2] * SUM_ROUNDING
-    # The slope of SiLU is at most 1.1; a few units for the exponential.
-    tolerance = per_sum * (1.1 * gate_size * np.abs(up) + np.abs(activated) * up_size) + 2**-20 * np.abs(activated * up)
+    # The slope of both is at most 1.13; a few units for the exponential.
+    tolerance = per_sum * (1.13 * gate_size * np.abs(up) + np.abs(activated) * up_size) + 2**-20 * np.abs(activated * up)
     problem.check(activated * up, tolerance + 1e-30)
 
 
@@ -158,7 +159,7 @@ class TestWhatDoesNotFitIsRefused:
     def tensor(self, memory, stream):
         return lambda *shape, dtype="float16": memory.to_device(np.ones(shape, numpy_dtype(dtype)), stream=stream)
 
-    @pytest.mark.parametrize("function", [linear, linear_silu_mul])
+    @pytest.mark.parametrize("function", [linear, linear_silu_mul, linear_gelu_tanh_mul])
     @pytest.mark.parametrize(
         ("changed", "error", "text"),
         [
@@ -209,7 +210,7 @@ class TestWhatDoesNotFitIsRefused:
             linear(tensor(1, 16), tensor(6, 16), **given, stream=stream)
 
     @pytest.mark.parametrize("overlapped", ["x", "weight", "bias"])
-    @pytest.mark.parametrize("function", [linear, linear_silu_mul])
+    @pytest.mark.parametrize("function", [linear, linear_silu_mul, linear_gelu_tanh_mul])
     def test_a_result_over_an_input(self, tensor, stream, function, overlapped):
         given = {"x": tensor(1, 16), "weight": tensor(16, 16), "bias": tensor(16)}
         allocation = given[overlapped].allocation

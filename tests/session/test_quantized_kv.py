@@ -236,8 +236,17 @@ def test_requests_through_a_queue_are_those_of_one_at_a_time(kind):
     assert found == expected
 
 
+def test_both_names_of_fp8_are_one_type():
+    made = []
+    for name in ("fp8", "float8_e4m3fn"):
+        with InferenceSession.from_model(GOLDEN / "llama-linear", engine="reference", kv_dtype=name) as session:
+            made.append(session.cache_config)
+    assert made[0] == made[1]
+    assert made[0].kv.dtype == "float8_e4m3fn"
+
+
 REFUSED = [
-    ({"kv_dtype": "int4"}, "kv_dtype: expected one of fp8, int8, got 'int4'."),
+    ({"kv_dtype": "int4"}, "kv_dtype: expected one of fp8, float8_e4m3fn, int8, got 'int4'."),
     ({"kv_dtype": "fp8", "kv_scales": "row"}, "kv_scales: expected one of tensor, head, token, got 'row'."),
     ({"kv_scales": "token"}, "kv_scales: expected kv_dtype with it, fp8 or int8, got token alone."),
     ({"kv_dtype": "int8", "attention": "native"}, "attention: expected plugin for K and V in int8, got native."),

@@ -111,6 +111,7 @@ DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
 )
 BY_ROWS, BY_KEYS, DECODE_CODES = (f"attention/{name}.cuh" for name in ("decode_rows", "decode_keys", "decode_codes"))
 PREFILLING, PREFILL_TILES, PARTS = (f"attention/{name}.cuh" for name in ("prefill", "prefill_tiles", "prefill_schedule"))
+PREFILL_SCORES, PREFILL_RESULTS = (f"attention/prefill_{name}.cuh" for name in ("scores", "results"))
 CODES, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
 OVER_CODES, DECODE_OVER_CODES, FEW_OVER_CODES = (f"{ATTENTION}.py::test_quantized_{test}" for test in ("prefill", "decode", "few"))
 SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
@@ -121,7 +122,7 @@ CHUNKS, CHUNK_PIPELINE = "recurrent/mamba2_chunks.cuh", "recurrent/chunks.cuh"
 DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
     f"recurrent/delta_rule_{name}.cuh" for name in ("chunks", "matrices", "step", "update")
 )
-LINEAR_TESTS = "test_linear.py"
+LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear.py", "test_decoder_layer.py"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d.py", "test_mamba2.py", "test_delta_rule.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -156,7 +157,7 @@ MISTAKES = {
     ),
     "rows behind the new token": (PIPELINE, "at.position - at.first_token(warp)", "kTileTokens", "none", DECODE, "isnan"),
     "a decode window that is one token too wide": (SCHEDULE, "(params.window - 1)", "params.window", "none", DECODE, "assert"),
-    "a prefill window that is one token too wide": (PREFILLING, "distance >= span", "distance > span", "none", PREFILL, "error <="),
+    "a prefill window that is one token too wide": (PREFILL_SCORES, "distance >= span", "distance > span", "none", PREFILL, "error <="),
     "keys behind the last one": (PREFILL_TILES, "key < live", "true", "none", PREFILL, "isnan"),
     "new tokens that no block appends": (PREFILL_TILES, "if (rows.first_row > 0) return;", "return;", "none", PREFILL, "array_equal"),
     "new keys before all have their RoPE": (
@@ -371,7 +372,14 @@ MISTAKES = {
         PREFILL,
         "error <=",
     ),
-    "rows that are packed with the unit of one lane": (PREFILLING, "largest = quad_max_or_nan(largest);", "", "none", PREFILL, "error <="),
+    "rows that are packed with the unit of one lane": (
+        PREFILL_RESULTS,
+        "largest = quad_max_or_nan(largest);",
+        "",
+        "none",
+        PREFILL,
+        "error <=",
+    ),
     "tiles that no block has": (SCHEDULE, "max(split - (splits - remainder), 0)", "0", "none", DECODE, "assert"),
     "a slot that is full": (
         SCHEDULE,
@@ -389,7 +397,7 @@ MISTAKES = {
         PREFILL,
         RACE,
     ),
-    "products that are not waited for": (PREFILLING, "                warpgroup_wait(scores[0]);\n", "", "none", PREFILL, "assert"),
+    "products that are not waited for": (PREFILLING, "                scores.wait();\n", "", "none", PREFILL, "assert"),
     "the keys of the other warpgroup": (
         PREFILLING,
         "shared_address(ring.tile(tile)) + key_warp * kWarpKeys",
@@ -398,9 +406,9 @@ MISTAKES = {
         PREFILL,
         "error <=",
     ),
-    "a half that is not the other's": (PREFILLING, "b = values[(!is_second", "b = values[(is_second", "none", PREFILL, "error <="),
+    "a half that is not the other's": (PREFILL_RESULTS, "b = values[(!is_second", "b = values[(is_second", "none", PREFILL, "error <="),
     "halves before they are there": (
-        PREFILLING,
+        PREFILL_RESULTS,
         "~kept)};\n        __syncthreads();",
         "~kept)};",
         "thread",
@@ -429,15 +437,15 @@ MISTAKES = {
     ),
     "scores that are not waited for": (
         PREFILLING,
-        "warpgroup_wait<1>(scores[0])",
-        "warpgroup_wait<2>(scores[0])",
+        "scores.template wait<1>()",
+        "scores.template wait<2>()",
         "none",
         OVER_CODES,
         "assert",
     ),
     "an output that stays relative to an older maximum": (
         PREFILLING,
-        "if (is_far) scale_output(state, row_scales);",
+        "if (is_far) output.scale(row_scales);",
         "",
         "none",
         f"{OVER_CODES}_forms",
@@ -757,6 +765,15 @@ MISTAKES = {
         "thread",
         LINEAR_TESTS,
         RACE,
+    ),
+    "k with the weights of q": ("decoder_layer.cu", "is_q ? q_weight : k_weight", "q_weight", "none", DECODER_LAYER_TESTS, "Mismatched"),
+    "a norm of the words that are held": (
+        "decoder_layer.cu",
+        "word < words; word += 32) add_squares",
+        "word < 0; word += 32) add_squares",
+        "none",
+        DECODER_LAYER_TESTS,
+        "Mismatched",
     ),
     "sums are overwritten while they are read": ("linear.cu", "turn * Partials::kFloats", "0", "thread", LINEAR_TESTS, RACE),
     "weights behind the last input": (

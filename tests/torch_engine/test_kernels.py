@@ -31,9 +31,12 @@ from trt_kvcache.kernels import (  # noqa: E402
     causal_conv1d,
     gated_delta_rule,
     gated_rms_norm,
+    gelu_tanh_mul,
     linear,
+    linear_gelu_tanh_mul,
     linear_silu_mul,
     mamba2_scan,
+    qk_rms_norm,
     silu_mul,
 )
 from trt_kvcache.torch_engine import TorchEngine, engine, kernel_projections, kernels, state_kernels  # noqa: E402
@@ -46,8 +49,8 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 
 #: By module, the kernels that it launches.
 LAUNCHED = {
-    kernels: (attend, add_rms_norm, silu_mul),
-    kernel_projections: (linear, linear_silu_mul),
+    kernels: (attend, add_rms_norm, gelu_tanh_mul, qk_rms_norm, silu_mul),
+    kernel_projections: (linear, linear_gelu_tanh_mul, linear_silu_mul),
     state_kernels: (causal_conv1d, gated_delta_rule, gated_rms_norm, mamba2_scan),
 }
 
@@ -120,6 +123,9 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
     ):
         check_agreement(session, reference, 4e-3)
     assert calls[attend] == 4 * (calls[silu_mul] + calls[linear_silu_mul]) / 3 > 0, "the first layer has no SiLU"
+    assert calls[gelu_tanh_mul] + calls[linear_gelu_tanh_mul] == calls[attend] / 4, "but GELU"
+    assert calls[add_rms_norm] == 2 * calls[attend], "with norms of what is added, and a factor"
+    assert calls[qk_rms_norm] == calls[attend] / 2, "two layers of four have norms of q and k: of all heads, and of each with an offset"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -156,6 +162,7 @@ def test_so_do_layers_with_states_and_attention_of_published_sizes(memory, calls
         check_agreement(session, reference, hybrid_shapes.TOLERANCES["float16"])
     assert calls[attend] > 0
     assert calls[causal_conv1d] > 0
+    assert (calls[qk_rms_norm] == calls[attend]) == (name != "nemotron_h"), "which has no norms of q and k"
 
 
 def check_agreement(session, reference, tolerance):

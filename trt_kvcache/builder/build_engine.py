@@ -119,7 +119,7 @@ def build_engine(
     quantize : str, optional
         Round weights to the nearest integers of a scale, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or ``"int4,head=int8"``: see
         ``docs/quantization.md``. For a checkpoint that is not quantized.
-    kv_dtype : {"fp8", "int8"}, optional
+    kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Quantize K and V, with plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
         As for :class:`~trt_kvcache.session.session_options.SessionOptions`.
@@ -232,7 +232,7 @@ def build_engine(
 
 
 def _segments_record(
-    checkpoint: Checkpoint, definition: DecoderDefinition, options: BuildOptions, plans: Sequence[Any], constants: bytes
+    checkpoint: Checkpoint, definition: DecoderDefinition, options: BuildOptions, plans: Sequence[Any], constants: Sequence[Any]
 ) -> SegmentsRecord:
     """Return what ``config.json`` records of an engine in segments."""
     stages = decoder_stages(
@@ -242,7 +242,7 @@ def _segments_record(
         max_logits_per_slot=options.logits_per_slot,
         dtype=options.dtype or checkpoint.config.dtype,
     )
-    return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of([constants]))
+    return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of(constants))
 
 
 def _progress_of_part(report: Progress, index: int, count: int) -> Callable[[float], object]:

@@ -16,9 +16,13 @@ from trt_kvcache.builder.options import (
     default_sequence_length,
 )
 from trt_kvcache.builder.timing_cache import check_timing_cache
-from trt_kvcache.checkpoint import Checkpoint, Tokenizer
+from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
+from trt_kvcache.checkpoint.checkpoint import CONFIG_FILE
+from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
+from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_weights
+from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
@@ -54,7 +58,7 @@ class CheckedBuild:
 
 def checked_build(
     model_path: str | os.PathLike[str],
-    engine_path: str | os.PathLike[str],
+    engine_path: str | os.PathLike[str] | None,
     *,
     dry_run: bool = False,
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
@@ -75,10 +79,12 @@ def checked_build(
 
     Parameters
     ----------
-    model_path, engine_path : path
+    model_path : path
         As for :func:`~trt_kvcache.build_engine`.
+    engine_path : path or None
+        As there; None in a dry run that is of no certain place.
     dry_run : bool
-        Whether neither TensorRT nor weights are needed. Without weight files the checkpoint has none to read.
+        Whether neither TensorRT nor weights are needed. Without weight files in any format the checkpoint has none to read.
     max_batch_size, max_sequence_length, max_prefill_length : int
         As there.
     max_logits_per_slot : int or "all"
@@ -123,17 +129,19 @@ def checked_build(
     )
     if attention is None and kv_dtype is None:
         options = replace(options, attention=default_attention(Checkpoint.read_config(model), options.max_sequence_length))
-    check_target(Path(engine_path), model)
+    if engine_path is not None:
+        check_target(Path(engine_path), model)
     if options.timing_cache is not None:
         check_timing_cache(options.timing_cache)
-    tensorrt = _found(flavour) if dry_run else load(flavour, error=BuildError)
+    tensorrt = installed_tensorrt(flavour) if dry_run else load(flavour, error=BuildError)
     if tensorrt is not None:
         options.check_tensorrt(tensorrt)
-    checkpoint = _opened(model, rounding, needs_weights=not dry_run)
+    checkpoint = open_checkpoint(model, rounding, needs_weights=not dry_run)
     try:
         options = for_codes(options, checkpoint.code_kinds, tensorrt, rounded=rounding is not None)
         options.check_kernels(checkpoint.config)
-        Tokenizer.open(checkpoint.path)  # a damaged tokenizer is reported before the work, not by the first prompt
+        Tokenizer.open(checkpoint.path)  # damaged files that are copied are reported before the work, not by the first prompt
+        GenerationDefaults.open(checkpoint.path)
         quantized = quantized_kv(checkpoint, kv_dtype, kv_scales)
         options.cache_for(checkpoint.config, quantized)
     except BaseException:
@@ -142,17 +150,39 @@ def checked_build(
     return CheckedBuild(options=options, tensorrt=tensorrt, checkpoint=checkpoint, quantized=quantized, rounding=rounding)
 
 
-def _found(flavour: str) -> TensorRT | None:
-    """Return TensorRT, or None if it is not there."""
+def installed_tensorrt(flavour: str) -> TensorRT | None:
+    """Return TensorRT, or None if it is not there.
+
+    Parameters
+    ----------
+    flavour : str
+        As for ``trt_kvcache.trt.module.load``.
+    """
     try:
         return load(flavour, error=BuildError)
     except BuildError:
         return None
 
 
-def _opened(model: Path, rounding: str | None, *, needs_weights: bool) -> Checkpoint:
-    """Return the open checkpoint, or one that knows its configuration alone."""
-    if needs_weights or any(path.suffix in (".safetensors", ".gguf") for path in model.iterdir()):
+def open_checkpoint(model: Path, rounding: str | None, *, needs_weights: bool) -> Checkpoint:
+    """Open a checkpoint, or what ``config.json`` alone says of it.
+
+    Parameters
+    ----------
+    model : Path
+        The model folder.
+    rounding : str or None
+        How weights are rounded.
+    needs_weights : bool
+        False where names, shapes and dtypes are enough. In a folder that has no weights, and none that are quantized, they are those of
+        ``config.json``.
+
+    Raises
+    ------
+    CheckpointError, ConfigError
+        As ``Checkpoint.open`` does.
+    """
+    if needs_weights or has_weight_files(model) or quantized_format(read_json(model / CONFIG_FILE), model) is not None:
         return Checkpoint.open(model, quantize=rounding)
     config = Checkpoint.read_config(model)
     return Checkpoint(model, config, {}, None if rounding is None else rounded_weights(config, Quantization.parse(rounding), {}))

@@ -11,6 +11,7 @@ from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.safetensors_file import safetensors_buffers
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, DecoderCacheConfig, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
@@ -201,7 +202,7 @@ def define_segments(
     return tuple(make(network=network, tensors=segment.tensors) for network, segment in zip(networks, segments, strict=True))
 
 
-def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype: str | None = None) -> bytes:
+def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype: str | None = None) -> list[Any]:
     """Return the constants of an engine in segments.
 
     Parameters
@@ -215,15 +216,14 @@ def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype
 
     Returns
     -------
-    bytes
-        A safetensors file with the embedding table and the cosines and sines of RoPE: see
-        :func:`~trt_kvcache.engine_folder.decoder_segments.decoder_constants`.
+    list of buffer
+        What a safetensors file with the embedding table and the cosines and sines of RoPE consists of: see
+        :func:`~trt_kvcache.engine_folder.decoder_segments.decoder_constants`. A table that is stored in this dtype is over the memory of
+        the checkpoint.
     """
-    from safetensors.numpy import save
-
     table = Weights(checkpoint, dtype or cache.dtype)(embedding_name(checkpoint.config))
     angles = {name: cos_sin(kind, length=cache.max_sequence_length) for kind, name in cos_sin_names(checkpoint.config).items()}
-    return save({EMBEDDING: table, **angles})
+    return safetensors_buffers({EMBEDDING: table, **angles})
 
 
 def _network_factory(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:

@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.builder.estimate import PackedModel
-from trt_kvcache.builder.options import default_sequence_length
+from trt_kvcache.builder.checked_build import installed_tensorrt, open_checkpoint
+from trt_kvcache.builder.code_types import are_native, for_codes
+from trt_kvcache.builder.estimate import BuildEstimate, PackedModel
+from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.cache.estimate import largest_number
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig
-from trt_kvcache.checkpoint.json_file import read_json
-from trt_kvcache.checkpoint.stored_format import stored_format
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import default_attention
+from trt_kvcache.engine.kv_options import quantized_kv
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.trt.module import TensorRT
 
 #: How the weights of a checkpoint in 16 bits are rounded in the rows of an answer.
 ROUNDINGS = ("int8", "int4:32", "int4:128")
@@ -27,7 +29,7 @@ ROUNDINGS = ("int8", "int4:32", "int4:128")
 SMALLEST = {True: "int4:128,embedding=int4:128", False: "int4:128,embedding=int8,head=int8"}
 
 #: K and V of any checkpoint beside those in the dtype of the engine. float8_e4m3fn takes the bytes of int8.
-KV_BY_TOKEN = ("int8", "token")
+KV_BY_TOKEN = QuantizedKV("int8", "token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,8 @@ def what_fits(
     Parameters
     ----------
     model_path : path
-        A Hugging Face folder. Only ``config.json`` is read, and where weights are stored quantized the shapes of all tensors.
+        A Hugging Face folder. Of weights that are there names, shapes and dtypes are read; ``config.json`` alone is enough where they are
+        not stored quantized.
     nbytes : int
         Bytes of the memory.
     max_batch_size : int
@@ -85,14 +88,14 @@ def what_fits(
     dtype : str, optional
         What the engine computes in; that of the checkpoint if left out.
     compute_capabilities : sequence of str, optional
-        As for :func:`~trt_kvcache.estimate_build`: whether FP4 is stored as it is.
+        As for :func:`~trt_kvcache.estimate_build`: which formats there are, and whether FP4 is stored as it is.
 
     Returns
     -------
     tuple of Fit
-        A checkpoint in 16 bits first as it is and then rounded in several ways; a quantized one as it is. Each with K and V in the dtype
-        of the engine and, where plugin attention has the model, in 8 bits: with a scale for each token, and with static scales if the
-        checkpoint has some.
+        A checkpoint in 16 bits first as it is and then rounded in several ways that the GPUs have; a quantized one as it is. Each with K
+        and V in the dtype of the engine and, where plugin attention has the model, in 8 bits: with a scale for each token, and with static
+        scales if the checkpoint has some.
 
     Raises
     ------
@@ -109,59 +112,77 @@ def what_fits(
     ('float16', 'float16', 60736, 512)
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    model, sources = _sources(Path(model_path), compute_capabilities)
+    options = BuildOptions(
+        max_batch_size=1,
+        max_sequence_length=1,
+        max_prefill_length=1,
+        dtype=dtype,
+        compute_capabilities=None if compute_capabilities is None else tuple(compute_capabilities),
+    )
+    tensorrt = None if compute_capabilities is None else installed_tensorrt(options.flavour)
+    if tensorrt is not None:
+        options.check_tensorrt(tensorrt)
+    with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
+        for_codes(options, checkpoint.code_kinds, tensorrt)  # is checked
+        model, stored = checkpoint.config, checkpoint.weights
+        source = PackedModel.of(checkpoint, is_native=are_native(compute_capabilities))
+        static = _static_kv(checkpoint)
+    roundings = () if stored.is_quantized else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
+    rounded = ((one, source.rounded(one)) for one in roundings)
+    sources = [(stored.format, source), *((one, packed) for one, packed in rounded if _exists(packed, options, tensorrt))]
     length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     fits = (
-        _fit(source, weights, kv, budget, slots=max_batch_size, length=length, dtype=dtype or model.dtype)
+        _fit(source, weights, quantized, budget, slots=max_batch_size, length=length, options=options)
         for weights, source in sources
-        for kv in ((dtype or model.dtype, None), KV_BY_TOKEN, *(() if source.static_kv is None else (source.static_kv,)))
+        for quantized in (None, KV_BY_TOKEN, *static)
     )
     return tuple(fit for fit in fits if fit is not None)
 
 
-def _fit(source: PackedModel, weights: str, kv: tuple[str, str | None], budget: int, *, slots: int, length: int, dtype: str) -> Fit | None:
+def _fit(
+    source: PackedModel, weights: str, quantized: QuantizedKV | None, budget: int, *, slots: int, length: int, options: BuildOptions
+) -> Fit | None:
     """Return what fits with one format of weights, and one of K and V; None where plugin attention does not have the model."""
-    kv_dtype, scales = kv
+    model = source.model
+
+    def estimate(batch: int, tokens: int) -> BuildEstimate:
+        attention = "plugin" if quantized is not None else default_attention(model, tokens)
+        width = min(tokens, DEFAULT_MAX_PREFILL_LENGTH)
+        asked = replace(options, max_batch_size=batch, max_sequence_length=tokens, max_prefill_length=width, attention=attention)
+        return source.estimate(asked, quantized)
 
     def fits(batch: int, tokens: int) -> bool:
-        return _device_nbytes(source, dtype, kv_dtype, scales, batch, tokens) <= budget
+        return estimate(batch, tokens).device_nbytes <= budget
 
     try:
-        is_any = fits(1, 1)
+        smallest = estimate(1, 1)
     except ConfigError:
-        if scales is None:
+        if quantized is None:
             raise
         return None
-    positions, attention = source.model.max_position_embeddings, None if scales is None else "plugin"
+    is_any = smallest.device_nbytes <= budget
     return Fit(
         weights=weights,
-        kv_dtype=kv_dtype,
-        kv_scales=scales,
-        weights_nbytes=source.estimate(max_batch_size=1, max_sequence_length=1, dtype=dtype, attention=attention).weights_nbytes,
-        longest_sequence=largest_number(positions, lambda tokens: fits(slots, tokens)) if is_any else 0,
+        kv_dtype=options.dtype or model.dtype if quantized is None else quantized.dtype,
+        kv_scales=None if quantized is None else quantized.scales,
+        weights_nbytes=smallest.weights_nbytes,
+        longest_sequence=largest_number(model.max_position_embeddings, lambda tokens: fits(slots, tokens)) if is_any else 0,
         largest_batch=largest_number(MAX_BATCH_SIZE, lambda batch: fits(batch, length)) if is_any else 0,
     )
 
 
-def _sources(path: Path, compute_capabilities: Sequence[str] | None) -> tuple[ModelConfig, list[tuple[str, PackedModel]]]:
-    """Return the model, and its weights in each format: what an answer calls it, and the bytes."""
-    data = read_json(path / "config.json")
-    stored, source = stored_format(data, path), PackedModel.read(path, compute_capabilities=compute_capabilities)
-    if stored is not None:
-        return source.model, [(stored.title, source)]
-    roundings = (*ROUNDINGS, SMALLEST[source.model.tie_word_embeddings])
-    return source.model, [(source.model.dtype, source), *((one, PackedModel.read(path, quantize=one)) for one in roundings)]
+def _exists(source: PackedModel, options: BuildOptions, tensorrt: TensorRT | None) -> bool:
+    """Return whether the GPUs of a build have the types of rounded weights."""
+    try:
+        for_codes(options, {packed.type for packed in source.packed.values()}, tensorrt)
+    except ConfigError:
+        return False
+    return True
 
 
-def _device_nbytes(source: PackedModel, dtype: str, kv_dtype: str, scales: str | None, slots: int, length: int) -> int:
-    """Return the GPU memory of a session."""
-    attention = None if scales is None else "plugin"
-    estimate = source.estimate(max_batch_size=slots, max_sequence_length=length, dtype=dtype, attention=attention)
-    if attention is None:
-        return estimate.device_nbytes
-    cache = decoder_cache_config(source.model, max_batch_size=slots, max_sequence_length=length, dtype=dtype, attention=attention)
-    if cache.kv is None:
-        raise ConfigError("K and V: expected a model with attention, got one with states alone.")
-    kv = replace(cache.kv, dtype=kv_dtype, scales=scales)
-    packed = replace(cache, kv=kv) if isinstance(cache, HybridCacheConfig) else kv
-    return estimate.device_nbytes - estimate.cache_nbytes + packed.nbytes
+def _static_kv(checkpoint: Checkpoint) -> list[QuantizedKV]:
+    """Return how K and V are quantized with the static scales of a checkpoint, if it has some."""
+    if checkpoint.kv_dtype is None:
+        return []
+    quantized = quantized_kv(checkpoint, checkpoint.kv_dtype, None)
+    return [quantized] if quantized is not None and quantized.static else []

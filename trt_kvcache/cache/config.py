@@ -17,7 +17,7 @@ from trt_kvcache._util.shown import shown
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig, check_scales
 from trt_kvcache.cache.layout import KVLayerStorage, KVLayout, kv_layer_storage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
-from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES
+from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES, kv_dtype_of
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import (
     MAX_BATCH_SIZE,
@@ -35,6 +35,7 @@ def _check_common(config: KVCacheConfig | CacheConfig) -> None:
     owner = type(config).__name__
     for name, high in (("max_batch_size", MAX_BATCH_SIZE), ("max_sequence_length", MAX_DIMENSION)):
         object.__setattr__(config, name, int_in_range(f"{owner}.{name}", getattr(config, name), 1, high, error=ConfigError))
+    object.__setattr__(config, "dtype", kv_dtype_of(config.dtype))
     one_of(f"{owner}.dtype", config.dtype, KV_DTYPES)
     if not isinstance(config.layout, KVLayout):
         raise ConfigError(f"{owner}.layout: expected KVLayout.COMBINED or KVLayout.SEPARATE, got {config.layout!r}.")
@@ -62,7 +63,7 @@ class KVCacheConfig:
     max_sequence_length : int
         Tokens that a slot can hold, S.
     dtype : str
-        ``"float16"``, ``"bfloat16"``, ``"float32"``, or quantized ``"float8_e4m3fn"``, ``"int8"``.
+        ``"float16"``, ``"bfloat16"``, ``"float32"``, or quantized ``"float8_e4m3fn"`` (or ``"fp8"``, which becomes it), ``"int8"``.
     scales : str, optional
         Of a quantized dtype: ``"tensor"``, one static scale for K and one for V of a layer; ``"head"``, one for each head of both; or
         ``"token"``, one for each token and head, which is written with the row and stored beside it. By default what the layers have.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.mapped_pages import release_pages
 from trt_kvcache._util.regular_file import open_regular
-from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import CheckpointError
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
@@ -53,6 +53,31 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+
+def safetensors_buffers(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
+    """Return what a safetensors file consists of, in order, without copying a tensor that is contiguous.
+
+    Parameters
+    ----------
+    tensors : mapping of str to ndarray
+        In float16, bfloat16 or float32, by name.
+
+    Returns
+    -------
+    list of buffer
+        The header, and the bytes of each tensor, wider elements first. ``safetensors.numpy.save`` would hold all of them twice.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that all are aligned
+    codes = {ours: code for code, ours in _DTYPES.items()}
+    entries, end = {}, 0
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        entries[name] = {"dtype": codes[dtype_name(tensors[name].dtype)], "shape": tensors[name].shape, "data_offsets": [start, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _LENGTH_BYTES)
+    buffers = (np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8) for name in names)
+    return [len(header).to_bytes(_LENGTH_BYTES, "little") + header, *buffers]
 
 
 class SafetensorsFile:

@@ -14,6 +14,33 @@ from trt_kvcache.model.families.family import Family
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+#: How names of files of weights, and of their indices, end: of the formats that are read, and of others that people have.
+_ENDINGS = tuple(
+    ending + more for ending in (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack") for more in ("", ".index.json")
+)
+
+
+def has_weight_files(folder: Path) -> bool:
+    """Return whether a model folder has weights, or says that it has: then they can be checked.
+
+    Parameters
+    ----------
+    folder : Path
+        The model folder.
+    """
+    return any(map(is_weight_file, folder.iterdir()))
+
+
+def is_weight_file(path: Path) -> bool:
+    """Return whether a file has weights, or is an index of such files, by its name.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    """
+    return path.name.endswith(_ENDINGS)
+
 
 def open_weight_files(folder: Path) -> dict[str, WeightFile]:
     """Map all weight files of a model folder into memory.
@@ -51,8 +78,9 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
     if gguf is not None:
         blocks = GGUFFile(gguf)
         return dict.fromkeys(blocks.tensors, blocks)
+    found = sorted(path.name if path.is_file() else f"{path.name}, which is no file" for path in folder.iterdir() if is_weight_file(path))
     raise CheckpointError(
-        f"{folder}: expected {SINGLE_FILE}, or shards with {INDEX_FILE}, got neither. "
+        f"{folder}: expected {SINGLE_FILE}, or shards with {INDEX_FILE}, got {', '.join(found[:3]) or 'neither'}. "
         "Weights in another format (pytorch_model.bin) must be converted to safetensors first. "
         "A GGUF file is read where it is the only one."
     )

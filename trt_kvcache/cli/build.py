@@ -7,8 +7,9 @@ import typer
 
 from trt_kvcache.builder.build_engine import BuildReport
 from trt_kvcache.builder.checked_build import checked_build
-from trt_kvcache.builder.estimate import estimate_build
+from trt_kvcache.builder.estimate import estimate_checked
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL
+from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.cli.build_process import build_in_child
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, note, progress_display, put_json, say, size
@@ -24,6 +25,7 @@ from trt_kvcache.cli.session_flags import (
     DTypeName,
     FlavourName,
     located,
+    located_headers,
 )
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
@@ -35,7 +37,10 @@ _STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take 
 
 def build(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder (config.json and safetensors), or an id of the Hugging Face Hub.")
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="A Hugging Face folder (config.json with safetensors or one GGUF file), or an id of the Hugging Face Hub."
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to write. An existing one is replaced.")
@@ -73,7 +78,10 @@ def build(
     embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False,
     compute_capability: Annotated[
         list[str] | None,
-        typer.Option(metavar="X.Y", help="Build for this compute capability only (TensorRT for RTX). Can be given several times."),
+        typer.Option(
+            metavar="X.Y",
+            help="Build for this compute capability only (TensorRT for RTX). Can be given several times. Default: all that can run it.",
+        ),
     ] = None,
     builder_optimization_level: Annotated[
         int | None,
@@ -95,7 +103,6 @@ def build(
     json: Json = False,
 ) -> None:
     """Build a TensorRT engine from a model folder. TensorRT for RTX needs no GPU for it."""
-    model = located(model)
     if is_engine_folder(model):
         raise CheckpointError(f"{model}: expected a Hugging Face folder, got an engine folder.")
     sizes: dict[str, Any] = {
@@ -113,16 +120,21 @@ def build(
     }
     search: dict[str, Any] = {"builder_optimization_level": builder_optimization_level, "timing_cache": timing_cache}
     if dry_run:
-        checked_build(model, output, dry_run=True, **sizes, **search).checkpoint.close()
-        estimate = estimate_build(model, **sizes)
+        with located_headers(model) as folder:
+            checked = checked_build(folder, output, dry_run=True, **sizes, **search)
+            with checked.checkpoint:
+                estimate = estimate_checked(checked)
+            if not has_weight_files(folder):
+                note(f"{model}: no weights are there, and a build needs some; config.json alone was checked")
         if json:
             put_json(as_json(estimate))
         else:
             print_build_sizes(estimate)
         return
+    folder = located(model)
     with progress_display() as progress:
         report = build_in_child(
-            model,
+            folder,
             output,
             embed_weights=embed_weights,
             progress=progress,

@@ -14,7 +14,7 @@ from trt_kvcache.cli.chat_flags import ChatFlags, Template
 from trt_kvcache.cli.chat_input import LineReader, open_reader
 from trt_kvcache.cli.console import complain, count, message_of, note, put
 from trt_kvcache.cli.conversation import Conversation
-from trt_kvcache.cli.sampling_flags import MaxNewTokens, SamplingFlags, warn_of_unused, with_drawn_seed
+from trt_kvcache.cli.sampling_flags import MaxNewTokens, SamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import note_seeds, note_statistics, warn_of_full_cache
 from trt_kvcache.engine_folder.folder import is_engine_folder
@@ -94,7 +94,7 @@ class Chat:
     def __init__(self, session: InferenceSession, template: Template | None, options: dict[str, Any], reader: LineReader) -> None:
         self._session = session
         self._template = template
-        warn_of_unused(session.defaults, options)
+        note_unused(options, session.defaults)
         self._params = with_drawn_seed(with_options(session.defaults, options))
         self._reader = reader
         self._conversation = Conversation(None if template is None else template.system)

@@ -12,7 +12,7 @@ from trt_kvcache.cli.chat_flags import ChatFlags
 from trt_kvcache.cli.console import put, put_json
 from trt_kvcache.cli.options import Json
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
-from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, warn_of_unused, with_drawn_seed
+from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import Statistics, logprobs_document, note_seeds, note_statistics, session_document, warn_of_full_cache
 from trt_kvcache.generation.prompts import Prompt
@@ -62,7 +62,7 @@ def generate(
     options = sampling.options()
     source = flags.source(session_flags.located(folder), slots=count)
     with session_flags.open_session(source) as session:
-        warn_of_unused(session.defaults, options)
+        note_unused(options, session.defaults)
         template = chat_flags.template(session.tokenizer)
         answers = [_Answer(text, echo=template is None or not isinstance(text, str) if echo is None else echo) for text in given]
         if resume:

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from trt_kvcache._util.shown import shown
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.builder.what_fits import Fit, what_fits
@@ -20,35 +22,40 @@ from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.cli.build_sizes import print_build_sizes
-from trt_kvcache.cli.console import count, length_limit, put_json, results, say, size, span, table
+from trt_kvcache.cli.console import count, length_limit, note, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
-from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located
-from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES
+from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located, located_headers
+from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES, kv_dtype_of
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
-from trt_kvcache.engine.quantized_kv import KV_DTYPE_NAMES
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CapacityError, CheckpointError
+from trt_kvcache.errors import CapacityError, CheckpointError, ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 
 _GIB = 2**30
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _MAX_GIB = 1e9
-_DTYPE_HELP = "Data type of K and V: float16, bfloat16, float32, float8_e4m3fn or int8. Default: the folder's, or float16."
+#: A smaller number without a unit is one of gigabytes whose unit was forgotten.
+_LEAST_WITHOUT_UNIT = 10**6
+_DTYPE_HELP = "Data type of K and V: float16, bfloat16, float32, fp8 (float8_e4m3fn) or int8. Default: the folder's, or float16."
 _PANEL = "Without a folder"
 
+#: What is read of a model unless the sizes of its weights are asked for.
+_FILES = ("config.json", "hf_quant_config.json")
 
-KVDTypeName = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
+
+KVDTypeName = Literal["float16", "bfloat16", "float32", "fp8", "float8_e4m3fn", "int8"]
 
 
 def memory(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="ENGINE|MODEL", help="Folder or id of the Hugging Face Hub to take layers and heads from. Only config.json is read."
+            metavar="ENGINE|MODEL",
+            help="Engine or model folder, or id of the Hugging Face Hub, to take layers and heads from. No weights are downloaded.",
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, max=10_000, metavar="N", help="Attention layers.", rich_help_panel=_PANEL)] = None,
@@ -73,8 +80,8 @@ def memory(
         bool, typer.Option("--engine", help="Also print what an engine of this model takes: plan, activations, peak memory of the build.")
     ] = False,
     max_logits_per_slot: Annotated[
-        Any, logits_per_slot(help="With --engine: most new tokens of a slot whose logits one enqueue returns.")
-    ] = 1,
+        Any, logits_per_slot(help="With --engine: most new tokens of a slot whose logits one enqueue returns. Default: 1.")
+    ] = None,
     quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help=f"With --engine. {QUANTIZE_HELP}")] = None,
     compute_capability: Annotated[
         list[str] | None,
@@ -93,9 +100,12 @@ def memory(
 
     Per layer, per sequence and in total. Nothing is allocated.
     """
+    dtype = kv_dtype_of(dtype)
     memory_nbytes = None if fit is None else _parsed_size(fit)
     if compute_capability and not engine and fit is None:
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--compute-capability")
+    if max_logits_per_slot is not None and not engine:
+        raise typer.BadParameter("expected --engine with it, got none.", param_hint="--max-logits-per-slot")
     _check_formats(quantize, dtype, kv_dtype, with_engine=engine, with_fit=fit is not None)
     if gib is not None and not 0 <= gib <= _MAX_GIB:
         raise typer.BadParameter(f"expected 0 to {_MAX_GIB:g}, got {gib}.", param_hint="--gib")
@@ -103,7 +113,7 @@ def memory(
     if folder is None:
         config = _config_of_numbers(layers, kv_heads, head_dim, max_sequence_length)
     elif (layers, kv_heads, head_dim) == (None, None, None):
-        config = _config_of_folder(located(folder, ["config.json"]))
+        config = _config_of_folder(located(folder, _FILES))
     else:
         raise typer.BadParameter("expected a folder, or --layers, --kv-heads and --head-dim, got both.")
     if max_batch_size:
@@ -112,16 +122,16 @@ def memory(
         config = config.with_max_sequence_length(max_sequence_length)
     computed, stored = _dtypes(dtype, kv_dtype)
     if kv_scales and stored is None:
-        raise typer.BadParameter(f"expected --kv-dtype {' or '.join(KV_DTYPE_NAMES)} with it, got none.", param_hint="--kv-scales")
+        raise typer.BadParameter("expected --kv-dtype fp8 or int8 with it, got none.", param_hint="--kv-scales")
     if computed:
         config = _with_dtype(config, computed, None)
     if stored:
         config = _with_dtype(config, stored, kv_scales or "token")
     estimate = estimate_memory(config)
     model = _model_of(folder)
-    packed = None if folder is None else weights_format(located(folder, ["config.json"]))
+    packed = None if folder is None else weights_format(located(folder, _FILES))
     positions = None if model is None else model.max_position_embeddings
-    asked = {"dtype": computed, "max_logits_per_slot": max_logits_per_slot, "quantize": quantize}
+    asked = {"dtype": computed, "max_logits_per_slot": max_logits_per_slot or 1, "quantize": quantize}
     gpus = {"compute_capabilities": compute_capability or None}
     build = _build_estimate(folder, config, **asked, **gpus, kv_dtype=stored, kv_scales=kv_scales) if engine else None
     fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length, **gpus)
@@ -132,6 +142,8 @@ def memory(
         formats = {} if fitting is None else {"fits": as_json(fitting)}
         put_json({"config": as_json(config), "estimate": as_json(estimate), **weights, **extra, **fits, **formats})
         return
+    if positions is not None and config.kv is not None and config.max_sequence_length > positions:
+        note(f"the model was made for {positions} positions: no engine holds slots of {config.max_sequence_length} tokens")
     _print_estimate(config, estimate, model)
     if packed is not None:
         say(f"weights:      {packed}")
@@ -158,7 +170,7 @@ def _check_formats(quantize: str | None, dtype: str | None, kv_dtype: str | None
 def _dtypes(dtype: str | None, kv_dtype: str | None) -> tuple[str | None, str | None]:
     """Return what is computed in, and what K and V in 8 bits are; None for what is not said. ``--dtype`` may say the second too."""
     if dtype not in SCALED_KV_DTYPES:
-        return dtype, None if kv_dtype is None else KV_DTYPE_NAMES[kv_dtype]
+        return dtype, None if kv_dtype is None else kv_dtype_of(kv_dtype)
     if kv_dtype is not None:
         raise typer.BadParameter(f"expected --dtype {' or '.join(MODEL_DTYPES)} with it, got {dtype}.", param_hint="--kv-dtype")
     return None, dtype
@@ -169,16 +181,20 @@ def _parsed_size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B?)\s*", text, re.IGNORECASE)
     if found is None:
         raise typer.BadParameter(f"expected a size such as 8GB (10^9 bytes) or 7.5GiB (2^30), got {text!r}.", param_hint="--fit")
-    return int(float(found[1]) * _UNITS[found[2].upper().removesuffix("B")])
+    nbytes = int(Decimal(found[1]) * _UNITS[found[2].upper().removesuffix("B")])
+    if not found[2] and nbytes < _LEAST_WITHOUT_UNIT:
+        raise typer.BadParameter(f"expected a unit with it, such as {found[1]}GB or {found[1]}GiB, got {text!r}.", param_hint="--fit")
+    if nbytes > _MAX_GIB * _GIB:
+        raise typer.BadParameter(f"expected at most {_MAX_GIB:g} GiB, got {shown(text)}.", param_hint="--fit")
+    return nbytes
 
 
 def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: int | None, **gpus: Any) -> tuple[Fit, ...]:
     if folder is None or is_engine_folder(folder):
         raise typer.BadParameter("expected a model folder with it; the weights of an engine are built.", param_hint="--fit")
     dtype = config.dtype if config.dtype in MODEL_DTYPES else None
-    return what_fits(
-        located(folder, ["config.json"]), nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype, **gpus
-    )
+    with located_headers(folder) as path:
+        return what_fits(path, nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype, **gpus)
 
 
 def _print_fits(fits: Sequence[Fit], nbytes: int, config: DecoderCacheConfig, length: int | None) -> None:
@@ -215,8 +231,8 @@ def _build_estimate(folder: Path | None, config: DecoderCacheConfig, **asked: An
         raise typer.BadParameter(
             "expected a model folder with it; `trt-kvcache inspect` has the sizes of an engine.", param_hint="--engine"
         )
-    path = located(folder, ["config.json"])
-    return estimate_build(path, max_batch_size=config.max_batch_size, max_sequence_length=config.max_sequence_length, **asked)
+    with located_headers(folder) as path:
+        return estimate_build(path, max_batch_size=config.max_batch_size, max_sequence_length=config.max_sequence_length, **asked)
 
 
 def _config_of_folder(folder: Path) -> DecoderCacheConfig:
@@ -224,7 +240,7 @@ def _config_of_folder(folder: Path) -> DecoderCacheConfig:
         return EngineFolder.open(folder).config.cache
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected an engine or model folder, got a file.")
-    model = ModelConfig.from_dict(read_json(folder / "config.json"))
+    model = _read_model(folder)
     return decoder_cache_config(model, max_batch_size=1, max_sequence_length=model.max_position_embeddings, dtype=model.dtype)
 
 
@@ -232,10 +248,18 @@ def _model_of(folder: Path | None) -> ModelConfig | None:
     """Return the model of a folder."""
     if folder is None:
         return None
-    folder = located(folder, ["config.json"])
+    folder = located(folder, _FILES)
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.model
-    return ModelConfig.from_dict(read_json(folder / "config.json"))
+    return _read_model(folder)
+
+
+def _read_model(folder: Path) -> ModelConfig:
+    path = folder / "config.json"
+    try:
+        return ModelConfig.from_dict(read_json(path))
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate, model: ModelConfig | None) -> None:

@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from trt_kvcache.cli.console import warn
+from trt_kvcache.cli.console import note
 from trt_kvcache.errors import RangeError
-from trt_kvcache.generation.sampling import SamplingParams, with_options
+from trt_kvcache.generation.sampling import SamplingParams
 
 _PANEL = "Sampling"
 
 _SEED_BITS = 32
 
-#: Options that leave some tokens to be drawn from.
+#: Options that matter only where a token is drawn.
 _OF_DRAWING = ("top_k", "top_p", "min_p")
 
 MaxNewTokens = Annotated[
@@ -27,15 +27,26 @@ Temperature = Annotated[
         metavar="X", help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.", rich_help_panel=_PANEL
     ),
 ]
-TopK = Annotated[int | None, typer.Option(min=0, metavar="K", help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=_PANEL)]
+TopK = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="K", help="Keep the k most likely tokens; 0 keeps all. Default: the model's.", rich_help_panel=_PANEL),
+]
 TopP = Annotated[
-    float | None, typer.Option(metavar="P", help="Keep the most likely tokens until their probabilities sum to p.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(
+        metavar="P", help="Keep the most likely tokens until their probabilities sum to p. Default: the model's.", rich_help_panel=_PANEL
+    ),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(metavar="P", help="Drop tokens that are less likely than p times the most likely one.", rich_help_panel=_PANEL),
+    typer.Option(
+        metavar="P", help="Drop tokens that are less likely than p times the most likely one. Default: the model's.", rich_help_panel=_PANEL
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="The same seed gives the same text.", rich_help_panel=_PANEL)]
+Seed = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="The same seed gives the same text. Default: another one each time.", rich_help_panel=_PANEL),
+]
 Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="End the output before this text. Can be given several times.", rich_help_panel=_PANEL),
@@ -49,10 +60,12 @@ RepetitionPenalty = Annotated[
     ),
 ]
 PresencePenalty = Annotated[
-    float | None, typer.Option(metavar="X", help="Subtract it from the logits of tokens that the answer has.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(metavar="X", help="Subtract it from the logits of tokens that the answer has. Default: 0.", rich_help_panel=_PANEL),
 ]
 FrequencyPenalty = Annotated[
-    float | None, typer.Option(metavar="X", help="Subtract it for each time that the answer has a token.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(metavar="X", help="Subtract it for each time that the answer has a token. Default: 0.", rich_help_panel=_PANEL),
 ]
 LogitBias = Annotated[
     list[str] | None,
@@ -137,22 +150,6 @@ class AnswerSamplingFlags(SamplingFlags):
     logprobs: Logprobs = None
 
 
-def warn_of_unused(defaults: SamplingParams, options: Mapping[str, Any]) -> None:
-    """Warn of options that only say which tokens are drawn, if none is drawn.
-
-    Parameters
-    ----------
-    defaults : SamplingParams
-        Of the model.
-    options : mapping
-        Of :meth:`SamplingFlags.options`.
-    """
-    chosen, off = with_options(defaults, options), SamplingParams()
-    unused = [f"--{name.replace('_', '-')}" for name in _OF_DRAWING if name in options and options[name] != getattr(off, name)]
-    if unused and chosen.temperature == 0:
-        warn(f"{', '.join(unused)}: no effect, as the most likely token is always taken; add --temperature to draw tokens.")
-
-
 def _bias(text: str) -> tuple[int, float]:
     """Return token id and bias of ``id=bias``."""
     token, _, bias = text.partition("=")
@@ -165,3 +162,18 @@ def _bias(text: str) -> tuple[int, float]:
 def with_drawn_seed(params: SamplingParams) -> SamplingParams:
     """Return sampling parameters with a seed of their own, if they sample and have none: so the seed can be printed, and given again."""
     return replace(params, seed=secrets.randbits(_SEED_BITS)) if params.temperature > 0 and params.seed is None else params
+
+
+def note_unused(options: Mapping[str, Any], defaults: SamplingParams) -> None:
+    """Print which options of a command line change nothing, as the most likely token is always taken.
+
+    Parameters
+    ----------
+    options : mapping of str to object
+        Those that were given: see :meth:`SamplingFlags.options`.
+    defaults : SamplingParams
+        The model's.
+    """
+    unused = [f"--{name.replace('_', '-')}" for name in _OF_DRAWING if name in options]
+    if unused and options.get("temperature", defaults.temperature) == 0:
+        note(f"{' and '.join(unused)}: without effect at temperature 0, which takes the most likely token. Give --temperature.")

@@ -17,7 +17,7 @@ from trt_kvcache.cli.chat_flags import ChatFlags, Template
 from trt_kvcache.cli.console import count, messages, note, warn
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.prompt_file import OPTION_FIELDS, FilePrompt, read_prompt_file
-from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, warn_of_unused, with_drawn_seed
+from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import Statistics, logprobs_document, note_statistics
 from trt_kvcache.cli.verbosity import is_quiet
@@ -100,7 +100,7 @@ def serve_file(
     source = flags.source(session_flags.located(folder), slots=min(len(missing), _MAX_SLOTS), prompt_cache_bytes=prompt_cache << 20)
     with session_flags.open_session(source) as session:
         if not any(prompt.options.get("temperature") for prompt in missing.values()):
-            warn_of_unused(session.defaults, options)
+            note_unused(options, session.defaults)
         recording = None if timeline is None else session.record()
         template = chat_flags.template(session.tokenizer)
         left = dict(_submit(session, _Task(index, prompt), template, options) for index, prompt in missing.items())

@@ -1,6 +1,7 @@
 """The command-line options that select model, engine and sizes, shared by several commands, and the session that is opened from them."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +15,7 @@ from trt_kvcache.cli.quantized_kv import kv_format
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.reference import Attention
+from trt_kvcache.session.model_headers import model_headers
 from trt_kvcache.session.model_location import NEEDED_FILES, locate_model
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_options import EngineChoice, KVDTypeChoice, KVScalesChoice
@@ -24,7 +26,7 @@ MAX_SEQUENCE_LENGTH_HELP = f"Tokens that a slot can hold. Default: the model's l
 
 ATTENTION_HELP = (
     "native: TensorRT's causal attention. mask: with an explicit mask (avoids a defect of 11.x). plugin: this package's kernels. "
-    "Default: native, or mask for models with windows or soft-capped scores."
+    "Default: native, mask for models with windows or soft-capped scores, or plugin with --kv-dtype."
 )
 
 QUANTIZE_HELP = (
@@ -158,11 +160,28 @@ def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
     """
     if folder.exists():
         return folder
+    _quieten_downloads()
+    return locate_model(folder.as_posix(), files=files)
+
+
+def located_headers(folder: Path) -> AbstractContextManager[Path]:
+    """Return a context manager of the folder that an argument names, where names and shapes of weights are enough.
+
+    Parameters
+    ----------
+    folder : Path
+        As for :func:`located`, with its errors. Of a model of the Hub the weights are not downloaded.
+    """
+    if not folder.exists():
+        _quieten_downloads()
+    return model_headers(folder.as_posix())
+
+
+def _quieten_downloads() -> None:
     if is_quiet():
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
-    return locate_model(folder.as_posix(), files=files)
 
 
 def open_session(source: SessionSource) -> InferenceSession:

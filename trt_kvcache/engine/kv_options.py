@@ -5,7 +5,8 @@ from __future__ import annotations
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.checks import one_of
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine.quantized_kv import KV_DTYPE_NAMES, QuantizedKV
+from trt_kvcache.dtypes import SCALED_KV_DTYPE_NAMES, kv_dtype_of
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 
 
@@ -16,8 +17,8 @@ def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | 
     ----------
     checkpoint : Checkpoint
         The model, perhaps with static scales.
-    kv_dtype : {"fp8", "int8"} or None
-        None: they are not.
+    kv_dtype : {"fp8", "float8_e4m3fn", "int8"} or None
+        None: they are not. The first two are the same.
     kv_scales : {"tensor", "head", "token"} or None
         None: static ones if the checkpoint has them for this dtype, else by token.
 
@@ -36,10 +37,10 @@ def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | 
             raise ConfigError(f"kv_scales: expected kv_dtype with it, fp8 or int8, got {kv_scales} alone.")
         _warn_of_unused_scales(checkpoint)
         return None
-    one_of("kv_dtype", kv_dtype, KV_DTYPE_NAMES)
+    one_of("kv_dtype", kv_dtype, SCALED_KV_DTYPE_NAMES)
     if kv_scales == "token":
         return QuantizedKV(kv_dtype)
-    static = checkpoint.kv_scales() if checkpoint.kv_dtype == KV_DTYPE_NAMES[kv_dtype] else ()
+    static = checkpoint.kv_scales() if checkpoint.kv_dtype == kv_dtype_of(kv_dtype) else ()
     if static:
         by_head = any(isinstance(scale, tuple) for pair in static for scale in pair)
         if by_head and kv_scales == "tensor":
@@ -51,7 +52,7 @@ def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | 
 
 
 def _warn_of_unused_scales(checkpoint: Checkpoint) -> None:
-    name = next((name for name, dtype in KV_DTYPE_NAMES.items() if dtype == checkpoint.kv_dtype), None)
+    name = next((name for name in SCALED_KV_DTYPE_NAMES if kv_dtype_of(name) == checkpoint.kv_dtype), None)
     if name is not None:
         warn_caller(
             f"{checkpoint.path}: K and V are not quantized. The checkpoint describes them in {name}: kv_dtype={name!r} quantizes them.",

@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 from trt_kvcache._util.checks import one_of
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
-from trt_kvcache.dtypes import KV_SCALES, SCALED_KV_DTYPES
+from trt_kvcache.dtypes import KV_SCALES, SCALED_KV_DTYPES, kv_dtype_of
 from trt_kvcache.errors import ConfigError
-
-#: Short names of dtypes of K and V.
-KV_DTYPE_NAMES = {"fp8": "float8_e4m3fn", "int8": "int8"}
 
 #: The static scales of each attention layer: of K and of V, each a number or one for each head.
 StaticScales = Sequence[tuple[float | Sequence[float], float | Sequence[float]]]
@@ -47,7 +44,7 @@ class QuantizedKV:
     static: StaticScales = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", KV_DTYPE_NAMES.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype)
+        object.__setattr__(self, "dtype", kv_dtype_of(self.dtype))
         one_of("kv_dtype", self.dtype, SCALED_KV_DTYPES)
         one_of("kv_scales", self.scales, KV_SCALES)
         object.__setattr__(self, "static", tuple(self.static))

@@ -258,7 +258,7 @@ def check_target(engine_path: Path, model_path: Path) -> None:
 
 
 def write_engine_folder(
-    target: Path, *, config: EngineConfig, plans: Sequence[Any], checkpoint: Checkpoint, constants: bytes | None = None
+    target: Path, *, config: EngineConfig, plans: Sequence[Any], checkpoint: Checkpoint, constants: Sequence[Any] | None = None
 ) -> EngineFolder:
     """Write an engine folder, which appears complete or not at all. A folder of this name is replaced.
 
@@ -272,8 +272,8 @@ def write_engine_folder(
         What ``engine.plan`` consists of, in order.
     checkpoint : Checkpoint
         Where tokenizer files and embedded weights are copied from.
-    constants : bytes, optional
-        The safetensors file of an engine in segments.
+    constants : sequence of buffers, optional
+        What the safetensors file of an engine in segments consists of, in order.
 
     Returns
     -------
@@ -281,19 +281,19 @@ def write_engine_folder(
         The complete folder at ``target``, with ``config`` as its configuration.
     """
     with atomic_folder(target) as folder:
-        with (folder / PLAN_FILE).open("wb") as plan_file:
-            for plan in plans:
-                plan_file.write(memoryview(plan))
-        if constants is not None:
-            (folder / CONSTANTS_FILE).write_bytes(constants)
+        for name, chunks in ((PLAN_FILE, plans), (CONSTANTS_FILE, constants)):
+            if chunks is not None:
+                with (folder / name).open("wb") as file:
+                    for chunk in chunks:
+                        file.write(memoryview(chunk))
         for name in COMPANION_FILES:
             if (checkpoint.path / name).is_file():
                 shutil.copyfile(checkpoint.path / name, folder / name)
         if config.checkpoint.embedded:
             copy = folder / CHECKPOINT_FOLDER
             copy.mkdir()
-            for file in checkpoint.files:
-                shutil.copyfile(file, copy / file.name)
+            for path in checkpoint.files:
+                shutil.copyfile(path, copy / path.name)
         text = json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
     return EngineFolder(target, config)

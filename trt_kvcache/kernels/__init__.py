@@ -12,7 +12,7 @@ from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_length_tensor, compact_rows
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
-from trt_kvcache.kernels.decoder_layer import add_rms_norm, silu_mul
+from trt_kvcache.kernels.decoder_layer import add_rms_norm, gelu_tanh_mul, qk_rms_norm, silu_mul
 from trt_kvcache.kernels.delta_rule import gated_delta_rule
 from trt_kvcache.kernels.gated_norm import gated_rms_norm
 from trt_kvcache.kernels.kv_copies import (
@@ -24,7 +24,7 @@ from trt_kvcache.kernels.kv_copies import (
 from trt_kvcache.kernels.launch_limits import MAX_MOVES, MAX_SAVED_TENSORS, MAX_STORED_VALUES
 from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
 from trt_kvcache.kernels.lengths import increment_length_tensor, store_length_values
-from trt_kvcache.kernels.linear import linear, linear_silu_mul
+from trt_kvcache.kernels.linear import linear, linear_gelu_tanh_mul, linear_silu_mul
 from trt_kvcache.kernels.mamba2 import mamba2_scan
 from trt_kvcache.kernels.sampling import choose_tokens, token_logprobs
 from trt_kvcache.kernels.sampling_rows import SamplingRows
@@ -56,13 +56,16 @@ __all__ = [
     "copy_rows",
     "gated_delta_rule",
     "gated_rms_norm",
+    "gelu_tanh_mul",
     "increment_length_tensor",
     "instantiate_kv_cache_batched",
     "instantiate_kv_cache_layer_from_tensor",
     "instantiate_rows",
     "linear",
+    "linear_gelu_tanh_mul",
     "linear_silu_mul",
     "mamba2_scan",
+    "qk_rms_norm",
     "save_kv_cache_batched",
     "save_kv_cache_layer_into_tensor",
     "save_rows",

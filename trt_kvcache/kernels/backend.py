@@ -53,16 +53,31 @@ class Backend(Protocol):
         self,
         hidden: DeviceTensor,
         change: DeviceTensor,
-        weight: DeviceTensor,
-        out: DeviceTensor,
+        weight: DeviceTensor | None,
+        out: DeviceTensor | None,
         eps: float,
         weight_offset: float,
+        change_weight: DeviceTensor | None,
+        change_factor: float,
         stream: Any,
     ) -> None:
         """Add rows to the residual stream, and norm the sum."""
 
-    def silu_mul(self, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
-        """Multiply the SiLU of the first half of each row with its second half."""
+    def qk_rms_norm(
+        self,
+        qkv: DeviceTensor,
+        q_weight: DeviceTensor,
+        k_weight: DeviceTensor,
+        num_heads: int,
+        num_kv_heads: int,
+        eps: float,
+        weight_offset: float,
+        stream: Any,
+    ) -> None:
+        """Norm q and k in place: their heads, or all heads of a row."""
+
+    def gated_mul(self, activation: str, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
+        """Multiply the activation (``silu``, ``gelu_tanh``) of the first half of each row with its second half."""
 
     def linear(
         self,
@@ -74,8 +89,10 @@ class Backend(Protocol):
     ) -> None:
         """Multiply a few rows with a matrix of weights."""
 
-    def linear_silu_mul(self, x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
-        """The same, and multiply the SiLU of the first half of each row with its second half."""
+    def linear_gated_mul(
+        self, activation: str, x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any
+    ) -> None:
+        """The same, and what :meth:`gated_mul` does."""
 
     def causal_conv1d(self, params: CausalConv1dParams, stream: Any) -> None:
         """Convolve the new tokens of each slot, and move its conv state on."""

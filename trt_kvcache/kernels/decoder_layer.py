@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products: residual and norm in one launch, and the gate of the MLP."""
+"""What a decoder layer does between its matrix products: residual and norm in one launch, norms of q and k, and the gate of the MLP."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_views import check_memory, check_open
+from trt_kvcache.memory.shapes import is_dense
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Rows of a call, at most: blocks of a launch along y.
 MAX_ROWS = 65535
 
+_QKV_NDIM = 3
+
 
 def add_rms_norm(
     hidden: DeviceTensor,
     change: DeviceTensor,
-    weight: DeviceTensor,
+    weight: DeviceTensor | None,
     *,
-    out: DeviceTensor,
+    out: DeviceTensor | None,
     eps: float,
     weight_offset: float = 0.0,
+    change_weight: DeviceTensor | None = None,
+    change_factor: float = 1.0,
     stream: Any,
 ) -> None:
     """Add ``change`` to ``hidden`` and write the RMS norm of the sum, times ``weight_offset + weight``, into ``out``.
+
+    What is added may be the norm of ``change``, and be multiplied with a factor.
 
     Parameters
     ----------
@@ -32,14 +39,19 @@ def add_rms_norm(
         The residual stream; an even number of columns. Overwritten with the rounded sum.
     change : DeviceTensor ``[rows, columns]``
         What is added.
-    weight : DeviceTensor ``[columns]``
-        Of the norm. On a GPU it is read before earlier launches on the stream have ended: none of those may still write it.
-    out : DeviceTensor ``[rows, columns]``
+    weight : DeviceTensor ``[columns]``, or None
+        Of the norm. On a GPU weights are read before earlier launches on the stream have ended: none of those may still write them. None,
+        with ``out``: the sum alone.
+    out : DeviceTensor ``[rows, columns]``, or None
         Overwritten.
     eps : float
-        Added to the mean square.
+        Added to mean squares.
     weight_offset : float
-        Added to the weight, in float32.
+        Added to weights, in float32.
+    change_weight : DeviceTensor ``[columns]``, optional
+        Of a norm of ``change``, with the same ``eps`` and ``weight_offset``. By default it has none.
+    change_factor : float
+        What is added is multiplied with it.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
 
@@ -50,18 +62,95 @@ def add_rms_norm(
 
     Notes
     -----
-    Sums are float32, over the rounded values.
+    Sums are float32, over the rounded values. A norm of ``change`` and its product with the factor are rounded, each, as if they were
+    written: Gemma and OLMo 2 have such norms, Granite has a factor.
     """
     _check("hidden", hidden, hidden)
     if hidden.ndim != 2 or hidden.shape[1] % 2 or len(hidden) > MAX_ROWS:
         raise ShapeError(f"hidden: expected [up to {MAX_ROWS} rows, an even number of columns], got {hidden!r}.")
-    for name, tensor, shape in (("change", change, hidden.shape), ("weight", weight, hidden.shape[1:]), ("out", out, hidden.shape)):
-        _check(name, tensor, hidden)
-        if tensor.shape != shape:
-            raise ShapeError(f"{name}: expected shape {shape}, got {tensor!r}.")
+    if (weight is None) != (out is None):
+        raise ShapeError(f"out: expected None where weight is None, and nowhere else, got {out!r} with {weight!r}.")
+    rows, columns = hidden.shape, hidden.shape[1:]
+    _check_shape("change", change, hidden, rows)
+    for name, tensor, shape in (("weight", weight, columns), ("out", out, rows), ("change_weight", change_weight, columns)):
+        if tensor is not None:
+            _check_shape(name, tensor, hidden, shape)
     hidden.memory.check_stream(stream)
     if hidden.nbytes:
-        backend_of(hidden.memory).add_rms_norm(hidden, change, weight, out, eps, weight_offset, stream)
+        options = (eps, weight_offset, change_weight, change_factor)
+        backend_of(hidden.memory).add_rms_norm(hidden, change, weight, out, *options, stream)
+
+
+def qk_rms_norm(
+    qkv: DeviceTensor,
+    q_weight: DeviceTensor,
+    k_weight: DeviceTensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    weight_offset: float = 0.0,
+    stream: Any,
+) -> None:
+    """Replace q and k by their RMS norms, times ``weight_offset`` + weight: each head alone, or all heads of a row together.
+
+    Parameters
+    ----------
+    qkv : DeviceTensor ``[rows, heads, D]`` float16 or bfloat16
+        Query heads, then K heads, then whatever else, which stays as it is. D is even; rows may be apart by an even number of elements.
+    q_weight : DeviceTensor ``[D]`` or ``[num_heads * D]``
+        Its length says over how many elements a mean square is taken. On a GPU it is read before earlier launches on the stream have
+        ended: none of those may still write it.
+    k_weight : DeviceTensor ``[D]`` or ``[num_kv_heads * D]``
+        The same for k.
+    num_heads, num_kv_heads : int
+        Query heads, and K/V heads.
+    eps : float
+        Added to the mean square.
+    weight_offset : float
+        Added to the weights, in float32.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+        An argument does not fit. Nothing was changed.
+
+    Notes
+    -----
+    By head as in Qwen3 and Gemma 3, over all heads as in OLMo 2. Sums are float32, and each value is rounded once.
+
+    Examples
+    --------
+    One query head and one K/V head, in host memory; values stay:
+
+    >>> import numpy as np
+    >>> from trt_kvcache import HostMemory
+    >>> from trt_kvcache.kernels import qk_rms_norm
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> qkv = memory.to_device(np.full((1, 3, 4), 5, np.float16), stream=stream)
+    >>> one, two = (memory.to_device(np.full(4, value, np.float16), stream=stream) for value in (1, 2))
+    >>> qk_rms_norm(qkv, one, two, num_heads=1, num_kv_heads=1, eps=0, stream=stream)
+    >>> qkv.numpy()[0, :, 0].tolist()
+    [1.0, 2.0, 5.0]
+    """
+    _check_element("qkv", qkv, qkv)
+    heads = num_heads + num_kv_heads
+    if qkv.ndim != _QKV_NDIM or qkv.shape[2] % 2 or not 0 < heads <= qkv.shape[1] or len(qkv) > MAX_ROWS:
+        raise ShapeError(f"qkv: expected [up to {MAX_ROWS} rows, {heads} heads or more, an even head_dim], got {qkv!r}.")
+    if not is_dense(qkv.shape[1:], qkv.strides[1:]) or (len(qkv) > 1 and qkv.strides[0] < qkv.shape[1] * qkv.shape[2]):
+        raise LayoutError(f"qkv: expected rows of dense heads that do not overlap, got {qkv!r}.")
+    if qkv.offset % 4 or (len(qkv) > 1 and qkv.strides[0] % 2):
+        raise LayoutError(f"qkv: expected rows that begin at multiples of 4 bytes, got {qkv!r}.")
+    for name, weight, count in (("q_weight", q_weight, num_heads), ("k_weight", k_weight, num_kv_heads)):
+        _check(name, weight, qkv)
+        if weight.shape not in ((qkv.shape[2],), (count * qkv.shape[2],)):
+            raise ShapeError(f"{name}: expected [{qkv.shape[2]}] for each head or [{count * qkv.shape[2]}] for all, got {weight!r}.")
+    qkv.memory.check_stream(stream)
+    if qkv.nbytes:
+        backend_of(qkv.memory).qk_rms_norm(qkv, q_weight, k_weight, num_heads, num_kv_heads, eps, weight_offset, stream)
 
 
 def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
@@ -81,6 +170,32 @@ def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
     ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
         An argument does not fit. Nothing was changed.
     """
+    _gated_mul("silu", gate_up, out, stream)
+
+
+def gelu_tanh_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
+    """Write ``gelu_tanh(gate) * up`` into ``out``: the same as :func:`silu_mul` with another activation.
+
+    Parameters
+    ----------
+    gate_up, out : DeviceTensor
+        As for :func:`silu_mul`.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+        An argument does not fit. Nothing was changed.
+
+    Notes
+    -----
+    ``gelu_pytorch_tanh`` of Hugging Face transformers: Gemma.
+    """
+    _gated_mul("gelu_tanh", gate_up, out, stream)
+
+
+def _gated_mul(activation: str, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
     _check("gate_up", gate_up, gate_up)
     _check("out", out, gate_up)
     if gate_up.ndim != 2 or gate_up.shape[1] % 4 or len(gate_up) > MAX_ROWS:
@@ -89,15 +204,25 @@ def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
         raise ShapeError(f"out: expected shape {(len(gate_up), gate_up.shape[1] // 2)}, got {out!r}.")
     out.memory.check_stream(stream)
     if out.nbytes:
-        backend_of(out.memory).silu_mul(gate_up, out, stream)
+        backend_of(out.memory).gated_mul(activation, gate_up, out, stream)
 
 
 def _check(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
+    _check_element(name, tensor, like)
+    if not tensor.is_contiguous or tensor.offset % 4:
+        raise LayoutError(f"{name}: expected a dense tensor, got {tensor!r}.")
+
+
+def _check_shape(name: str, tensor: DeviceTensor, like: DeviceTensor, shape: tuple[int, ...]) -> None:
+    _check(name, tensor, like)
+    if tensor.shape != shape:
+        raise ShapeError(f"{name}: expected shape {shape}, got {tensor!r}.")
+
+
+def _check_element(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
     if not isinstance(tensor, DeviceTensor):
         raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
     check_memory(name, tensor, like.memory)
     check_open(name, tensor)
     if tensor.dtype not in ELEMENT_TYPES or tensor.dtype != like.dtype:
         raise DTypeError(f"{name}: expected {' or '.join(ELEMENT_TYPES)}, all of one dtype, got {tensor.dtype}.")
-    if not tensor.is_contiguous or tensor.offset % 4:
-        raise LayoutError(f"{name}: expected a dense tensor, got {tensor!r}.")

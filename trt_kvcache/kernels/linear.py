@@ -101,10 +101,40 @@ def linear_silu_mul(x: DeviceTensor, weight: DeviceTensor, *, bias: DeviceTensor
     -----
     Gate and up are not rounded before they are multiplied.
     """
+    _linear_gated_mul("silu", x, weight, bias, out, stream)
+
+
+def linear_gelu_tanh_mul(
+    x: DeviceTensor, weight: DeviceTensor, *, bias: DeviceTensor | None = None, out: DeviceTensor, stream: Any
+) -> None:
+    """Write ``gelu_tanh(gate) * up`` into ``out``: the same as :func:`linear_silu_mul` with another activation.
+
+    Parameters
+    ----------
+    x, weight, bias, out : DeviceTensor
+        As for :func:`linear_silu_mul`.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+        An argument does not fit. Nothing was changed.
+
+    Notes
+    -----
+    ``gelu_pytorch_tanh`` of Hugging Face transformers: Gemma. Gate and up are not rounded before they are multiplied.
+    """
+    _linear_gated_mul("gelu_tanh", x, weight, bias, out, stream)
+
+
+def _linear_gated_mul(
+    activation: str, x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any
+) -> None:
     _check(x, weight, bias, out, outputs_per_column=2, out_dtypes=(x.dtype,) if isinstance(x, DeviceTensor) else ())
     out.memory.check_stream(stream)
     if out.nbytes:
-        backend_of(out.memory).linear_silu_mul(x, weight, bias, out, stream)
+        backend_of(out.memory).linear_gated_mul(activation, x, weight, bias, out, stream)
 
 
 def _check(

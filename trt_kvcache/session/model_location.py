@@ -11,6 +11,7 @@ from trt_kvcache.errors import CheckpointError, ConfigError
 NEEDED_FILES = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "chat_template*",

@@ -16,7 +16,7 @@ from trt_kvcache.reference import Attention
 EngineChoice = Literal["auto", "reference", "tensorrt", "torch"]
 FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
 DTypeChoice = Literal["float16", "bfloat16", "float32"]
-KVDTypeChoice = Literal["fp8", "int8"]
+KVDTypeChoice = Literal["fp8", "float8_e4m3fn", "int8"]
 KVScalesChoice = Literal["tensor", "head", "token"]
 
 DEFAULT_ATTENTION: Attention = "native"
@@ -92,8 +92,8 @@ class SessionOptions:
         Round weights to the nearest integers of a scale: ``"int8"``, ``"int4"`` (groups of 32), ``"int4:128"``, and behind it
         ``",embedding=..."`` and ``",head=..."``, which stay as they are stored if left out. See
         ``docs/quantization.md``.
-    kv_dtype : {"fp8", "int8"}, optional
-        Quantize K and V: ``float8_e4m3fn`` or ``int8``, in plugin attention. If left out they are in ``dtype``.
+    kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
+        Quantize K and V in plugin attention. The first two are the same. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
         Of quantized K and V. ``"token"`` computes a scale for each token and head; the others are static, from a checkpoint that has them.
         If left out static ones if the checkpoint has them for this ``kv_dtype``, else ``"token"``.

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from trt_kvcache.kernels import linear, linear_silu_mul
+from trt_kvcache.kernels import linear, linear_gelu_tanh_mul, linear_silu_mul
 from trt_kvcache.kernels.linear import GRANULE_NBYTES, INPUT_GRANULE
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import MlpConfig
-from trt_kvcache.torch_engine.kernels import borrowed
+from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS, borrowed
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection
 
 #: Rows up to which the kernels are taken: a tile of their products. ``benchmarks/linear.py`` compares them with torch.
@@ -44,10 +44,10 @@ class KernelProjections(Projections):
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
         """See :meth:`Projections.activated`."""
-        if not config.gated or config.activation != "silu" or not _fits(x, inputs.weight):
+        if not config.gated or config.activation not in GATE_ACTIVATIONS or not _fits(x, inputs.weight):
             return super().activated(inputs, x, config)
         out = x.new_empty((*x.shape[:-1], len(inputs.weight) // 2))
-        self._launch(linear_silu_mul, x, inputs, out)
+        self._launch(linear_silu_mul if config.activation == "silu" else linear_gelu_tanh_mul, x, inputs, out)
         return out
 
     def write_logits(self, rows: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:

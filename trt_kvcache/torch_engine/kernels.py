@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.kernels import AttentionWorkspace, add_rms_norm, attend, silu_mul, split_qkv
+from trt_kvcache.kernels import AttentionWorkspace, add_rms_norm, attend, gelu_tanh_mul, qk_rms_norm, silu_mul, split_qkv
 from trt_kvcache.kernels.attention_tiles import (
     ELEMENT_TYPES,
     HEAD_DIMS,
@@ -28,9 +28,12 @@ from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig
 from trt_kvcache.ops.unowned_workspace import UnownedAllocation
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.operations import Elementwise
+from trt_kvcache.torch_engine.operations import Elementwise, HeadCounts
 from trt_kvcache.torch_engine.positions import rope_key, rope_tables
 from trt_kvcache.torch_engine.step import TorchStep
+
+#: Activations of the gate of an MLP for which there are kernels.
+GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class AttentionInputs(Uncopyable):
@@ -124,7 +127,7 @@ class KernelAttention:
 
 
 class KernelElementwise(Elementwise):
-    """Residual and norm in one launch, and the gate of the MLP in another.
+    """Residual and norm in one launch, norms of q and k in another, and the gate of the MLP in a third.
 
     Parameters
     ----------
@@ -137,25 +140,61 @@ class KernelElementwise(Elementwise):
     def __init__(self, memory: Memory, stream: Any) -> None:
         self._memory, self._stream = memory, stream
 
-    def add_norm(self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(
+        self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None, change_norm: TorchNorm | None, factor: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`Elementwise.add_norm`. Overwrites ``hidden`` with the sum."""
         slots, width, columns = hidden.shape
-        if norm is None or slots * width > MAX_ROWS or columns % 2:
-            return super().add_norm(hidden, change, norm)
-        out = torch.empty_like(hidden)
-        total, added, normed = (borrowed(part.flatten(0, 1), self._memory) for part in (hidden, change, out))
-        weight, options = borrowed(norm.weight, self._memory), {"eps": norm.epsilon, "weight_offset": norm.offset}
-        add_rms_norm(total, added, weight, out=normed, **options, stream=self._stream)
+        norms = [one for one in (norm, change_norm) if one is not None]
+        kinds = {(one.epsilon, one.offset) for one in norms} or {(0.0, 0.0)}
+        if slots * width > MAX_ROWS or columns % 2 or len(kinds) > 1:
+            return super().add_norm(hidden, change, norm, change_norm, factor)
+        out = hidden if norm is None else torch.empty_like(hidden)
+        weight, change_weight = (None if one is None else borrowed(one.weight, self._memory) for one in (norm, change_norm))
+        ((eps, offset),) = kinds
+        add_rms_norm(
+            self._rows(hidden),
+            self._rows(change),
+            weight,
+            out=None if norm is None else self._rows(out),
+            eps=eps,
+            weight_offset=offset,
+            change_weight=change_weight,
+            change_factor=factor,
+            stream=self._stream,
+        )
         return hidden, out
+
+    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm) -> torch.Tensor:
+        """See :meth:`Elementwise.norm_qk`. Overwrites ``qkv``."""
+        slots, width = qkv.shape[:2]
+        if slots * width > MAX_ROWS or qkv.shape[3] % 2 or (q_norm.epsilon, q_norm.offset) != (k_norm.epsilon, k_norm.offset):
+            return super().norm_qk(qkv, heads, q_norm, k_norm)
+        qk_rms_norm(
+            self._rows(qkv),
+            borrowed(q_norm.weight, self._memory),
+            borrowed(k_norm.weight, self._memory),
+            num_heads=heads.query,
+            num_kv_heads=heads.kv,
+            eps=q_norm.epsilon,
+            weight_offset=q_norm.offset,
+            stream=self._stream,
+        )
+        return qkv
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See :meth:`Elementwise.gated`."""
         slots, width, columns = gate_up.shape
-        if activation != "silu" or slots * width > MAX_ROWS or columns % 4:
+        if activation not in GATE_ACTIVATIONS or slots * width > MAX_ROWS or columns % 4:
             return super().gated(gate_up, activation)
         out = gate_up.new_empty((slots, width, columns // 2))
-        silu_mul(borrowed(gate_up.flatten(0, 1), self._memory), out=borrowed(out.flatten(0, 1), self._memory), stream=self._stream)
+        multiply = silu_mul if activation == "silu" else gelu_tanh_mul
+        multiply(self._rows(gate_up), out=self._rows(out), stream=self._stream)
         return out
+
+    def _rows(self, tensor: torch.Tensor) -> DeviceTensor:
+        """Return a view of the rows of all slots."""
+        return borrowed(tensor.flatten(0, 1), self._memory)
 
 
 def borrowed(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:

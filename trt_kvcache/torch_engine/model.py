@@ -30,6 +30,6 @@ def decoder_step(weights: TorchWeights, operations: Operations, input_ids: torch
     normed = normalised(hidden, weights.blocks[0].norm)
     next_norms = [*(block.norm for block in weights.blocks[1:]), weights.final_norm]
     for block, next_norm in zip(weights.blocks, next_norms, strict=True):
-        change = scaled(normalised(block.part(normed, operations), block.output_norm), block.factor)
-        hidden, normed = operations.elementwise.add_norm(hidden, change, next_norm)
+        change = block.part(normed, operations)
+        hidden, normed = operations.elementwise.add_norm(hidden, change, next_norm, block.output_norm, block.factor)
     return normed

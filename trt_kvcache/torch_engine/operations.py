@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -85,13 +85,30 @@ class DeltaGates:
     dt_bias: torch.Tensor
 
 
+class HeadCounts(NamedTuple):
+    """Query heads and K/V heads of a layer."""
+
+    query: int
+    kv: int
+
+
 class Elementwise:
     """What is computed between matrix products, by operations of torch."""
 
-    def add_norm(self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of two tensors ``[A, s, hidden]``, of which the first one is no longer needed, and the norm of the sum."""
-        hidden = hidden + change
+    def add_norm(
+        self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None, change_norm: TorchNorm | None, factor: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``hidden + factor * change_norm(change)`` ``[A, s, hidden]``, and its norm. ``hidden`` is no longer needed."""
+        hidden = hidden + scaled(normalised(change, change_norm), factor)
         return hidden, normalised(hidden, norm)
+
+    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm) -> torch.Tensor:
+        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which is no longer needed, with norms of q and k.
+
+        A norm is over as many elements as it has weights: over a head, or over all of them.
+        """
+        q, k, v = qkv.split((*heads, heads.kv), dim=2)
+        return torch.cat((_norm_of_heads(q, q_norm), _norm_of_heads(k, k_norm), v), dim=2)
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """Return ``activation(gate) * up`` of ``[A, s, 2 * intermediate]``."""
@@ -198,6 +215,11 @@ class Operations:
 def normalised(x: torch.Tensor, norm: TorchNorm | None) -> torch.Tensor:
     """Return the norm of ``x``: ``x`` itself where there is none."""
     return x if norm is None else norm(x)
+
+
+def _norm_of_heads(heads: torch.Tensor, norm: TorchNorm) -> torch.Tensor:
+    """Return the norm of ``[A, s, n, D]`` over as many elements as it has weights."""
+    return norm(heads.flatten(2).unflatten(2, (-1, len(norm.weight)))).view(heads.shape)
 
 
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -14,7 +14,7 @@ from trt_kvcache.checkpoint.decoder_weights import LayerWeights, Projection
 from trt_kvcache.model import AttentionConfig, MlpConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, Operations, StateSpace, TorchProjection
+from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, HeadCounts, Operations, StateSpace, TorchProjection
 
 StoredWeights = LayerWeights[torch.Tensor]
 
@@ -72,17 +72,12 @@ class SelfAttention:
         if config.output_gate:
             gate_width = config.num_heads * config.head_dim
             qkv, gate = qkv[..., :-gate_width], qkv[..., -gate_width:]
-        attended = operations.attention(self.index, self._with_norms(qkv).unflatten(2, (-1, config.head_dim))).flatten(2)
+        heads = qkv.unflatten(2, (-1, config.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            counts = HeadCounts(config.num_heads, config.num_kv_heads)
+            heads = operations.elementwise.norm_qk(heads, counts, self.q_norm, self.k_norm)
+        attended = operations.attention(self.index, heads).flatten(2)
         return project(self.o, attended if gate is None else attended * gate.sigmoid())
-
-    def _with_norms(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Return q, k and v of the new tokens with the norms of q and k, where the layer has them."""
-        config = self.config
-        if self.q_norm is None or self.k_norm is None:
-            return qkv
-        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        q, k, v = qkv.split([count * config.head_dim for count in heads], dim=2)
-        return torch.cat((_norm_of_heads(q, self.q_norm), _norm_of_heads(k, self.k_norm), v), dim=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +195,3 @@ def arranged(weight: torch.Tensor) -> torch.Tensor:
 
 def _convolution(stored: StoredWeights) -> Convolution:
     return Convolution(weight=stored["conv.weight"].squeeze(1), bias=stored.get("conv.bias"))
-
-
-def _norm_of_heads(heads: torch.Tensor, norm: TorchNorm) -> torch.Tensor:
-    """Return the norm of ``[A, s, n * D]`` over as many elements as it has weights: a head, or all of them."""
-    return norm(heads.unflatten(2, (-1, len(norm.weight)))).flatten(2)

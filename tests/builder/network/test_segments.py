@@ -33,7 +33,7 @@ class Segments:
             self.definitions = define_segments(checkpoint, self.options, rtx, messages, quantized=quantized)
             self.model, self.cache = checkpoint.config, self.definitions[0].cache
             constants = define_constants(checkpoint, self.cache, dtype=dtype)
-        (folder / "constants").write_bytes(constants)
+        (folder / "constants").write_bytes(b"".join(constants))
         file = SafetensorsFile(folder / "constants")
         self.values = {spec.name: file.array(spec.name) for spec in decoder_constants(self.model, self.cache, dtype=dtype)}
         layers = self.cache.kv.layers if self.cache.kv else ()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES, Quantization
-from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest
+from trt_kvcache.checkpoint.quantized.rounding import DIVISORS, rounded_to_nearest
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.dtypes import itemsize
@@ -42,7 +42,8 @@ class RoundToNearest:
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the codes, as plain JSON values."""
-        return {"rounded": self.scheme, "scales": self.dtype}
+        bits, _ = SCHEMES[self.scheme]
+        return {"rounded": self.scheme, "scales": self.dtype, "divisors": DIVISORS[bits]}
 
 
 @dataclass(frozen=True, kw_only=True)

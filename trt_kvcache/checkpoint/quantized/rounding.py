@@ -13,15 +13,23 @@ from trt_kvcache.checkpoint.quantized.quantization import SCHEMES
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.dtypes import numpy_dtype
 
-#: Elements that are rounded together, which bounds the memory beside the result.
-_CHUNK = 1 << 22
+#: By the bits of codes: what the largest magnitude of a group is divided by for its scale. The first of the best is taken.
+DIVISORS: dict[int, tuple[float, ...]] = {8: (127,), 4: (8, 7, 7.5, 8.5, 9)}
+
+#: By the bits of codes: the least and the largest.
+_LIMITS = {8: (-127, 127), 4: (-8, 7)}
+
+#: Elements that are rounded together: few enough for the cache of a CPU core.
+_CHUNK = 1 << 18
+
+Float32 = npt.NDArray[np.float32]
 
 
 def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> QuantizedWeight:
     """Round a matrix.
 
-    A group of int4 has the scale ``max(|w|) / 8``, of which -8 to 7 are multiples; int8 has ``max(|w|) / 127`` of a row. Codes are the
-    nearest ones to the scale as it is stored.
+    A row of int8 has the scale ``max(|w|) / 127``. A group of int4 has ``max(|w|)`` divided by that one of :data:`DIVISORS` with which
+    the squared error is the least. Codes are the nearest ones to the scale as it is stored.
 
     Parameters
     ----------
@@ -36,6 +44,11 @@ def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> Qua
     -------
     QuantizedWeight
         New memory, packed. A scale is infinite or NaN where a value is.
+
+    Notes
+    -----
+    At the ends of a dtype, a scale is not 0 unless all values are; it is smaller where a code times scale would be infinite in the dtype;
+    and it is the next larger number where the largest value would have no code and the squared error is smaller with it.
 
     Examples
     --------
@@ -53,8 +66,11 @@ def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> Qua
     scales = np.empty((outputs, blocks), numpy_dtype(dtype))
     for rows in _row_chunks(outputs, inputs):
         groups = _groups(values[rows], blocks, width)
-        scales[rows] = _scales(groups, bits).astype(scales.dtype)
-        found = _codes(groups, scales[rows].astype(np.float32), bits).reshape(-1, blocks * width)
+        with np.errstate(over="ignore", invalid="ignore"):  # of groups that are not finite
+            best = _best_scales(groups, bits, scales.dtype)
+            nearest = _nearest(groups / _divisors(best)[:, None], bits)
+            found = nearest.astype(np.int8).reshape(-1, blocks * width)
+        scales[rows] = best.reshape(-1, blocks)
         codes[rows] = (found.view(np.uint8) if bits == 8 else _packed(found))[:, :stored_width]
     stored = codes.view(np.int8) if bits == 8 else codes
     return QuantizedWeight(
@@ -67,28 +83,75 @@ def _row_chunks(outputs: int, inputs: int) -> Iterator[slice]:
     return (slice(first, min(first + step, outputs)) for first in range(0, outputs, step))
 
 
-def _groups(values: npt.NDArray[Any], blocks: int, width: int) -> npt.NDArray[np.float32]:
-    """Return rows in groups ``[rows, blocks, width]``, with zeros behind the last inputs."""
-    if values.shape[1] == blocks * width:
-        return values.astype(np.float32).reshape(-1, blocks, width)
+def _groups(values: npt.NDArray[Any], blocks: int, width: int) -> Float32:
+    """Return the groups of rows, ``[groups, width]``, with zeros behind the last inputs."""
     whole = np.zeros((len(values), blocks * width), np.float32)
     whole[:, : values.shape[1]] = values
-    return whole.reshape(-1, blocks, width)
+    return whole.reshape(-1, width)
 
 
-def _scales(groups: npt.NDArray[np.float32], bits: int) -> npt.NDArray[np.float32]:
-    limit = 8 if bits == 4 else 127
-    scales: npt.NDArray[np.float32] = np.abs(groups).max(axis=2) / np.float32(limit)
-    return scales
+def _best_scales(groups: Float32, bits: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return the scale of each group, as it is stored, with the least squared error."""
+    if len(DIVISORS[bits]) > 1:
+        groups = np.asfortranarray(groups)  # ufuncs are faster along many groups than along a short one
+    peaks = np.abs(groups).max(axis=1)
+    best, *others = _candidates(peaks, bits, dtype)
+    least = _squared_errors(groups, peaks, best, bits) if others else peaks
+    for scales in others:
+        errors = _squared_errors(groups, peaks, scales, bits)
+        best, least = np.where(errors < least, scales, best), np.minimum(errors, least)
+    return best
 
 
-def _codes(groups: npt.NDArray[np.float32], scales: npt.NDArray[np.float32], bits: int) -> npt.NDArray[np.int8]:
-    """Return the nearest codes; those of groups whose scale is 0 are 0, and any of groups that hold something infinite."""
-    low, high = (-8, 7) if bits == 4 else (-127, 127)
-    divisors = np.where((scales > 0) & np.isfinite(scales), scales, np.float32(1))
-    with np.errstate(invalid="ignore"):
-        codes: npt.NDArray[np.int8] = np.clip(np.rint(groups / divisors[..., None]), low, high).astype(np.int8)
-    return np.where(scales[..., None] > 0, codes, np.int8(0))
+def _candidates(peaks: Float32, bits: int, dtype: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yield scales of groups with these largest magnitudes, as they are stored."""
+    most = -_LIMITS[bits][0]
+    ends = np.finfo(np.float16 if dtype == np.float16 else np.float32)  # bfloat16 has the exponents of float32
+    is_extreme = bool(((peaks < most * float(ends.tiny)) | (peaks > float(ends.max) / 2)).any())
+    for divisor in DIVISORS[bits]:
+        scales = (peaks / np.float32(divisor)).astype(dtype)
+        yield _in_range(scales, peaks, most) if is_extreme else scales
+    if is_extreme:
+        scales = (peaks / np.float32(most)).astype(dtype)
+        has_code = np.rint(peaks / _divisors(scales)) <= most
+        yield _in_range(np.where(has_code, scales, np.nextafter(scales, dtype.type(np.inf))), peaks, most)
+
+
+def _in_range(scales: npt.NDArray[Any], peaks: Float32, most: int) -> npt.NDArray[Any]:
+    """Return scales that are neither 0, nor so large that a code times scale is infinite though the value of the group is not."""
+    dtype = scales.dtype
+    zero, one = dtype.type(0), dtype.type(1)
+    scales = np.where((scales == zero) & (peaks > 0), np.nextafter(zero, one), scales)
+    largest = np.minimum(np.rint(peaks / _divisors(scales)), np.float32(most)) * scales.astype(np.float32)
+    is_beyond = np.isfinite(peaks.astype(dtype)) & ~np.isfinite(largest.astype(dtype))
+    return np.where(is_beyond, np.nextafter((peaks / np.float32(most)).astype(dtype), zero), scales)
+
+
+def _squared_errors(groups: Float32, peaks: Float32, scales: npt.NDArray[Any], bits: int) -> Float32:
+    """Return the squared error of each group, relative to its largest magnitude.
+
+    The order of the sum, and with it what is chosen, is the same on every CPU.
+    """
+    divisors = _divisors(scales)
+    exact = groups / divisors[:, None]
+    errors = _nearest(exact, bits)
+    errors -= exact
+    errors *= errors
+    relative = divisors / np.where(peaks > 0, peaks, np.float32(1))
+    squared: Float32 = errors.sum(axis=1) * (relative * relative)
+    return squared
+
+
+def _divisors(scales: npt.NDArray[Any]) -> Float32:
+    """Return what values are divided by: 1 where a scale is 0, infinite or NaN."""
+    factors = scales.astype(np.float32)
+    return np.where((factors > 0) & np.isfinite(factors), factors, np.float32(1))
+
+
+def _nearest(exact: Float32, bits: int) -> Float32:
+    """Return the nearest codes."""
+    nearest = np.rint(exact)
+    return np.clip(nearest, *_LIMITS[bits], out=nearest)
 
 
 def _packed(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:

@@ -16,8 +16,10 @@ def linear(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out
     _launch("linear" if out.dtype == x.dtype else f"linear_{out.dtype}", x, weight, bias, out, stream)
 
 
-def linear_silu_mul(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
-    _launch("linear_silu_mul", x, weight, bias, out, stream)
+def linear_gated_mul(
+    activation: str, x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any
+) -> None:
+    _launch(f"linear_{activation}_mul", x, weight, bias, out, stream)
 
 
 def _launch(

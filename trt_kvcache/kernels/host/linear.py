@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.kernels.host.arrays import Array, array_of
+from trt_kvcache.kernels.host.gate_activation import gated
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Rows of weights that are widened to float32 at once.
@@ -15,9 +16,10 @@ def linear(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out
     array_of(out)[...] = _product(x, weight, bias)
 
 
-def linear_silu_mul(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
-    gate, up = np.split(_product(x, weight, bias), 2, axis=1)
-    array_of(out)[...] = gate / (1 + np.exp(-gate)) * up
+def linear_gated_mul(
+    activation: str, x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, out: DeviceTensor, stream: Any
+) -> None:
+    array_of(out)[...] = gated(activation, _product(x, weight, bias))
 
 
 def _product(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None) -> Array:

@@ -1,0 +1,128 @@
+"""``EngineWeights``: what the weights of an engine take, in its plan and of the host that builds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.model import AttentionConfig, ModelConfig
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
+from trt_kvcache.model.weight_parts import layer_parts
+
+#: The host: Python with TensorRT loaded, and what TensorRT keeps for each layer of one network.
+_HOST, _HOST_PER_LAYER = 158_000_000, 9_700_000
+
+#: How often the host holds the weights when the plan is there: in pages of the checkpoint, converted or packed; in TensorRT; in the plan.
+_COPIES = 3.18
+
+#: Bytes for each code of an int4 matrix while TensorRT packs it: the widened codes and what they become. One matrix at a time, before
+#: there is a plan, and before dense weights are copied.
+_WIDENED_INT4 = 2.8
+
+#: What TensorRT keeps after the networks of an engine in segments, and how often it holds the weights of the one that it builds.
+_HOST_OF_SEGMENTS, _COPIES_OF_SEGMENT = 30_000_000, 1.3
+
+#: Bytes for each code of a quantized embedding while its values are written as constants: the code, and values in float32, twice.
+_DEQUANTIZED = 9.2
+
+
+@dataclass(frozen=True)
+class PackedBytes:
+    """A packed weight in an engine.
+
+    Parameters
+    ----------
+    nbytes : int
+        Of codes and scales.
+    type : str
+        The dtype of the codes in TensorRT.
+    """
+
+    nbytes: int
+    type: str
+
+
+@dataclass(frozen=True)
+class EngineWeights:
+    """The weights of an engine: what each takes, and what the host holds of them in a build.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        Whose weights they are.
+    sizes : mapping of str to int
+        Bytes of each weight.
+    packed : mapping of str to PackedBytes
+        Those that the plan has packed.
+    constants : mapping of str to PackedBytes or None
+        The weights beside the plan, which are there as they are: how they are packed in the checkpoint, or None.
+    """
+
+    model: ModelConfig
+    sizes: Mapping[str, int]
+    packed: Mapping[str, PackedBytes]
+    constants: Mapping[str, PackedBytes | None]
+
+    @classmethod
+    def of(cls, model: ModelConfig, packed: Mapping[str, PackedBytes], dtype: str, *, segmented: bool) -> EngineWeights:
+        """Return the weights in an engine. One in segments has its embedding beside the plan."""
+        embedding = embedding_name(model)
+        constants = {embedding: packed.get(embedding)} if segmented else {}
+        in_plan = {name: one for name, one in packed.items() if name not in constants}
+        dense = {name: math.prod(shape) * itemsize(dtype) for name, shape in tensor_shapes(model).items()}
+        return cls(model, dense | {name: one.nbytes for name, one in in_plan.items()}, in_plan, constants)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all weights, each once."""
+        return sum(self.sizes.values())
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Of those that are not packed."""
+        return self.nbytes - sum(one.nbytes for one in self.packed.values())
+
+    @property
+    def plan_nbytes(self) -> int:
+        """Of those in the plan."""
+        return self.nbytes - sum(self.sizes[name] for name in self.constants) + self._transposed_nbytes
+
+    @property
+    def _transposed_nbytes(self) -> int:
+        """Of a tied embedding in 8 bits again: rows are looked up in it, and products take its columns. Those with int4 take rows."""
+        embedding = self.packed.get(embedding_name(self.model))
+        return 0 if embedding is None or not self.model.tie_word_embeddings or embedding.type == "int4" else embedding.nbytes
+
+    def peak_of_one_network(self) -> float:
+        """Return most memory of the host: when the plan is there, or before, when the largest int4 matrix is packed."""
+        shapes = tensor_shapes(self.model)
+        widened = max((math.prod(shapes[name]) for name, one in self.packed.items() if one.type == "int4"), default=0)
+        dense, packed = self.dense_nbytes, self.nbytes - self.dense_nbytes
+        at_the_plan = _COPIES * dense + 2 * self._transposed_nbytes  # in TensorRT and in the plan
+        at_packing = dense + _WIDENED_INT4 * widened
+        return _HOST + self.model.num_layers * _HOST_PER_LAYER + _COPIES * packed + max(at_the_plan, at_packing)
+
+    def peak_of_segments(self, plan: int) -> float:
+        """Return most memory of the host, with a plan of so many bytes.
+
+        That is when the largest segment is built, when the checkpoint is hashed, or when constants are written.
+        """
+        beside = sum(self.sizes[name] for name in self.constants)
+        built = _COPIES_OF_SEGMENT * self._largest_segment_nbytes
+        hashed = sum(self.sizes[name] for name, one in self.constants.items() if one is None)
+        shapes = tensor_shapes(self.model)
+        written = _DEQUANTIZED * sum(math.prod(shapes[name]) for name, one in self.constants.items() if one is not None)
+        return _HOST + _HOST_OF_SEGMENTS + plan + self.nbytes - beside + max(built, hashed, written)
+
+    @property
+    def _largest_segment_nbytes(self) -> int:
+        """Of an attention layer and those without attention behind it, the last ones with the head."""
+        segments = [0]
+        for index, layer in enumerate(self.model.layers):
+            if isinstance(layer.mixer, AttentionConfig):
+                segments.append(0)
+            segments[-1] += sum(self.sizes[name] for name in {part.tensor for part in layer_parts(self.model, index).values()})
+        segments[-1] += 0 if self.model.tie_word_embeddings else self.sizes[HEAD]
+        return max(segments)
