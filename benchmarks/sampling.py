@@ -41,11 +41,12 @@ CASES: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
 }
 
-#: What rows look like: as of a language model, and nearly the same for all tokens.
+#: What rows look like: as of a language model, nearly the same for all tokens, and with the few tokens that a grammar leaves.
 ROWS: dict[str, Callable[[np.random.Generator, int], Any]] = {
     "peaked": lambda rng, size: rng.normal(size=size) * 2.5 + np.where(rng.random(size) < 2e-4, rng.exponential(6, size) + 8, 0),
     "normal": lambda rng, size: rng.normal(size=size) * 2,
     "flat": lambda rng, size: rng.normal(size=size) * 0.01,
+    "restricted": lambda rng, size: np.where(rng.random(size) < 2e-4, rng.normal(size=size) * 2, -np.inf),
 }
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.sessions import make
-from trt_kvcache import SamplingParams
+from tests.paths import GOLDEN
+from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.benchmarking import BenchmarkCase, CacheTraffic, MeanDeviation, MemoryLimit, MemoryUse, Percentiles, measure
 from trt_kvcache.errors import CapacityError, ConfigError
 
@@ -180,3 +181,14 @@ def test_the_choice_of_the_tokens_of_all_slots_is_included(session):
     params = SamplingParams(logits_processors=[slow_choice])
     (row,) = measure(session, [BenchmarkCase(prompt_tokens=2, batch_size=3)], runs=1, warmup=0, params=params, clock=clock)
     assert row.time_to_first_token.mean == 13.0
+
+
+@pytest.mark.parametrize("model", ["lfm2", "mamba2"])
+def test_states_cannot_go_back_so_the_depth_is_run_again_and_not_timed(model):
+    cases = [BenchmarkCase(prompt_tokens=2, depth=5, batch_size=2), BenchmarkCase(generate_tokens=2, depth=5, batch_size=2)]
+    with InferenceSession.from_model(GOLDEN / model, engine="reference", max_batch_size=2, max_sequence_length=16) as session:
+        prompt, steps = [1000.0, 2.0], [1000.0, 3.0, 4.0, 5.0]  # 1000 for the depth
+        rows = list(measure(session, cases, runs=2, warmup=1, clock=Clock(session, prompt * 3 + steps * 3)))
+        assert [row.time_to_first_token for row in rows] == [MeanDeviation(2.0, 0.0), MeanDeviation(3.0, 0.0)]
+        assert rows[1].generation_seconds == 9.0
+        assert [len(session.tokens(slot)) for slot in (0, 1)] == [5 + 1 + 2] * 2

@@ -35,6 +35,16 @@ def test_zero_means_off(tmp_path: Path) -> None:
     assert (defaults.temperature, defaults.top_k, defaults.min_p, defaults.eos_token_ids) == (0.0, 0, 0.0, (3,))
 
 
+def test_a_top_k_of_minus_one_is_off_too(tmp_path: Path) -> None:
+    assert GenerationDefaults.open(write(tmp_path, do_sample=True, top_k=-1)).top_k == 0
+
+
+@pytest.mark.parametrize(("value", "texts"), [("END", ("END",)), (["a", "b"], ("a", "b")), ([], ()), (None, ())])
+def test_stop_strings_are_read(tmp_path: Path, value: Any, texts: tuple[str, ...]) -> None:
+    defaults = GenerationDefaults.open(write(tmp_path, stop_strings=value))
+    assert (defaults.stop_strings, defaults.ignored) == (texts, ())
+
+
 def test_the_repetition_penalty_is_read(tmp_path: Path) -> None:
     assert GenerationDefaults.open(write(tmp_path, repetition_penalty=1.05)).repetition_penalty == 1.05
     assert GenerationDefaults.open(write(tmp_path, repetition_penalty=None)).repetition_penalty == 1.0
@@ -58,6 +68,8 @@ def test_fields_that_are_not_supported_are_listed(tmp_path: Path) -> None:
         ({"repetition_penalty": 0}, "repetition_penalty: expected a finite number > 0, got 0"),
         ({"min_p": -0.5}, "min_p: expected a finite number > 0, got -0.5"),
         ({"min_p": 1}, r"min_p: expected a number in \[0, 1\), got 1"),
+        ({"stop_strings": ["a", ""]}, r"stop_strings: expected a text or a list of texts that are not empty, got \['a', ''\]"),
+        ({"stop_strings": 5}, "stop_strings: expected a text or a list of texts that are not empty, got 5"),
         ({"do_sample": 1}, "do_sample: expected true or false, got 1"),
         ({"eos_token_id": [1.5]}, r"eos_token_id: expected a token id or a list of token ids, got \[1.5\]"),
     ],

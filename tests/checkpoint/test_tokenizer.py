@@ -55,6 +55,14 @@ def test_special_tokens_are_added_and_skipped(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("the"), skip_special_tokens=False) == f"{BOS}the"
 
 
+def test_special_tokens_are_known_by_their_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(byte_level_folder(tmp_path))
+    assert tokenizer is not None
+    assert [tokenizer.special_token_id(BOS)] == tokenizer.encode(BOS, add_special_tokens=False)
+    assert tokenizer.special_token_id("the") is None
+    assert tokenizer.special_token_id(f"{BOS}the") is None
+
+
 @pytest.mark.parametrize("eos", [EOS, {"content": EOS, "special": True}])
 def test_end_token(tmp_path: Path, eos: object) -> None:
     tokenizer = opened(byte_level_folder(tmp_path, eos_token=eos, pad_token=None))

@@ -84,7 +84,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise CudaError(f"CudaMemory: {NO_GPU}.")
 
     monkeypatch.setattr(open_model, "find_gpu", lambda device: f"{NO_GPU}.")
-    monkeypatch.setattr(open_model, "why_no_torch", lambda: "torch is not installed")
+    monkeypatch.setattr(open_model, "why_no_torch", lambda: "torch is not installed.")
     monkeypatch.setattr(open_model, "CudaMemory", refuse)
 
 

@@ -313,7 +313,10 @@ def test_a_model_that_is_not_supported_is_named_before_its_missing_tokenizer(run
 @pytest.mark.usefixtures("without_gpu")
 def test_the_fallback_to_the_reference_engine_is_warned_of_once(run: Run, type_lines: TypeLines):
     type_lines(ASKED, NEXT)
-    assert run("chat", SHIPPED, "--max-new-tokens", 3).err == f"warning: running the NumPy reference engine: {NO_GPU}.\n"
+    assert (
+        run("chat", SHIPPED, "--max-new-tokens", 3).err
+        == f"warning: running the NumPy reference engine: {NO_GPU}; torch is not installed.\n"
+    )
 
 
 def test_input_that_is_not_utf8_is_no_error(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -359,7 +359,7 @@ class TestEngines:
             assert done.code == 0
             assert done.out.startswith(CONTINUED[: len(done.out) - 1])
             assert done.err.count("warning:") == 1
-            assert done.err.startswith(f"warning: running the NumPy reference engine: {NO_GPU}.\n")
+            assert done.err.startswith(f"warning: running the NumPy reference engine: {NO_GPU}; torch is not installed.\n")
 
     def test_the_reference_engine_by_name_does_not_warn(self, run: Run):
         assert "warning" not in run("generate", SHIPPED, *REFERENCE, "-p", "A", "--max-new-tokens", 4).err

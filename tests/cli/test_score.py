@@ -120,7 +120,8 @@ def test_an_engine_folder_has_its_logits_from_the_build(run: Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "expected --prompt or --prompt-ids, got neither."),
+        ([], 2, "Invalid value for TEXTS: expected a file of texts, --prompt or --prompt-ids, got none of them."),
+        (["--prompt", "a", "--top", 2], 2, "Invalid value for --top: expected --tokens or --json with it, which show them."),
         (["-", "-p", "x"], 2, "expected a file or --prompt, got both."),
         (["--prompt-ids", CONFIG.vocab_size], 1, f"prompts[0][0]: expected an integer from 0 to {CONFIG.vocab_size - 1}"),
         (

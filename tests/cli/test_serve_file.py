@@ -164,6 +164,18 @@ def test_a_field_that_looks_like_a_misspelt_option_is_warned_of(serve):
     assert all(answer["max_new_token"] == 2 for answer in answers)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_field_that_is_an_option_of_openai_is_warned_of(serve, name):
+    done, _ = serve(json.dumps({"prompt": "a", name: 2}), name="prompts.jsonl")
+    assert f"prompts.jsonl:1: {name}: no sampling option (max_new_tokens is one); it comes back with the answer." in done.err
+
+
+@pytest.mark.parametrize(("line", "noted"), [('{"prompt": "a"}', True), ('{"prompt": "a", "temperature": 0.5}', False)])
+def test_a_flag_of_drawn_tokens_is_noted_unless_a_prompt_draws(serve, line, noted):
+    done, _ = serve(line, name="prompts.jsonl", options=(*REFERENCE, "--top-p", 0.5))
+    assert ("--top-p: without effect" in done.err) is noted
+
+
 class TestMessages:
     @pytest.fixture
     def with_template(self, model):

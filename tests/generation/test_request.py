@@ -129,6 +129,12 @@ class TestStopText:
         assert said(events) == ("sea", "stop")
         assert [event.text for event in events] == ["s", "e", "a", *[""] * 6]
 
+    def test_a_stop_text_that_is_a_special_token_ends_the_request_with_it(self, tokenizer):
+        [special] = ids_of(tokenizer, EOS)
+        request = request_for(tokenizer, stop=[EOS, "!"], ignore_eos=True, eos=[special])
+        assert said(say(request, [*ids_of(tokenizer, "sea"), special, *ids_of(tokenizer, "!")])) == ("sea", "stop")
+        assert request.tokens[-1] == special
+
     def test_text_that_turns_out_to_be_no_stop_text_comes_later(self, tokenizer):
         events = say(request_for(tokenizer, stop="</END>"), ids_of(tokenizer, "a</x"))
         assert [event.text for event in events] == ["a", "", "", "</x"]

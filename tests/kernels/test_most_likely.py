@@ -43,3 +43,13 @@ def test_logits_that_float64_cannot_tell_apart_from_the_largest_one_are_no_ties(
     logits = np.full(4096, -1, np.float32)
     logits[[5, 2000, 3000, 4000]] = [1.0, 1e-20, 2e-20, 3e-20]
     assert most_likely(logits, 2).tolist() == [5, 4000] == sorted_choice(logits, 2).tolist()
+
+
+@pytest.mark.parametrize("count", [5, 50, 1000])
+def test_of_many_that_are_equally_likely_none_is_ordered(count, monkeypatch):
+    logits = np.full(40003, -1.5, np.float32)
+    logits[::5000] = 2.0
+    partition, sizes = np.partition, []
+    monkeypatch.setattr(np, "partition", lambda values, place: (sizes.append(values.size), partition(values, place))[1])
+    assert most_likely(logits, count).tolist() == sorted_choice(logits, count).tolist()
+    assert max(sizes) <= 4 * max(count, 256)

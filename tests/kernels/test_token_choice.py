@@ -38,7 +38,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("kind", ["ties", "floats", "excluded"])
+@pytest.mark.parametrize("kind", ["ties", "floats", "excluded", "restricted"])
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), options=OPTIONS, uniform=st.floats(0, 1, exclude_max=True))
 def test_every_way_chooses_the_token_of_the_definition(kind, data, options, uniform):
@@ -46,6 +46,7 @@ def test_every_way_chooses_the_token_of_the_definition(kind, data, options, unif
         "ties": st.integers(-4, 4),
         "floats": st.floats(-30, 30, width=32),
         "excluded": st.sampled_from([-np.inf, -1e30, -2.0, 0.0, 0.5, 3.0]),
+        "restricted": st.sampled_from([-np.inf] * 9 + [-1e30, -23.5, -2.0, 0.5]),
     }[kind]
     logits = np.array([0.0, *data.draw(st.lists(values, max_size=40))], np.float32)
     with pytest.MonkeyPatch.context() as patch:
@@ -64,13 +65,14 @@ def vocabulary(kind: str, size: int = 6000) -> np.ndarray:
         "coarse": np.round(normal * 8) / 4,
         "equal": np.zeros(size),
         "excluded": np.where(rng.random(size) < 0.5, -np.inf, normal),
+        "restricted": np.where(rng.random(size) < 0.005, normal * 8, -np.inf),
         "outlier": np.where(np.arange(size) == 7, -1e30, normal),
         "one": np.where(np.arange(size) == 123, 400.0, normal),
     }
     return logits[kind].astype(np.float32)
 
 
-@pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "coarse", "equal", "excluded", "outlier", "one"])
+@pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "coarse", "equal", "excluded", "restricted", "outlier", "one"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -212,3 +214,22 @@ def test_a_vocabulary_is_not_sorted(options, monkeypatch):
     for kind in ("normal", "peaked"):
         choose_token(vocabulary(kind, 50_000), uniform=0.4, temperature=1.0, **options)
     assert max(sizes, default=0) <= token_choice.FEW
+
+
+@pytest.mark.parametrize("excluded", [-np.inf, -1e4])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 20_000}, {"top_k": 20, "top_p": 0.8}, {"min_p": 0.05}])
+def test_tokens_that_are_excluded_are_not_ordered(options, excluded, monkeypatch):
+    """With a grammar, they are nearly all."""
+    sizes = []
+    for name in ("most_likely", "in_order", "token_weights"):
+        real = getattr(token_choice, name)
+        monkeypatch.setattr(
+            token_choice, name, lambda logits, *more, real=real, **out: (sizes.append(logits.size), real(logits, *more, **out))[1]
+        )
+    logits = np.full(50_000, excluded, np.float32)
+    logits[np.arange(30) * 1234 + 17] = np.random.default_rng(3).normal(size=30)
+    for uniform in (0.0, 0.4, 1 - 2.0**-53):
+        assert choose_token(logits, uniform=uniform, temperature=1.0, **options) == plain_choice(
+            logits, uniform=uniform, temperature=1.0, **options
+        )
+    assert 0 < max(sizes) <= 30

@@ -44,7 +44,7 @@ def test_host_step(tmp_path):
 
 def test_sampling(tmp_path):
     rows = measured("sampling.py", tmp_path / "sampling.json", "--quick", "--runs", "1")["host_us"]
-    assert [row["logits"] for row in rows] == ["peaked", "normal", "flat"]
+    assert [row["logits"] for row in rows] == ["peaked", "normal", "flat", "restricted"]
     assert all(value > 0 for row in rows for name, value in row.items() if name != "logits")
 
 

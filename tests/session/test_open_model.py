@@ -114,12 +114,14 @@ class TestEngineFolder:
             warnings.simplefilter("always")
             InferenceSession.open(folder).close()
         assert [(str(one.message), one.category, one.filename) for one in caught] == [
-            (f"running the NumPy reference engine: {NO_GPU}", EngineFallbackWarning, __file__)
+            (f"running the NumPy reference engine: {NO_GPU}; torch is not installed", EngineFallbackWarning, __file__)
         ]
 
     def test_auto_falls_back_if_tensorrt_refuses_the_engine(self, folder, gpu):
         gpu.failure = EngineError("not for this GPU")
-        with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: not for this GPU$") as caught:
+        with pytest.warns(
+            EngineFallbackWarning, match=r"^running the NumPy reference engine: not for this GPU; torch is not installed$"
+        ) as caught:
             InferenceSession.open(folder).close()
         assert [one.filename for one in caught] == [__file__]
 
@@ -216,7 +218,7 @@ class TestModel:
             warnings.simplefilter("always")
             InferenceSession.from_model(model).close()
         assert [(str(one.message), one.category, one.filename) for one in caught] == [
-            (f"running the NumPy reference engine: {NO_GPU}", EngineFallbackWarning, __file__)
+            (f"running the NumPy reference engine: {NO_GPU}; torch is not installed", EngineFallbackWarning, __file__)
         ]
 
     def test_the_reference_engine_asks_for_no_gpu_and_does_not_warn(self, model, monkeypatch):
@@ -291,7 +293,7 @@ class TestModel:
         with pytest.raises(BuildError if stage == "build" else EngineError, match=r"^no$"):
             InferenceSession.from_model(model, engine="tensorrt")
         assert not places[0].parent.exists()
-        with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: no$"):
+        with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: no; torch is not installed$"):
             InferenceSession.from_model(model, engine="auto").close()
         assert not places[1].parent.exists()
 
@@ -406,6 +408,14 @@ class TestCompanions:
         self.write(copy, "generation_config.json", do_sample=do_sample, repetition_penalty=1.05)
         with self.opened(copy) as session:
             assert session.defaults.repetition_penalty == 1.05
+
+    @pytest.mark.parametrize("with_text", [True, False])
+    def test_stop_strings_are_a_default_of_models_with_a_tokenizer(self, copy, with_text):
+        self.write(copy, "generation_config.json", stop_strings=["END"])
+        if with_text:
+            byte_level_folder(copy)
+        with self.opened(copy) as session:
+            assert session.defaults.stop == (("END",) if with_text else ())
 
     def test_one_warning_names_generation_options_that_are_not_supported(self, copy):
         self.write(copy, "generation_config.json", min_length=2, no_repeat_ngram_size=3)

@@ -303,7 +303,7 @@ REFUSALS = [
     (RangeError, lambda s: s.decode([1, VOCAB]), f"tokens[1]: expected an integer from 0 to {VOCAB - 1}, got {VOCAB}."),
     (SlotError, lambda s: s.tokens(2), "slot 2: expected 0 <= slot < 2 (active slots). Slots never wrap."),
     (SlotError, lambda s: s.pending_tokens(-1), "slot -1: expected 0 <= slot < 2 (active slots). Slots never wrap."),
-    (ShapeError, lambda s: s.generate([]), "prompts: expected 1 to max_batch_size=3 of them, got 0."),
+    (ShapeError, lambda s: s.generate([]), "prompts: expected at least one, got none."),
     (ShapeError, lambda s: s.generate([[1], []]), "prompts[1]: expected at least one token, got none."),
     (ShapeError, lambda s: s.generate([[1], []], append=True), "prompts[1]: expected at least one token, got none."),
     (ShapeError, lambda s: s.generate([[1]], append=True), "prompts: expected one for each of 2 active slots, got 1."),

@@ -169,7 +169,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("prompts", "kind", "message"),
         [
-            ([], ShapeError, "prompts: expected 1 to max_batch_size=3 of them, got 0."),
+            ([], ShapeError, "prompts: expected at least one, got none."),
             ([[1], []], ShapeError, "prompts[1]: expected at least one token, got none."),
             ([[1], [1] * 17], CapacityError, "prompt 1 has 17 tokens; that exceeds max_sequence_length=16. Nothing was changed."),
             ([[1, VOCAB]], RangeError, f"prompts[0][1]: expected an integer from 0 to {VOCAB - 1}, got {VOCAB}."),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import logging
+import re
 import sys
 
 import numpy as np
@@ -17,6 +19,7 @@ from tests.torch_engine.needs_torch import need_torch
 need_torch()
 
 from trt_kvcache import InferenceSession, ReferenceEngine  # noqa: E402
+from trt_kvcache.errors import EngineError  # noqa: E402
 from trt_kvcache.session import open_model as opening  # noqa: E402
 from trt_kvcache.session.open_model import EngineFallbackWarning  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine  # noqa: E402
@@ -50,16 +53,33 @@ class TestWithoutAGpu:
         monkeypatch.setitem(sys.modules, "trt_kvcache.torch_engine", None)
         with (
             caplog.at_level(logging.INFO, "trt_kvcache"),
-            pytest.warns(EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}$"),
+            pytest.warns(EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}; import of "),
         ):
             InferenceSession.from_model(GOLDEN / "llama").close()
         assert f"engine: reference, because {NO_GPU}; and " in caplog.text
+
+    @pytest.mark.parametrize("kind", [ImportError, OSError])
+    def test_a_torch_that_lacks_a_library_is_an_error_that_says_so(self, monkeypatch, kind):
+        def broken(name, *more):
+            if name == "trt_kvcache.torch_engine":
+                raise kind("libcudart.so.13: cannot open shared object file")
+            return real(name, *more)
+
+        real = builtins.__import__
+        monkeypatch.setattr(builtins, "__import__", broken)
+        text = f"PyTorch: expected a library that can be imported, got {kind.__name__}: libcudart.so.13: cannot open shared object file"
+        with pytest.raises(EngineError, match=f"^{re.escape(text)}$"):
+            InferenceSession.from_model(GOLDEN / "llama", engine="torch")
+        with pytest.warns(EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}; {re.escape(text)}$"):
+            InferenceSession.from_model(GOLDEN / "llama").close()
 
     def test_auto_takes_numpy_for_a_model_that_torch_does_not_compute(self, monkeypatch, caplog):
         monkeypatch.setattr("trt_kvcache.torch_engine.engine.COMPUTED_FEATURES", frozenset())
         with (
             caplog.at_level(logging.INFO, "trt_kvcache"),
-            pytest.warns(EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}$"),
+            pytest.warns(
+                EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}; .*the PyTorch engine does not compute"
+            ),
             InferenceSession.from_model(GOLDEN / "gemma2") as session,
         ):
             assert isinstance(session.engine, ReferenceEngine)

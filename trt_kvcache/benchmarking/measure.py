@@ -80,7 +80,8 @@ def measure(
     session : InferenceSession
         Its sequences are replaced.
     cases : sequence of BenchmarkCase
-        In the order in which they are run. What slots hold before a case is kept for the next one of equal batch and depth.
+        In the order in which they are run. What slots hold before a case is kept for the next one of equal batch and depth; with states,
+        which cannot go back, it is run again before each run, untimed.
     runs, warmup : int
         How often each case is timed, and run before that.
     seed : int
@@ -131,7 +132,6 @@ def _rows(runner: _Runner, cases: Sequence[BenchmarkCase], runs: int, warmup: in
     total = warmup + runs
     for case in cases:
         on_run(case, 0, total)
-        runner.fill(case)
         timed = []
         for done in range(1, total + 1):
             times = runner.run(case)
@@ -180,24 +180,25 @@ class _Runner:
         self._prompts = prompts
         self._params = params
         self._clock = clock
+        self._goes_back = session.cache_config.mamba is None
         self._filled: tuple[int, int] | None = None
 
-    def fill(self, case: BenchmarkCase) -> None:
-        """Have the slots hold as many tokens as the case says, and keep them if they do."""
-        if case.depth and self._filled != (case.batch_size, case.depth):
-            self._filled = None
+    def _fill(self, case: BenchmarkCase) -> None:
+        """Have the slots hold as many tokens as the case says: those that they hold, without what a run has added, or new ones."""
+        if case.depth and self._goes_back and self._filled == (case.batch_size, case.depth):
+            for slot in range(case.batch_size):
+                self.session.rewind(slot, case.depth)
+            return
+        self._filled = None
+        if case.depth:
             self.session.prefill(self._prompts.draw(case.batch_size, case.depth))
             self._filled = case.batch_size, case.depth
 
     def run(self, case: BenchmarkCase) -> list[float]:
         """Run a case once. Return when it began, and when all slots had their first token, their second one, and so on."""
         params = replace(self._params, max_new_tokens=case.generate_tokens + 1)
+        self._fill(case)
         prompts = self._prompts.draw(case.batch_size, case.prompt_length)
-        if case.depth:
-            for slot in range(case.batch_size):
-                self.session.rewind(slot, case.depth)
-        else:
-            self._filled = None
         times = [self._clock()]
         last = case.batch_size - 1
         for token in self.session.generate(prompts, params, append=case.depth > 0):

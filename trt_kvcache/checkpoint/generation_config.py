@@ -33,7 +33,6 @@ _IGNORED_FIELDS: dict[str, Any] = {
     "sequence_bias": None,
     "watermarking_config": None,
     "dola_layers": None,
-    "stop_strings": None,
 }
 
 # Those that only matter if tokens are sampled.
@@ -53,13 +52,15 @@ class GenerationDefaults:
     temperature : float
         Divides the logits before sampling.
     top_k : int
-        Sample from this many most likely tokens; 0 disables the limit.
+        Sample from this many most likely tokens; 0 disables the limit, as does -1 in the file.
     top_p : float
         Sample from the most likely tokens whose probabilities reach this sum; 1.0 disables the limit.
     min_p : float
         Sample from tokens that have at least this share of the highest probability; 0.0 disables the limit.
     repetition_penalty : float
         Makes tokens of the prompt and of the answer less likely; 1.0 disables it.
+    stop_strings : tuple of str
+        Texts that end an answer.
     ignored : tuple of str
         Fields of the file that would change which tokens are generated, but are not supported.
 
@@ -78,6 +79,7 @@ class GenerationDefaults:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    stop_strings: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
     @classmethod
@@ -108,16 +110,21 @@ class GenerationDefaults:
             min_p = 0.0 if fields.get("min_p") in (None, 0) else fields.number("min_p")
             if min_p >= 1:
                 raise fields.refusal("min_p", "a number in [0, 1)")
+            stop_strings = fields.get("stop_strings") or ()
+            texts = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
+            if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+                raise fields.refusal("stop_strings", "a text or a list of texts that are not empty")
             do_sample = fields.flag("do_sample", cls.do_sample)
             candidates = {**_IGNORED_FIELDS, **(_IGNORED_IF_SAMPLED if do_sample else {})}
             return cls(
                 eos_token_ids=fields.token_ids("eos_token_id"),
                 do_sample=do_sample,
                 temperature=fields.number("temperature", cls.temperature) if fields.get("temperature") != 0 else 0.0,
-                top_k=fields.integer("top_k", cls.top_k) if fields.get("top_k") != 0 else 0,
+                top_k=0 if fields.get("top_k") in (0, -1) else fields.integer("top_k", cls.top_k),
                 top_p=top_p,
                 min_p=min_p,
                 repetition_penalty=fields.number("repetition_penalty", cls.repetition_penalty),
+                stop_strings=tuple(texts),
                 ignored=tuple(name for name, off in candidates.items() if fields.get(name) not in (None, off, [], {})),
             )
         except ConfigError as error:

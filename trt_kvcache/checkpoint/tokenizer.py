@@ -118,6 +118,25 @@ class Tokenizer:
         token = self._token_id("eos_token")
         return () if token is None else (token,)
 
+    def special_token_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written so: :meth:`decode` leaves it out, so it is in no text that is generated.
+
+        Parameters
+        ----------
+        text : str
+            All of the token, such as ``"<|im_end|>"``.
+
+        Returns
+        -------
+        int or None
+            None if no special token is written so.
+        """
+        return self._special_ids.get(text)
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        return {token.content: index for index, token in self._backend.get_added_tokens_decoder().items() if token.special}
+
     def _token_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None or not _is_utf8(text) else self._backend.token_to_id(text)

@@ -77,6 +77,8 @@ def score(
     Their log-probabilities, of each token if asked for, and their perplexity. Texts are scored as they are, without the chat template. An
     engine folder must be built with --max-logits-per-slot.
     """
+    if top and not (tokens or json):
+        raise typer.BadParameter("expected --tokens or --json with it, which show them.", param_hint="--top")
     given = _given(texts, prompt, prompt_ids)
     source = flags.source(session_flags.located(folder), slots=min(len(given), _MAX_SLOTS))
     with session_flags.open_session(source) as session:
@@ -95,6 +97,8 @@ def score(
 def _given(texts: Path | None, prompt: Sequence[str] | None, prompt_ids: Sequence[str] | None) -> list[AnyPrompt]:
     """Return the texts of a file, or of the command line."""
     if texts is None:
+        if not (prompt or prompt_ids):
+            raise typer.BadParameter("expected a file of texts, --prompt or --prompt-ids, got none of them.", param_hint="TEXTS")
         return [*read_prompts(prompt, prompt_ids)]
     if prompt or prompt_ids:
         raise typer.BadParameter("expected a file or --prompt, got both.", param_hint="TEXTS")

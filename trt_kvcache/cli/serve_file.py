@@ -30,6 +30,9 @@ from trt_kvcache.session.session import InferenceSession
 
 _MAX_SLOTS = 8
 
+#: Options of OpenAI's API that have another name here.
+_NAMES_OF_OPENAI = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "top_logprobs": "logprobs"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingFlags(SessionFlags):
@@ -96,7 +99,8 @@ def serve_file(
         return
     source = flags.source(session_flags.located(folder), slots=min(len(missing), _MAX_SLOTS), prompt_cache_bytes=prompt_cache << 20)
     with session_flags.open_session(source) as session:
-        note_unused(options, session.defaults)
+        if not any(prompt.options.get("temperature") for prompt in missing.values()):
+            note_unused(options, session.defaults)
         recording = None if timeline is None else session.record()
         template = chat_flags.template(session.tokenizer)
         left = dict(_submit(session, _Task(index, prompt), template, options) for index, prompt in missing.items())
@@ -118,8 +122,9 @@ def _warn_of_misspelt_options(prompts: Iterable[FilePrompt]) -> None:
     for prompt in prompts:
         for name in prompt.metadata.keys() - seen:
             seen.add(name)
-            if meant := get_close_matches(name, OPTION_FIELDS, n=1, cutoff=0.85):
-                warn(f"{prompt.place}: {name}: no sampling option ({meant[0]} is one); it comes back with the answer.")
+            meant = _NAMES_OF_OPENAI.get(name) or next(iter(get_close_matches(name, OPTION_FIELDS, n=1, cutoff=0.85)), None)
+            if meant is not None:
+                warn(f"{prompt.place}: {name}: no sampling option ({meant} is one); it comes back with the answer.")
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,9 @@ class Request:
         self._edits = LogitsEdits(params, self.prompt, generated=generated)
         self._decoder = None if tokenizer is None else StreamDecoder(tokenizer, prompt)
         self._stop_text = StopText(params.stop)
-        self._stop_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
+        special = [] if tokenizer is None else [tokenizer.special_token_id(text) for text in params.stop]
+        named = frozenset(params.stop_token_ids) | frozenset(token for token in special if token is not None)
+        self._stop_tokens = named | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
 
     @property
     def sampler(self) -> SamplerPosition:

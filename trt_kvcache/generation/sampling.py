@@ -52,7 +52,8 @@ class SamplingParams:
     stop_token_ids : sequence of int
         Tokens that end the request, in addition to the model's own end tokens.
     stop : sequence of str
-        Texts that end the request. They are not part of the output, and need a tokenizer.
+        Texts that end the request. They are not part of the output, and need a tokenizer. One that is a special token of it, such as
+        ``"<|im_end|>"``, ends the request with that token.
     ignore_eos : bool
         Continue past the model's own end tokens.
     repetition_penalty : float

@@ -168,6 +168,8 @@ class Batch:
             A prompt is longer than a slot.
         """
         slots = self._cache.max_batch_size
+        if queued and not prompts:
+            raise ShapeError("prompts: expected at least one, got none.")
         if queued and len(prompts) > slots:
             self._steps.check_all_batch_sizes()
         elif not 1 <= len(prompts) <= slots:

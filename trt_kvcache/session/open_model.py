@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache as cached, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.builder.build_engine import Progress, build_engine
@@ -41,6 +41,9 @@ from trt_kvcache.session.session_options import DEFAULT_ATTENTION, SessionOption
 from trt_kvcache.trt.module import load as load_tensorrt
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
+
+if TYPE_CHECKING:
+    from trt_kvcache.torch_engine import TorchEngine
 
 _LOGGER = logging.getLogger("trt_kvcache.session")
 
@@ -234,10 +237,21 @@ def why_no_torch() -> str | None:
         It is not installed, or cannot be imported.
     """
     try:
-        import trt_kvcache.torch_engine  # noqa: F401
-    except (ImportError, OSError) as error:
+        _torch_engine()
+    except (ModuleNotFoundError, EngineError) as error:
         return str(error)
     return None
+
+
+def _torch_engine() -> "type[TorchEngine]":
+    """Return the class of the PyTorch engine; importing it imports PyTorch."""
+    try:
+        from trt_kvcache.torch_engine import TorchEngine
+    except ModuleNotFoundError:
+        raise  # names the extra
+    except (ImportError, OSError) as error:
+        raise EngineError(f"PyTorch: expected a library that can be imported, got {type(error).__name__}: {error}") from error
+    return TorchEngine
 
 
 def _why_not_on_torch(model: ModelConfig) -> str | None:
@@ -280,16 +294,14 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
         warn_caller(f"running the PyTorch engine: {reason}", EngineFallbackWarning)
     else:
         _LOGGER.info("engine: reference, because %s; and %s", reason, no_torch)
-        warn_caller(f"running the NumPy reference engine: {reason}", EngineFallbackWarning)
+        warn_caller(f"running the NumPy reference engine: {reason.removesuffix('.')}; {no_torch}", EngineFallbackWarning)
 
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if that was asked for or PyTorch cannot run the model."""
     if options.engine == "reference" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
         return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
-    from trt_kvcache.torch_engine import TorchEngine
-
-    return TorchEngine.open(checkpoint, memory=_torch_memory(options), **arguments)
+    return _torch_engine().open(checkpoint, memory=_torch_memory(options), **arguments)
 
 
 def _torch_memory(options: SessionOptions) -> Memory:
@@ -377,7 +389,7 @@ def _parts(
         undo.callback(engine.close)
         tokenizer = Tokenizer.open(folder)
         defaults = GenerationDefaults.open(folder)
-        sampling = _sampling(defaults, folder)
+        sampling = _sampling(defaults, folder, with_text=tokenizer is not None)
         cache: KVCacheManager | HybridCacheManager
         if isinstance(config, HybridCacheConfig):
             cache = HybridCacheManager(config, memory=engine.memory)
@@ -411,12 +423,13 @@ def _parts(
     return parts
 
 
-def _sampling(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
+def _sampling(defaults: GenerationDefaults, folder: Path, *, with_text: bool) -> SamplingParams:
     """Return the defaults in ``generation_config.json``: greedy unless it says ``do_sample``. Warn of what is not supported."""
+    stop = defaults.stop_strings if with_text else ()
     if defaults.ignored:
         text = f"{folder / GENERATION_FILE}: ignored, as it is not supported: {', '.join(defaults.ignored)}. Other tokens may come out."
         warn_caller(text, UserWarning)
-    greedy = SamplingParams(repetition_penalty=defaults.repetition_penalty)  # as in transformers, where it is no part of sampling
+    greedy = SamplingParams(repetition_penalty=defaults.repetition_penalty, stop=stop)  # as in transformers: no part of sampling
     if not defaults.do_sample:
         return greedy
     return replace(greedy, temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p)

@@ -26,7 +26,8 @@ def most_likely(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np
     Notes
     -----
     Of any k groups that have no token in common, the smallest of their largest logits is a lower bound of the k-th largest logit.
-    So few tokens are left to choose from after two passes over the vocabulary.
+    So few tokens are left to choose from after two passes over the vocabulary. Those that are as likely as the bound are counted, not
+    ordered: with a grammar, or where many tokens are excluded, it is that of most of them.
 
     Examples
     --------
@@ -39,21 +40,26 @@ def most_likely(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np
         return np.arange(logits.size)
     if not count:
         return np.empty(0, np.intp)
-    candidates = _candidates(logits, count)
+    bound = _bound(logits, count)
+    candidates = np.flatnonzero(logits >= bound)
     of_candidates = logits[candidates]
-    place = of_candidates.size - count
-    edge = np.partition(of_candidates, place)[place]
-    kept = of_candidates > edge
-    tied = np.flatnonzero(of_candidates == edge)
-    kept[tied[: count - int(np.count_nonzero(kept))]] = True
+    kept = of_candidates > bound
+    above = int(np.count_nonzero(kept))
+    if above > count:
+        bound = np.partition(of_candidates[kept], above - count)[above - count]
+        kept = of_candidates > bound
+        above = int(np.count_nonzero(kept))
+    tied = np.flatnonzero(of_candidates == bound)
+    kept[tied[: count - above]] = True
     chosen: np.ndarray[Any, np.dtype[np.intp]] = candidates[kept]
     return chosen
 
 
-def _candidates(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return tokens, in the order of their ids, that contain the ``count`` most likely ones and all that are as likely as the last."""
+def _bound(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np.float32:
+    """Return a lower bound of the ``count``-th largest logit, which is one of them."""
     groups = max(_GROUPS_PER_TOKEN * count, _MIN_GROUPS)
     rows = logits.size // groups
     maxima = logits if rows < 2 else logits[: rows * groups].reshape(rows, groups).max(axis=0)
     place = maxima.size - count
-    return np.flatnonzero(logits >= np.partition(maxima, place)[place])
+    bound: np.float32 = np.partition(maxima, place)[place]
+    return bound

@@ -39,6 +39,13 @@ _LIKELIEST = 2
 #: polynomial have errors of 6e-7, the pairwise sum in float32 one of 2e-6. Besides, each weight is rounded down by less than 1.
 _ERROR = 1.2e-5
 
+#: Tokens without a weight are left out where so many times fewer have one; with top-k or min-p, which leave out more of them, where next to
+#: none has.
+_FEW_HAVE_WEIGHT, _NEXT_TO_NONE = 4, 32
+
+#: The smallest logit that is not -inf.
+_SMALLEST = float(np.finfo(np.float32).min)
+
 #: Tokens whose weights are added up together, when a place among all sums is looked for.
 _BLOCK = 512
 
@@ -105,23 +112,45 @@ def choose_token(logits: Float32, largest: Any, random: int, params: ChoiceParam
     >>> [choose_token(logits, logits.max(), int(u * 2**53), choice_params(temperature=1.0)) for u in (0.2, 0.3, 0.7, 0.8)]
     [0, 1, 1, 2]
     """
-    tokens = most_likely(logits, params.top_k) if 0 < params.top_k < logits.size else None
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # distances to -inf
+        tokens = _where_most_have_no_weight(logits, largest, params)
+        kept = logits if tokens is None else logits[tokens]
+        if 0 < params.top_k < kept.size:
+            tokens = _of(tokens, most_likely(kept, params.top_k))
+            kept = logits[tokens]
         if params.min_weight and not params.top_p:
             # Only an estimate from above, so that few tokens are left: their weights are compared later.
-            is_likely = (logits if tokens is None else logits[tokens]) >= np.float32(_lowest_likely(largest, params))
+            is_likely = kept >= _lowest_of_weight(params.min_weight, largest, params.scale)
             if 4 * np.count_nonzero(is_likely) < logits.size:
-                likely = np.flatnonzero(is_likely)
-                tokens = likely if tokens is None else tokens[likely]
-        kept = logits if tokens is None else logits[tokens]
+                tokens = _of(tokens, np.flatnonzero(is_likely))
+                kept = logits[tokens]
         place = _place_in_nucleus(kept, largest, random, params) if params.top_p else _place(kept, largest, random, params)
     return place if tokens is None else int(tokens[place])
 
 
-def _lowest_likely(largest: Any, params: ChoiceParams) -> float:
-    """Return a logit below which weights are less than ``min_weight``."""
-    distance = (2.0**FRACTION_BITS * (WEIGHT_BITS - math.log2(params.min_weight)) + 2) / params.scale
-    return float(max(float(largest) - distance * (1 + 1e-5) - 1e-5 * abs(float(largest)), -3e38))
+def _of(tokens: Places | None, places: Places) -> Places:
+    """Return the tokens at places among some; None for all of them."""
+    return places if tokens is None else tokens[places]
+
+
+def _where_most_have_no_weight(logits: Float32, largest: Any, params: ChoiceParams) -> Places | None:
+    """Return the tokens that may have a weight, if a sample says that they are few: a grammar, a bias or a function excludes the others.
+
+    None if they are not few. The others are never chosen, nor do they change which ones are: they are behind all that have a weight.
+    """
+    lowest = _lowest_of_weight(1, largest, params.scale)
+    sample = logits[:: max(logits.size // _SAMPLE, 1)]
+    fewer = _NEXT_TO_NONE if 0 < params.top_k < logits.size or params.min_weight else _FEW_HAVE_WEIGHT
+    if fewer * np.count_nonzero(sample >= lowest) >= sample.size:
+        return None
+    return np.flatnonzero(logits >= lowest)
+
+
+def _lowest_of_weight(weight: int, largest: Any, scale: float) -> np.float32:
+    """Return a logit below which weights are less than one."""
+    distance = (2.0**FRACTION_BITS * (WEIGHT_BITS - math.log2(weight)) + 2) / scale
+    lowest: np.float32 = np.float32(max(float(largest) - distance * (1 + 1e-5) - 1e-5 * abs(float(largest)), _SMALLEST))
+    return lowest
 
 
 def _target(random: int, total: float) -> int:

@@ -18,6 +18,7 @@ from trt_kvcache.server.http.bodies import CompletionBody
 from trt_kvcache.server.http.connection import event_stream, unless_disconnected
 from trt_kvcache.server.http.errors import as_api_error
 from trt_kvcache.server.http.service import DONE, Service, as_event
+from trt_kvcache.server.http.text_places import TextPlaces
 
 #: Tokens and values of a prompt and what follows it, as the API lists them.
 _Logprobs = dict[str, list[Any]]
@@ -77,8 +78,8 @@ class _Completion:
         choices = []
         for prompt, answers in enumerate(found):
             for index, answer in enumerate(answers):
-                score = answers[0].prompt_logprobs
-                choices.append(self._choice(prompt, index, answer, self._logprobs(score, answer, 0), echo=True))
+                logprobs = self._logprobs(prompt, answers[0].prompt_logprobs, answer, self._places(prompt))
+                choices.append(self._choice(prompt, index, answer, logprobs, echo=True))
         return {**self._head, "choices": choices, "usage": usage.document}
 
     def _choice(self, prompt: int, index: int, answer: Answer, logprobs: _Logprobs | None, *, echo: bool) -> dict[str, Any]:
@@ -93,7 +94,11 @@ class _Completion:
         given = self._body.prompts[prompt]
         return given if isinstance(given, str) else self._service.tokenizer.decode(given)
 
-    def _logprobs(self, score: PromptScore | None, answer: Answer, offset: int) -> _Logprobs | None:
+    def _places(self, prompt: int) -> TextPlaces:
+        """Return the places of tokens in the text of an answer, before its first one."""
+        return TextPlaces(self._service.engine.tokenizer, context=() if self._body.echo else self._prompts[prompt])
+
+    def _logprobs(self, prompt: int, score: PromptScore | None, answer: Answer, places: TextPlaces) -> _Logprobs | None:
         """Return log-probabilities of a prompt that is repeated, and of what follows it."""
         if self._body.logprobs is None:
             return None
@@ -101,26 +106,26 @@ class _Completion:
         if score is not None:
             tops: Sequence[Any] = score.top_logprobs or [None] * len(score.tokens)
             for token, value, top in zip(score.tokens, score.logprobs, tops, strict=True):
-                offset = self._add(found, token, value, dict(top or ()), offset)
+                self._add(found, token, value, dict(top or ()), places)
+            places.go_to(len(self._echoed(prompt)))
         for token, value, likely in zip(answer.token_ids, answer.log_probs, answer.top_logprobs, strict=True):
-            offset = self._add(found, token, value, {one["token_id"]: one["logprob"] for one in likely}, offset)
+            self._add(found, token, value, {one["token_id"]: one["logprob"] for one in likely}, places)
         return found
 
-    def _add(self, found: _Logprobs, token: int, value: float | None, top: dict[int, float], offset: int) -> int:
+    def _add(self, found: _Logprobs, token: int, value: float | None, top: dict[int, float], places: TextPlaces) -> None:
         text = self._service.token_text(token)
         found["tokens"].append(text)
         found["token_logprobs"].append(value)
-        found["text_offset"].append(offset)
+        found["text_offset"].append(places.of(token))
         likely = {self._service.token_text(one): logprob for one, logprob in top.items()}
         found["top_logprobs"].append(None if value is None else {**likely, text: value})
-        return offset + len(text)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         head = {**self._head, "usage": None} if with_usage else self._head
-        usage, offsets, begun = Usage(), dict[tuple[int, int], int](), False
+        usage, places, begun = Usage(), dict[tuple[int, int], TextPlaces](), False
         try:
             async with aclosing(chunks_of(self._service.engine, self._requests)) as chunks:
                 async for prompt, chunk in chunks:
@@ -129,7 +134,7 @@ class _Completion:
                     answer.add(chunk)
                     if "completion_usage" in chunk:
                         usage.add(prompt, chunk["completion_usage"])
-                    yield as_event({**head, "choices": [self._part(prompt, chunk["index"], answer, offsets)]})
+                    yield as_event({**head, "choices": [self._part(prompt, chunk["index"], answer, places)]})
         except (GeneratorExit, asyncio.CancelledError):
             raise
         except BaseException as error:
@@ -141,11 +146,10 @@ class _Completion:
             yield as_event({**self._head, "choices": [], "usage": usage.document})
         yield DONE
 
-    def _part(self, prompt: int, index: int, answer: Answer, offsets: dict[tuple[int, int], int]) -> dict[str, Any]:
+    def _part(self, prompt: int, index: int, answer: Answer, places: dict[tuple[int, int], TextPlaces]) -> dict[str, Any]:
         """Return the next part of an answer; the first one repeats the prompt, if asked for."""
-        first = (prompt, index) not in offsets
-        logprobs = self._logprobs(answer.prompt_logprobs, answer, offsets.get((prompt, index), 0))
-        offsets[prompt, index] = offsets.get((prompt, index), 0)
-        if logprobs is not None and logprobs["tokens"]:
-            offsets[prompt, index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        first = (prompt, index) not in places
+        if first:
+            places[prompt, index] = self._places(prompt)
+        logprobs = self._logprobs(prompt, answer.prompt_logprobs, answer, places[prompt, index])
         return self._choice(prompt, index, answer, logprobs, echo=first)

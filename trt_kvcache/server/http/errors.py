@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -28,6 +29,9 @@ _LOGGER = logging.getLogger("trt_kvcache.server")
 
 #: What is wrong with a request itself; anything else that the package raises is a failure of the server.
 _OF_REQUEST = (ConfigError, RangeError, ShapeError, CapacityError, ProcessorError)
+
+#: How errors of options begin whose names are those of fields.
+_OPTION = re.compile(r"SamplingParams\.(\w+)[:\[]")
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -113,7 +117,14 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
     if isinstance(error, _OF_REQUEST):
-        return ApiError(400, str(error), code="context_length_exceeded" if isinstance(error, CapacityError) else None)
+        text = str(error)
+        option = _OPTION.match(text)
+        return ApiError(
+            400,
+            text if option is None else text.removeprefix("SamplingParams."),
+            param=None if option is None else option[1],
+            code="context_length_exceeded" if isinstance(error, CapacityError) else None,
+        )
     if isinstance(error, ClosedError):
         return ApiError(503, str(error), code="unavailable", retry_after=1)
     if isinstance(error, TimeoutError):
