@@ -7,7 +7,8 @@
 // W is the A of mma.m16n8k16 and x its B, so that up to 8 rows of x cost what one costs. A product does not depend on the order of the inputs, if
 // it is the same on both sides: the 8 neighbouring inputs that a lane loads take the places of inputs 2t, 2t+1, 2t+8 and 2t+9 of two products.
 //
-//     block   a tile of 16 outputs, or 32, after another: every gridDim.x'th one. With a gate, of 16 of the gate and the same of up
+//     block   a tile of up to 16 outputs, or 32, after another: every gridDim.x'th one. With a gate, of 16 of the gate and the same of up. All tiles have
+//             tile_outputs of them, which are fewer where blocks then read about as much as each other
 //     warp    every kWarps'th run of 64 inputs. The sums of the warps are added up in shared memory, in their order
 //     lane    in a run: of outputs g and g + 8 of each 16, inputs 8t to 8t+7 and 32 more. (g: lane / 4, t: lane % 4)
 
@@ -37,7 +38,8 @@ struct LinearParams {
     const unsigned short* bias;  // or null
     void* out;
     int rows, outputs, inputs;
-    int prefetched_steps;  // that are brought into the L2, behind those that are loaded
+    int tiles, tile_outputs;  // and outputs of each: at most OutputTile::kOutputs
+    int prefetched_steps;     // that are brought into the L2, behind those that are loaded
 };
 
 // A value of `out`.
@@ -47,14 +49,13 @@ __device__ __forceinline__ void store(unsigned short* to, float value) { *to = s
 // The outputs that a block computes at once. With a gate, outputs n and `outputs` + n of W are gate and up of output n.
 template <int kTiles, bool kGated>
 struct OutputTile {
-    static constexpr int kOutputs = kGated ? kTileOutputs : kTiles * kTileOutputs;
+    static constexpr int kOutputs = kGated ? kTileOutputs : kTiles * kTileOutputs;  // that there is room for
 
-    static __device__ __forceinline__ int count(const LinearParams& params) { return (params.outputs + kOutputs - 1) / kOutputs; }
-
-    // Row `row` of the kTiles * kTileOutputs rows of W of a tile, where it begins; the last one for what is behind it.
+    // Row `row` of the kTiles * kTileOutputs rows of W of a tile, where it begins. What is behind the last one has that one in its place, so it asks
+    // for nothing that is not loaded anyway.
     static __device__ __forceinline__ const unsigned char* weight_row(const LinearParams& params, int tile, int row) {
-        const int part = kGated ? row / kTileOutputs : 0;
-        const int output = min(tile * kOutputs + row - part * kTileOutputs, params.outputs - 1) + part * params.outputs;
+        const int column = min(row % kOutputs, params.tile_outputs - 1);
+        const int output = min(tile * params.tile_outputs + column, params.outputs - 1) + row / kOutputs * params.outputs;
         return params.weight + static_cast<long long>(output) * params.inputs * kElementBytes;
     }
 };
@@ -103,19 +104,18 @@ public:
     __device__ __forceinline__ void prefetch() const {
         constexpr int kRows = kTiles * kTileOutputs, kSteps = 32 / kRows;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        if (tile_ >= Tile::count(params_)) return;
+        if (tile_ >= params_.tiles) return;
         const unsigned char* const row = Tile::weight_row(params_, tile_, lane % kRows);
         const int first = kGroupInputs + warp * kRunInputs;
 #pragma unroll 1
-        for (int step = lane / kRows; step < params_.prefetched_steps; step += kSteps) {
-            const int input = first + step * kStepInputs;
-            if (input < params_.inputs) prefetch_l2_line(row + input * kElementBytes);
+        for (int step = lane / kRows; step < params_.prefetched_steps && first + step * kStepInputs < params_.inputs; step += kSteps) {
+            prefetch_l2_line(row + (first + step * kStepInputs) * kElementBytes);
         }
     }
 
 private:
     __device__ __forceinline__ void begin_tile() {
-        if (tile_ >= Tile::count(params_)) {  // nothing more is loaded
+        if (tile_ >= params_.tiles) {  // nothing more is loaded
             input_ = params_.inputs;
             return;
         }
@@ -224,7 +224,7 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
     for (int step = 0; step < Stream::kDepth; step++) x[step].load(x_rows, first_input + step * kStepInputs, params.inputs);
     int turn = 0;
 #pragma unroll 1
-    for (int tile = blockIdx.x; tile < Tile::count(params); tile += gridDim.x) {
+    for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
         float sums[kTiles][kRowTiles][4] = {};
 #pragma unroll 1
         for (int group = 0; group < params.inputs; group += Stream::kGroupInputs) {
@@ -248,8 +248,8 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
 #pragma unroll 1
             for (int x = threadIdx.x; x < rows * Tile::kOutputs; x += kThreads) {
                 const int row = x / Tile::kOutputs, column = x % Tile::kOutputs;
-                const int output = tile * Tile::kOutputs + column;
-                if (output >= params.outputs) continue;
+                const int output = tile * params.tile_outputs + column;
+                if (column >= params.tile_outputs || output >= params.outputs) continue;
                 float value = partials.total(row, column) + bias_of(params, output);
                 if constexpr (kGated) {
                     value = Activation::of(value) * (partials.total(row, kTileOutputs + column) + bias_of(params, params.outputs + output));
@@ -263,9 +263,10 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
 
 #define LINEAR_ARGUMENTS                                                                                                        \
     const unsigned char *x, const unsigned char *weight, const unsigned short *bias, void *out, long long rows, long long outputs, \
-        long long inputs, long long prefetched_steps
-#define LINEAR_PARAMS \
-    {x, weight, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), static_cast<int>(prefetched_steps)}
+        long long inputs, long long tiles, long long tile_outputs, long long prefetched_steps
+#define LINEAR_PARAMS                                                                                                                \
+    {x, weight, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), static_cast<int>(tiles), \
+     static_cast<int>(tile_outputs), static_cast<int>(prefetched_steps)}
 
 extern "C" __global__ void __launch_bounds__(kThreads) linear_16(LINEAR_ARGUMENTS) {
     linear<1, false, unsigned short>(LINEAR_PARAMS);

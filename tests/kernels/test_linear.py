@@ -108,6 +108,7 @@ def test_several_tiles_of_a_block(memory, stream, dtype, large_percent, monkeypa
     check_linear(memory, stream, (3, 1000, 136), dtype)
     check_linear(memory, stream, (8, 999, 4104), dtype, with_bias=True)
     check_linear(memory, stream, (2, 515, 64), dtype, out_dtype="float32")
+    check_linear(memory, stream, (8, 70, 2056), dtype)  # fewer outputs than a large tile has room for
     linear_tiles.linear_plan.cache_clear()
 
 
@@ -145,11 +146,15 @@ def test_plans():
             for gated in (False, True):
                 plan = linear_plan(rows, outputs, gated, "sm_90", 132)
                 assert rows <= plan.rows in ROW_COUNTS
-                tiles = -(-outputs // (16 if gated else plan.tile))
-                assert 1 <= plan.blocks <= min(tiles, 132 * linear_tiles.linear_tiles(plan.rows, "sm_90").blocks_per_sm)
+                assert plan.tile_outputs <= (16 if gated else plan.tile)
+                assert (plan.tiles - 1) * plan.tile_outputs < outputs <= plan.tiles * plan.tile_outputs
+                assert 1 <= plan.blocks <= min(plan.tiles, 132 * linear_tiles.linear_tiles(plan.rows, "sm_90").blocks_per_sm)
                 assert gated <= (plan.tile == 32)
     assert [linear_plan(1, outputs, False, "sm_90", 132).tile for outputs in (896, 4096, 6144)] == [16, 32, 16], "busy multiprocessors"
     assert linear_plan(1, 128256, False, "sm_90", 132).tile == 32
+    even = [linear_plan(1, outputs, False, "sm_90", 132) for outputs in (2560, 3072, 5120)]
+    assert [plan.tile for plan in even] == [32, 32, 32]
+    assert [(plan.blocks, plan.tiles, plan.tile_outputs) for plan in even] == [(128, 128, 20), (128, 128, 24), (132, 256, 20)]
     steps = [linear_plan(1, 6144, False, *gpu).prefetched_steps for gpu in (("sm_90", 132), ("sm_80", 108))]
     assert steps == [1, 0], "no launch starts early on sm_80"
 

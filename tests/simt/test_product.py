@@ -786,8 +786,8 @@ MISTAKES = {
     ),
     "weights of no output": (
         "linear.cu",
-        "min(tile * kOutputs + row - part * kTileOutputs, params.outputs - 1)",
-        "(tile * kOutputs + row - part * kTileOutputs)",
+        "min(tile * params.tile_outputs + column, params.outputs - 1)",
+        "(tile * params.tile_outputs + column)",
         "address",
         LINEAR_TESTS,
         OVERRUN,

@@ -10,8 +10,11 @@ from trt_kvcache.kernels.attention_tiles import MIN_PDL_ARCH, arch_number
 #: Rows of x that the source is compiled for.
 ROW_COUNTS = (8, 16)
 
-#: Outputs of a tile of the kernels: of a small one, and of a large one. With a gate it is large: as many of gate and of up.
+#: Outputs of a tile of the kernels, at most: of a small one, and of a large one. With a gate it is large: as many of gate and of up.
 SMALL_TILE, LARGE_TILE = 16, 32
+
+#: How busy full tiles have to keep multiprocessors, where each has more than a small one. Else large ones have fewer outputs.
+_MIN_BUSY_SHARE = 0.95
 
 #: Rows of a tile of x, and inputs of a run of a warp: ``kTileRows`` and ``kRunInputs`` of the source.
 TILE_ROWS, RUN_INPUTS = 8, 64
@@ -41,8 +44,11 @@ class LinearPlan(NamedTuple):
 
     #: Rows that the source is compiled for.
     rows: int
-    #: Outputs of a tile.
+    #: Outputs that a tile of the kernel has room for; of ``weight``, with a gate.
     tile: int
+    #: Tiles, and outputs of each.
+    tiles: int
+    tile_outputs: int
     #: Warps of a block, and blocks.
     warps: int
     blocks: int
@@ -90,10 +96,14 @@ def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors
     slots = multiprocessors * tiles.blocks_per_sm
     small, large = (_busy_share(-(-outputs // size), slots) for size in (SMALL_TILE, LARGE_TILE))
     tile = LARGE_TILE if gated or 100 * large >= tiles.large_percent * small else SMALL_TILE
-    blocks = min(-(-outputs // (SMALL_TILE if gated else tile)), slots)
+    tile_outputs = SMALL_TILE if gated else tile
+    if not gated and outputs > slots * SMALL_TILE and max(small, large) < _MIN_BUSY_SHARE:
+        tile, tile_outputs = LARGE_TILE, -(-outputs // (slots * -(-outputs // (slots * LARGE_TILE))))
+    count = -(-outputs // tile_outputs)
+    blocks = min(count, slots)
     step_nbytes = tile * tiles.warps * RUN_INPUTS * _ELEMENT_NBYTES
     prefetched_steps = tiles.prefetched_kib * _KIB * multiprocessors // (blocks * step_nbytes)
-    return LinearPlan(compiled, tile, tiles.warps, blocks, prefetched_steps)
+    return LinearPlan(compiled, tile, count, tile_outputs, tiles.warps, blocks, prefetched_steps)
 
 
 def _busy_share(count: int, slots: int) -> float:

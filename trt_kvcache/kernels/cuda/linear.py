@@ -34,7 +34,7 @@ def _launch(
     assert isinstance(memory, CudaMemory)
     (rows, inputs), outputs, gated = x.shape, out.shape[1], len(weight) > out.shape[1]
     plan = linear_plan(rows, outputs, gated, memory.arch, memory.multiprocessor_count)
-    arguments = (x.ptr, weight.ptr, address(bias), out.ptr, rows, outputs, inputs, plan.prefetched_steps)
+    arguments = (x.ptr, weight.ptr, address(bias), out.ptr, rows, outputs, inputs, plan.tiles, plan.tile_outputs, plan.prefetched_steps)
     launch(
         memory,
         variant_name(_SOURCE, x.dtype, plan.rows),
