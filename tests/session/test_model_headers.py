@@ -104,6 +104,19 @@ def test_shards(hub: Any) -> None:
         assert estimate_build(folder) == estimate_build(GOLDEN / "qwen3-sharded")
 
 
+def test_an_index_that_names_other_folders_is_refused(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = hub(GOLDEN / "qwen3-sharded")
+    file = next(served.folder.glob("*.safetensors"))
+    tensors, outside = served._tensors(file), "../outside-of-the-folder.safetensors"
+    weight_map = dict.fromkeys(tensors, outside)
+    metadata = SimpleNamespace(sharded=True, weight_map=weight_map, files_metadata={outside: SimpleNamespace(tensors=tensors)})
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda hub_id: metadata)
+    with model_headers(HUB_ID) as folder:
+        assert not (folder / outside).exists()
+        with pytest.raises(CheckpointError, match=r"expected shards beside the index, got '\.\./outside"):
+            estimate_build(folder)
+
+
 def test_what_modelopt_says_of_weights_is_downloaded(hub: Any, tmp_path: Path) -> None:
     quantized(tmp_path / "served", tmp_path)
     (tmp_path / "served" / "hf_quant_config.json").write_text("{}")

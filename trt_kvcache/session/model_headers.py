@@ -94,7 +94,8 @@ def _write_headers(hub_id: str, folder: Path) -> None:
     if metadata.sharded:
         (folder / INDEX_FILE).write_text(json.dumps({"weight_map": metadata.weight_map}), encoding="utf-8")
     for name, file in metadata.files_metadata.items():
-        _write_header(folder / name, file.tensors)
+        if Path(name).name == name:  # else the index is refused as it is read, and nothing is written elsewhere
+            _write_header(folder / name, file.tensors)
 
 
 def _write_header(path: Path, tensors: dict[str, Any]) -> None:
