@@ -16,6 +16,7 @@ import pytest
 
 from trt_kvcache.benchmarking import copy_speed, measure
 from trt_kvcache.cli import bench as bench_module
+from trt_kvcache.errors import CapacityError
 
 from .conftest import SHIPPED, TOKEN_NBYTES, Run, change_json
 
@@ -172,23 +173,50 @@ def test_a_model_that_cannot_be_read(run: Run, model: Path):
     assert done.err.startswith("error: ")
 
 
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, BaseException], None]:
+    """Return a function that has an exception come after so many rows."""
+
+    def set_rows(count: int, error: BaseException) -> None:
+        measure = bench_module.measure
+
+        def stopped(*arguments: Any, **options: Any) -> Iterator[Any]:
+            for done, row in enumerate(measure(*arguments, **options)):
+                if done == count:
+                    raise error
+                yield row
+
+        monkeypatch.setattr(bench_module, "measure", stopped)
+
+    return set_rows
+
+
+class TestAnError:
+    ERROR = CapacityError("cuda:0: no room for a step.")
+
+    def test_the_rows_so_far_are_printed(self, run: Run, stop_after: Callable[[int, BaseException], None]):
+        stop_after(1, self.ERROR)
+        done = run("bench", SHIPPED, *SMALL)
+        assert (done.code, done.err) == (1, "error: cuda:0: no room for a step.\n")
+        assert "│pp8 " in done.out
+        assert "tg3" not in done.out
+
+    def test_json_says_that_it_is_not_complete(self, run: Run, stop_after: Callable[[int, BaseException], None]):
+        stop_after(1, self.ERROR)
+        document = json.loads(run("bench", SHIPPED, *SMALL, "--json").out)
+        assert ([row["test"] for row in document["rows"]], document["interrupted"]) == (["pp8"], True)
+
+    def test_before_the_first_row_nothing_is_printed(self, run: Run, stop_after: Callable[[int, BaseException], None]):
+        stop_after(0, self.ERROR)
+        done = run("bench", SHIPPED, *SMALL, "--json")
+        assert (done.code, done.out) == (1, "")
+
+
 class TestCtrlC:
     @pytest.fixture
-    def interrupt_after(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def interrupt_after(self, stop_after: Callable[[int, BaseException], None]) -> Callable[[int], None]:
         """Return a function that has Ctrl-C come after so many rows."""
-
-        def set_rows(count: int) -> None:
-            measure = bench_module.measure
-
-            def interrupted(*arguments: Any, **options: Any) -> Iterator[Any]:
-                for done, row in enumerate(measure(*arguments, **options)):
-                    if done == count:
-                        raise KeyboardInterrupt
-                    yield row
-
-            monkeypatch.setattr(bench_module, "measure", interrupted)
-
-        return set_rows
+        return lambda count: stop_after(count, KeyboardInterrupt())
 
     def test_the_rows_so_far_are_printed(self, run: Run, interrupt_after: Callable[[int], None]):
         interrupt_after(1)

@@ -17,7 +17,7 @@ from trt_kvcache.cli.console import progress_display, put, put_json
 from trt_kvcache.cli.options import Json
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CapacityError, RangeError
+from trt_kvcache.errors import CapacityError, KVCacheError, RangeError
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.model import ModelConfig
 
@@ -143,9 +143,11 @@ def bench(
                 )
                 for row in measured:
                     rows.append(row)
-            interrupt = None
-        except KeyboardInterrupt as error:
-            interrupt = error
+            stopped = None
+        except (KeyboardInterrupt, KVCacheError) as error:
+            if not rows and isinstance(error, KVCacheError):
+                raise
+            stopped = error
         report = BenchReport(
             model=model,
             folder=folder,
@@ -158,13 +160,13 @@ def bench(
             makes_text=session.tokenizer is not None,
         )
         if json:
-            put_json(report.document(rows, interrupted=interrupt is not None))
+            put_json(report.document(rows, interrupted=stopped is not None))
         elif csv:
             put(report.csv(rows))
         elif rows:
             report.print(rows)
-        if interrupt is not None:
-            raise interrupt
+        if stopped is not None:
+            raise stopped
 
 
 def _sampling(temperature: float, top_p: float | None, seed: int) -> SamplingParams:
