@@ -8,12 +8,12 @@ from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.dtypes import SCALED_KV_DTYPES, itemsize
-from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, RangeError, ShapeError
+from trt_kvcache.errors import DTypeError, LayoutError, RangeError, ShapeError
 from trt_kvcache.kernels.attention_params import HEAD_SCALES_NDIM, TOKEN_SCALES_NDIM, AttentionParams
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP, MAX_SCORE_FACTOR, MIN_SCORE_FACTOR
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.backend import backend_of
-from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_memory, check_open
+from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_place
 from trt_kvcache.kernels.scale_views import scales_in_rows
 from trt_kvcache.memory.shapes import ROW_GRANULE, SCALES_GRANULE, is_dense
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -54,7 +54,7 @@ def split_qkv(qkv: DeviceTensor, num_heads: int, num_kv_heads: int) -> tuple[Dev
 
 
 def _check_rows(name: str, tensor: DeviceTensor, shape: Sequence[int], like: DeviceTensor, dtype: str, what: str) -> None:
-    _check_tensor(name, tensor, like)
+    check_place(name, tensor, like)
     if tensor.dtype != dtype:
         raise DTypeError(f"{name}: expected {dtype} as {what}, got {tensor.dtype}.")
     if tensor.shape != tuple(shape):
@@ -66,15 +66,8 @@ def _check_rows(name: str, tensor: DeviceTensor, shape: Sequence[int], like: Dev
         raise LayoutError(f"{name}: expected tokens at multiples of {ROW_GRANULE} bytes, got {tensor!r} at byte {tensor.offset}.")
 
 
-def _check_tensor(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
-    if not isinstance(tensor, DeviceTensor):
-        raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
-    check_memory(name, tensor, like.memory)
-    check_open(name, tensor)
-
-
 def _check_lengths(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
-    _check_tensor(name, tensor, like)
+    check_place(name, tensor, like)
     if tensor.dtype != "int32":
         raise DTypeError(f"{name}: expected int32, got {tensor.dtype}.")
     if tensor.shape != (len(like),) or not tensor.is_contiguous:
@@ -90,7 +83,7 @@ def _check_kv_scales(scales: DeviceTensor | None, cache: DeviceTensor) -> None:
     expected = f"[2, {heads}] or [{slots}, 2, {heads}, {tokens} or more, a multiple of {SCALES_GRANULE}]"
     if scales is None:
         raise DTypeError(f"kv_scales: expected a tensor {expected} with a cache of {cache.dtype}, got None.")
-    _check_tensor("kv_scales", scales, cache)
+    check_place("kv_scales", scales, cache)
     if scales.dtype != "float32":
         raise DTypeError(f"kv_scales: expected float32, got {scales.dtype}.")
     if scales.ndim == HEAD_SCALES_NDIM and scales.shape == (2, heads):
@@ -104,7 +97,7 @@ def _check_kv_scales(scales: DeviceTensor | None, cache: DeviceTensor) -> None:
 
 
 def _check_cos_sin(tensor: DeviceTensor, cache: DeviceTensor) -> None:
-    _check_tensor("cos_sin", tensor, cache)
+    check_place("cos_sin", tensor, cache)
     tokens, head_dim = cache.shape[3:]
     if tensor.dtype != "float32":
         raise DTypeError(f"cos_sin: expected float32, got {tensor.dtype}.")
@@ -211,7 +204,7 @@ def attend(
         raise DTypeError(f"cache: expected one of {', '.join((*ELEMENT_TYPES, *SCALED_KV_DTYPES))}, got {cache.dtype}.")
     if head_dim not in HEAD_DIMS:
         raise ShapeError(f"cache: expected head_dim one of {HEAD_DIMS}, got {cache!r}.")
-    _check_tensor("q", q, cache)
+    check_place("q", q, cache)
     if q.ndim != _Q_NDIM or q.shape[2] % kv_heads or not 1 <= q.shape[2] // kv_heads <= MAX_GROUP or not 1 <= q.shape[1] <= tokens:
         raise ShapeError(f"q: expected [{slots}, 1 to {tokens}, {kv_heads} times 1 to {MAX_GROUP}, {head_dim}], got {q!r}.")
     quantized = cache.dtype in SCALED_KV_DTYPES

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
+from trt_kvcache.errors import DTypeError, LayoutError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
 from trt_kvcache.kernels.backend import backend_of
-from trt_kvcache.kernels.layer_views import check_memory, check_open
+from trt_kvcache.kernels.layer_views import check_place
 from trt_kvcache.memory.shapes import is_dense
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -220,9 +220,6 @@ def _check_shape(name: str, tensor: DeviceTensor, like: DeviceTensor, shape: tup
 
 
 def _check_element(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
-    if not isinstance(tensor, DeviceTensor):
-        raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
-    check_memory(name, tensor, like.memory)
-    check_open(name, tensor)
+    check_place(name, tensor, like)
     if tensor.dtype not in ELEMENT_TYPES or tensor.dtype != like.dtype:
         raise DTypeError(f"{name}: expected {' or '.join(ELEMENT_TYPES)}, all of one dtype, got {tensor.dtype}.")

@@ -68,6 +68,19 @@ def check_same(what: str, first: DeviceTensor, name: str, view: DeviceTensor) ->
         raise ShapeError(f"{name}: expected head_dim {first.shape[-1]} as {what}, got {view.shape[-1]}.")
 
 
+def check_place(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
+    """Check that this is an open tensor of the memory of another one, which may be itself.
+
+    Raises
+    ------
+    PlaceError, ClosedError
+    """
+    if not isinstance(tensor, DeviceTensor):
+        raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
+    check_memory(name, tensor, like.memory)
+    check_open(name, tensor)
+
+
 def check_memory(name: str, tensor: DeviceTensor, memory: Memory) -> None:
     """Check that a tensor is of this memory.
 

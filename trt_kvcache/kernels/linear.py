@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
+from trt_kvcache.errors import DTypeError, LayoutError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
 from trt_kvcache.kernels.backend import backend_of
-from trt_kvcache.kernels.layer_views import check_memory, check_open
+from trt_kvcache.kernels.layer_views import check_place
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -174,10 +174,7 @@ def _check(
 
 
 def _check_tensor(name: str, tensor: DeviceTensor, like: DeviceTensor, dtypes: tuple[str, ...] | dict[str, str]) -> None:
-    if not isinstance(tensor, DeviceTensor):
-        raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
-    check_memory(name, tensor, like.memory)
-    check_open(name, tensor)
+    check_place(name, tensor, like)
     if tensor.dtype not in dtypes:
         raise DTypeError(f"{name}: expected {' or '.join(dtypes)}, got {tensor.dtype}.")
     if not tensor.is_contiguous:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
-from trt_kvcache.kernels.layer_views import check_memory, check_open
+from trt_kvcache.kernels.layer_views import check_open, check_place
 from trt_kvcache.kernels.source_variants import STATE_DTYPES
 from trt_kvcache.memory.shapes import ROW_GRANULE, is_dense
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -19,10 +19,7 @@ def check_tensor(name: str, tensor: DeviceTensor, like: DeviceTensor, dtype: str
     ------
     PlaceError, ClosedError, DTypeError, ShapeError
     """
-    if not isinstance(tensor, DeviceTensor):
-        raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
-    check_memory(name, tensor, like.memory)
-    check_open(name, tensor)
+    check_place(name, tensor, like)
     if tensor.dtype != dtype:
         raise DTypeError(f"{name}: expected {dtype}, got {tensor.dtype}.")
     if tensor.shape != tuple(shape):

@@ -7,17 +7,14 @@ from typing import Any
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels.backend import backend_of
-from trt_kvcache.kernels.layer_views import check_memory, check_open
+from trt_kvcache.kernels.layer_views import check_memory, check_open, check_place
 from trt_kvcache.kernels.sampling_rows import ROW_PARAMS, ROW_RESULT, SamplingRows
 from trt_kvcache.kernels.sampling_workspace import MAX_TOP_LOGPROBS, SamplingWorkspace
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def _check(name: str, tensor: DeviceTensor, shape: tuple[int, ...], dtype: str, like: DeviceTensor) -> None:
-    if not isinstance(tensor, DeviceTensor):
-        raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
-    check_memory(name, tensor, like.memory)
-    check_open(name, tensor)
+    check_place(name, tensor, like)
     if tensor.dtype != dtype:
         raise DTypeError(f"{name}: expected {dtype}, got {tensor.dtype}.")
     if tensor.shape != shape or not tensor.is_contiguous or tensor.offset % itemsize(dtype):

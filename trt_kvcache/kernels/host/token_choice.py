@@ -147,7 +147,7 @@ def _where_most_have_no_weight(logits: Float32, largest: Any, params: ChoicePara
 
 
 def _lowest_of_weight(weight: int, largest: Any, scale: float) -> np.float32:
-    """Return a logit below which weights are less than one."""
+    """Return a logit below which weights are less than ``weight``."""
     distance = (2.0**FRACTION_BITS * (WEIGHT_BITS - math.log2(weight)) + 2) / scale
     lowest: np.float32 = np.float32(max(float(largest) - distance * (1 + 1e-5) - 1e-5 * abs(float(largest)), _SMALLEST))
     return lowest
