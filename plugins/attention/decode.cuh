@@ -131,7 +131,7 @@ __device__ __forceinline__ void store_output(const DecodeParams& params, const T
     if constexpr (kMaxNewTokens == 1) {
         words += 8 * strip;
     } else {
-        const int row = strip / kRowStrips, token = divide(row, params.group_size);
+        const int row = strip / kRowStrips, token = divide_small(row, params.group_size);
         words += row * kRowWords + 16 * (strip % kRowStrips) + token * (output_token_stride(params) - params.group_size * kRowBytes) / 4;
     }
 #pragma unroll

@@ -230,7 +230,7 @@ __device__ __forceinline__ void update_softmax(KeyState& state, KeyScores& score
         int first_keys[2] = {at.first_key, at.first_key};  // of this lane's rows
         if constexpr (kMaxNewTokens > 1) {
 #pragma unroll
-            for (int e = 0; e < 2; e++) first_keys[e] = at.first_key_of(params, divide(lane % 4 * 2 + e, params.group_size));
+            for (int e = 0; e < 2; e++) first_keys[e] = at.first_key_of(params, divide_small(lane % 4 * 2 + e, params.group_size));
         }
 #pragma unroll
         for (int x = 0; x < kTileTokens / 4; x++) {

@@ -144,7 +144,7 @@ __device__ __forceinline__ void update_softmax(RowStates<kRows>& state, TileScor
             int first_keys[2] = {at.first_key, at.first_key};  // of this lane's rows
             if constexpr (kMaxNewTokens > 1) {
 #pragma unroll
-                for (int i = 0; i < 2; i++) first_keys[i] = at.first_key_of(params, divide(16 * m + 8 * i + lane / 4, params.group_size));
+                for (int i = 0; i < 2; i++) first_keys[i] = at.first_key_of(params, divide_small(16 * m + 8 * i + lane / 4, params.group_size));
             }
 #pragma unroll
             for (int x = 0; x < kTileTokens / 2; x++) {

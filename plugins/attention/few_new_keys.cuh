@@ -73,7 +73,7 @@ __device__ __forceinline__ void start_with_few(KeyState& state, const KeyQueries
     for (int e = 0; e < 2; e++) {
         float product = (scores[0][e] + odd[e]) * key_scale;
         if (params.score.has_softcap()) product = params.score.softcap(product);
-        const int distance = divide(lane % 4 * 2 + e, params.group_size) - key;
+        const int distance = divide_small(lane % 4 * 2 + e, params.group_size) - key;
         scores[0][e] = distance < 0 || distance >= span ? kMaskedScore : product;
         scores[0][e + 2] = kMaskedScore;  // there are 8 keys
     }

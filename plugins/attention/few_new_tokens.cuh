@@ -53,7 +53,7 @@ __device__ __forceinline__ void prepare_few(const DecodeParams& params, const Ti
     const int rows = at.rows(params), rotated_rows = rows + (has_last_tile ? at.count : 0);
 #pragma unroll 1
     for (int x = threadIdx.x; x < rotated_rows * half; x += kBlockThreads) {
-        const int row = divide(x, half), place = x - row * half, token = row < rows ? divide(row, params.group_size) : row - rows;
+        const int row = divide_small(x, half), place = x - row * half, token = row < rows ? divide_small(row, params.group_size) : row - rows;
         unsigned char* const tile = row < rows ? head : keys;
         const int tile_row = row < rows ? row : token;
         const RopeAngles row_angles(angles, params.rotary_dim, token);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
     for (int m = 0; m < kRowTiles<kRows>; m++) {
 #pragma unroll
         for (int i = 0; i < kRowsOfTile<kRows> / 8; i++) {
-            const int token = divide(16 * m + 8 * i + lane / 4, params.group_size);
+            const int token = divide_small(16 * m + 8 * i + lane / 4, params.group_size);
 #pragma unroll
             for (int e = 2 * i; e < 2 * i + 2; e++) {
                 scores[m][0][e] = (scores[m][0][e] + odd[m][e]) * (e % 2 ? key_scales.y : key_scales.x);

@@ -218,7 +218,7 @@ private:
         const unsigned char* const queries = params.q + at.slot * params.q_stride + static_cast<long long>(at.kv_head) * group_size * kRowBytes;
 #pragma unroll 1
         for (int x = threadIdx.x; x < at.rows(params) * kRowChunks; x += kBlockThreads) {
-            const int row = x / kRowChunks, chunk = x % kRowChunks, token = divide(row, group_size);
+            const int row = x / kRowChunks, chunk = x % kRowChunks, token = divide_small(row, group_size);
             cp_async(to + swizzled_offset(row, chunk), queries + token * params.q_token_stride + (row - token * group_size) * kRowBytes + chunk * 16, true);
         }
         const float* const angles = params.cos_sin + static_cast<long long>(at.position) * params.rotary_dim;

@@ -4,7 +4,8 @@
 // all of them. Tiles of kTileKeys keys and values pass by in a ring in shared memory; scores, probabilities and output stay in registers.
 //
 //     prefill_schedule.cuh   row blocks, and which tiles of them this block has
-//     prefill_tiles.cuh      how shared memory is filled; RoPE; append
+//     prefill_tiles.cuh      how shared memory is filled with tiles of the cache
+//     prefill_new_rows.cuh   how it is filled with the rows of the new tokens; RoPE; append
 //     prefill_scores.cuh     what a warp computes of a tile
 //     prefill_output.cuh     what it accumulates
 //     prefill_results.cuh    how that leaves the block
@@ -19,6 +20,7 @@
 //     scales    of the tiles of a quantized cache.
 #pragma once
 
+#include "attention/prefill_new_rows.cuh"
 #include "attention/prefill_output.cuh"
 #include "attention/prefill_results.cuh"
 #include "attention/prefill_ring.cuh"
@@ -34,14 +36,17 @@
 template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages, int kMinTilesPerPart>
 struct Prefill {
     static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles, kBlockRows = kRowWarps * kWarpRows;
-    static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kTileKeys * kRowBytes;
+    // Two warpgroups that have the same rows have rings of their own, and so different tiles; else warps divide the keys of each tile.
+    static constexpr int kRings = kWarpgroups && !kQuantized ? kKeyWarps : 1, kRingKeys = kTileKeys / kRings;
+    static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kRingKeys * kRowBytes;
     // Whether a warpgroup begins with the scores of the next tile before it makes probabilities of those of this one: where conversion makes steps
     // long, and there are registers for two tiles of scores.
     static constexpr bool kScoresAhead = kQuantized && kWarpgroups && kHeadDim <= 128;
-    using Tiles = PrefillTiles<kAppends, kWarpgroups, kThreads, kBlockRows, kTileKeys>;
+    using Tiles = PrefillTiles<kAppends, kWarpgroups, kThreads, kBlockRows, kRingKeys, kRings>;
     using Rows = typename Tiles::Rows;
+    using NewRows = PrefillNewRows<Tiles, kThreads, kBlockRows>;
     using Work = PrefillWork<Rows>;
-    using Ring = PrefillRing<kQuantized, kScoresAhead, Tiles, Work, kThreads, kTileKeys, kStages>;
+    using Ring = PrefillRing<kQuantized, kScoresAhead, Tiles, Work, kThreads, kRingKeys, kStages>;
     using Scores = PrefillScores<Tiles, kRowTiles, kWarpKeys>;
     using Output = PrefillOutput<Tiles, kRowTiles, kWarpKeys>;
     static constexpr int kRowStrips = kStripsPerRow<2>, kMaxStrips = kBlockRows * kRowStrips, kStripBytes = kStripVectors * 16;
@@ -52,29 +57,27 @@ struct Prefill {
     static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kRowTiles == 1 && kHeadDim % 64 == 0), "whole warpgroups and panels");
     // Whether the next tile is filled while the tensor cores are busy: not where two blocks of eight warps leave too few registers for it.
     static constexpr bool kFillsMeanwhile = kWarpgroups && kRowWarps == 4;
-    // Chunks of q that a thread applies RoPE to, if all have it.
-    static constexpr int kChunksByThread = (kBlockRows * (kHeadDim / 16) + kThreads - 1) / kThreads;
     // Vectors that a thread polls together: nearly all that it has.
     static constexpr int kPolledByThread = (kMaxStrips * kStripVectors + kThreads - 1) / kThreads < 16 ? (kMaxStrips * kStripVectors + kThreads - 1) / kThreads : 16;
+    static_assert(!kAppends || 64 % kWarpKeys == 0, "a tile of new tokens has values for all keys of their warps");
     static_assert(kWarpKeys % 16 == 0, "a warp's part of a tile is whole fragments");
 
     // Computes what the tiles of a part contribute to its row block. Ends with all copies arrived, without a barrier.
     static __device__ __forceinline__ void accumulate(Output& output, unsigned char* queries, unsigned char* shared_ring, const PrefillParams& params,
                                                       const Work& work) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps, key_warp = warp / kRowWarps;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps;
+        const int warp_key = kRings < kKeyWarps ? warp / kRowWarps * kWarpKeys : 0;  // the first one of the warp's in a tile
         const int span = params.window > 0 ? params.window : 0x7FFFFFFF;
         const Rows& rows = work.rows;
-        Tiles::fill_queries(queries, params, rows, work.kv_head);
-        cp_async_commit_group();
         Ring ring(shared_ring, params, work);
-        // Angles, too, are asked for before keys and values: behind these they would come last.
-        Tiles::template apply_rope<typename Tiles::QueryLayout, kChunksByThread, 8>(
-            queries, params, rows.rows, [&](int row) { return rows.past + rows.token_of(params, row); },
-            [&] {
-                ring.begin();
-                cp_async_wait_group<Ring::kGroupsYoungerThanQueries>();  // q
-                __syncthreads();
-            });
+        NewRows::fill_queries(queries, params, rows, work.kv_head, [&] {
+            ring.begin();
+            if (work.has_new_tokens(ring.start())) NewRows::fill_new_tokens(ring.tile(ring.start()), params, rows, work.kv_head);
+        });
+        if constexpr (Ring::kRings > 1) {  // the threads of all rings have stored q
+            shared_memory_fence();
+            __syncthreads();
+        }
         ring.prepare_first();  // the barrier of the first step follows
         const bool has_token_scales = kQuantized && params.scales.per_token;
         int positions[kRowTiles][2];
@@ -93,7 +96,7 @@ struct Prefill {
         output.reset();
 
         const SharedAddress group_queries = shared_address(queries) + group_row * 128;
-        const auto part_of = [&](int tile) { return shared_address(ring.tile(tile)) + key_warp * kWarpKeys * (kWarpgroups ? 128 : kRowBytes); };
+        const auto part_of = [&](int tile) { return shared_address(ring.tile(tile)) + warp_key * (kWarpgroups ? 128 : kRowBytes); };
         // scales: of the warp's keys.
         const auto to_probabilities = [&](Scores& scores, int first_key, int keys_end, const float* scales, typename Output::RowScales& row_scales) {
             if (has_token_scales) scores.apply_key_scales(scales);
@@ -106,8 +109,8 @@ struct Prefill {
             typename Scores::Packed a;
             Scores scores;
             typename Output::RowScales row_scales;
-            const auto first_key_of = [&](int tile) { return (rows.first_tile + tile) * kTileKeys + key_warp * kWarpKeys; };
-            const auto scales_of = [&](int tile) { return ring.scales(tile) + key_warp * kWarpKeys; };
+            const auto first_key_of = [&](int tile) { return (rows.first_tile + tile) * kRingKeys + warp_key; };
+            const auto scales_of = [&](int tile) { return ring.scales(tile) + warp_key; };
             const auto meet = [] {
                 shared_memory_fence();
                 __syncthreads();
@@ -140,21 +143,19 @@ struct Prefill {
         }
 
         const LdmatrixAddress query_rows(shared_address(queries + row_warp * kWarpRows * kRowBytes), lane % 16, lane / 16);
-        for (int tile = work.begin; tile < work.end; tile++) {
+        for (int tile = ring.start(); work.has(tile); tile = ring.after(tile)) {
             ring.wait();  // for this tile
             if constexpr (kWarpgroups) shared_memory_fence();
-            __syncthreads();
-            unsigned char* const tiles = ring.tile(tile);
+            ring.barrier();
             const SharedAddress part = part_of(tile);
-            const float* const scales = ring.scales(tile) + key_warp * kWarpKeys;
+            const float* const scales = ring.scales(tile) + warp_key;
             if constexpr (!kFillsMeanwhile) ring.advance(tile);
-            int first_key = (rows.first_tile + tile) * kTileKeys, keys_end = rows.keys_end;
-            if (kAppends && tile == rows.num_tiles - 1) {
-                Tiles::append_new_tokens(tiles, params, rows, work.kv_head);
+            int first_key = (rows.first_tile + tile) * kRingKeys, keys_end = rows.keys_end;
+            if (work.has_new_tokens(tile)) {
                 first_key = rows.past;
                 keys_end = rows.past + rows.count;
             }
-            first_key += key_warp * kWarpKeys;
+            first_key += warp_key;
             if (first_key > group_last || first_key >= keys_end || first_key + kWarpKeys <= group_first - span + 1) {
                 if constexpr (kFillsMeanwhile) ring.advance(tile);
                 continue;
@@ -187,27 +188,29 @@ struct Prefill {
     static __device__ __forceinline__ void run(PrefillParams params) {
         DYNAMIC_SHARED(unsigned char, queries);
         unsigned char* const ring = queries + kBlockRows * kRowBytes;
+        const bool splits = kSplits && params.order == kSplit;
+        if (splits) grid_dependents_may_launch();  // all blocks of this launch are resident: the next one takes no place of theirs
+        const BlocksForRowBlocks blocks(params);
         grid_dependency_wait();
-        const Work work = kSplits && params.order == kSplit ? part_of_row_block<Rows>(params, kMinTilesPerPart) : whole_row_block<Rows>(params);
+        const Work work = splits ? part_of_row_block<Rows>(params, kMinTilesPerPart * kRings, blocks) : whole_row_block<Rows>(params);
         const Rows& rows = work.rows;
         if (kQuantized && work.begin < work.end) params.use_head_scales(rows.slot, work.kv_head);
         const float factor = params.score.factor;
         if (work.begin < work.end) {
             Output output;
             accumulate(output, queries, ring, params, work);
-            const auto store = [&](int strip, int vector, const Partial& merged) { Results::store_vector(params, rows, work.kv_head, strip, vector, merged); };
+            const typename Results::ToOutput to_output{params, rows, work.kv_head};
             if (kSplits && work.num_blocks > 1) {
                 __syncthreads();  // all warps have left the ring
                 float4* const own = reinterpret_cast<float4*>(ring + kStagingBytes);
                 const SplitKVReduce<2> reduce(rows.rows * kRowStrips, kMaxStrips, work.first_block, work.num_blocks, true, params.partials, own);
-                Results::for_each_vector(output.rows, ring, rows, factor, [&](int strip, int vector, const Partial& merged, float largest) {
-                    reduce.publish(strip, vector, merged, largest, false);
-                });
-                reduce.template collect<kPolledByThread>(reinterpret_cast<float4*>(ring), kStagingBytes, factor, store);
+                Results::for_each_vector(output.rows, ring, rows, factor, typename Results::ToBlocks{reduce});
+                reduce.template collect<kPolledByThread>(reinterpret_cast<float4*>(ring), kStagingBytes, factor,
+                                                         [&](int strip, int vector, const Partial& merged) { to_output.vector(strip, vector, merged); });
             } else if constexpr (kKeyWarps == 1) {
                 Results::store_rows(output.rows, queries, params, rows, work.kv_head);
             } else {
-                Results::for_each_vector(output.rows, ring, rows, factor, [&](int strip, int vector, const Partial& merged, float) { store(strip, vector, merged); });
+                Results::for_each_vector(output.rows, ring, rows, factor, to_output);
             }
         }
         if (work.has_padding) Results::store_zeros(params);

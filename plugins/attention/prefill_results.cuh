@@ -24,18 +24,37 @@ struct PrefillResults {
         return params.out + (first * params.group_size + head) * kRowBytes;
     }
 
-    // Writes one vector of a strip to the output.
-    static __device__ __forceinline__ void store_vector(const PrefillParams& params, const Rows& rows, int kv_head, int strip, int vector,
-                                                        const Partial& state) {
-        const float inverse = reciprocal_approx(state.sum) * params.value_scale;
-        unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, strip / kRowStrips) + strip % kRowStrips * 64) + vector;
+    // Where the results of a row block go, one vector of a strip at a time or all of a row whose strips the lanes of a quad have a vector each of: to the
+    // output ...
+    struct ToOutput {
+        const PrefillParams& params;
+        const Rows& rows;
+        int kv_head;
+
+        __device__ __forceinline__ void vector(int strip, int vector, const Partial& state, float = 0) const {
+            const float inverse = reciprocal_approx(state.sum) * params.value_scale;
+            unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, strip / kRowStrips) + strip % kRowStrips * 64) + vector;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            if (h > 0 && kColumns % 2 && strip % kRowStrips == kRowStrips - 1) break;  // the last strip of a row is a half one
-            to[8 * h] = pack(Element{}, {state.values[h].x * inverse, state.values[h].y * inverse});
-            to[8 * h + 4] = pack(Element{}, {state.values[h].z * inverse, state.values[h].w * inverse});
+            for (int h = 0; h < 2; h++) {
+                if (h > 0 && kColumns % 2 && strip % kRowStrips == kRowStrips - 1) break;  // the last strip of a row is a half one
+                to[8 * h] = pack(Element{}, {state.values[h].x * inverse, state.values[h].y * inverse});
+                to[8 * h + 4] = pack(Element{}, {state.values[h].z * inverse, state.values[h].w * inverse});
+            }
         }
-    }
+        __device__ __forceinline__ void row(int row, const Partial (&strips)[kRowStrips], float) const {
+#pragma unroll
+            for (int s = 0; s < kRowStrips; s++) vector(row * kRowStrips + s, threadIdx.x % 4, strips[s]);
+        }
+    };
+    // ... or to whoever merges them.
+    struct ToBlocks {
+        const SplitKVReduce<2>& reduce;
+
+        __device__ __forceinline__ void vector(int strip, int vector, const Partial& state, float largest) const {
+            reduce.publish(strip, vector, state, largest, false);
+        }
+        __device__ __forceinline__ void row(int row, const Partial (&strips)[kRowStrips], float largest) const { reduce.publish_row(row, strips, largest); }
+    };
 
     // Writes the output of a warp, that has all keys of its rows: through the place of its queries in shared memory, so that it leaves in chunks
     // of 16 bytes.
@@ -66,10 +85,10 @@ struct PrefillResults {
         }
     }
 
-    // Merges what two warpgroups have of the same rows, and calls emit as for_each_vector does. They exchange halves: then the first one has rows
+    // Merges what two warpgroups have of the same rows, and emits the rows. They exchange halves: then the first one has rows
     // 0 to 7 of the 16 of each warp, and the second one the others.
     template <class Emit>
-    static __device__ __forceinline__ void exchange_halves(const State& state, unsigned char* ring, const Rows& rows, float factor, Emit emit) {
+    static __device__ __forceinline__ void exchange_halves(const State& state, unsigned char* ring, const Rows& rows, float factor, const Emit& emit) {
         constexpr int kGroupThreads = kThreads / 2;
         static_assert(2 * kGroupThreads * (16 * kColumns + 8) <= kStagingBytes, "what this block merges lies behind it");
         float4* const values = reinterpret_cast<float4*>(ring);  // [2][kColumns][kGroupThreads]: what each gives to the other
@@ -108,26 +127,24 @@ struct PrefillResults {
         emit_row(parts, maximum, sum, row, row < rows.rows, emit);
     }
 
-    // Calls emit for the strips of a row, of which the lanes of a quad have a vector each. For whole warps.
+    // Emits a row, of whose strips the lanes of a quad have a vector each. For whole warps.
     template <class Emit>
-    static __device__ __forceinline__ void emit_row(Partial (&parts)[kRowStrips], float maximum, float sum, int row, bool is_live, Emit emit) {
+    static __device__ __forceinline__ void emit_row(Partial (&parts)[kRowStrips], float maximum, float sum, int row, bool is_live, const Emit& emit) {
         float largest = 0;
 #pragma unroll
-        for (int s = 0; s < kRowStrips; s++) largest = parts[s].largest(largest);
-        largest = quad_max_or_nan(largest);
-        if (!is_live) return;
-#pragma unroll
         for (int s = 0; s < kRowStrips; s++) {
+            largest = parts[s].largest(largest);
             parts[s].maximum = maximum;
             parts[s].sum = sum;
-            emit(row * kRowStrips + s, threadIdx.x % 4, parts[s], largest);
         }
+        largest = quad_max_or_nan(largest);
+        if (is_live) emit.row(row, parts, largest);
     }
 
-    // Calls emit(strip, vector, PartialState, largest value of the row) for each vector of the row block, with what this block has of it. For all
-    // threads of the block.
+    // Calls emit.vector(strip, vector, PartialState, largest value of the strip), or emit.row, for all of the row block, with what this block has of it.
+    // For all threads of the block.
     template <class Emit>
-    static __device__ __forceinline__ void for_each_vector(const State& state, unsigned char* ring, const Rows& rows, float factor, Emit emit) {
+    static __device__ __forceinline__ void for_each_vector(const State& state, unsigned char* ring, const Rows& rows, float factor, const Emit& emit) {
         if constexpr (kWarpgroups && kKeyWarps == 2) {
             exchange_halves(state, ring, rows, factor, emit);
             return;
@@ -168,7 +185,7 @@ struct PrefillResults {
                 merged.merge<kKeyWarps>(reinterpret_cast<const unsigned char*>(values + (row * kColumns + column) * 4 + x % 4), 16 * kVectors, half_bytes,
                                         reinterpret_cast<const unsigned char*>(totals + row), 8 * kBlockRows, kKeyWarps, factor);
                 const float largest = quad_max_or_nan(merged.largest());
-                if (first + lane < all) emit(strip, x % 4, merged, largest);
+                if (first + lane < all) emit.vector(strip, x % 4, merged, largest);
             }
         }
     }

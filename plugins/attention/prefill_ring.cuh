@@ -4,28 +4,41 @@
 
 #include "attention/cp_async.cuh"
 #include "attention/prefill_params.cuh"
+#include "attention/thread_barrier.cuh"
 
-// A ring of kStages tiles. Commit group 0 of the block is q; group 1 + n is tile n with its keys and values. A step waits for its tile;
+// A ring of kStages tiles. Commit group n has keys and values of the tile of step n, or nothing if these are the new tokens. A step waits for its tile;
 // kStages - 2 younger groups may stay in flight. Behind the barrier that follows, all warps have left the tile before, and its place is filled
-// with tile n + kStages - 1.
+// with that of step n + kStages - 1. Several rings have a part of the threads each, and take tiles in turns: none waits for another one.
 template <bool kCodes, bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
 struct PrefillRing {
-    static constexpr int kBytes = kStages * 2 * Tiles::kTileBytes, kScaleBytes = 0;
-    static constexpr int kGroupsYoungerThanQueries = kStages - 1;
+    static constexpr int kRings = Tiles::kRings, kRingBytes = kStages * 2 * Tiles::kTileBytes, kBytes = kRings * kRingBytes, kScaleBytes = 0;
 
     unsigned char* ring;
     const PrefillParams& params;
     const Work& work;
-    int place = 0;  // in the ring, of this step's tile
+    const int number;  // of this ring
+    int place = 0;     // in the ring, of this step's tile
 
-    __device__ __forceinline__ PrefillRing(unsigned char* ring, const PrefillParams& params, const Work& work)
-        : ring(ring), params(params), work(work) {}
+    __device__ __forceinline__ PrefillRing(unsigned char* rings, const PrefillParams& params, const Work& work)
+        : ring(rings + Tiles::ring_number() * kRingBytes), params(params), work(work), number(Tiles::ring_number()) {}
 
-    // Behind the group of q.
+    // The first tile, and the one of the next step.
+    __device__ __forceinline__ int start() const { return work.after(work.start(), number); }
+    static __device__ __forceinline__ int after(int tile, int steps = 1) { return Work::after(tile, steps * kRings); }
+    // For all threads of the ring.
+    __device__ __forceinline__ void barrier() const {
+        if constexpr (kRings > 1) {
+            barrier_of_threads(1 + number, Tiles::kRingThreads);
+        } else {
+            __syncthreads();
+        }
+    }
+
     __device__ __forceinline__ void begin() {
 #pragma unroll 1
         for (int stage = 0; stage < kStages - 1; stage++) {
-            if (work.begin + stage < work.end) Tiles::fill(ring + stage * 2 * Tiles::kTileBytes, params, work.rows, work.kv_head, work.begin + stage);
+            const int tile = after(start(), stage);
+            if (work.has(tile) && !work.has_new_tokens(tile)) Tiles::fill(ring + stage * 2 * Tiles::kTileBytes, params, work.rows, work.kv_head, tile);
             cp_async_commit_group();
         }
     }
@@ -39,8 +52,8 @@ struct PrefillRing {
 
     // Behind the barrier of the step of `tile`: begins to fill the place of the tile before. tile() is then that of the next step.
     __device__ __forceinline__ void advance(int tile) {
-        const int next = tile + kStages - 1;
-        if (next < work.end) {
+        const int next = after(tile, kStages - 1);
+        if (work.has(next)) {
             unsigned char* const to = ring + (place == 0 ? kStages - 1 : place - 1) * 2 * Tiles::kTileBytes;
             Tiles::fill(to, params, work.rows, work.kv_head, next);
         }

@@ -17,6 +17,7 @@
 // A row block of a slot, for any K/V head, and what lengths make of it.
 template <bool kAppends, int kBlockRows, int kTileKeys>
 struct RowBlock {
+    static constexpr bool kHasNewTokens = kAppends;  // in its last tile
     int slot;
     int past, count;            // tokens in the cache, and new ones
     int first_row, rows;        // rows: 0 if there are no new tokens for it
@@ -70,6 +71,13 @@ struct PrefillWork {
     int begin = 0, end = 0;
     int first_block = 0, num_blocks = 1;  // that share the row block
     bool has_padding = false;             // some slot has fewer new tokens than there is room for
+
+    // The order of tiles: from the last one on, if that may be the one of the new tokens, whose RoPE is applied before the first step. has: of a tile in
+    // this order, whether it belongs to the block.
+    __device__ __forceinline__ int start() const { return RowBlock::kHasNewTokens ? end - 1 : begin; }
+    static __device__ __forceinline__ int after(int tile, int steps = 1) { return RowBlock::kHasNewTokens ? tile - steps : tile + steps; }
+    __device__ __forceinline__ bool has(int tile) const { return RowBlock::kHasNewTokens ? begin <= tile : tile < end; }
+    __device__ __forceinline__ bool has_new_tokens(int tile) const { return RowBlock::kHasNewTokens && tile == rows.num_tiles - 1; }
 };
 
 // Row block `number`; with no tiles behind the last one.
@@ -98,11 +106,47 @@ __device__ __forceinline__ PrefillWork<RowBlock> whole_row_block(const PrefillPa
     return work;
 }
 
-// A part of a row block for each block. For a whole warp; the same in all of them.
+// What follows from shapes alone, before lengths can be read. Row blocks here are those of all slots and K/V heads.
+struct BlocksForRowBlocks {
+    int numbers;      // row blocks of one K/V head
+    int alike, rest;  // blocks for each, if all have as many, and blocks beside one for each
+    float inverse_alike, inverse_rest;
+    int number, kv_head, part;  // of this block, if all have as many; behind the last number, if it has none
+
+    __device__ __forceinline__ explicit BlocksForRowBlocks(const PrefillParams& params) {
+        numbers = params.batch_size * params.row_blocks;
+        const int items = numbers * params.num_kv_heads, blocks = static_cast<int>(gridDim.x);  // there are at least as many blocks
+        alike = max(divide_small(blocks, items), 1);
+        rest = blocks - items;
+        inverse_alike = reciprocal_approx(static_cast<float>(alike));
+        inverse_rest = reciprocal_approx(static_cast<float>(max(rest, 1)));
+        const int item = divide_small(static_cast<int>(blockIdx.x), inverse_alike);
+        part = static_cast<int>(blockIdx.x) - item * alike;
+        number = divide_small(item, params.num_kv_heads);
+        kv_head = item - number * params.num_kv_heads;
+    }
+};
+
+// A part of a row block for each block, where all row blocks see about as many keys: as many blocks for each, and what is left of them has none.
 template <class RowBlock>
-__device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const PrefillParams& params, int min_tiles_per_part) {
-    const int lane = threadIdx.x % 32, numbers = params.batch_size * params.row_blocks, num_blocks = static_cast<int>(gridDim.x);
-    const int items = numbers * params.num_kv_heads;  // there are at least as many blocks
+__device__ __forceinline__ PrefillWork<RowBlock> part_of_alike(const PrefillParams& params, int min_tiles_per_part, const BlocksForRowBlocks& blocks) {
+    PrefillWork<RowBlock> work;
+    work.rows.load(params, min(blocks.number, blocks.numbers - 1));
+    work.has_padding = work.rows.count < params.width;
+    const int tiles_per_part = max(divide_small(work.rows.num_tiles + blocks.alike - 1, blocks.inverse_alike), min_tiles_per_part);
+    work.kv_head = blocks.kv_head;
+    work.first_block = static_cast<int>(blockIdx.x) - blocks.part;
+    work.begin = blocks.part * tiles_per_part;
+    work.end = blocks.number < blocks.numbers ? min(work.begin + tiles_per_part, work.rows.num_tiles) : 0;
+    work.num_blocks = divide_small(work.rows.num_tiles + tiles_per_part - 1, tiles_per_part);
+    return work;
+}
+
+// The same for any row blocks. For a whole warp; the same in all of them.
+template <class RowBlock>
+__device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const PrefillParams& params, int min_tiles_per_part, const BlocksForRowBlocks& blocks) {
+    if (params.batch_size == 1 && (RowBlock::kHasNewTokens || blocks.numbers == 1)) return part_of_alike<RowBlock>(params, min_tiles_per_part, blocks);
+    const int lane = threadIdx.x % 32, numbers = blocks.numbers;
     const RowBlock early = row_block<RowBlock>(params, lane);
     PrefillWork<RowBlock> work;
     int total = early.num_tiles, longest = total;
@@ -117,16 +161,16 @@ __device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const Prefill
     work.has_padding = __any_sync(~0u, is_padded);
     total = warp_sum(total) * params.num_kv_heads;
     longest = warp_max(longest);
-    const int alike = divide(num_blocks, items), rest = num_blocks - items;
-    int tiles_per_part = divide(longest + alike - 1, alike);
-    if (rest > 0) tiles_per_part = min(tiles_per_part, divide(total + rest - 1, rest));
+    int tiles_per_part = divide_small(longest + blocks.alike - 1, blocks.inverse_alike);
+    if (blocks.rest > 0) tiles_per_part = min(tiles_per_part, divide(total + blocks.rest - 1, blocks.rest, blocks.inverse_rest));
     tiles_per_part = max(tiles_per_part, min_tiles_per_part);
 
+    const float inverse = reciprocal_approx(static_cast<float>(tiles_per_part));
     int before = 0;  // parts of the row blocks before
 #pragma unroll 1
     for (int first = 0; first < numbers; first += 32) {
         const RowBlock rows = first ? row_block<RowBlock>(params, first + lane) : early;
-        const int parts = divide(rows.num_tiles + tiles_per_part - 1, tiles_per_part), own = parts * params.num_kv_heads;
+        const int parts = divide_small(rows.num_tiles + tiles_per_part - 1, inverse), own = parts * params.num_kv_heads;
         int sum = own;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
@@ -139,7 +183,7 @@ __device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const Prefill
             before += __shfl_sync(~0u, sum - own, found);
             work.rows = rows.of_lane(found);
             work.num_blocks = __shfl_sync(~0u, parts, found);
-            work.kv_head = divide(static_cast<int>(blockIdx.x) - before, work.num_blocks);
+            work.kv_head = divide_small(static_cast<int>(blockIdx.x) - before, work.num_blocks);
             work.first_block = before + work.kv_head * work.num_blocks;
             work.begin = (static_cast<int>(blockIdx.x) - work.first_block) * tiles_per_part;
             work.end = min(work.begin + tiles_per_part, work.rows.num_tiles);

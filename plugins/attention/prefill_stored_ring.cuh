@@ -6,7 +6,7 @@
 //     codes    [kStages - 1][2], on their way. A thread converts the chunks that it has loaded, so there is no barrier between
 //     scales   [2][kTileKeys], of the keys of the two tiles, if tokens have their own
 //
-// Commit group 0 is q; group 1 + n is tile n.
+// Commit group n is tile n.
 #pragma once
 
 #include "attention/cp_async.cuh"
@@ -15,12 +15,11 @@
 
 template <bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
 struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> {
-    static constexpr int kCodeStages = kStages - 1;
+    static constexpr int kRings = 1, kCodeStages = kStages - 1;
     static constexpr int kCodeChunks = kHeadDim / 16, kCodeTileBytes = kTileKeys * kHeadDim, kTilesBytes = 4 * Tiles::kTileBytes;
     static constexpr int kBytes = kTilesBytes + kCodeStages * 2 * kCodeTileBytes, kScaleBytes = 2 * kTileKeys * static_cast<int>(sizeof(float));
     static constexpr int kChunksOfThread = (kTileKeys * kCodeChunks + kThreads - 1) / kThreads;
     static constexpr bool kAllHaveChunks = kTileKeys * kCodeChunks % kThreads == 0;
-    static constexpr int kGroupsYoungerThanQueries = kCodeStages;
     static_assert(kTileKeys <= kThreads, "a thread has the scale of one key of a tile");
 
     unsigned char* ring;
@@ -33,6 +32,9 @@ struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> 
     __device__ __forceinline__ PrefillRing(unsigned char* ring, const PrefillParams& params, const Work& work)
         : ring(ring), params(params), work(work) {}
 
+    __device__ __forceinline__ int start() const { return work.begin; }
+    static __device__ __forceinline__ int after(int tile) { return tile + 1; }
+    __device__ __forceinline__ void barrier() const { __syncthreads(); }
     __device__ __forceinline__ void begin() {
 #pragma unroll 1
         for (int i = 0; i < kCodeStages; i++) load_codes(i, work.begin + i);

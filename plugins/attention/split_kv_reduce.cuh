@@ -186,6 +186,29 @@ struct SplitKVReduce {
         }
     }
 
+    // The same for a row, of whose strips the lanes of a quad have a vector each; the row has one maximum, sum and unit. For whole warps.
+    template <int kRowStrips>
+    __device__ __forceinline__ void publish_row(int row, const PartialState<kHalves> (&strips)[kRowStrips], float largest) const {
+        static_assert(kPacked && kRowStrips == kStripsPerRow<kHalves>, "rows are handed on whole, or kept");
+        const int first = row * kRowStrips, lane = threadIdx.x % 4;
+        const bool is_own = first >= begin && first < end;
+        float4* const to = (is_own ? own : partials_of(blockIdx.x)) + first * kStripVectors;
+        const float unit = packed_unit(largest);
+        const auto each = [&](auto store) {
+#pragma unroll
+            for (int s = 0; s < kRowStrips; s++) store(to + s * kStripVectors + lane, pack_vector(strips[s].values[0], strips[s].values[1], unit));
+#pragma unroll
+            for (int s = 0; s < kRowStrips; s += 4) {
+                if (s + lane < kRowStrips) store(to + (s + lane) * kStripVectors + 4, float4{strips[0].maximum, strips[0].sum, unit, 1});
+            }
+        };
+        if (is_own) {
+            each([](float4* at, float4 vector) { *at = vector; });
+        } else {
+            each([](float4* at, float4 vector) { publish_vector(at, vector); });
+        }
+    }
+
     // Merges the strips of this block: the partial results of the other blocks come to `staging`, shared memory of `nbytes`, as many strips at
     // a time as there is room for. Calls store(strip, vector, PartialState) for each. For all threads of the block.
     template <int kAtOnce = kPolledAtOnce, class Store>

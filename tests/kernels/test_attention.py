@@ -56,6 +56,7 @@ def test_more_blocks_than_can_run_together(memory, stream, monkeypatch):
 def test_few(memory, stream, name, multiprocessors, monkeypatch):
     monkeypatch.setattr(memory, "multiprocessor_count", multiprocessors, raising=False)
     monkeypatch.delattr("trt_kvcache.kernels.cuda.attention.prefill_plan")  # it is not asked
+    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.prefers_row_blocks", lambda _: False)
     check(FEW_CASES[name], memory, stream)
 
 

@@ -8,7 +8,7 @@ from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, MAX_APPENDED_WIDTH, P
 from trt_kvcache.kernels.attention_workspace import MAX_PREFILL_ROWS_PER_SM
 from trt_kvcache.kernels.compile import ARCHITECTURES
 from trt_kvcache.kernels.cuda import prefill_plan as module
-from trt_kvcache.kernels.cuda.prefill_plan import FROM_LAST, plan_of, prefill_plan
+from trt_kvcache.kernels.cuda.prefill_plan import FROM_LAST, plan_of, prefers_row_blocks, prefill_plan
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def call(monkeypatch):
     def make(width, *, slots=1, kv_heads=8, group=4, head_dim=128, tokens=8200, arch="sm_90", kv_scales=None):
         memory = SimpleNamespace(arch=arch, multiprocessor_count=132)
         monkeypatch.setattr(module, "_memory", lambda params: memory)
-        q = SimpleNamespace(shape=(slots, width, kv_heads * group, head_dim))
+        q = SimpleNamespace(shape=(slots, width, kv_heads * group, head_dim), dtype="float16")
         cache = SimpleNamespace(shape=(slots, 2, kv_heads, tokens, head_dim), memory=memory)
         return SimpleNamespace(q=q, group=group, cache=cache, kv_scales=kv_scales)
 
@@ -35,10 +35,11 @@ def call(monkeypatch):
         (8, {"group": 7}, "64", True),
         (16, {"group": 7}, "64", True),
         (32, {"slots": 8}, "wide", True),
+        (32, {"slots": 4}, "64", True),
         (32, {"slots": 8, "arch": "sm_80"}, "64", True),
         (32, {"slots": 8, "head_dim": 256}, "64", True),
         (16, {"slots": 8}, "64", True),
-        (16, {"group": 7, "tokens": 33000}, "wide", True),
+        (16, {"group": 7, "tokens": 33000}, "64", True),
         (32, {"slots": 16}, "wide", False),
         (2, {"slots": 32}, "16", False),
         (MAX_APPENDED_WIDTH + 1, {}, "short", True),
@@ -61,8 +62,42 @@ def test_form(call, width, sizes, name, splits):
     plan = prefill_plan(call(width, **sizes))
     assert (plan.name, plan.splits) == (name, splits)
     assert plan.appends == (width <= MAX_APPENDED_WIDTH and name in ("16", "32", "64"))
-    over_codes = prefill_plan(call(width, **sizes, kv_scales="some"))
-    assert (over_codes.name, over_codes.splits, over_codes.appends) == (name, splits, False)
+
+
+@pytest.mark.parametrize(
+    ("width", "sizes", "name", "splits"),
+    [
+        (2, {}, "16", True),
+        (16, {"group": 7}, "64", True),
+        (16, {"group": 7, "tokens": 33000}, "wide", True),
+        (32, {"slots": 8}, "wide", True),
+        (32, {"slots": 8, "arch": "sm_80"}, "64", True),
+        (MAX_APPENDED_WIDTH + 1, {}, "short", True),
+        (2048, {}, "whole", False),
+    ],
+)
+def test_form_over_codes(call, width, sizes, name, splits):
+    plan = prefill_plan(call(width, **sizes, kv_scales="some"))
+    assert (plan.name, plan.splits, plan.appends) == (name, splits, False)
+
+
+@pytest.mark.parametrize(
+    ("width", "sizes", "expected"),
+    [
+        (8, {"tokens": 1000}, True),
+        (4, {"tokens": 1000}, False),  # a decode kernel for 16 rows
+        (4, {"tokens": 1000, "kv_heads": 2, "head_dim": 256}, True),
+        (2, {"tokens": 1000, "kv_heads": 2, "head_dim": 256}, False),
+        (8, {}, False),  # a long cache
+        (8, {"tokens": 1000, "slots": 3}, False),
+        (8, {"tokens": 1000, "arch": "sm_89"}, False),
+        (8, {"tokens": 1000, "head_dim": 96}, False),
+        (8, {"tokens": 1000, "kv_scales": "some"}, False),
+        (1, {"tokens": 1000, "group": 32}, False),
+    ],
+)
+def test_few_new_tokens_in_row_blocks(call, width, sizes, expected):
+    assert prefers_row_blocks(call(width, **sizes)) is expected
 
 
 @pytest.mark.parametrize("kv_scales", [None, "some"])

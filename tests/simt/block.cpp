@@ -37,6 +37,7 @@ void Block::start(Extent index, Extent grid, Extent size, size_t dynamic_nbytes,
     at_barrier_ = votes_ = 0;
     error_.clear();
     meetings_.assign((count_ + 31) / 32 * 32, Meeting{});
+    for (NamedBarrier& barrier : named_) barrier.count = barrier.arrived = 0;
     // Under ThreadSanitizer it is kept until the launch is over: else another block's would be found at the same address, and
     // blocks are not ordered.
     if (!__tsan_create_fiber) shared_.clear();
@@ -78,8 +79,11 @@ bool Block::turn() {
         moved = moved || !looked_;
     }
     if (live_ && !ran && error_.empty()) {
+        unsigned at_named = 0;
+        for (unsigned number = 0; number < count_; number++) at_named += threads_[number]->state == Thread::kAtNamedBarrier;
         error_ = "deadlock: of " + std::to_string(count_) + " threads, " + std::to_string(at_barrier_) + " wait at __syncthreads, " +
-                 std::to_string(live_ - at_barrier_) + " for lanes of their warp, and the others have ended";
+                 (at_named ? std::to_string(at_named) + " at a barrier of some threads, " : "") +
+                 std::to_string(live_ - at_barrier_ - at_named) + " for lanes of their warp, and the others have ended";
     }
     return moved;
 }
@@ -143,6 +147,27 @@ void Block::open_barrier_if_all_wait() {
         Thread& thread = *threads_[number];
         if (thread.state == Thread::kAtBarrier) thread.state = Thread::kReady;
     }
+}
+
+void Block::named_barrier(unsigned number, unsigned count) {
+    if (number < 1 || number > 15 || count % 32) fail("bar.sync: expected a number from 1 to 15 and whole warps");
+    NamedBarrier& barrier = named_[number];
+    if (barrier.arrived == 0) barrier.count = count;
+    if (barrier.count != count) fail("threads meet at one barrier with different counts");
+    char* order = &barrier.order[barrier.round % 2];
+    release(order);
+    if (++barrier.arrived < count) {
+        running->named_barrier = number;
+        wait(Thread::kAtNamedBarrier);
+    } else {
+        barrier.arrived = 0;
+        barrier.round++;
+        for (unsigned other = 0; other < count_; other++) {
+            Thread& thread = *threads_[other];
+            if (thread.state == Thread::kAtNamedBarrier && thread.named_barrier == number) thread.state = Thread::kReady;
+        }
+    }
+    acquire(order);
 }
 
 // --- waiting for lanes of the warp ---

@@ -36,7 +36,8 @@ struct Thread {
     Extent index, block_index, block_size, grid_size;
     unsigned number = 0;  // in the block
     Block* block = nullptr;
-    enum { kReady, kAtBarrier, kInWarp, kEnded } state = kEnded;
+    enum { kReady, kAtBarrier, kAtNamedBarrier, kInWarp, kEnded } state = kEnded;
+    unsigned named_barrier = 0;  // at which it waits
     Fiber fiber;
     Value received = {};            // of the last exchange
     unsigned votes = 0;             // of the last ballot
@@ -81,6 +82,8 @@ public:
 
     // Waits for all threads of the block that have not ended; returns how many of them had a vote.
     unsigned barrier(bool vote);
+    // Waits for `count` threads that meet at this number.
+    void named_barrier(unsigned number, unsigned count);
     // Waits for the lanes of `mask`; returns what lane `wanted` offered.
     Value exchange(unsigned mask, Value offered, unsigned wanted, const char* what);
     // Waits for the lanes of `mask`; returns a bit for each that voted.
@@ -117,6 +120,12 @@ private:
         char order[2];  // tags
     };
 
+    // Some threads of the block that wait for each other.
+    struct NamedBarrier {
+        unsigned count = 0, arrived = 0, round = 0;
+        char order[2];  // tags
+    };
+
     static void thread_body(void* thread);
     // Returns whether this was the last one to come: the others go on after it.
     bool meet(unsigned mask, Value offered, unsigned wanted, bool vote, const char* what);
@@ -125,6 +134,7 @@ private:
 
     std::vector<std::unique_ptr<Thread>> threads_;
     std::vector<Meeting> meetings_;  // 32 for each warp: by the lowest lane of the mask
+    NamedBarrier named_[16];  // by their numbers; 0 is that of __syncthreads
     unsigned count_ = 0, live_ = 0, at_barrier_ = 0, votes_ = 0, barrier_result_ = 0;
     std::vector<SharedMemory> shared_;
     size_t dynamic_nbytes_ = 0;

@@ -59,6 +59,7 @@ inline uint4 load_once(const void* from, bool valid, L2Policy) { return valid ? 
 inline void prefetch_l2_line(const void*) {}
 inline void grid_dependency_wait() {}
 inline void grid_dependents_may_launch() {}
+inline void barrier_of_threads(int number, int count) { simt::running->block->named_barrier(number, count); }
 inline void cp_async_commit_group() { simt::running->block->commit_copies(); }
 template <int kGroups>
 void cp_async_wait_group() {

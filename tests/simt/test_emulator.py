@@ -42,6 +42,7 @@ def warp_values() -> list[float]:
 #: Kernel, what it writes, and in how many blocks. %g prints six digits.
 RIGHT: dict[str, tuple[list[float], int]] = {
     "barrier": ([float((96 - thread) % 64) for thread in range(64)] * 5, 5),
+    "barriers_of_warps": ([float(thread ^ 31) for thread in range(64)], 1),
     "warp": (warp_values(), 1),
     "warp_memory": ([float(thread ^ 1) for thread in range(64)], 1),
     "copies": ([float(thread + 1) for thread in range(64)], 1),
@@ -77,6 +78,9 @@ MISTAKES = [
     ("lane_outside_its_mask", 1, "__shfl_sync: the calling lane is not in its mask (block 0,0,0, thread 63)", "none"),
     ("next_block", 3, "a block waits for what no block that runs will write", "none"),  # the launch is not cooperative
     ("lane_that_never_comes", 1, "deadlock: of 64 threads, 32 wait at __syncthreads, 31 for lanes of their warp, and the oth", "none"),
+    ("barrier_of_the_other_warp", 1, RACE, "thread"),
+    ("barrier_of_two_counts", 1, "threads meet at one barrier with different counts (block 0,0,0, thread ", "none"),
+    ("barrier_that_is_never_full", 1, "0 wait at __syncthreads, 32 at a barrier of some threads, 0 for lanes", "none"),
     ("overrun", 1, OVERRUN, "address"),
     ("overrun", 3, OVERRUN, "address"),
     ("overrun_of_shared", 1, OVERRUN, "address"),

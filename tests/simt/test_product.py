@@ -111,6 +111,7 @@ DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
 )
 BY_ROWS, BY_KEYS, DECODE_CODES = (f"attention/{name}.cuh" for name in ("decode_rows", "decode_keys", "decode_codes"))
 PREFILLING, PREFILL_TILES, PARTS = (f"attention/{name}.cuh" for name in ("prefill", "prefill_tiles", "prefill_schedule"))
+PREFILL_RING, NEW_ROWS = (f"attention/prefill_{name}.cuh" for name in ("ring", "new_rows"))
 PREFILL_SCORES, PREFILL_RESULTS = (f"attention/prefill_{name}.cuh" for name in ("scores", "results"))
 CODES, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
 OVER_CODES, DECODE_OVER_CODES, FEW_OVER_CODES = (f"{ATTENTION}.py::test_quantized_{test}" for test in ("prefill", "decode", "few"))
@@ -159,16 +160,20 @@ MISTAKES = {
     "a decode window that is one token too wide": (SCHEDULE, "(params.window - 1)", "params.window", "none", DECODE, "assert"),
     "a prefill window that is one token too wide": (PREFILL_SCORES, "distance >= span", "distance > span", "none", PREFILL, "error <="),
     "keys behind the last one": (PREFILL_TILES, "key < live", "true", "none", PREFILL, "isnan"),
-    "new tokens that no block appends": (PREFILL_TILES, "if (rows.first_row > 0) return;", "return;", "none", PREFILL, "array_equal"),
-    "new keys before all have their RoPE": (
-        PREFILL_TILES,
-        "__syncthreads();\n        if (rows.first_row",
-        "if (rows.first_row",
+    "new tokens that no block appends": (NEW_ROWS, "if (rows.first_row == 0) {", "if (false) {", "none", PREFILL, "array_equal"),
+    "new keys without RoPE": (NEW_ROWS, "key.rotate(pairs, pair);", "", "none", PREFILL, "assert"),
+    "chunks beside those that are rotated are left out": (NEW_ROWS, "pair < half ? pair : pair + half", "pair", "none", PREFILL, "assert"),
+    "queries that other warps have yet to store": (
+        PREFILLING,
+        "shared_memory_fence();\n            __syncthreads();\n        }\n        ring",
+        "}\n        ring",
         "thread",
         PREFILL,
         RACE,
     ),
-    "parts that no block has": (PARTS, "divide(longest + alike - 1, alike)", "divide(longest, alike)", "none", PREFILL, "waits for"),
+    "the same tiles in both rings": (PREFILL_RING, "work.after(work.start(), number)", "work.start()", "none", PREFILL, "error <="),
+    "parts that no block has": (PARTS, "longest + blocks.alike - 1, blocks", "longest, blocks", "none", PREFILL, "waits for"),
+    "parts of one slot that no block has": (PARTS, "num_tiles + blocks.alike - 1, blocks", "num_tiles, blocks", "none", PREFILL, "assert"),
     "row blocks of different sizes share places": (
         REDUCE,
         "block) * place_strips",
@@ -227,7 +232,7 @@ MISTAKES = {
     "no causal mask among new tokens": (FEW, "distance < 0 || ", "", "none", FEW_TESTS, "assert"),
     "the window of the first new token for all rows": (
         BY_ROWS,
-        "first_keys[i] = at.first_key_of(params, divide(16 * m + 8 * i + lane / 4, params.group_size));",
+        "first_keys[i] = at.first_key_of(params, divide_small(16 * m + 8 * i + lane / 4, params.group_size));",
         "first_keys[i] = at.first_key;",
         "none",
         FEW_TESTS,
@@ -391,8 +396,8 @@ MISTAKES = {
     ),
     "a tile that is still read": (
         PREFILLING,
-        "__syncthreads();\n            unsigned char",
-        "unsigned char",
+        "ring.barrier();\n            const SharedAddress",
+        "const SharedAddress",
         "thread",
         PREFILL,
         RACE,
@@ -400,10 +405,10 @@ MISTAKES = {
     "products that are not waited for": (PREFILLING, "                scores.wait();\n", "", "none", PREFILL, "assert"),
     "the keys of the other warpgroup": (
         PREFILLING,
-        "shared_address(ring.tile(tile)) + key_warp * kWarpKeys",
-        "shared_address(ring.tile(tile)) + 0 * kWarpKeys",
+        "warp / kRowWarps * kWarpKeys : 0",
+        "0 : 0",
         "none",
-        PREFILL,
+        OVER_CODES,
         "error <=",
     ),
     "a half that is not the other's": (PREFILL_RESULTS, "b = values[(!is_second", "b = values[(is_second", "none", PREFILL, "error <="),

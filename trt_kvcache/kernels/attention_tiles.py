@@ -58,7 +58,7 @@ class PrefillForm(NamedTuple):
     rows: int
     #: Warps of a block.
     warps: int
-    #: Keys of a tile.
+    #: Keys of a tile: of one ring, where two warpgroups have tiles of their own.
     tile_keys: int
     #: Fewest tiles that are worth a block of their own.
     min_tiles: int
@@ -288,4 +288,6 @@ def prefill_form(head_dim: int, arch: str, form: str, quantized: bool = False) -
     tile = 2 * tile_keys * row
     ring, scales = (2 * tile + (stages - 1) * tile // 2, 8 * tile_keys) if quantized else (stages * tile, 0)
     max_parts = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
-    return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring + scales, max_parts, bool(warpgroups))
+    rings = key_warps if warpgroups and not quantized else 1
+    warps, nbytes = row_warps * key_warps, rows * row + ring + scales
+    return PrefillForm(rows, warps, tile_keys // rings, min_tiles * rings, per_sm, nbytes, max_parts, bool(warpgroups))

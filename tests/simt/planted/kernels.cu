@@ -150,3 +150,33 @@ extern "C" __global__ void overrun_of_an_array(float* out) {
 }
 
 extern "C" __global__ void misaligned(float* out) { reinterpret_cast<uint4*>(out + 1)[0] = uint4{}; }
+
+// Each warp reverses its values.
+extern "C" __global__ void barriers_of_warps(float* out) {
+    DYNAMIC_SHARED(float, shared);
+    const int warp = threadIdx.x / 32;
+    for (int round = 0; round < 3; round++) {
+        shared[threadIdx.x] = out[threadIdx.x];
+        barrier_of_threads(1 + warp, 32);
+        out[threadIdx.x] = shared[32 * warp + 31 - threadIdx.x % 32];
+        barrier_of_threads(1 + warp, 32);
+    }
+}
+
+// The values of the other warp, for which nobody has waited.
+extern "C" __global__ void barrier_of_the_other_warp(float* out) {
+    DYNAMIC_SHARED(float, shared);
+    shared[threadIdx.x] = out[threadIdx.x];
+    barrier_of_threads(1 + threadIdx.x / 32, 32);
+    out[threadIdx.x] = shared[63 - threadIdx.x];
+}
+
+extern "C" __global__ void barrier_of_two_counts(float* out) {
+    barrier_of_threads(1, threadIdx.x < 32 ? 32 : 64);
+    out[threadIdx.x] = 1;
+}
+
+extern "C" __global__ void barrier_that_is_never_full(float* out) {
+    if (threadIdx.x < 32) barrier_of_threads(1, 64);
+    out[threadIdx.x] = 1;
+}

@@ -10,7 +10,7 @@ from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, Attention
 from trt_kvcache.kernels.cuda.arguments import address
 from trt_kvcache.kernels.cuda.decode_plan import DecodePlan, decode_plan
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
-from trt_kvcache.kernels.cuda.prefill_plan import prefill_plan
+from trt_kvcache.kernels.cuda.prefill_plan import prefers_row_blocks, prefill_plan
 from trt_kvcache.kernels.source_variants import variant_name
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.shapes import dense_nbytes
@@ -50,6 +50,8 @@ def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
 
 
 def _decode_plan(params: AttentionParams) -> DecodePlan | None:
+    if prefers_row_blocks(params):
+        return None
     memory = _memory(params)
     quantized = params.kv_scales is not None
     return decode_plan(params.cache.shape, params.q.shape[1], params.group, memory.arch, memory.multiprocessor_count, quantized)

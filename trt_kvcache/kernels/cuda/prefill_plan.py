@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trt_kvcache.kernels.attention_params import AttentionParams
-from trt_kvcache.kernels.attention_tiles import MAX_APPENDED_WIDTH, PrefillForm, prefill_form, spread_nbytes
+from trt_kvcache.kernels.attention_tiles import MAX_APPENDED_WIDTH, PrefillForm, few_tiles, prefill_form, spread_nbytes
 from trt_kvcache.memory.cuda_memory import CudaMemory
+from trt_kvcache.memory.shapes import dense_nbytes
 
 #: Row blocks of the form ``"whole"`` for each multiprocessor, from which it is taken: up to there, smaller ones fill the GPU better.
 #: Measured on an H200.
@@ -25,6 +26,10 @@ _MIN_WARPGROUP_HEAD_DIM = 128
 #: Orders of row blocks, as ``plugins/attention/prefill_params.cuh`` has them: one block for each, from the last tokens on; several blocks
 #: may share one; one block for each, two of a multiprocessor in a pair of a long and a short one.
 FROM_LAST, SPLIT, IN_PAIRS = 0, 1, 2
+
+#: Bytes of K and V for each multiprocessor up to which row blocks take less time than a decode kernel for a few new tokens of many rows.
+#: Measured on an H200.
+_SHORT_CACHE_NBYTES_PER_SM = 64 * 1024
 
 #: Blocks beside one for each row block, as a part of these, from which splitting K and V brings more than pairs do.
 _MIN_REST = 0.25
@@ -61,8 +66,9 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
     Notes
     -----
     The rows of a K/V head are its new tokens times its query heads. The fewer they are, the smaller a row block. Where all row blocks can
-    be resident at once, K and V of each are split over the blocks that are left. Few tokens in several row blocks over a long cache
-    are faster in blocks of four warps, two of which share a multiprocessor, than in one of eight, although another launch appends.
+    be resident at once, K and V of each are split over the blocks that are left. Few tokens in several row blocks over a long cache, if
+    it is quantized or not all of these are split, are faster in blocks of four warps, two of which share a multiprocessor, than in one of
+    eight, although another launch appends.
     """
     width, rows, multiprocessors = params.q.shape[1], params.q.shape[1] * params.group, _memory(params).multiprocessor_count
     few, wide = plan_of(params, "64"), plan_of(params, "wide")
@@ -74,7 +80,9 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
         elif rows <= 32 and not (few.form.warpgroups and params.q.shape[3] >= _MIN_WARPGROUP_HEAD_DIM):
             few = plan_of(params, "32")
         fits = width <= few.form.tile_keys and (few.row_blocks == 1 or few.splits)
-        if fits and not (is_long and few.row_blocks > 1 and wide.form.warpgroups and wide.form.blocks_per_sm > 1):
+        shared = params.kv_scales is None and few.blocks >= 2 * params.q.shape[0] * params.cache.shape[2] * few.row_blocks
+        in_wide = is_long and few.row_blocks > 1 and not shared and wide.form.warpgroups and wide.form.blocks_per_sm > 1
+        if fits and not in_wide:
             return few
     if not is_long and row_blocks <= multiprocessors:
         return plan_of(params, "short")
@@ -83,6 +91,22 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
     whole, alone = plan_of(params, "whole"), wide.form.warpgroups and (is_long or wide.form.blocks_per_sm == 1)
     most = _FEWER_WHOLE_BLOCKS_PER_SM if alone else _WHOLE_BLOCKS_PER_SM
     return wide if whole.blocks <= most * multiprocessors else whole
+
+
+def prefers_row_blocks(params: AttentionParams) -> bool:
+    """Return whether a call with a few new tokens per slot takes less time in row blocks than in a decode kernel that has room for them.
+
+    Notes
+    -----
+    Where warpgroups multiply, over a short cache: its time is that of beginning and end, and with many rows a decode kernel merges the
+    results of many warps at its end.
+    """
+    memory, (slots, _, kv_heads, tokens, head_dim), width = _memory(params), params.cache.shape, params.q.shape[1]
+    if width == 1 or params.kv_scales is not None or not prefill_form(head_dim, memory.arch, "64").warpgroups:
+        return False
+    nbytes = dense_nbytes((slots, 2, kv_heads, tokens, head_dim), params.q.dtype)
+    is_short = nbytes <= _SHORT_CACHE_NBYTES_PER_SM * memory.multiprocessor_count
+    return is_short and 2 * width * params.group > few_tiles(head_dim, memory.arch)["MAX_ROWS"]
 
 
 def plan_of(params: AttentionParams, name: str) -> PrefillPlan:
