@@ -24,7 +24,9 @@ struct PrefillTiles {
 
     // Keys, then values, of a tile in the cache; rows that are not live are zeros. `tile` is counted from the first one of the row block.
     static __device__ __forceinline__ void fill(unsigned char* tiles, const PrefillParams& params, const Rows& rows, int kv_head, int tile) {
-        const SharedAddress to = shared_address(tiles);
+        // threadIdx.y is 0, which the compiler does not know: of an address whose parts differ between threads it puts none into a uniform register. A copy
+        // with a policy and such an address is an illegal instruction in what NVRTC 13.0 makes of it.
+        const SharedAddress to = xor_address(shared_address(tiles), kAppends ? threadIdx.y : 0);
         const L2Policy policy = evict_first_policy();
         const int first_key = (rows.first_tile + tile) * kTileKeys, live = rows.keys_end - first_key;
         const long long row = static_cast<long long>(kv_head) * params.max_sequence_length + first_key;

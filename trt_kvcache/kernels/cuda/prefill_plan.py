@@ -101,8 +101,11 @@ def prefers_row_blocks(params: AttentionParams) -> bool:
     Where warpgroups multiply, over a short cache: its time is that of beginning and end, and with many rows a decode kernel merges the
     results of many warps at its end.
     """
-    memory, (slots, _, kv_heads, tokens, head_dim), width = _memory(params), params.cache.shape, params.q.shape[1]
-    if width == 1 or params.kv_scales is not None or not prefill_form(head_dim, memory.arch, "64").warpgroups:
+    (slots, _, kv_heads, tokens, head_dim), width = params.cache.shape, params.q.shape[1]
+    if width == 1 or params.kv_scales is not None:  # a decode step asks for nothing more
+        return False
+    memory = _memory(params)
+    if not prefill_form(head_dim, memory.arch, "64").warpgroups:
         return False
     nbytes = dense_nbytes((slots, 2, kv_heads, tokens, head_dim), params.q.dtype)
     is_short = nbytes <= _SHORT_CACHE_NBYTES_PER_SM * memory.multiprocessor_count
