@@ -173,7 +173,14 @@ MISTAKES = {
     ),
     "the same tiles in both rings": (PREFILL_RING, "work.after(work.start(), number)", "work.start()", "none", PREFILL, "error <="),
     "parts that no block has": (PARTS, "longest + blocks.alike - 1, blocks", "longest, blocks", "none", PREFILL, "waits for"),
-    "parts of one slot that no block has": (PARTS, "num_tiles + blocks.alike - 1, blocks", "num_tiles, blocks", "none", PREFILL, "assert"),
+    "parts of one slot that no block has": (
+        PARTS,
+        "num_tiles + blocks.alike - 1, blocks",
+        "num_tiles, blocks",
+        "none",
+        PREFILL,
+        "waits for",
+    ),
     "row blocks of different sizes share places": (
         REDUCE,
         "block) * place_strips",
