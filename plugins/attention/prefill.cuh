@@ -14,8 +14,8 @@
 // Shared memory of a block; trt_kvcache/kernels/attention_tiles.py computes the same size:
 //
 //     queries   [kBlockRows] rows, swizzled. A warp reads its own rows; at the end they may hold its output, until it is stored.
-//     ring      tiles of kTileKeys rows, swizzled: keys, then values (prefill_ring.cuh; prefill_stored_ring.cuh). Filled and read by all
-//               threads. At the end of the kernel it holds the strips of the warps (and then what other blocks published), and behind them
+//     rings     one, or one for each of two warpgroups: tiles of kRingKeys rows, swizzled: keys, then values (prefill_ring.cuh;
+//               prefill_stored_ring.cuh). Filled and read by all threads of the ring. At the end of the kernel it holds the strips of the warps (and then what other blocks published), and behind them
 //               the strips that this block merges.
 //     scales    of the tiles of a quantized cache.
 #pragma once
@@ -31,8 +31,8 @@
 #include "attention/split_kv_reduce.cuh"
 #include "dependent_launch.cuh"
 
-// The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of the keys of
-// every tile. kWarpgroups: four of them, with 64 rows and the same keys, multiply together.
+// The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of each
+// kTileKeys keys. kWarpgroups: four of them, with 64 rows and the same keys, multiply together.
 template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages, int kMinTilesPerPart>
 struct Prefill {
     static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles, kBlockRows = kRowWarps * kWarpRows;
