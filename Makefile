@@ -12,9 +12,9 @@ FAST := not trt and not gpu and not slow and not long
 JOBS ?= auto
 # A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
 WORKERS := -n $(JOBS) --dist worksteal
-# Left out are files that take long and hand no sum to OpenBLAS.
-SUMS := tests/end_to_end tests/reference tests/session tests/kernels \
-	$(addprefix --ignore=tests/,kernels/test_nvrtc_12.py kernels/test_token_choice.py \
+# Where sums decide. Left out are files that take long and hand no sum to OpenBLAS.
+SUMS := tests/builder/network tests/checkpoint/quantized tests/end_to_end tests/kernels tests/ops tests/polygraphy tests/reference tests/session \
+	tests/server/http/test_disconnects.py $(addprefix --ignore=tests/,kernels/test_nvrtc_12.py kernels/test_token_choice.py \
 	session/test_session_order.py session/test_session_programs.py session/test_token_steps.py)
 
 # Tests start hundreds of processes, and each would compile the package anew.
@@ -46,7 +46,7 @@ test: $(READY)  ## Run the tests that need neither TensorRT nor a GPU, but for t
 
 .PHONY: test-cpus
 test-cpus: $(READY)  ## Run the tests that compare floating-point sums as on other CPUs
-	$(BIN)/python tests/cpus.py $(WORKERS) -m "$(FAST)" $(SUMS)
+	$(BIN)/python tests/cpus/run.py $(WORKERS) -m "not gpu and not slow and not long" $(SUMS)
 
 .PHONY: coverage
 coverage: $(READY)  ## Measure branch coverage: host tests, then those on the emulated device and with TensorRT for RTX

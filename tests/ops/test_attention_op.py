@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.tolerance import assert_close
 from trt_kvcache.errors import ConfigError, DTypeError, ShapeError
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.attention_shapes import workspace_nbytes
@@ -70,8 +71,8 @@ def test_attention_is_that_of_the_definition(options: dict[str, Any], rotary_dim
     out, cache = run_on_host(AttentionOp(**HEADS, **options), *arrays)
     scores = {"scale": options.get("scale", D**-0.5), "window": options.get("window", 0), "softcap": options.get("softcap", 0.0)}
     wanted, wanted_cache = expected(arrays, rotary_dim, **scores)
-    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(cache, wanted_cache, rtol=1e-5, atol=1e-6)
+    assert_close(out, wanted)
+    assert_close(cache, wanted_cache)
 
 
 def test_attributes_are_what_the_operation_was_created_with() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.tolerance import assert_close
 from trt_kvcache.model import RopeConfig, rope_table
 from trt_kvcache.reference import attention
 
@@ -30,7 +31,7 @@ def attend_one_by_one(q: np.ndarray, keys: np.ndarray, values: np.ndarray, first
 def test_attend(monkeypatch: pytest.MonkeyPatch, block: int, width: int, first: int, rows: int) -> None:
     monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
     q, keys, values = normal(width, 6, 4), normal(2, rows, 4), -normal(2, rows, 4)[::-1]
-    np.testing.assert_allclose(attention.attend(q, keys, values, first), attend_one_by_one(q, keys, values, first), rtol=1e-5, atol=1e-6)
+    assert_close(attention.attend(q, keys, values, first), attend_one_by_one(q, keys, values, first))
 
 
 def test_rotation_is_a_complex_product() -> None:

@@ -11,6 +11,7 @@ import pytest
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
+from tests.helpers.tolerance import assert_close
 from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.names import TensorNames
@@ -18,7 +19,7 @@ from trt_kvcache.engine.protocol import TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, ConfigError, EngineError, LayoutError, PlaceError, RangeError
 from trt_kvcache.reference import ReferenceEngine
 
-from .rig import DECODE, GOLDEN, PREFILL, SAME_LOGITS, Rig, random_ids
+from .rig import DECODE, GOLDEN, PREFILL, Rig, random_ids
 
 MODEL = "llama-llama3-bias"
 VOCAB, HEADS, HEAD_DIM = 67, 2, 16
@@ -85,7 +86,7 @@ def test_padding_rows_are_written_as_the_native_layer_does() -> None:
     padded.step(ids, [3, 0], [1, 5])
     alone.step(ids[:1], [3], [5])
     for with_neighbour, expected in zip(padded.caches(), alone.caches(), strict=True):
-        np.testing.assert_allclose(with_neighbour[0, :, 3:9], expected[0, :, 3:9], rtol=0, atol=SAME_LOGITS)
+        assert_close(with_neighbour[0, :, 3:9], expected[0, :, 3:9])
         assert np.abs(expected[0, :, 5:9]).min(axis=-1).all()
 
 
@@ -143,7 +144,7 @@ def test_live_rows_are_read_from_the_bound_memory() -> None:
 def test_two_variants_agree() -> None:
     ids, widths = random_ids(VOCAB, 20), [12, 1, 6, 1]
     native, mask = Rig(MODEL, attention="native"), Rig(MODEL, attention="mask")
-    np.testing.assert_allclose(mask.run(ids, widths), native.run(ids, widths), rtol=0, atol=SAME_LOGITS)
+    assert_close(mask.run(ids, widths), native.run(ids, widths))
 
 
 def test_a_larger_capacity_changes_nothing() -> None:
@@ -163,12 +164,12 @@ def test_a_ragged_batch_equals_each_row_alone() -> None:
         batched.append(rig.step(tokens[:, None], lengths + step, profile=DECODE))
     for slot, prompt in enumerate(prompts):
         alone = Rig(MODEL).run([*prompt, *following[:, slot]], [len(prompt), 1, 1])
-        np.testing.assert_allclose(np.array(batched)[:, slot], alone, rtol=0, atol=SAME_LOGITS)
+        assert_close(np.array(batched)[:, slot], alone)
 
 
 def test_a_slot_can_be_filled_to_its_last_row() -> None:
     ids = random_ids(VOCAB, 29)
-    np.testing.assert_allclose(Rig(MODEL).run(ids, [24, 4, 1])[-1], Rig(MODEL, length=41).run(ids, [20, 9])[-1], rtol=0, atol=SAME_LOGITS)
+    assert_close(Rig(MODEL).run(ids, [24, 4, 1])[-1], Rig(MODEL, length=41).run(ids, [20, 9])[-1])
 
 
 # --- refusals ---

@@ -36,7 +36,7 @@ def test_one_prefill_gives_the_logits_of_every_step(model: str, attention: str) 
 def test_they_are_those_of_hugging_face(model: str, attention: str) -> None:
     ids, expected = golden(model)
     found = Rig(model, attention=attention, logits=24).step(ids, [0], [range(24)])[0]
-    np.testing.assert_allclose([found[length - 1] for length in expected], [*expected.values()], rtol=0, atol=TOLERANCE)
+    assert_close([found[length - 1] for length in expected], [*expected.values()], TOLERANCE)
 
 
 @ATTENTION

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.helpers.tolerance import assert_close
 from trt_kvcache.model import NormConfig
 from trt_kvcache.reference import model
 from trt_kvcache.reference.weights import Projection
@@ -23,5 +24,5 @@ def test_rms_norm() -> None:
 
 def test_project() -> None:
     x, weight, bias = normal(2, 3, 4), normal(5, 4), normal(5)
-    np.testing.assert_allclose(model.project(Projection(weight, None), x), np.einsum("abi,oi->abo", x, weight), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(model.project(Projection(weight, bias), x), np.einsum("abi,oi->abo", x, weight) + bias, rtol=1e-5, atol=1e-6)
+    assert_close(model.project(Projection(weight, None), x), np.einsum("abi,oi->abo", x, weight))
+    assert_close(model.project(Projection(weight, bias), x), np.einsum("abi,oi->abo", x, weight) + bias)

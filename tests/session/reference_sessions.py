@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+
+from tests.helpers.tolerance import assert_close
 
 OPTIONS = {"engine": "reference", "max_sequence_length": 48, "max_prefill_length": 7, "dtype": "float32"}
 UNSEEDED = {"temperature": 0.8, "ignore_eos": True}
@@ -16,7 +17,7 @@ def tokens(events, index=0):
 
 
 def same(logits, expected):
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    assert_close(logits, expected)
 
 
 def fails(session, call):

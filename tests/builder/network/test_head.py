@@ -10,6 +10,7 @@ import pytest
 
 from tests.builder.network.parts import Part, StoredWeights, normal
 from tests.helpers.small_model import SMALL
+from tests.helpers.tolerance import assert_close
 from trt_kvcache.builder.network.head import by_slot, chosen_tokens, embed, embedding_table, last_token, logits
 from trt_kvcache.model import ModelConfig, NormConfig
 
@@ -60,7 +61,7 @@ def test_logits_are_the_projection_of_the_normalised_state(part: MakePart, tied:
         logits(made.graph, made.graph.input("x", "float32", (2, 4)), weights, model, embedding_table(made.graph, weights, model)), x=x
     )
     normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 0.25) * norm
-    np.testing.assert_allclose(found, normed @ (table if tied else head).T, rtol=1e-5, atol=1e-5)
+    assert_close(found, normed @ (table if tied else head).T)
 
 
 def test_logits_are_in_float32(part: MakePart) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.builder.network.parts import Part, StoredWeights, normal
+from tests.helpers.tolerance import assert_close
 from trt_kvcache.builder.network.mlp import mlp
 from trt_kvcache.model import MlpConfig
 
@@ -37,4 +38,4 @@ def test_the_gate_goes_through_the_activation(part: MakePart, bias: bool, activa
 
     gate = project("gate", x)
     expected = project("down", ACTIVATIONS[activation](gate) * project("up", x))
-    np.testing.assert_allclose(made.run(y, x=x), expected, rtol=1e-5, atol=1e-5)
+    assert_close(made.run(y, x=x), expected)

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.engine_files import cuts_of, make_engine_folder, segment_plans
 from tests.helpers.fake_tensorrt import FakeSegment, FakeTensorRT
 from tests.helpers.tensorrt_engines import install
+from tests.helpers.tolerance import assert_close
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
@@ -18,8 +19,8 @@ from .test_segments import Segments
 
 pytestmark = pytest.mark.trt
 
-#: Largest difference of a logit, of up to 12. Seen: 0.031.
-TOLERANCE = 0.08
+#: Largest difference in float16, of the largest logit or log-probability. Seen, with sums in any order: 0.0043.
+TOLERANCE = 0.015
 
 
 @contextmanager
@@ -49,9 +50,9 @@ def open_sessions(rtx, tmp_path, monkeypatch, model, *, logits=1):
 def test_a_session_over_segments_gives_the_same_logits(rtx, tmp_path, monkeypatch, model):
     sampling = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 9, 3)]
     with open_sessions(rtx, tmp_path, monkeypatch, model) as (ours, reference):
-        np.testing.assert_allclose(ours.prefill(PROMPTS), reference.prefill(PROMPTS), rtol=0, atol=TOLERANCE)
+        assert_close(ours.prefill(PROMPTS), reference.prefill(PROMPTS), TOLERANCE)
         for tokens in ([3, 4, 5], [6, 7, 8]):
-            np.testing.assert_allclose(ours.decode(tokens), reference.decode(tokens), rtol=0, atol=TOLERANCE)
+            assert_close(ours.decode(tokens), reference.decode(tokens), TOLERANCE)
         both = [[event.token for event in session.generate(PROMPTS, sampling)] for session in (ours, reference)]
         assert len(both[0]) == 18
         assert both[0] == both[1]
@@ -60,11 +61,13 @@ def test_a_session_over_segments_gives_the_same_logits(rtx, tmp_path, monkeypatc
 def test_a_session_over_segments_has_every_logit(rtx, tmp_path, monkeypatch):
     with open_sessions(rtx, tmp_path, monkeypatch, "qwen2-tied", logits=7) as (ours, reference):
         for one, other in zip(ours.score(PROMPTS), reference.score(PROMPTS), strict=True):
-            np.testing.assert_allclose(one.logprobs[1:], other.logprobs[1:], rtol=0, atol=TOLERANCE)
+            assert_close(one.logprobs[1:], other.logprobs[1:], TOLERANCE)
         for rows, counts in (([[3, 4, 5, 6], [7], [8, 9]], [2, 1, 1]), ([[1], [2], [3]], [1, 1, 1]), ([[1, 2], [], [5, 6]], [2, 0, 1])):
             if not len(ours.cache.host_kv_cache_lengths):
-                np.testing.assert_allclose(ours.prefill(PROMPTS), reference.prefill(PROMPTS), rtol=0, atol=TOLERANCE)
+                assert_close(ours.prefill(PROMPTS), reference.prefill(PROMPTS), TOLERANCE)
             found, expected = (session.verify(rows) for session in (ours, reference))
-            np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+            given = ~np.isnan(expected)
+            np.testing.assert_array_equal(~np.isnan(found), given)
+            assert_close(found[given], expected[given], TOLERANCE)
             for session in (ours, reference):
                 session.accept(counts)

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.engine_files import PLAN, make_engine_folder
 from tests.helpers.fake_tensorrt import FakeTensorRT
 from tests.helpers.golden_models import attentions_of, model_of
+from tests.helpers.hybrid_shapes import TOLERANCES
 from tests.helpers.tensorrt_engines import install
 from tests.reference.rig import MODELS, golden
 from trt_kvcache import InferenceSession, SamplingParams
@@ -15,12 +16,9 @@ from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 from .conftest import GOLDEN, MAX_SEQUENCE_LENGTH, SIZES
 from .interpreted import PROMPTS, AddressedMemory, interpreter_of, make_cache
-from .test_network_values import GOLDEN_TOLERANCE, Network
+from .test_network_values import GOLDEN_TOLERANCE, Network, assert_near
 
 pytestmark = pytest.mark.trt
-
-#: Largest difference of a logit from the reference engine. Seen: 1.2e-5 and 0.06, of logits up to 12.
-LOGITS_TOLERANCE = {"float32": 5e-5, "float16": 0.15}
 
 #: Golden models with states, with the attention that is chosen for them: ``test_network_values`` has the other one.
 STATEFUL = [(model, attentions_of(model, MAX_SEQUENCE_LENGTH)[0]) for model in MODELS if model_of(model).recurrent_layers]
@@ -54,16 +52,16 @@ def test_a_session_gives_the_logits_of_hugging_face_and_of_the_reference_engine(
         prompts = [ids[: lengths[0]], PROMPTS[1], PROMPTS[0]]
         steps = [session.prefill(prompts) for session in (ours, reference)]
         for tokens in zip(*(ids[lengths[0] : lengths[-1]], *(range(4, 70),) * 2), strict=False):
-            np.testing.assert_allclose(steps[0], steps[1], rtol=0, atol=LOGITS_TOLERANCE[dtype])
+            assert_near(steps[0], steps[1], TOLERANCES[dtype])
             held = len(ours.tokens(0))
             if held in expected:
-                np.testing.assert_allclose(steps[0][0], expected[held], rtol=0, atol=GOLDEN_TOLERANCE[dtype])
+                assert_near(steps[0][0], expected[held], GOLDEN_TOLERANCE[dtype])
             steps = [session.decode(list(tokens)) for session in (ours, reference)]
             if held == lengths[0] + 3:
                 turns = [[], [7, 8, 9], [3]]
                 for one, other in zip(*(session.append(turns)[1:] for session in (ours, reference)), strict=True):
-                    np.testing.assert_allclose(one, other, rtol=0, atol=LOGITS_TOLERANCE[dtype])
-        np.testing.assert_allclose(steps[0][0], expected[lengths[-1]], rtol=0, atol=GOLDEN_TOLERANCE[dtype])
+                    assert_near(one, other, TOLERANCES[dtype])
+        assert_near(steps[0][0], expected[lengths[-1]], GOLDEN_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("model", dict(STATEFUL))
