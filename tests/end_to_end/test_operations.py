@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.helpers.tolerance import assert_close
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.custom_op import TensorType, run_on_host
@@ -70,7 +71,7 @@ def test_the_same_as_the_twin_plainly_and_in_a_graph(memory, stream, op, inputs)
         memory.synchronize(stream)
         for actual, expected in zip(first, twin, strict=True):
             tolerance = 0 if op.name == "embedding" else 4e-3
-            np.testing.assert_allclose(actual.numpy().astype(np.float32), expected.astype(np.float32), rtol=0, atol=tolerance)
+            assert_close(actual.numpy(), expected, tolerance)
     assert len(ran) == (3 if memory.is_host else 2)  # then its graph ran
     assert len(set(ran)) == 1  # a graph builder has the address of its stream
     graphs.close()
