@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.peak import MAPPED_MORE
 from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache import Checkpoint, build_engine, estimate_build
@@ -126,7 +127,7 @@ def test_plan_and_peak_of_rounded_weights_are_within_a_tenth(tmp_path: Path, wid
     plan, peak = json.loads(done.stdout.splitlines()[-1])
     estimate = estimate_build(wide, **SIZES, **options)
     assert estimate.plan_nbytes == pytest.approx(plan, rel=0.1)
-    assert estimate.host_peak_nbytes == pytest.approx(peak, rel=0.1)
+    assert estimate.host_peak_nbytes == pytest.approx(peak, abs=0.1 * peak + MAPPED_MORE)
 
 
 def test_only_what_takes_columns_is_packed_twice(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.peak import MAPPED_MORE
 from tests.helpers.quantized_models import (
     AWQ_CONFIG,
     CT_FP8,
@@ -183,4 +184,4 @@ def test_the_peak_of_a_build_is_that_of_packed_weights(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", **sizes)
     done = subprocess.run([sys.executable, "-c", PEAK, str(model), str(tmp_path / "engine")], check=True, capture_output=True, text=True)
     estimate = estimate_build(model, max_sequence_length=32, quantize="int4:128")
-    assert int(done.stdout.splitlines()[-1]) < 1.12 * estimate.host_peak_nbytes
+    assert int(done.stdout.splitlines()[-1]) < 1.12 * estimate.host_peak_nbytes + MAPPED_MORE

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from trt_kvcache._util.peak_memory import peak_memory_nbytes
 
+#: How much more of TensorRT's libraries a system may map at once, in bytes. Seen: 38 MB, where they had just been installed.
+MAPPED_MORE = 48 << 20
+
 
 def begin_peak() -> int:
     """Forget the peak of this process so far, where the system can (Linux), and return the new one, in bytes."""
