@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trt_kvcache._util.turns import Turns
 from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.generation.request import GeneratedToken, Request, RequestSavepoint
 from trt_kvcache.generation.sampling import check_logits
@@ -42,11 +43,18 @@ class QueuedRequest:
         Its prompt, without tokens so far. Its index is how many prompts were submitted before.
     prompt_logprobs : int, optional
         Score the prompt, with so many of the most likely tokens at each place.
+    client : str
+        Whose request it is.
+    waiting : Turns
+        Where it is to wait for a slot.
     """
 
-    def __init__(self, request: Request, *, prompt_logprobs: int | None = None) -> None:
+    def __init__(self, request: Request, *, client: str, waiting: Turns[QueuedRequest], prompt_logprobs: int | None = None) -> None:
         #: What chooses its tokens.
         self.request = request
+        #: Whose request it is.
+        self.client = client
+        self._waiting = waiting
         self._prompt_logprobs = prompt_logprobs
         self._scored: list[TokenLogprobs] = []
         #: Tokens at the start of its slot that were not run for it.
@@ -107,6 +115,11 @@ class QueuedRequest:
             logprobs=(None, *(one.chosen for one in self._scored)),
             top_logprobs=(None, *(one.top for one in self._scored)) if top else None,
         )
+
+    def cancel(self) -> None:
+        """End it where it is. If it waits, it leaves the queue."""
+        self.cancelled = True
+        self._waiting.discard(self.client, self)
 
     def begin(self, reused: int) -> None:
         """Begin its prompt in a slot that holds ``reused`` tokens of it."""

@@ -111,7 +111,8 @@ class RequestHandle(Uncopyable):
         return self._queued.finished
 
     def cancel(self) -> bool:
-        """End the request where it is, and keep what it has generated. Its slot is free from the next step on.
+        """End the request where it is, and keep what it has generated. Its slot is free from the next step on. If it
+        waits, it leaves the queue at once.
 
         Returns
         -------
@@ -128,5 +129,5 @@ class RequestHandle(Uncopyable):
         """
         if self.finished:
             return False
-        self._queued.cancelled = True
+        self._queued.cancel()
         return True
