@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +66,8 @@ class QueuedRequest:
         self.parting = 0
         #: Where it is, or where it was when it ended.
         self.stage: RequestStage = "queued"
+        #: When it got a slot, by ``time.perf_counter``.
+        self.started: float | None = None
         #: Whether the caller ended it.
         self.cancelled = False
         #: The text that has become certain.
@@ -124,6 +127,7 @@ class QueuedRequest:
     def begin(self, reused: int) -> None:
         """Begin its prompt in a slot that holds ``reused`` tokens of it."""
         self.stage = "prefilling"
+        self.started = time.perf_counter() if self.started is None else self.started
         self.reused = reused
         self.shared = None
         self.parting = 0
