@@ -415,14 +415,17 @@ async def _chunks(requests: Sequence[AsyncRequest], wanted: WantedAnswers) -> As
     try:
         while reads:
             done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-            for index, task in sorted((reads.pop(task), task) for task in done):
+            for task in sorted(done, key=reads.__getitem__):
+                index = reads[task]
                 chunk = _chunk(index, requests[index], task.result(), counts, wanted)
+                del reads[task]
                 yield chunk
                 if "finish_reason" not in chunk:
                     reads[asyncio.create_task(requests[index].read(counts[index]))] = index
     finally:
         for task in reads:
             task.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)  # several may have failed: asyncio would complain of all but the first
 
 
 def _chunk(index: int, request: AsyncRequest, new: Sequence[GeneratedToken], counts: list[int], wanted: WantedAnswers) -> GenerateChunk:
