@@ -565,7 +565,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot=17) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     token = int(session.prefill([[5, 6, 7]])[0].argmax())
         ...     row = [token, 8, 9]
         ...     chosen = session.verify([row])[0].argmax(axis=-1)
@@ -603,7 +603,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot=17) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     _ = session.prefill([[5, 6, 7]])
         ...     _ = session.verify([[8, 9, 10]])
         ...     session.accept([2])
@@ -665,7 +665,7 @@ class InferenceSession(Uncopyable):
         Raises
         ------
         ConfigError
-            The engine has the logits of one new token per slot only; the text says how to get one that has more. Nothing was changed.
+            An engine of TensorRT was built for the logits of one new token per slot; the text says what to do. Nothing was changed.
         CapacityError, RangeError, ShapeError, BindingError, ClosedError
             Nothing was changed.
         EngineError
@@ -679,7 +679,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot="all") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     [score] = session.score("Alice was beginning to get very tired.", top_logprobs=1)
         >>> score.logprobs[0], round(score.logprobs[1], 1), round(score.perplexity)
         (None, -4.9, 5)
@@ -696,7 +696,8 @@ class InferenceSession(Uncopyable):
         if count > known:
             raise ConfigError(
                 f"{what}: expected an engine with the logits of {count} new tokens per slot or more, got one with those of {known}. "
-                "Build it with max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it."
+                "Build it with max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it; "
+                "the NumPy and PyTorch engines have them without."
             )
 
     # --- generate ---
