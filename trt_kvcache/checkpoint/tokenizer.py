@@ -26,7 +26,8 @@ class Tokenizer:
     path : Path
         The model folder.
     backend : tokenizers.Tokenizer
-        The tokenizer of the Hugging Face ``tokenizers`` library.
+        The tokenizer of the Hugging Face ``tokenizers`` library. Its truncation and padding, which training leaves in a file, are switched
+        off, as transformers does unless a call asks for them.
     special_tokens : mapping of str to str
         Texts of the special tokens by the names that chat templates use: ``"bos_token"``, ``"eos_token"``, ...
     chat_template : ChatTemplate or None
@@ -64,6 +65,8 @@ class Tokenizer:
         self.path = path
         self.special_tokens = special_tokens
         self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
         self._chat_template = chat_template
         self._add_bos_token = add_bos_token
         self._bos_token_id = self._token_id("bos_token")
@@ -103,6 +106,10 @@ class Tokenizer:
             find_chat_template(path, config, config_file),
             add_bos_token=add_bos_token,
         )
+
+    def to_json(self) -> str:
+        """Return the tokenizer as a ``tokenizer.json`` has it, without truncation and padding."""
+        return str(self._backend.to_str())
 
     @property
     def vocab_size(self) -> int:

@@ -63,10 +63,10 @@ class Guidance:
             raise ConfigError("guided decoding: expected a model with an end token, got one without: a complete text could not end.")
         self._vocab_size = vocab_size
         self._library = llguidance
-        file = tokenizer.path / TOKENIZER_FILE
         try:
-            self._tokenizer = llguidance.LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            self._tokenizer = llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
         except ValueError as error:
+            file = tokenizer.path / TOKENIZER_FILE
             raise ConfigError(f"guided decoding: {file}: llguidance does not read it: {error!s:.300}.") from error
 
     def processor(self, guided: Mapping[str, Any]) -> LogitsProcessor:
