@@ -29,6 +29,7 @@ from trt_kvcache._util.regular_file import open_regular, read_regular
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
 from trt_kvcache.checkpoint.json_file import MAX_JSON_NBYTES
+from trt_kvcache.checkpoint.model_files import ModelFiles
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
@@ -168,8 +169,8 @@ class EngineFolder:
         return constants
 
     def find_checkpoint(self) -> Path | None:
-        """Return the folder of the checkpoint: the embedded copy if there is one, else the original, or None if that is gone too."""
-        return next((folder for folder in (self.checkpoint_path, Path(self.config.checkpoint.path)) if folder.is_dir()), None)
+        """Return where the checkpoint is: the embedded copy if there is one, else the original, or None if that is gone too."""
+        return next((place for place in (self.checkpoint_path, Path(self.config.checkpoint.path)) if place.exists()), None)
 
     def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:
         """Open the checkpoint that the engine was built from: the embedded copy if there is one, else the original.
@@ -293,9 +294,12 @@ def write_engine_folder(
                 with (folder / name).open("wb") as file:
                     for chunk in chunks:
                         file.write(memoryview(chunk))
+        files = ModelFiles(checkpoint.path)
         for name in COMPANION_FILES:
             if (checkpoint.path / name).is_file():
                 shutil.copyfile(checkpoint.path / name, folder / name)
+            elif files.has(name):  # in the metadata of a GGUF file
+                (folder / name).write_bytes(files.text(name).encode())
         if config.checkpoint.embedded:
             copy = folder / CHECKPOINT_FOLDER
             copy.mkdir()

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.extras import naming_the_extra
-from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE, Tokenizer
+from trt_kvcache.checkpoint.model_files import TOKENIZER_FILE
+from trt_kvcache.checkpoint.tokenizer import Tokenizer
 from trt_kvcache.errors import ConfigError, ProcessorError
 from trt_kvcache.generation.sampling import LogitsProcessor
 
