@@ -73,6 +73,7 @@ def serve(
         server = Server(
             make_app(engine, allowed, metrics=metrics),
             engine,
+            options=allowed,
             drain_seconds=limits.drain_seconds,
             on_start=lambda: note(
                 f"{engine.config.model} at {address_of(bound)}: {count(engine.config.max_num_seqs, 'slot')} of "
