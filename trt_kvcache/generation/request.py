@@ -214,7 +214,9 @@ class Request:
 
         Parameters
         ----------
-        logits, full
+        logits : ndarray (vocab,) float32
+            As for :meth:`choose`.
+        full : bool
             As for :meth:`choose`.
 
         Returns

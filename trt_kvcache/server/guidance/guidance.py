@@ -1,30 +1,28 @@
-"""``Guidance``: text that follows a JSON schema or a grammar, by masks of llguidance over the logits."""
+"""``Guidance``: text that follows a JSON schema or a grammar, by masks over the logits that worker processes compute."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import importlib.util
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.extras import naming_the_extra
+from trt_kvcache._util.lifetime import Closable
 from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE, Tokenizer
 from trt_kvcache.errors import ConfigError, ProcessorError
-from trt_kvcache.generation.sampling import LogitsProcessor
-
-if TYPE_CHECKING:
-    import llguidance
-
-#: JSON in one line: whitespace without end would be valid too, and small models write it.
-_JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+from trt_kvcache.generation.sampling import DeferredProcessor
+from trt_kvcache.server.guidance.grammar import Grammar
+from trt_kvcache.server.guidance.options import GuidanceOptions
+from trt_kvcache.server.guidance.pool import GuidedText, Job, WorkerPool
+from trt_kvcache.server.guidance.process import Opening
 
 
-class Guidance:
+class Guidance(Closable):
     """Makes logits processors that allow only what continues a text of a grammar. Of one model; from any thread.
 
     Parameters
@@ -35,116 +33,174 @@ class Guidance:
         Width of the logits.
     eos_token_ids : sequence of int
         Tokens that end a text: at least one, because a text that is complete must be able to end.
+    options : GuidanceOptions, optional
+        What a grammar may cost.
+    max_texts : int
+        Texts that may be written at a time: the slots of a session.
 
     Raises
     ------
     ConfigError
-        There is no such token, or llguidance does not read the tokenizer.
+        There is no such token.
     ModuleNotFoundError
         llguidance is not installed.
+
+    Notes
+    -----
+    Grammars come from strangers, and some take minutes, gigabytes, or the process with them. So llguidance runs in worker processes,
+    which start with the first grammar, at a low priority.
 
     Examples
     --------
     >>> from trt_kvcache import InferenceSession
     >>> from trt_kvcache.server.guidance import Guidance
     >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
-    ...     guidance = Guidance(session.tokenizer, session.vocab_size, [0])
-    ...     only = guidance.processor({"choice": ["cat", "hat"]})
-    ...     text = "".join(token.text for token in session.generate("A", logits_processors=[only], stop_token_ids=[0]))
+    ...     with Guidance(session.tokenizer, session.vocab_size, [0]) as guidance:
+    ...         only = guidance.processor({"choice": ["cat", "hat"]})
+    ...         text = "".join(token.text for token in session.generate("A", logits_processors=[only], stop_token_ids=[0]))
     >>> text in ("cat", "hat")
     True
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        with naming_the_extra():
-            import llguidance
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        options: GuidanceOptions | None = None,
+        max_texts: int = 8,
+    ) -> None:
+        super().__init__()
+        if importlib.util.find_spec("llguidance") is None:
+            with naming_the_extra():
+                raise ModuleNotFoundError("No module named 'llguidance'", name="llguidance")
         if not eos_token_ids:
             raise ConfigError("guided decoding: expected a model with an end token, got one without: a complete text could not end.")
         self._vocab_size = vocab_size
-        self._library = llguidance
-        file = tokenizer.path / TOKENIZER_FILE
-        try:
-            self._tokenizer = llguidance.LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        except ValueError as error:
-            raise ConfigError(f"guided decoding: {file}: llguidance does not read it: {error!s:.300}.") from error
+        self._eos_token_ids = tuple(eos_token_ids)
+        file = (tokenizer.path / TOKENIZER_FILE).read_bytes()
+        self._pool = WorkerPool(Opening(file, vocab_size, self._eos_token_ids, 0), options or GuidanceOptions(), max_texts=max_texts)
 
-    def processor(self, guided: Mapping[str, Any]) -> LogitsProcessor:
-        """Return a logits processor for one request.
+    @property
+    def worker_pids(self) -> list[int]:
+        """The worker processes that run now."""
+        return self._pool.pids
+
+    def processor(self, guided: Mapping[str, Any], *, ignore_eos: bool = False) -> GuidedMask:
+        """Return a logits processor for one request. Waits until its grammar is compiled.
 
         Parameters
         ----------
         guided : mapping
             One of ``json`` (a JSON schema), ``json_object`` (True), ``regex``, ``choice`` (texts) and ``grammar`` (Lark).
+        ignore_eos : bool
+            As for :meth:`begin`.
 
         Returns
         -------
-        callable
+        GuidedMask
             For ``SamplingParams.logits_processors``, of one request alone.
 
         Raises
         ------
         ConfigError
-            Not one of these, or one that llguidance does not compile.
+            Not one of these, or one that llguidance does not compile, or not within the limits.
         """
-        matcher = self._library.LLMatcher(self._tokenizer, self._grammar(guided), log_level=0)
-        if matcher.is_error():
-            raise ConfigError(f"guided decoding: expected a grammar that compiles, got an error: {_first_line(matcher.get_error())}")
-        return _Mask(matcher, self._vocab_size)
+        mask = self.begin(Grammar(guided), ignore_eos=ignore_eos)
+        mask.compile().result()
+        return mask
 
-    def _grammar(self, guided: Mapping[str, Any]) -> str:
-        given = [(name, value) for name, value in guided.items() if value is not None]
-        if len(given) != 1 or given[0][0] not in _KINDS:
-            raise ConfigError(f"guided decoding: expected one of {', '.join(_KINDS)}, got {', '.join(guided) or 'nothing'}.")
-        [(kind, value)] = given
-        matcher = self._library.LLMatcher
-        if kind in ("json", "json_object"):
-            schema = {"type": "object"} if kind == "json_object" else value
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            return _compiled(partial(matcher.grammar_from_json_schema, defaults=_JSON_FORM), text)
-        if kind == "choice":
-            if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) and text for text in value):
-                raise ConfigError(f"guided decoding: choice: expected texts, got {value!r:.80}.")
-            return _compiled(matcher.grammar_from_lark, "start: " + " | ".join(json.dumps(text) for text in value))
-        if not isinstance(value, str):
-            raise ConfigError(f"guided decoding: {kind}: expected a text, got {value!r:.80}.")
-        return _compiled(matcher.grammar_from_regex if kind == "regex" else matcher.grammar_from_lark, value)
+    def begin(self, grammar: Grammar, *, ignore_eos: bool = False) -> GuidedMask:
+        """Return a logits processor for one request without compiling its grammar.
+
+        Parameters
+        ----------
+        grammar : Grammar
+            What its text follows.
+        ignore_eos : bool
+            Let a text end only where its grammar does not go on.
+        """
+        self._check_open()
+        return GuidedMask(self._pool, grammar, self._vocab_size, self._eos_token_ids if ignore_eos else ())
+
+    def _release(self) -> None:
+        self._pool.close()
 
 
-def _compiled(compile_grammar: Callable[[str], str], text: str) -> str:
-    try:
-        return compile_grammar(text)
-    except ValueError as error:
-        raise ConfigError(f"guided decoding: expected a grammar that compiles, got an error: {_first_line(str(error))}") from error
+class GuidedMask(DeferredProcessor):
+    """A logits processor that excludes what cannot continue the text so far. ``Guidance`` makes it.
 
+    Parameters
+    ----------
+    pool : WorkerPool
+        Computes what may come next.
+    grammar : Grammar
+        What the text follows.
+    vocab_size : int
+        Width of the logits.
+    late_token_ids : sequence of int
+        Tokens that are excluded as long as there are others.
+    """
 
-def _first_line(text: str) -> str:
-    return f"{text.splitlines()[0] if text else 'unknown'!s:.300}"
-
-
-class _Mask:
-    """A logits processor: excludes what cannot continue the text so far. A step that is repeated finds the matcher where it was."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, pool: WorkerPool, grammar: Grammar, vocab_size: int, late_token_ids: Sequence[int]) -> None:
+        self._pool = pool
+        self._text = GuidedText(grammar)
         self._vocab_size = vocab_size
+        self._late = np.array(late_token_ids, np.intp)
         self._start: int | None = None
-        self._consumed: list[int] = []
+        self._job: Job | None = None
+        self._closed = False
+        self._end = weakref.finalize(self, pool.forget, self._text)
+        self._end.atexit = False
 
-    def __call__(self, tokens: Sequence[int], logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def compile(self) -> Future[bytes]:
+        """Begin with the first mask, and return what has it, or an error, once it is there. If that is cancelled, the work ends."""
+        return self._begin(()).result
+
+    def ready(self, tokens: Sequence[int], seconds: float = 0.0) -> bool:
+        """Begin with the mask behind these tokens, and tell whether it is there, or why there is none."""
+        if self._closed:
+            return False  # its request is about to end
         if self._start is None:
             self._start = len(tokens)
-        count = len(tokens) - self._start
-        if count < len(self._consumed):
-            self._matcher.rollback(len(self._consumed) - count)
-            del self._consumed[count:]
-        new = list(tokens[self._start + len(self._consumed) :])
-        if new and not self._matcher.consume_tokens(new):  # only where the mask had nothing to allow but the end
-            raise ProcessorError(
-                f"guided decoding: expected a grammar of texts that the tokenizer can write, got: {_first_line(self._matcher.get_error())}"
-            )
-        self._consumed += new
-        allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), count=self._vocab_size, bitorder="little")
-        if self._matcher.is_error():
-            raise ProcessorError(f"guided decoding: {_first_line(self._matcher.get_error())}")
-        logits[allowed == 0] = -np.inf
+        result = self._begin(tuple(tokens[self._start :])).result
+        if seconds and not result.done():
+            wait([result], timeout=seconds)
+        return result.done()
+
+    def __call__(self, tokens: Sequence[int], logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Exclude what cannot continue the text."""
+        self.ready(tokens)
+        assert self._job is not None
+        try:
+            mask = self._job.result.result()
+        except ConfigError as error:
+            raise ProcessorError(str(error)) from None
+        allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
+        if self._late.size:
+            without = allowed.copy()
+            without[self._late] = False
+            allowed = without if without.any() else allowed
+        logits[~allowed] = -np.inf
         return logits
+
+    def cancel(self) -> None:
+        """Say that its request is about to end: work that has begun ends, and it is never ready again."""
+        self._closed = True
+        if self._job is not None:
+            self._pool.cancel(self._job)
+
+    def close(self) -> None:
+        """Say that its request has ended."""
+        self.cancel()
+        self._end()
+
+    def _begin(self, tokens: tuple[int, ...]) -> Job:
+        job = self._job
+        if job is None or job.tokens != tokens:
+            if job is not None:
+                self._pool.cancel(job)
+            self._job = job = Job(self._text, tokens)
+            self._pool.submit(job)
+        return job
