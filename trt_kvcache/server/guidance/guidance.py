@@ -111,7 +111,7 @@ class Guidance(Closable):
         mask.compile().result()
         return mask
 
-    def begin(self, grammar: Grammar, *, ignore_eos: bool = False) -> GuidedMask:
+    def begin(self, grammar: Grammar, *, ignore_eos: bool = False, client: str = "") -> GuidedMask:
         """Return a logits processor for one request without compiling its grammar.
 
         Parameters
@@ -120,9 +120,11 @@ class Guidance(Closable):
             What its text follows.
         ignore_eos : bool
             Let a text end only where its grammar does not go on.
+        client : str
+            Whose request it is: clients take turns.
         """
         self._check_open()
-        return GuidedMask(self._pool, grammar, self._vocab_size, self._eos_token_ids if ignore_eos else ())
+        return GuidedMask(self._pool, GuidedText(grammar, client), self._vocab_size, self._eos_token_ids if ignore_eos else ())
 
     def _release(self) -> None:
         self._pool.close()
@@ -135,17 +137,17 @@ class GuidedMask(DeferredProcessor):
     ----------
     pool : WorkerPool
         Computes what may come next.
-    grammar : Grammar
-        What the text follows.
+    text : GuidedText
+        The text of the request.
     vocab_size : int
         Width of the logits.
     late_token_ids : sequence of int
         Tokens that are excluded as long as there are others.
     """
 
-    def __init__(self, pool: WorkerPool, grammar: Grammar, vocab_size: int, late_token_ids: Sequence[int]) -> None:
+    def __init__(self, pool: WorkerPool, text: GuidedText, vocab_size: int, late_token_ids: Sequence[int]) -> None:
         self._pool = pool
-        self._text = GuidedText(grammar)
+        self._text = text
         self._vocab_size = vocab_size
         self._late = np.array(late_token_ids, np.intp)
         self._start: int | None = None

@@ -6,7 +6,7 @@ import itertools
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from trt_kvcache._util.extras import naming_the_extra
+from trt_kvcache._util.turns import Turns
 from trt_kvcache.errors import ClosedError, ConfigError, ProcessorError
 from trt_kvcache.server.guidance.grammar import Grammar
 from trt_kvcache.server.guidance.options import GuidanceOptions
@@ -52,12 +53,15 @@ class GuidedText:
     ----------
     grammar : Grammar
         What the text follows.
+    client : str
+        Whose it is.
     """
 
     _names = itertools.count()
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar, client: str = "") -> None:
         self.grammar = grammar
+        self.client = client
         self.name = next(self._names)
 
 
@@ -164,7 +168,7 @@ class WorkerPool:
         self._options = options
         self._max_lanes = max_texts + options.max_compiles
         self._change = threading.Condition()
-        self._waiting: deque[Job] = deque()
+        self._waiting: Turns[Job] = Turns()
         self._lanes: list[_Lane] = []
         self._ended: deque[int] = deque()
         #: Grammars that took too much: until when they are refused, and why.
@@ -185,7 +189,7 @@ class WorkerPool:
             if self._closed:
                 job.fail(ClosedError("guided decoding: the workers have ended."))
                 return
-            self._waiting.append(job)
+            self._waiting.add(job.text.client, job)
             self._refuse_what_has_hurt()
             self._start_a_lane_if_needed()
             if self._watcher is None:
@@ -197,8 +201,7 @@ class WorkerPool:
         """Say that nobody waits for a job: it leaves the queue, or its worker is ended once it turns out to be long."""
         job.result.cancel()
         with self._change:
-            if job in self._waiting:
-                self._waiting.remove(job)
+            self._waiting.discard(job.text.client, job)
 
     def forget(self, text: GuidedText) -> None:
         """Say that a text has ended. Takes no lock: a text that nobody uses any more may end anywhere."""
@@ -209,10 +212,8 @@ class WorkerPool:
         with self._change:
             self._closed = True
             lanes = list(self._lanes)
-            for job in (*self._waiting, *(lane.job for lane in lanes if lane.job is not None)):
-                if not job.result.done():
-                    job.fail(ClosedError("guided decoding: the workers have ended."))
-            self._waiting.clear()
+            for job in (*self._take_all(), *(lane.job for lane in lanes if lane.job is not None)):
+                job.fail(ClosedError("guided decoding: the workers have ended."))
             for lane in lanes:
                 lane.process.kill()
             self._change.notify_all()
@@ -220,9 +221,20 @@ class WorkerPool:
 
     # --- with the lock held ---
 
+    def _in_turn(self) -> list[Job]:
+        """Return the jobs that wait, in the order of their turns."""
+        return self._waiting.first(len(self._waiting), Counter(lane.job.text.client for lane in self._lanes if lane.job is not None))
+
+    def _take_all(self) -> list[Job]:
+        """Take all jobs out of the queue."""
+        jobs = self._in_turn()
+        for job in jobs:
+            self._waiting.discard(job.text.client, job)
+        return jobs
+
     def _start_a_lane_if_needed(self) -> None:
         """Start a worker if a job can be begun, and no worker is about to have time for it."""
-        if not any(map(self._may_begin, self._waiting)) or not all(lane.is_long or lane.is_slow for lane in self._lanes):
+        if not any(map(self._may_begin, self._in_turn())) or not all(lane.is_long or lane.is_slow for lane in self._lanes):
             return
         if len(self._lanes) < self._max_lanes:
             lane = _Lane(WorkerProcess(self._opening))
@@ -245,10 +257,10 @@ class WorkerPool:
         if not self._hurtful:
             return
         now = time.monotonic()
-        for job in [one for one in self._waiting if one.is_first]:
+        for job in filter(lambda one: one.is_first, self._in_turn()):
             until, reason = self._hurtful.get(job.text.grammar.key, (0.0, ""))
             if until > now:
-                self._waiting.remove(job)
+                self._waiting.discard(job.text.client, job)
                 job.fail(job.text.grammar.refused(reason, first=True))
 
     def _next_job(self, lane: _Lane) -> Job | None:
@@ -256,14 +268,13 @@ class WorkerPool:
         while self._ended:
             self._drop(self._ended.popleft())
         self._refuse_what_has_hurt()
-        while self._waiting and self._waiting[0].result.cancelled():
-            self._waiting.popleft()
         homes = {name: other for other in self._lanes for name in other.held}
         is_first_idle = lane is next((other for other in self._lanes if other.is_idle and not other.is_slow), None)
-        for job in self._waiting:
+        for job in self._in_turn():
             home = homes.get(job.text.name)
             if home is lane or (self._may_begin(job) and not lane.is_slow and is_first_idle and (home is None or home.is_long)):
-                self._waiting.remove(job)
+                self._waiting.discard(job.text.client, job)
+                self._waiting.end_turn(job.text.client)
                 if home is not lane:
                     self._drop(job.text.name)
                 return job
@@ -297,9 +308,8 @@ class WorkerPool:
                 lane.opened, lane.base, self._failed_starts = True, lane.process.usage(), 0
                 self._change.notify_all()
                 return True
-            for job in self._waiting:
+            for job in self._take_all():
                 job.fail(_cannot_start(said))
-            self._waiting.clear()
             lane.opened = True
         return False
 
@@ -307,8 +317,8 @@ class WorkerPool:
         self._failed_starts += 1
         if self._failed_starts >= _ATTEMPTS:
             self._failed_starts = 0
-            while self._waiting:
-                self._waiting.popleft().fail(ProcessorError("guided decoding: no worker process can be started."))
+            for job in self._take_all():
+                job.fail(ProcessorError("guided decoding: no worker process can be started."))
 
     def _await_job(self, lane: _Lane) -> Job | None:
         """Wait for a job; return None if the worker is not needed any more."""
@@ -357,7 +367,7 @@ class WorkerPool:
             lane.reason is None and code in (-getattr(signal, "SIGKILL", 9), -getattr(signal, "SIGTERM", 15))
         )
         if from_outside and job.attempts < _ATTEMPTS:
-            self._waiting.appendleft(job)
+            self._waiting.add(job.text.client, job)
             return
         reason = lane.reason or f"expected a grammar that llguidance can take, but it has crashed ({_signal(code)})"
         if job.is_first:
