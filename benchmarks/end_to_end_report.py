@@ -90,7 +90,8 @@ def readme_sentence(content: dict[str, Any]) -> str:
     times = {side: f"{sides[side]['step_ms']['median']:.2f} ms" for side in ("ours", "compiled")}
     return (
         f"**Speed**: Llama-3-8B in bfloat16 takes {times['ours']} a token on an {content['device']} (PyTorch engine, batch 1,\n"
-        f"{_SHOWN_PAST} tokens past). transformers with a static cache and `torch.compile` takes {times['compiled']}. [All figures](#speed)."
+        f"{_SHOWN_PAST} tokens past). transformers with a static cache and `torch.compile` takes {times['compiled']}. "
+        "[All figures](#speed)."
     )
 
 
