@@ -35,6 +35,7 @@ EXTRAS = {
 #: Facts by name. A page has them as ``<!-- fact: name -->...<!-- end of fact -->``.
 FACTS = {
     "status": "TensorRT engines: built and checked layer by layer, not yet run on a GPU. PyTorch engine: measured on an H200.",
+    "no engine": "None has run on a GPU so far.",
     "rtx capabilities": "8.0, 8.6, 8.9, 12.0 and newer; 7.5 if the build names it",
     "kernel capabilities": "compute capability 8.0 and newer",
     "torch on a gpu": "yes: an H200",

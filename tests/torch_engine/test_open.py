@@ -83,7 +83,7 @@ class TestWithoutAGpu:
             InferenceSession.from_model(GOLDEN / "gemma2") as session,
         ):
             assert isinstance(session.engine, ReferenceEngine)
-        assert "the PyTorch engine does not compute attention with a window yet (gemma2)" in caplog.text
+        assert "the PyTorch engine does not compute sliding window yet (gemma2)" in caplog.text
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_sessions_agree_with_the_reference_engine(self, tmp_path, dtype):
