@@ -38,9 +38,10 @@ FACTS = {
     "no engine": "None has run on a GPU so far.",
     "rtx capabilities": "8.0, 8.6, 8.9, 12.0 and newer; 7.5 if the build names it",
     "kernel capabilities": "compute capability 8.0 and newer",
-    "torch on a gpu": "yes: an H200",
-    "rtx built": "builds: yes, Linux on x86-64; runs: no",
-    "full TensorRT": "no; the code builds against NVIDIA's Python bindings of 10.3 to 11.4",
+    "torch on a GPU": "yes: an H200",
+    "rtx": "builds: yes, Linux on x86-64; runs: no",
+    "full TensorRT": "no; it builds against NVIDIA's Python bindings of 10.3 to 11.4, over a stand-in for the libraries",
+    "jetson": "no",
 }
 
 
