@@ -88,7 +88,7 @@ def test_every_option_reaches_its_runner() -> None:
     script = _passes(MODEL, "--kvcache-session", "--kvcache-recompute", "--kvcache-reference", *options, "--gen", "-")
     shared = "flavour='tensorrt_rtx', max_batch_size=2, max_sequence_length=32, max_prefill_length=7, dtype='bfloat16', attention='mask'"
     assert f"SessionFromFolder({str(MODEL)!r}, engine='tensorrt', {shared})" in script
-    assert f"SessionFromFolder({str(MODEL)!r}, engine='reference', {shared})" in script
+    assert f"SessionFromFolder({str(MODEL)!r}, engine='numpy', {shared})" in script
     assert "    SessionRunner(kvcache_load_session, live_rows=False, tokens_only=True)," in script
     assert "    RecomputeRunner(kvcache_load_session, live_rows=False, tokens_only=True)," in script
     assert "    SessionRunner(kvcache_load_session_1, name='kvcache-reference', live_rows=False, tokens_only=True)," in script

@@ -27,7 +27,7 @@ from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located, located_headers
-from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES, kv_dtype_of
+from trt_kvcache.dtypes import DTYPE_SHORT_NAMES, MODEL_DTYPES, SCALED_KV_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
@@ -46,6 +46,8 @@ _PANEL = "Without a folder"
 #: What is read of a model unless the sizes of its weights are asked for.
 _FILES = ("config.json", "hf_quant_config.json")
 
+
+_SHORT_NAMES = {name: dtype for name, dtype in DTYPE_SHORT_NAMES.items() if dtype in MODEL_DTYPES}
 
 KVDTypeName = Literal["float16", "bfloat16", "float32", "fp8", "float8_e4m3fn", "int8"]
 
@@ -67,7 +69,7 @@ def memory(
     max_sequence_length: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens that a slot can hold. Default: the folder's.")
     ] = None,
-    dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
+    dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", aliases=_SHORT_NAMES, metavar="DTYPE", help=_DTYPE_HELP)] = None,
     kv_dtype: Annotated[
         KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help="Quantize K and V to 8 bits; --dtype is what is computed in.")
     ] = None,
@@ -100,7 +102,7 @@ def memory(
 
     Per layer, per sequence and in total. Nothing is allocated.
     """
-    dtype = kv_dtype_of(dtype)
+    dtype = dtype_in_full(dtype)
     memory_nbytes = None if fit is None else _parsed_size(fit)
     if compute_capability and not engine and fit is None:
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--compute-capability")
@@ -170,7 +172,7 @@ def _check_formats(quantize: str | None, dtype: str | None, kv_dtype: str | None
 def _dtypes(dtype: str | None, kv_dtype: str | None) -> tuple[str | None, str | None]:
     """Return what is computed in, and what K and V in 8 bits are; None for what is not said. ``--dtype`` may say the second too."""
     if dtype not in SCALED_KV_DTYPES:
-        return dtype, None if kv_dtype is None else kv_dtype_of(kv_dtype)
+        return dtype, None if kv_dtype is None else dtype_in_full(kv_dtype)
     if kv_dtype is not None:
         raise typer.BadParameter(f"expected --dtype {' or '.join(MODEL_DTYPES)} with it, got {dtype}.", param_hint="--kv-dtype")
     return None, dtype

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.checks import int_in_range, option_names
 from trt_kvcache.errors import EngineError, ProcessorError, RangeError, ShapeError
 from trt_kvcache.kernels.host.philox import generator_at
 from trt_kvcache.kernels.host.token_choice import choice_params, choose_token
@@ -158,6 +158,18 @@ class SamplingParams:
             int_in_range("SamplingParams.logit_bias", token, 0, vocab_size - 1)
 
 
+#: What OpenAI's API and other projects call some fields of :class:`SamplingParams`.
+OTHER_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "temp": "temperature",
+    "repeat_penalty": "repetition_penalty",
+    "top_logprobs": "logprobs",
+}
+
+
 class SamplingOptions(TypedDict, total=False):
     """Keyword arguments of ``generate``, ``submit`` and their like: the fields of :class:`SamplingParams`."""
 
@@ -259,10 +271,7 @@ def with_options(params: SamplingParams, options: Mapping[str, Any]) -> Sampling
     RangeError
         A name is not a field of SamplingParams, or its value is out of range.
     """
-    known = {one.name for one in fields(SamplingParams)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise RangeError(f"generate: unknown option {', '.join(unknown)}. Expected {', '.join(sorted(known))}.")
+    option_names("generate", options, sorted(one.name for one in fields(SamplingParams)), OTHER_NAMES, error=RangeError)
     return replace(params, **options)
 
 

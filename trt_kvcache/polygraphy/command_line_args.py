@@ -10,11 +10,11 @@ from polygraphy.tools.args import DataLoaderArgs, ModelArgs, util as args_util
 from polygraphy.tools.args.base import BaseArgs, BaseRunnerArgs
 from polygraphy.tools.script import make_invocable
 
-from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.polygraphy.feeds import NEW_LENGTHS
 from trt_kvcache.reference import Attention
-from trt_kvcache.session.session_options import EngineChoice
+from trt_kvcache.session.session_options import ENGINE_ALIASES, ENGINES
 
 
 def get_arg_groups() -> list[Any]:
@@ -43,7 +43,8 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         add = self.group.add_argument
         add(
             "--kvcache-engine",
-            choices=get_args(EngineChoice),
+            type=lambda name: ENGINE_ALIASES.get(name, name),
+            choices=ENGINES,
             help="Engine of --kvcache-session and --kvcache-recompute: TensorRT, PyTorch, NumPy, or the first of them that runs here",
         )
         add("--kvcache-flavour", choices=FLAVOURS, help="Which TensorRT; auto chooses the one that built the engine")
@@ -55,7 +56,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         )
         add("--kvcache-max-sequence-length", metavar="S", type=int, help="Tokens that a slot can hold")
         add("--kvcache-max-prefill-length", metavar="N", type=int, help="The most new tokens per slot in one enqueue")
-        add("--kvcache-dtype", choices=MODEL_DTYPES, help="Dtype of computation and cache")
+        add("--kvcache-dtype", type=dtype_in_full, choices=MODEL_DTYPES, help="Dtype of computation and cache")
         add(
             "--kvcache-attention",
             choices=get_args(Attention),
@@ -163,5 +164,5 @@ class KVCacheReferenceArgs(_RunnerArgs):
 
     _NAME_AND_FLAG = "a KV cache session on the NumPy reference engine", "kvcache-reference"
     _RUNNER = "SessionRunner"
-    _ENGINE = "reference"
+    _ENGINE = "numpy"
     _NAME = "kvcache-reference"

@@ -299,7 +299,7 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if that was asked for or PyTorch cannot run the model."""
-    if options.engine == "reference" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
+    if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
         return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
     return _torch_engine().open(checkpoint, memory=_torch_memory(options), **arguments)
 
