@@ -68,9 +68,10 @@ def readme_block(content: dict[str, Any]) -> str:
     lines = [
         f"![Milliseconds per token of whole models on an {device}, beside the time that reading weights, K and V takes]({IMAGE})",
         "",
-        f"Milliseconds per token (all slots get one), {_SHOWN_PAST} tokens past, bfloat16, random weights, {device}:",
-        '`InferenceSession.generate` with `engine="torch"`, top-p sampling, text and a stop text, beside `generate` of transformers',
-        "with sampling and text. The limit is the time that reading weights, K and V takes at the speed of a copy",
+        f"Milliseconds of a step, which gives every slot a token, after {_SHOWN_PAST} tokens. The models have random weights in bfloat16;",
+        f'the GPU is an {device}. trt_kvcache is `InferenceSession.generate` with `engine="torch"`, top-p sampling, text and a stop text.',
+        "The other columns are `generate` of transformers with sampling and text, with a static cache and `torch.compile`, and eager.",
+        "The limit is the time that reading weights, K and V takes at the speed of a copy",
         copies,
         *_other_run(content),
         "",
