@@ -83,7 +83,7 @@ def check_features(model: ModelConfig, computed: Collection[str], engine: str) -
     """
     for name, place in features(model).items():
         if name not in computed:
-            raise ConfigError(f'{place}: {engine} does not compute {FEATURES[name]} yet ({model.family}). engine="reference" does.')
+            raise ConfigError(f'{place}: {engine} does not support {FEATURES[name]} yet ({model.family}). engine="numpy" does.')
 
 
 def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
