@@ -176,7 +176,7 @@ def test_a_window_that_llama_ignores_gets_a_warning() -> None:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a finite number > 0, got nan"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false, got 'no'"),
         ({"eos_token_id": "</s>"}, "eos_token_id: expected a token id or a list of token ids, got '</s>'"),
-        ({"hidden_size": {"a": 1, "b": 2}}, "hidden_size: expected a positive integer, got an object with 2 fields"),
+        ({"hidden_size": dict.fromkeys("abcdefghij")}, "hidden_size: expected a positive integer, got an object with 10 fields"),
         ({"bos_token_id": [1, 2]}, r"bos_token_id: expected one token id, got \[1, 2\]"),
     ],
 )

@@ -236,7 +236,7 @@ class ConfigFields:
         ConfigError
             It names the field, what was expected, and the value.
         """
-        return ConfigError(f"{self._prefix}{name}: expected {expected}, got {_shown(self.data.get(name))}.")
+        return ConfigError(f"{self._prefix}{name}: expected {expected}, got {shown(self.data.get(name))}.")
 
     def _required(self, name: str, default: Any) -> Any:
         value = self.data.get(name)
@@ -246,8 +246,3 @@ class ConfigFields:
         if default is None:
             raise ConfigError(f"{self._prefix}{name}: expected a value, got none.")
         return default
-
-
-def _shown(value: Any) -> str:
-    """Return a value for a message. Of an object only its size: a whole ``vision_config`` hides the sentence around it."""
-    return f"an object with {len(value)} fields" if isinstance(value, Mapping) else shown(value)
