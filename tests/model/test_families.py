@@ -86,6 +86,22 @@ def test_code_that_transformers_has_taken_over_is_no_custom_code() -> None:
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: .* has attention logit softcapping, which is"),
         ("gemma3", {"rope_parameters": {"rope_theta": 3.0}}, "rope_parameters: expected one object for full_attention and one for"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected 4 numbers, 1 for a layer with RoPE"),
+        (
+            "smollm3-bias-window",
+            {"use_sliding_window": False},
+            "everywhere with use_sliding_window False, sliding_window 8, got sliding_att",
+        ),
+        (
+            "smollm3-bias-window",
+            {"use_sliding_window": None},
+            "layer_types: expected full_attention everywhere with use_sliding_window None",
+        ),
+        (
+            "smollm3-bias-window",
+            {"sliding_window": None},
+            "with use_sliding_window True, sliding_window None, got sliding_attention in layer 1",
+        ),
+        ("qwen3-sharded", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected full_attention everywhere with"),
         ("olmo2", {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supported for model_type 'olmo2'"),
         ("lfm2-bias", {"full_attn_idxs": [4]}, r"full_attn_idxs: expected a list of indices of layers, from 0 to 3, got \[4\]"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types: mamba is not supported"),

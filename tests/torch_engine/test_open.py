@@ -49,6 +49,13 @@ class TestWithoutAGpu:
             assert isinstance(session.engine, TorchEngine)
         assert [one.filename for one in caught] == [__file__]
 
+    def test_a_text_is_scored_without_an_option(self):
+        scores = []
+        for engine in ("torch", "numpy"):
+            with InferenceSession.from_model(SHIPPED, engine=engine, max_batch_size=2, dtype="fp32") as session:
+                scores += session.score("Alice was beginning to get very tired.")
+        assert scores[0].logprob == pytest.approx(scores[1].logprob, rel=1e-4)
+
     def test_a_torch_that_cannot_be_imported_is_left_out(self, monkeypatch, caplog):
         monkeypatch.setitem(sys.modules, "trt_kvcache.torch_engine", None)
         with (

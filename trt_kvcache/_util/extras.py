@@ -18,6 +18,7 @@ _EXTRA_OF = {
     "ray": "ray",
     "rich": "models",
     "safetensors": "models",
+    "threadpoolctl": "models",
     "tokenizers": "models",
     "torch": "torch",
     "typer": "models",

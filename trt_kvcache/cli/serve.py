@@ -58,6 +58,8 @@ def serve(
         any_host=access.allow_anyone,
         max_body_bytes=limits.max_body_mib << 20,
         max_prompt_tokens=limits.max_prompt_tokens,
+        trusted_proxies=tuple(access.trusted_proxy or ()),
+        proxy_header=access.proxy_header,
     )
     with bound_socket(access.host, access.port, allowed) as bound:
         source = flags.source(session_flags.located(folder), slots=_SLOTS, prompt_cache_bytes=prompt_cache << 20)
@@ -73,6 +75,7 @@ def serve(
         server = Server(
             make_app(engine, allowed, metrics=metrics),
             engine,
+            options=allowed,
             drain_seconds=limits.drain_seconds,
             on_start=lambda: note(
                 f"{engine.config.model} at {address_of(bound)}: {count(engine.config.max_num_seqs, 'slot')} of "

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,6 +33,10 @@ class AccessFlags:
         A file with keys.
     allow_anyone : bool
         Serve other machines without keys.
+    trusted_proxy : list of str or None
+        Addresses of proxies.
+    proxy_header : str
+        What they write clients into.
     """
 
     host: Annotated[str, typer.Option(metavar="NAME", help="Address to listen at.", rich_help_panel=_ACCESS)] = "127.0.0.1"
@@ -54,6 +58,18 @@ class AccessFlags:
     allow_anyone: Annotated[
         bool, typer.Option("--allow-anyone", help="Serve other machines without keys, under any name.", rich_help_panel=_ACCESS)
     ] = False
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="A proxy in front, or a network of them: its header says which client a request comes from. Can be given several times.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
+    proxy_header: Annotated[
+        Literal["x-forwarded-for", "forwarded"],
+        typer.Option(help="The header that trusted proxies write.", rich_help_panel=_ACCESS),
+    ] = "x-forwarded-for"
 
     def keys(self) -> tuple[str, ...]:
         """Return the keys that were given.
@@ -91,7 +107,15 @@ class LimitFlags:
         As their help says.
     """
 
-    queue: Annotated[int, typer.Option(min=0, metavar="REQUESTS", help="Requests that may wait for a slot.", rich_help_panel=_PANEL)] = 64
+    queue: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="REQUESTS",
+            help="Requests that may wait for a slot. Of several clients each has its share.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 64
     max_prompt_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Longest prompt. Default: what a slot holds.", rich_help_panel=_PANEL)
     ] = None

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from trt_kvcache.session.async_request import AsyncRequest
 from trt_kvcache.session.async_session import AsyncSession
 from trt_kvcache.session.session import InferenceSession
 
-#: Seconds that a request is taken to last before the first one has ended.
+#: Seconds that a request is taken to have a slot before the first one has ended.
 _FIRST_GUESS = 1.0
 
 #: Share of the last request in the mean of their seconds.
@@ -68,7 +69,9 @@ class AsyncEngine:
         The name that it is served under.
     max_queue : int
         Requests that may wait for a slot; a further one is refused with :class:`QueueFullError`. Each of ``n``
-        answers counts.
+        answers counts. One client may have all places while nobody else wants one. Of k clients each has a k-th of slots and queue in any
+        case, so its request is taken even where another one has filled them; that one gets no further place before it has less than its
+        share again.
     max_seconds : float, optional
         A request that lasts longer is cancelled. No limit if left out.
     observer : EngineObserver, optional
@@ -120,8 +123,9 @@ class AsyncEngine:
         self._defaults = SamplingParams()
         self._guidance: Guidance | None = None
         self._live: dict[str, list[AsyncRequest]] = {}
+        self._clients: dict[str, str] = {}  # of the live requests
         self._aborted: set[str] = set()
-        self._reserved = 0
+        self._reserved: Counter[str] = Counter()  # by client
         self._draining = False
         self._mean_seconds = _FIRST_GUESS
         self._idle = asyncio.Event()
@@ -183,7 +187,7 @@ class AsyncEngine:
     @property
     def num_live(self) -> int:
         """Answers that run or wait."""
-        return self._reserved + sum(not one.ended for requests in self._live.values() for one in requests)
+        return sum(self._live_by_client().values())
 
     async def generate(self, request: Mapping[str, Any], context: Context | None = None) -> AsyncGenerator[GenerateChunk, None]:
         """Answer a request. Leaving the iteration (``aclosing``) ends the request.
@@ -205,7 +209,7 @@ class AsyncEngine:
         ConfigError, RangeError, ShapeError, CapacityError
             The request is not possible. Nothing has begun.
         QueueFullError
-            As many requests wait as may. Nothing has begun; ``retry_after`` says when to try again.
+            As many requests wait as may, and this client has its share. Nothing has begun; ``retry_after`` says when it may have room.
         ClosedError
             It is draining or closed.
         ProcessorError, EngineError, CudaError
@@ -214,13 +218,13 @@ class AsyncEngine:
             It lasted longer than ``max_seconds``, and was cancelled.
         """
         wanted = read_request(request, self._defaults, context_length=self.config.context_length)
-        self._admit(len(wanted.params))
         name = (context or RequestContext()).id()
         if name in self._live:
-            self._reserved -= len(wanted.params)
             raise ConfigError(f"context: expected an id that no live request has, got {name!r}.")
+        self._admit(wanted.client, len(wanted.params))
         submitted = time.perf_counter()
         requests = self._live[name] = []
+        self._clients[name] = wanted.client
         timer: _Timer | None = None
         try:
             await self._submit(wanted, requests)
@@ -237,7 +241,7 @@ class AsyncEngine:
             for one in requests:
                 if not one.ended:
                     one.cancel()
-            del self._live[name]
+            del self._live[name], self._clients[name]
             self._aborted.discard(name)
             self._record(requests, submitted)
 
@@ -300,29 +304,43 @@ class AsyncEngine:
         for one in requests:
             one.cancel()
 
-    def _admit(self, count: int) -> None:
+    def _live_by_client(self) -> Counter[str]:
+        """Return how many answers of each client run or wait. A client without any is not there."""
+        found = Counter(self._reserved)
+        for name, requests in self._live.items():
+            found[self._clients[name]] += sum(not one.ended for one in requests)
+        return +found
+
+    def _admit(self, client: str, count: int) -> None:
         """Reserve room for so many answers, or raise."""
         if self._draining:
             raise ClosedError("this engine takes no new requests: it is about to end.")
-        config = self.config
-        room = config.max_num_seqs + config.max_queue - self.num_live
+        config, live = self.config, self._live_by_client()
+        places, clients = config.max_num_seqs + config.max_queue, len(live.keys() | {client})
+        # Each may have its share, whatever the others took before it came. In all these are at most (1 + 1/2 + 1/3 + ...) * places.
+        share = places // clients if config.max_queue else 0
+        room = max(places - live.total(), share - live[client])
         if count > room:
             if self._observer is not None:
                 self._observer.refused()
-            error = QueueFullError(
-                f"queue: expected room for {count} more of {config.max_num_seqs + config.max_queue} requests, got {room}. Try again later."
-            )
-            error.retry_after = max(1.0, math.ceil(self._mean_seconds * (self.num_live / config.max_num_seqs)))
+            error = QueueFullError(f"queue: expected room for {count} more of {places} requests, got {max(0, room)}. Try again later.")
+            until_any = (count + live.total() - places) / config.max_num_seqs
+            until_own = (count + live[client] - share) * clients / config.max_num_seqs if count <= share else math.inf
+            error.retry_after = max(1.0, math.ceil(self._mean_seconds * min(until_any, until_own)))
             raise error
-        self._reserved += count
+        self._reserved[client] += count
 
     async def _submit(self, wanted: WantedAnswers, requests: list[AsyncRequest]) -> None:
         """Submit all answers at once; what was reserved for them becomes them."""
         try:
             params = [await self._guided(one, wanted.guided) for one in wanted.params]
-            requests += await self._session.submit_answers(wanted.token_ids, params, prompt_logprobs=wanted.prompt_logprobs)
+            requests += await self._session.submit_answers(
+                wanted.token_ids, params, prompt_logprobs=wanted.prompt_logprobs, client=wanted.client
+            )
         finally:
-            self._reserved -= len(wanted.params)
+            self._reserved[wanted.client] -= len(wanted.params)
+            if not self._reserved[wanted.client]:
+                del self._reserved[wanted.client]
 
     async def _guided(self, params: SamplingParams, guided: dict[str, Any] | None) -> SamplingParams:
         """Return parameters with the mask of a grammar."""
@@ -349,9 +367,10 @@ class AsyncEngine:
                 submitted=submitted,
                 times=one.times,
                 finish_reason=one.finish_reason or ("error" if one.ended else "cancelled"),
+                started=one.handle.started,
             )
-            if record.times:
-                self._mean_seconds += _NEWEST_SHARE * (record.times[-1] - submitted - self._mean_seconds)
+            if record.times and record.started is not None:
+                self._mean_seconds += _NEWEST_SHARE * (record.times[-1] - record.started - self._mean_seconds)
             if self._observer is not None:
                 self._observer.ended(record)
         if not self._live and not self._reserved:
@@ -396,14 +415,17 @@ async def _chunks(requests: Sequence[AsyncRequest], wanted: WantedAnswers) -> As
     try:
         while reads:
             done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-            for index, task in sorted((reads.pop(task), task) for task in done):
+            for task in sorted(done, key=reads.__getitem__):
+                index = reads[task]
                 chunk = _chunk(index, requests[index], task.result(), counts, wanted)
+                del reads[task]
                 yield chunk
                 if "finish_reason" not in chunk:
                     reads[asyncio.create_task(requests[index].read(counts[index]))] = index
     finally:
         for task in reads:
             task.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)  # several may have failed: asyncio would complain of all but the first
 
 
 def _chunk(index: int, request: AsyncRequest, new: Sequence[GeneratedToken], counts: list[int], wanted: WantedAnswers) -> GenerateChunk:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.extras import naming_the_extra
-from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE, Tokenizer
+from trt_kvcache.checkpoint.model_files import TOKENIZER_FILE
+from trt_kvcache.checkpoint.tokenizer import Tokenizer
 from trt_kvcache.errors import ConfigError, ProcessorError
 from trt_kvcache.generation.sampling import LogitsProcessor
 
@@ -62,10 +63,10 @@ class Guidance:
             raise ConfigError("guided decoding: expected a model with an end token, got one without: a complete text could not end.")
         self._vocab_size = vocab_size
         self._library = llguidance
-        file = tokenizer.path / TOKENIZER_FILE
         try:
-            self._tokenizer = llguidance.LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            self._tokenizer = llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
         except ValueError as error:
+            file = tokenizer.path / TOKENIZER_FILE
             raise ConfigError(f"guided decoding: {file}: llguidance does not read it: {error!s:.300}.") from error
 
     def processor(self, guided: Mapping[str, Any]) -> LogitsProcessor:

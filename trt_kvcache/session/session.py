@@ -565,7 +565,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot=17) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     token = int(session.prefill([[5, 6, 7]])[0].argmax())
         ...     row = [token, 8, 9]
         ...     chosen = session.verify([row])[0].argmax(axis=-1)
@@ -603,7 +603,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot=17) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     _ = session.prefill([[5, 6, 7]])
         ...     _ = session.verify([[8, 9, 10]])
         ...     session.accept([2])
@@ -665,7 +665,7 @@ class InferenceSession(Uncopyable):
         Raises
         ------
         ConfigError
-            The engine has the logits of one new token per slot only; the text says how to get one that has more. Nothing was changed.
+            An engine of TensorRT was built for the logits of one new token per slot; the text says what to do. Nothing was changed.
         CapacityError, RangeError, ShapeError, BindingError, ClosedError
             Nothing was changed.
         EngineError
@@ -679,7 +679,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot="all") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     [score] = session.score("Alice was beginning to get very tired.", top_logprobs=1)
         >>> score.logprobs[0], round(score.logprobs[1], 1), round(score.perplexity)
         (None, -4.9, 5)
@@ -696,7 +696,8 @@ class InferenceSession(Uncopyable):
         if count > known:
             raise ConfigError(
                 f"{what}: expected an engine with the logits of {count} new tokens per slot or more, got one with those of {known}. "
-                "Build it with max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it."
+                "Build it with max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it; "
+                "the NumPy and PyTorch engines have them without."
             )
 
     # --- generate ---
@@ -898,6 +899,7 @@ class InferenceSession(Uncopyable):
         params: SamplingParams | None = None,
         *,
         prompt_logprobs: int | None = None,
+        client: str = "",
         **options: Unpack[SamplingOptions],
     ) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
@@ -911,6 +913,8 @@ class InferenceSession(Uncopyable):
         prompt_logprobs : int, optional
             Score the prompt too, as :meth:`score` does, with so many of the most likely tokens at each place: ``prompt_score`` of the
             handle. The engine must have the logits of several tokens per slot, and the prompt cache is not read.
+        client : str
+            Whose prompt it is. A free slot is for the client that has the fewest slots. Of one client: first in, first out.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -938,10 +942,12 @@ class InferenceSession(Uncopyable):
         if prompt_logprobs is not None:
             int_in_range("prompt_logprobs", prompt_logprobs, 0)
             self._check_logits_per_slot("prompt_logprobs", 2)
+        if not isinstance(client, str):
+            raise ConfigError(f"client: expected a text, got {type(client).__name__}.")
         rows = self._prompts.rows([prompt])
         self._batch.check_prompts(rows)
         [request] = self._requests(rows, params_for(1, self._defaults, params, options))
-        return self._queue.submit(request, prompt_logprobs=prompt_logprobs)
+        return self._queue.submit(request, prompt_logprobs=prompt_logprobs, client=client)
 
     @property
     def running_requests(self) -> list[RequestHandle]:
@@ -953,11 +959,16 @@ class InferenceSession(Uncopyable):
         """How many submitted requests wait for a slot."""
         return self._queue.num_waiting
 
+    @property
+    def num_waiting_clients(self) -> int:
+        """How many clients have requests that wait for their first slot."""
+        return self._queue.num_waiting_clients
+
     @exclusive
     def step(self) -> list[RequestHandle]:
         """Advance the submitted requests: one chunk of each new prompt, and one token of all others together.
 
-        Before that, slots of requests that have ended are compacted away, and the first requests in the queue get the free slots. What
+        Before that, slots of requests that have ended are compacted away, and the next requests in the queue get the free slots. What
         a request generates does not depend on the others: it is what :meth:`generate` would.
 
         Returns

@@ -102,8 +102,9 @@ class SessionOptions:
     max_prefill_length : int, optional
         Most new tokens of a slot in one enqueue; longer prompts are run in chunks. If left out S, at most 512.
     max_logits_per_slot : int or "all", optional
-        Most new tokens of a slot whose logits one enqueue returns, for ``score`` and ``verify``; 1 if left out, ``"all"`` for
-        ``max_prefill_length``. The logits take ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
+        Most new tokens of a slot whose logits one enqueue returns, for ``score`` and ``verify``; ``"all"`` for ``max_prefill_length``. If
+        left out 1 for TensorRT, and for NumPy and PyTorch up to 64, also where an engine folder was built with fewer. The logits take
+        ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
     dtype : {"float16", "bfloat16", "float32"}, optional
         Of weights, K and V; the checkpoint's if left out. Short names are taken: ``"fp16"`` or ``"half"``, ``"bf16"``, ``"fp32"``.
     attention : {"native", "mask", "plugin"}, optional
