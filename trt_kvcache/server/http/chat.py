@@ -32,11 +32,12 @@ def chat_route(service: Service) -> APIRouter:
     APIRouter
         With ``/v1/chat/completions``.
     """
-    router = APIRouter()
+    router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
         service.check_model(body.model)
+        service.check_answers(1, body.n)
         tools = None if body.tool_choice == "none" else body.tools
         conversation = service.conversation(
             body.messages,

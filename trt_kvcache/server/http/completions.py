@@ -37,7 +37,7 @@ def completions_route(service: Service) -> APIRouter:
     APIRouter
         With ``/v1/completions``.
     """
-    router = APIRouter()
+    router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -51,11 +51,12 @@ def completions_route(service: Service) -> APIRouter:
 
 
 async def _prompt_ids(service: Service, body: CompletionBody) -> list[list[int]]:
-    found = [
-        await service.encoded(prompt, add_special_tokens=body.add_special_tokens) if isinstance(prompt, str) else prompt
-        for prompt in body.prompts
-    ]
-    return [service.checked(tokens) for tokens in found]
+    prompts = body.prompts
+    service.check_answers(len(prompts), body.n)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    tokens = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    tokens += await service.encoded(texts, add_special_tokens=body.add_special_tokens)
+    return [service.checked(prompt) for prompt in tokens]
 
 
 class _Completion:

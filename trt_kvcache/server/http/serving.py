@@ -8,18 +8,25 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.async_engine import AsyncEngine
+from trt_kvcache.server.http.connections import Connections, default_connections
 from trt_kvcache.server.http.options import ServerOptions, is_loopback
+from trt_kvcache.server.http.protocol import HttpProtocol
 from trt_kvcache.server.http.service import Service
 
 #: Connections that may wait to be accepted.
 _BACKLOG = 2048
+
+#: Connections that are accepted before those before them are looked at: more would have descriptors that nobody has counted.
+_ACCEPTED_AT_ONCE = 16
 
 #: Seconds that an idle connection stays open for the next request.
 _KEEP_ALIVE = 65
@@ -34,6 +41,8 @@ class Server(uvicorn.Server):
         Of :func:`~trt_kvcache.server.http.app.make_app`.
     engine : AsyncEngine
         Of the application.
+    options : ServerOptions, optional
+        The limits of connections.
     drain_seconds : float
         Answers that have not ended so long after the first signal are cut off.
     on_start : callable, optional
@@ -47,12 +56,21 @@ class Server(uvicorn.Server):
         app: FastAPI,
         engine: AsyncEngine,
         *,
+        options: ServerOptions | None = None,
         drain_seconds: float = 30.0,
         on_start: Callable[[], object] | None = None,
         on_drain: Callable[[], object] | None = None,
     ) -> None:
+        allowed = options or ServerOptions()
+        others = Connections(allowed.max_connections or default_connections(), allowed.max_connections_without_headers)
+        protocol: Any = partial(HttpProtocol, options=allowed, others=others)
+        # One loop and one protocol, whatever else is installed: the limits of connections are those of these.
         config = uvicorn.Config(
             app,
+            loop="asyncio",
+            http=protocol,
+            ws="none",
+            backlog=_ACCEPTED_AT_ONCE,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -69,6 +87,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then listen."""
         await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(_BACKLOG)
         if self._on_start is not None and self.started:
             self._on_start()
 
