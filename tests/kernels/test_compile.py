@@ -8,7 +8,6 @@ from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import compile, sources
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, STORED_TYPES
 
-
 #: Of each kind of machine code one: without and with instructions for warpgroups, and the newest GPUs.
 EACH_KIND = ("sm_87", "sm_90", "sm_120")
 OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_110", "sm_121")

@@ -14,6 +14,7 @@ _EXTRA_OF = {
     "polygraphy": "polygraphy",
     "prometheus_client": "serve",
     "prompt_toolkit": "models",
+    "psutil": "serve",
     "pydantic": "serve",
     "ray": "ray",
     "rich": "models",

@@ -105,6 +105,10 @@ class LimitFlags:
         None if not given.
     max_seconds, drain_seconds : float
         As their help says.
+    grammar_seconds, mask_seconds : float
+        As their help says.
+    grammar_mib : int
+        As its help says.
     """
 
     queue: Annotated[
@@ -127,6 +131,21 @@ class LimitFlags:
         float,
         typer.Option(min=1, metavar="SECONDS", help="How long a first signal waits for answers that have begun.", rich_help_panel=_PANEL),
     ] = 30.0
+    grammar_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.001, metavar="SECONDS", help="Longest time to compile the schema or grammar of a response_format.", rich_help_panel=_PANEL
+        ),
+    ] = 2.0
+    mask_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.001, metavar="SECONDS", help="Longest time to find which tokens may come next by a grammar.", rich_help_panel=_PANEL
+        ),
+    ] = 1.0
+    grammar_mib: Annotated[
+        int, typer.Option(min=1, metavar="MIB", help="Most memory that a grammar may take, in MiB.", rich_help_panel=_PANEL)
+    ] = 512
 
 
 def _lines(path: Path) -> Sequence[str]:

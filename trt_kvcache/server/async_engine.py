@@ -16,10 +16,11 @@ from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ClosedError, ConfigError, QueueFullError
 from trt_kvcache.generation.request import GeneratedToken
-from trt_kvcache.generation.sampling import LogitsProcessor, SamplingParams
+from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.server.engine_stats import EngineConfig, EngineObserver, EngineStats, RequestRecord
 from trt_kvcache.server.generate_request import GenerateChunk, WantedAnswers, read_request
-from trt_kvcache.server.guidance import Guidance
+from trt_kvcache.server.guidance import Guidance, GuidanceOptions, GuidedMask
+from trt_kvcache.server.guidance.grammar import Grammar
 from trt_kvcache.session.async_request import AsyncRequest
 from trt_kvcache.session.async_session import AsyncSession
 from trt_kvcache.session.session import InferenceSession
@@ -76,6 +77,8 @@ class AsyncEngine:
         A request that lasts longer is cancelled. No limit if left out.
     observer : EngineObserver, optional
         Is told of each answer that ends, for metrics.
+    guidance : GuidanceOptions, optional
+        What the grammar of a request may cost.
 
     Raises
     ------
@@ -112,6 +115,7 @@ class AsyncEngine:
         max_queue: int = 64,
         max_seconds: float | None = None,
         observer: EngineObserver | None = None,
+        guidance: GuidanceOptions | None = None,
     ) -> None:
         self._max_queue = int_in_range("max_queue", max_queue, 0)
         self._max_seconds = max_seconds
@@ -121,8 +125,10 @@ class AsyncEngine:
         self._config: EngineConfig | None = None
         self._tokenizer: Tokenizer | None = None
         self._defaults = SamplingParams()
+        self._guidance_options = guidance
         self._guidance: Guidance | None = None
         self._live: dict[str, list[AsyncRequest]] = {}
+        self._masks: dict[str, list[GuidedMask]] = {}
         self._clients: dict[str, str] = {}  # of the live requests
         self._aborted: set[str] = set()
         self._reserved: Counter[str] = Counter()  # by client
@@ -224,24 +230,26 @@ class AsyncEngine:
         self._admit(wanted.client, len(wanted.params))
         submitted = time.perf_counter()
         requests = self._live[name] = []
+        masks = self._masks[name] = []
+        timer = _Timer(self._max_seconds, requests, masks)
         self._clients[name] = wanted.client
-        timer: _Timer | None = None
         try:
-            await self._submit(wanted, requests)
+            await self._submit(wanted, requests, masks)
+            timer.check()
             if name in self._aborted:  # while it was submitted
-                self._cancel(requests)
-            timer = _Timer(self._max_seconds, requests)
+                _cancel(requests, masks)
             async with aclosing(_chunks(requests, wanted)) as chunks:
                 async for chunk in chunks:
                     timer.check()
                     yield chunk
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
             for one in requests:
                 if not one.ended:
                     one.cancel()
-            del self._live[name], self._clients[name]
+            for mask in masks:
+                mask.close()
+            del self._live[name], self._masks[name], self._clients[name]
             self._aborted.discard(name)
             self._record(requests, submitted)
 
@@ -291,18 +299,15 @@ class AsyncEngine:
         """End all requests and close the session. Idempotent."""
         self._draining = True
         await self._session.close()
+        if self._guidance is not None:
+            self._guidance.close()
 
     # --- parts of the above ---
 
     def _abort(self, name: str) -> None:
         """Cancel a request: what was submitted of it, and what is about to be."""
         self._aborted.add(name)
-        self._cancel(self._live[name])
-
-    @staticmethod
-    def _cancel(requests: Sequence[AsyncRequest]) -> None:
-        for one in requests:
-            one.cancel()
+        _cancel(self._live[name], self._masks[name])
 
     def _live_by_client(self) -> Counter[str]:
         """Return how many answers of each client run or wait. A client without any is not there."""
@@ -330,10 +335,17 @@ class AsyncEngine:
             raise error
         self._reserved[client] += count
 
-    async def _submit(self, wanted: WantedAnswers, requests: list[AsyncRequest]) -> None:
+    async def _submit(self, wanted: WantedAnswers, requests: list[AsyncRequest], masks: list[GuidedMask]) -> None:
         """Submit all answers at once; what was reserved for them becomes them."""
         try:
-            params = [await self._guided(one, wanted.guided) for one in wanted.params]
+            params = wanted.params
+            if wanted.guided is not None:
+                masks += self._new_masks(wanted)
+                compiled = asyncio.wrap_future(masks[0].compile())
+                await asyncio.wait([compiled])
+                if not compiled.cancelled():  # by ``abort``
+                    compiled.result()
+                params = tuple(_guided(one, mask) for one, mask in zip(params, masks, strict=True))
             requests += await self._session.submit_answers(
                 wanted.token_ids, params, prompt_logprobs=wanted.prompt_logprobs, client=wanted.client
             )
@@ -342,21 +354,17 @@ class AsyncEngine:
             if not self._reserved[wanted.client]:
                 del self._reserved[wanted.client]
 
-    async def _guided(self, params: SamplingParams, guided: dict[str, Any] | None) -> SamplingParams:
-        """Return parameters with the mask of a grammar."""
-        if guided is None:
-            return params
+    def _new_masks(self, wanted: WantedAnswers) -> list[GuidedMask]:
+        """Return what restricts each answer."""
         tokenizer, config = self._tokenizer, self.config
         if tokenizer is None:
             raise ConfigError("guided decoding: expected a model folder with tokenizer.json, got none.")
-
-        def compiled() -> LogitsProcessor:
-            if self._guidance is None:
-                self._guidance = Guidance(tokenizer, config.vocab_size, config.eos_token_ids)
-            return self._guidance.processor(guided)
-
-        mask = await asyncio.to_thread(compiled)
-        return replace(params, logits_processors=(*params.logits_processors, mask))
+        if self._guidance is None:
+            self._guidance = Guidance(
+                tokenizer, config.vocab_size, config.eos_token_ids, options=self._guidance_options, max_texts=config.max_num_seqs
+            )
+        grammar = Grammar(wanted.guided or {})
+        return [self._guidance.begin(grammar, ignore_eos=one.ignore_eos, client=wanted.client) for one in wanted.params]
 
     def _record(self, requests: Sequence[AsyncRequest], submitted: float) -> None:
         for one in requests:
@@ -377,19 +385,32 @@ class AsyncEngine:
             self._idle.set()
 
 
-class _Timer:
-    """Cancels requests after some seconds."""
+def _guided(params: SamplingParams, mask: GuidedMask) -> SamplingParams:
+    """Return parameters with a mask, which knows when a text may end."""
+    return replace(params, logits_processors=(*params.logits_processors, mask), ignore_eos=False)
 
-    def __init__(self, seconds: float | None, requests: Sequence[AsyncRequest]) -> None:
+
+def _cancel(requests: Sequence[AsyncRequest], masks: Sequence[GuidedMask]) -> None:
+    """End requests, and what they wait for."""
+    for one in requests:
+        one.cancel()
+    for mask in masks:
+        mask.cancel()
+
+
+class _Timer:
+    """Cancels requests after some seconds, and what they wait for before they begin."""
+
+    def __init__(self, seconds: float | None, requests: Sequence[AsyncRequest], masks: Sequence[GuidedMask]) -> None:
         self._seconds = seconds
         self._expired = False
         self._requests = requests
+        self._masks = masks
         self._handle = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        self._expired = any(not one.ended for one in self._requests)
-        for one in self._requests:
-            one.cancel()
+        self._expired = not self._requests or any(not one.ended for one in self._requests)
+        _cancel(self._requests, self._masks)
 
     def check(self) -> None:
         """Raise TimeoutError if it has cancelled a request."""

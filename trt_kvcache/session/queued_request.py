@@ -132,6 +132,7 @@ class QueuedRequest:
         self.shared = None
         self.parting = 0
         self._scored = []
+        self.request.prepare()
 
     def take_prompt_logits(self, held: int, logits: np.ndarray[Any, Any]) -> None:
         """Score the tokens of the prompt that follow those whose logits are there.

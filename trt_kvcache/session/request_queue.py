@@ -21,6 +21,9 @@ from trt_kvcache.session.step_executor import StepExecutor
 from trt_kvcache.session.timeline import Activity, Timeline
 from trt_kvcache.session.token_steps import TokenSteps
 
+#: Seconds that a step without anything to run waits for logits processors.
+_PAUSE = 0.005
+
 _LOGGER = logging.getLogger("trt_kvcache.session")
 
 
@@ -117,7 +120,7 @@ class RequestQueue:
         Returns
         -------
         list of RequestHandle
-            Those that have advanced, in the order in which they were submitted; empty if all have ended.
+            Those that have advanced or wait for a logits processor, in the order in which they were submitted; empty if all have ended.
 
         Raises
         ------
@@ -130,12 +133,14 @@ class RequestQueue:
             return []
         begin = self.timeline.now() if self.timeline else 0.0
         savepoints = [(queued, queued.savepoint()) for queued in (*running, *admitted)]
-        decoding = [queued.state == "decoding" for queued in running] + [False] * len(admitted)
         with self._track_slot_owner():
             try:
                 with self._batch.transaction():
+                    # First of all, so that one that fails here costs the others nothing.
+                    resumed = self._resume()
+                    decoding = [queued.state == "decoding" and not queued.request.waits for queued in running] + [False] * len(admitted)
                     self._admit(admitted)
-                    advanced = self._prefill()
+                    advanced = resumed + self._prefill()
                     if any(decoding):
                         advanced += self._decode(decoding)
             except BaseException:
@@ -148,7 +153,11 @@ class RequestQueue:
             self._record_step(self.timeline, begin, decoding, advanced)
         if _LOGGER.isEnabledFor(logging.INFO):
             self._log_step(admitted)
-        return [queued.handle for queued in sorted(advanced, key=lambda queued: queued.index)]
+        waiting = [queued for queued in self._running if queued.request.waits and not queued.finished]
+        if waiting and not advanced:
+            waiting[0].request.ready(_PAUSE)
+        moved = {queued.index: queued.handle for queued in (*advanced, *waiting)}
+        return [moved[index] for index in sorted(moved)]
 
     def _log_step(self, admitted: Sequence[QueuedRequest]) -> None:
         """Log which requests began and ended in the step that has just ended."""
@@ -222,6 +231,17 @@ class RequestQueue:
         for queued in requests:
             if self._waiting.discard(queued.client, queued):
                 self._waiting.end_turn(queued.client)
+
+    def _resume(self) -> list[QueuedRequest]:
+        """Choose tokens from logits that were kept, and return the requests that have advanced."""
+        advanced = []
+        for slot, queued in enumerate(self._running):
+            if queued.state == "decoding" and queued.request.waits:
+                token = queued.request.resume()
+                if token is not None:
+                    self._take(slot, token)
+                    advanced.append(queued)
+        return advanced
 
     def _admit(self, admitted: Sequence[QueuedRequest]) -> None:
         """Give each a slot behind the others, and what the prompt cache has of its prompt."""
@@ -298,15 +318,19 @@ class RequestQueue:
         requests = [queued.request for queued in self._running]
         # When a request ends, its slot is filled by moving another one, and nothing can be kept of a step ahead.
         ahead = all(decoding) and all(request.remaining > 1 for request in requests)
-        slots = list(itertools.compress(range(len(decoding)), decoding))
-        for slot, token in zip(slots, self._token_steps.step(requests, decoding, ahead=ahead), strict=True):
+        slots = itertools.compress(range(len(decoding)), decoding)
+        tokens = self._token_steps.step_without_waiting(requests, decoding, ahead=ahead)
+        chosen = {slot: token for slot, token in zip(slots, tokens, strict=True) if token is not None}
+        for slot, token in chosen.items():
             self._take(slot, token)
-        return [self._running[slot] for slot in slots]
+        return [self._running[slot] for slot in chosen]
 
     @nvtx_range("sampling")
     def _choose_first(self, slot: int, logits: np.ndarray[Any, Any]) -> None:
-        """Choose the first token of a slot's request."""
-        self._take(slot, self._running[slot].request.choose(logits, full=self._batch.is_full(slot)))
+        """Choose the first token of a slot's request, unless it waits for a logits processor."""
+        token = self._running[slot].request.offer(logits, full=self._batch.is_full(slot))
+        if token is not None:
+            self._take(slot, token)
 
     def _take(self, slot: int, token: GeneratedToken) -> None:
         """Hand the next token of a slot's request out."""
