@@ -39,7 +39,14 @@ def chat_route(service: Service) -> APIRouter:
         service.check_model(body.model)
         service.check_answers(1, body.n)
         tools = None if body.tool_choice == "none" else body.tools
-        tokens = await service.conversation(body.messages, tools, body.template_args, add_generation_prompt=body.add_generation_prompt)
+        conversation = service.conversation(
+            body.messages,
+            tools,
+            body.template_args,
+            add_generation_prompt=body.add_generation_prompt,
+            client=request.state.client,
+        )
+        tokens = await unless_disconnected(request, conversation)
         answer = _Chat(service, body, service.checked(tokens), request.state.client)
         if body.stream:
             return await event_stream(request, answer.events(), stalled_seconds=service.options.stalled_seconds)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from trt_kvcache.checkpoint import Tokenizer
@@ -19,6 +19,7 @@ from trt_kvcache.server.http.bodies import MAX_DETOKENIZED, Message
 from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.json_bodies import BodyReader
 from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.rendering import Rendering
 
 _T = TypeVar("_T")
 
@@ -129,15 +130,17 @@ class Service:
         template_args: dict[str, Any] | None,
         *,
         add_generation_prompt: bool = True,
+        client: str,
     ) -> list[int]:
-        """Return the token ids of a conversation, as the chat template of the model writes it."""
+        """Return the token ids of a conversation of a client, as the chat template of the model writes it."""
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
             raise ConfigError("messages: expected a model with a chat template, got one without. Use /v1/completions.")
         prompt = ChatPrompt([one.model_dump(exclude_unset=True) for one in messages], tools, template_args or {})
-        text = await asyncio.to_thread(
+        render = partial(
             tokenizer.apply_chat_template, prompt.messages, add_generation_prompt, tools=prompt.tools, template_args=prompt.template_args
         )
+        text = await self._rendering.run(client, render)
         [tokens] = await self.encoded([text], add_special_tokens=False)
         return tokens
 
@@ -150,6 +153,16 @@ class Service:
         if len(token_ids) <= _SHORT:
             return tokenizer.decode(token_ids, skip_special_tokens=False)
         return await self.in_thread(lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    @cached_property
+    def _rendering(self) -> Rendering:
+        return Rendering(self.engine.config.max_queue)
+
+    def close(self) -> None:
+        """Render no conversation any more: those that are being rendered, and later ones, are refused. Idempotent."""
+        self._rendering.close()
+        if self.engine.tokenizer is not None:
+            self.engine.tokenizer.close_chat_template()
 
     def checked(self, token_ids: list[int]) -> list[int]:
         """Return a prompt that is not too long and has tokens of the model."""
