@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.chat_template import ChatTemplate, find_chat_template
-from trt_kvcache.checkpoint.json_file import read_json_if_present, read_text
+from trt_kvcache.checkpoint.model_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, ModelFiles
 from trt_kvcache.checkpoint.token_bytes import TokenBytes
 from trt_kvcache.errors import CheckpointError, ConfigError, KVCacheError, RangeError
 
 if TYPE_CHECKING:
     import tokenizers
-
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 class Tokenizer:
@@ -29,7 +26,8 @@ class Tokenizer:
     path : Path
         The model folder.
     backend : tokenizers.Tokenizer
-        The tokenizer of the Hugging Face ``tokenizers`` library.
+        The tokenizer of the Hugging Face ``tokenizers`` library. Its truncation and padding, which training leaves in a file, are switched
+        off, as transformers does unless a call asks for them.
     special_tokens : mapping of str to str
         Texts of the special tokens by the names that chat templates use: ``"bos_token"``, ``"eos_token"``, ...
     chat_template : ChatTemplate or None
@@ -67,6 +65,8 @@ class Tokenizer:
         self.path = path
         self.special_tokens = special_tokens
         self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
         self._chat_template = chat_template
         self._add_bos_token = add_bos_token
         self._bos_token_id = self._token_id("bos_token")
@@ -78,12 +78,12 @@ class Tokenizer:
         Parameters
         ----------
         folder : path
-            The model folder, with ``tokenizer.json``.
+            The model folder, with ``tokenizer.json``; or a GGUF file.
 
         Returns
         -------
         Tokenizer or None
-            None if there is no ``tokenizer.json``.
+            None if there is no ``tokenizer.json``, and no tokenizer in the metadata of a GGUF file.
 
         Raises
         ------
@@ -91,21 +91,25 @@ class Tokenizer:
             A file is damaged. The message names it.
         """
         path = Path(folder)
-        file = path / TOKENIZER_FILE
-        if not file.exists():
+        files = ModelFiles(path)
+        if not files.has(TOKENIZER_FILE):
             return None
-        config_file = path / TOKENIZER_CONFIG_FILE
-        config = read_json_if_present(config_file)
+        file, config_file = files.source(TOKENIZER_FILE), files.source(TOKENIZER_CONFIG_FILE)
+        config = files.json_if_present(TOKENIZER_CONFIG_FILE)
         add_bos_token = config.get("add_bos_token")
         if not isinstance(add_bos_token, bool | None):
             raise CheckpointError(f"{config_file}: add_bos_token: expected true or false, got {shown(add_bos_token)}.")
         return cls(
             path,
-            _parse(read_text(file), file),
+            _parse(files.text(TOKENIZER_FILE), file),
             _special_tokens(config),
             find_chat_template(path, config, config_file),
             add_bos_token=add_bos_token,
         )
+
+    def to_json(self) -> str:
+        """Return the tokenizer as a ``tokenizer.json`` has it, without truncation and padding."""
+        return str(self._backend.to_str())
 
     @property
     def vocab_size(self) -> int:

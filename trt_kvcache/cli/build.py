@@ -27,6 +27,7 @@ from trt_kvcache.cli.session_flags import (
     located,
     located_headers,
 )
+from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.reference import Attention
@@ -62,7 +63,7 @@ def build(
             "slots x tokens x vocabulary numbers of 4 bytes."
         ),
     ] = 1,
-    dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP)] = None,
+    dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP)] = None,
     attention: Annotated[
         Attention | None,
         choice(Attention, "--attention", help=ATTENTION_HELP),

@@ -19,7 +19,7 @@ from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.recurrent_states import state_storages
-from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, length_limit, note, put_json, results, say, size, span, table
@@ -27,11 +27,11 @@ from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located, located_headers
-from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES, kv_dtype_of
+from trt_kvcache.dtypes import DTYPE_SHORT_NAMES, MODEL_DTYPES, SCALED_KV_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CapacityError, CheckpointError, ConfigError
+from trt_kvcache.errors import CapacityError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 
@@ -46,6 +46,8 @@ _PANEL = "Without a folder"
 #: What is read of a model unless the sizes of its weights are asked for.
 _FILES = ("config.json", "hf_quant_config.json")
 
+
+_SHORT_NAMES = {name: dtype for name, dtype in DTYPE_SHORT_NAMES.items() if dtype in MODEL_DTYPES}
 
 KVDTypeName = Literal["float16", "bfloat16", "float32", "fp8", "float8_e4m3fn", "int8"]
 
@@ -67,7 +69,7 @@ def memory(
     max_sequence_length: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens that a slot can hold. Default: the folder's.")
     ] = None,
-    dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
+    dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", aliases=_SHORT_NAMES, metavar="DTYPE", help=_DTYPE_HELP)] = None,
     kv_dtype: Annotated[
         KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help="Quantize K and V to 8 bits; --dtype is what is computed in.")
     ] = None,
@@ -100,7 +102,7 @@ def memory(
 
     Per layer, per sequence and in total. Nothing is allocated.
     """
-    dtype = kv_dtype_of(dtype)
+    dtype = dtype_in_full(dtype)
     memory_nbytes = None if fit is None else _parsed_size(fit)
     if compute_capability and not engine and fit is None:
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--compute-capability")
@@ -170,7 +172,7 @@ def _check_formats(quantize: str | None, dtype: str | None, kv_dtype: str | None
 def _dtypes(dtype: str | None, kv_dtype: str | None) -> tuple[str | None, str | None]:
     """Return what is computed in, and what K and V in 8 bits are; None for what is not said. ``--dtype`` may say the second too."""
     if dtype not in SCALED_KV_DTYPES:
-        return dtype, None if kv_dtype is None else kv_dtype_of(kv_dtype)
+        return dtype, None if kv_dtype is None else dtype_in_full(kv_dtype)
     if kv_dtype is not None:
         raise typer.BadParameter(f"expected --dtype {' or '.join(MODEL_DTYPES)} with it, got {dtype}.", param_hint="--kv-dtype")
     return None, dtype
@@ -238,9 +240,7 @@ def _build_estimate(folder: Path | None, config: DecoderCacheConfig, **asked: An
 def _config_of_folder(folder: Path) -> DecoderCacheConfig:
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.cache
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected an engine or model folder, got a file.")
-    model = _read_model(folder)
+    model = Checkpoint.read_config(folder)
     return decoder_cache_config(model, max_batch_size=1, max_sequence_length=model.max_position_embeddings, dtype=model.dtype)
 
 
@@ -251,15 +251,7 @@ def _model_of(folder: Path | None) -> ModelConfig | None:
     folder = located(folder, _FILES)
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.model
-    return _read_model(folder)
-
-
-def _read_model(folder: Path) -> ModelConfig:
-    path = folder / "config.json"
-    try:
-        return ModelConfig.from_dict(read_json(path))
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    return Checkpoint.read_config(folder)
 
 
 def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate, model: ModelConfig | None) -> None:

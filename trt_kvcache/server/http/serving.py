@@ -73,6 +73,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # it would trust every process of this machine; Clients reads the header of proxies
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
         )
