@@ -32,8 +32,8 @@ SMALL_TALK = {
 }  # fmt: skip
 SYSTEMS = ["", "", "You are a helpful assistant.", "Be brief.", "You are tiny-chat.", "Answer in English."]
 ONSETS, VOWELS, CODAS = (
-    "b c d f g h j k l m n p r s t v w z br st tr pl".split(),
-    "a e i o u ai ea oo".split(),
+    ["b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "br", "st", "tr", "pl"],
+    ["a", "e", "i", "o", "u", "ai", "ea", "oo"],
     ["", "", "n", "r", "s", "l", "th", "ck"],
 )
 

@@ -20,6 +20,7 @@ from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.json_bodies import BodyReader
 from trt_kvcache.server.http.options import ServerOptions
 from trt_kvcache.server.http.rendering import Rendering
+from trt_kvcache.server.http.tool_formats import ToolFormat, tool_format
 from trt_kvcache.server.http.written import as_json
 
 _T = TypeVar("_T")
@@ -74,6 +75,11 @@ class Service:
         if self.engine.tokenizer is None:
             raise ConfigError("text: expected a model folder with tokenizer.json, got none. Send token ids.")
         return self.engine.tokenizer
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of tools, if that is known."""
+        return tool_format(self.options.tool_call_parser, self.tokenizer.chat_template or "")
 
     @cached_property
     def bodies(self) -> BodyReader:
