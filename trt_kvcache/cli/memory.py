@@ -24,7 +24,7 @@ from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, length_limit, note, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json, choice, logits_per_slot
+from trt_kvcache.cli.options import Json, WrongUsage, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.cli.session_flags import MAX_SEQUENCE_LENGTH_HELP, QUANTIZE_HELP, located, located_headers
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES, MODEL_DTYPES, SCALED_KV_DTYPES, dtype_in_full
@@ -117,7 +117,7 @@ def memory(
     elif (layers, kv_heads, head_dim) == (None, None, None):
         config = _config_of_folder(located(folder, _FILES))
     else:
-        raise typer.BadParameter("expected a folder, or --layers, --kv-heads and --head-dim, got both.")
+        raise WrongUsage("expected a folder, or --layers, --kv-heads and --head-dim, got both.")
     if max_batch_size:
         config = config.with_max_batch_size(max_batch_size)
     if max_sequence_length:
@@ -196,7 +196,7 @@ def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: 
         raise typer.BadParameter("expected a model folder with it, got none.", param_hint="--fit")
     if is_engine_folder(folder):
         engine = EngineFolder.open(folder)
-        built_from = engine.checkpoint_path if engine.checkpoint_path.is_dir() else engine.config.checkpoint.path
+        built_from = engine.find_checkpoint() or engine.config.checkpoint.path
         raise typer.BadParameter(
             f"expected a model folder with it, got an engine folder, whose formats are fixed. It was built from {built_from}.",
             param_hint="--fit",
@@ -248,7 +248,7 @@ def _with_dtype(config: DecoderCacheConfig, dtype: str, scales: str | None) -> D
 
 def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int | None, max_sequence_length: int | None) -> KVCacheConfig:
     if layers is None or kv_heads is None or head_dim is None or max_sequence_length is None:
-        raise typer.BadParameter("expected a folder, or --layers, --kv-heads, --head-dim and --max-sequence-length.")
+        raise WrongUsage("expected a folder, or --layers, --kv-heads, --head-dim and --max-sequence-length.")
     layer = KVLayerConfig(num_kv_heads=kv_heads, head_dim=head_dim)
     return KVCacheConfig(layers=(layer,) * layers, max_batch_size=1, max_sequence_length=max_sequence_length)
 
