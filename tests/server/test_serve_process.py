@@ -20,9 +20,10 @@ import pytest
 from tests.server.engines import MODEL
 from tests.server.needs_libraries import need_libraries
 
-need_libraries("httpx")
+need_libraries("httpx", "psutil")
 
 import httpx  # noqa: E402
+import psutil  # noqa: E402
 
 OPTIONS = ["--engine", "reference", "--max-batch-size", "2"]
 SERVE = [sys.executable, "-m", "trt_kvcache", "serve"]
@@ -133,6 +134,32 @@ def test_one_that_was_killed_starts_again_at_the_same_port():
         with process(port=one.port) as again:
             assert again.port == one.port
             assert text(again.url) == " beginning to get very"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+def test_grammars_that_never_end_hold_neither_others_nor_the_end_up(sent: signal.Signals, code: int):
+    with process("--drain-seconds", "1") as one, ThreadPoolExecutor(6) as clients:
+        for index in range(6):
+            clients.submit(ask_for_an_endless_grammar, one.url, index)
+        server = psutil.Process(one.process.pid)
+        while not server.children():
+            time.sleep(0.01)
+        assert text(one.url) == " beginning to get very"
+        with client(one.url) as asking:
+            began = time.monotonic()
+            assert asking.get("/health").status_code == 200
+            assert time.monotonic() - began < 2
+        workers = server.children()
+        one.process.send_signal(sent)
+        assert one.wait() == code
+        assert psutil.wait_procs(workers, timeout=10)[1] == []
+
+
+def ask_for_an_endless_grammar(url: str, index: int):
+    schema = {"type": "integer", "multipleOf": 99999989, "title": str(index)}
+    with client(url) as asking, suppress(httpx.HTTPError):
+        asking.post("/v1/completions", json={"prompt": "A", "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
 
 
 @pytest.mark.long

@@ -34,6 +34,11 @@ class ChatTemplate:
     source : Path
         The file that it comes from; error messages name it.
 
+    Attributes
+    ----------
+    text : str
+        The template.
+
     Raises
     ------
     CheckpointError
@@ -53,6 +58,7 @@ class ChatTemplate:
         with naming_the_extra():
             from jinja2 import TemplateError
 
+        self.text = text
         self._source = source
         self._knows_developers = _DEVELOPER in text
         if len(text) > _MAX_NBYTES:

@@ -285,6 +285,11 @@ class Tokenizer:
         """Whether the folder has a chat template."""
         return self._chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template; None if the folder has none."""
+        return None if self._chat_template is None else self._chat_template.text
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

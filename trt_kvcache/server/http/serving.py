@@ -138,7 +138,7 @@ def bound_socket(host: str, port: int, options: ServerOptions) -> socket.socket:
     if not options.api_keys and not options.any_host and not is_loopback(host):
         raise ConfigError(
             f"host: expected an address of this machine alone, such as 127.0.0.1, for a server without API keys, got {host!r}. "
-            "Give it a key, or allow everybody."
+            "Give it api_keys, or any_host=True."
         )
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

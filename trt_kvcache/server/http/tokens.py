@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from trt_kvcache.server.http.bodies import DetokenizeBody, TokenizeBody
 from trt_kvcache.server.http.connection import unless_disconnected
 from trt_kvcache.server.http.service import Service
+from trt_kvcache.server.http.written import as_json
 
 
 def token_routes(service: Service) -> APIRouter:
@@ -42,7 +43,7 @@ def token_routes(service: Service) -> APIRouter:
         else:
             [tokens] = await service.encoded([body.prompt or ""], add_special_tokens=body.add_special_tokens)
         document = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.config.context_length}
-        return JSONResponse(document)
+        return Response(await service.away(len(tokens), lambda: as_json(document)), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
