@@ -129,6 +129,8 @@ class Service:
 
         White space that a tokenizer drops, and other texts of which it makes less than a token for so many characters, count as well.
         """
+        if not texts:  # a model may have no tokenizer
+            return []
         tokenizer, size = self.tokenizer, sum(map(len, texts))
         if size <= _SHORT:
             return [tokenizer.encode(text, add_special_tokens) for text in texts]
