@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -23,14 +25,15 @@ need_libraries("httpx", "psutil")
 import httpx  # noqa: E402
 import psutil  # noqa: E402
 
-SERVE = [sys.executable, "-m", "trt_kvcache", "serve", str(MODEL), "--engine", "reference", "--max-batch-size", "2"]
+OPTIONS = ["--engine", "reference", "--max-batch-size", "2"]
+SERVE = [sys.executable, "-m", "trt_kvcache", "serve"]
 
 
 class Process:
     """A server that runs."""
 
-    def __init__(self, *options: str, port: int = 0, **environment: str) -> None:
-        command = [*SERVE, "--port", str(port), *options]
+    def __init__(self, *options: str, port: int = 0, model: Path = MODEL, **environment: str) -> None:
+        command = [*SERVE, str(model), *OPTIONS, "--port", str(port), *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
         assert self.process.stderr is not None
         self.first = self.process.stderr.readline()
@@ -56,8 +59,8 @@ class Process:
 
 
 @contextmanager
-def process(*options: str, port: int = 0, **environment: str) -> Iterator[Process]:
-    one = Process(*options, port=port, **environment)
+def process(*options: str, port: int = 0, model: Path = MODEL, **environment: str) -> Iterator[Process]:
+    one = Process(*options, port=port, model=model, **environment)
     try:
         yield one
     finally:
@@ -181,6 +184,36 @@ def test_keys_from_the_environment_and_a_file(tmp_path):
     ],
 )
 def test_what_cannot_be_served_is_said_before_the_model_is_opened(options, text):
-    done = subprocess.run([*SERVE, *options], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*SERVE, str(MODEL), *OPTIONS, *options], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert text in done.stderr
+
+
+#: Takes ten seconds for the text "slow", after which it is stopped.
+SLOW = (
+    "{% if messages[0].content == 'slow' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_slow_templates_hold_up_neither_others_nor_the_end(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "chat_template.jinja").write_text(SLOW)
+
+    def ask(address: str, content: str) -> int:
+        transport = httpx.HTTPTransport(local_address=address)
+        with client(one.url, transport=transport) as asking:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+            return asking.post("/v1/chat/completions", json=body).status_code
+
+    with process(model=model) as one, ThreadPoolExecutor(8) as threads:
+        assert ask("127.0.0.2", "Alice was") == 200
+        slow = [threads.submit(ask, "127.0.0.1", "slow") for _ in range(8)]
+        assert ask("127.0.0.2", "Alice was") == 200
+        assert not any(task.done() for task in slow)
+        one.process.send_signal(signal.SIGTERM)
+        assert one.wait() == 0
+        assert {task.result() for task in slow} == {503}
+        assert not any("Traceback" in line for line in one.said), one.said

@@ -19,6 +19,7 @@ _EXTRA_OF = {
     "ray": "ray",
     "rich": "models",
     "safetensors": "models",
+    "threadpoolctl": "models",
     "tokenizers": "models",
     "torch": "torch",
     "typer": "models",

@@ -17,8 +17,7 @@ from trt_kvcache.builder.options import (
 )
 from trt_kvcache.builder.timing_cache import check_timing_cache
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
-from trt_kvcache.checkpoint.checkpoint import CONFIG_FILE
-from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.model_files import CONFIG_FILE, ModelFiles
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_weights
@@ -27,7 +26,7 @@ from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.folder import check_target
-from trt_kvcache.errors import BuildError
+from trt_kvcache.errors import BuildError, ConfigError
 from trt_kvcache.trt.module import TensorRT, load
 
 
@@ -139,7 +138,12 @@ def checked_build(
     checkpoint = open_checkpoint(model, rounding, needs_weights=not dry_run)
     try:
         options = for_codes(options, checkpoint.code_kinds, tensorrt, rounded=rounding is not None)
-        options.check_kernels(checkpoint.config)
+        try:
+            options.check_kernels(checkpoint.config)
+        except ConfigError as error:
+            if kv_dtype is None:
+                raise
+            raise ConfigError(f"{error} kv_dtype={kv_dtype} chose plugin attention: no other takes K and V in 8 bits.") from None
         Tokenizer.open(checkpoint.path)  # damaged files that are copied are reported before the work, not by the first prompt
         GenerationDefaults.open(checkpoint.path)
         quantized = quantized_kv(checkpoint, kv_dtype, kv_scales)
@@ -182,7 +186,7 @@ def open_checkpoint(model: Path, rounding: str | None, *, needs_weights: bool) -
     CheckpointError, ConfigError
         As ``Checkpoint.open`` does.
     """
-    if needs_weights or has_weight_files(model) or quantized_format(read_json(model / CONFIG_FILE), model) is not None:
+    if needs_weights or has_weight_files(model) or quantized_format(ModelFiles(model).json(CONFIG_FILE), model) is not None:
         return Checkpoint.open(model, quantize=rounding)
     config = Checkpoint.read_config(model)
     return Checkpoint(model, config, {}, None if rounding is None else rounded_weights(config, Quantization.parse(rounding), {}))

@@ -145,6 +145,11 @@ class Request:
         return self._params.temperature != 0
 
     @property
+    def has_text(self) -> bool:
+        """Whether its tokens are turned into text."""
+        return self._decoder is not None
+
+    @property
     def generated(self) -> int:
         """Tokens generated so far, those of an earlier part of the request included."""
         return self._generated + len(self.tokens)

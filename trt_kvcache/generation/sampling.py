@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.checks import int_in_range, option_names
 from trt_kvcache.errors import EngineError, ProcessorError, RangeError, ShapeError
 from trt_kvcache.kernels.host.philox import generator_at
 from trt_kvcache.kernels.host.token_choice import choice_params, choose_token
@@ -137,7 +137,7 @@ class SamplingParams:
     A logits processor gets the token ids of the prompt and of everything generated so far as a tuple, and the logits as a float32 array
     ``(vocab,)`` on the host. The array is its own to change. It returns it, or another one of that shape. ``-inf`` excludes a token; NaN,
     ``+inf`` and the exclusion of all tokens are errors. A step that failed is repeated with the same arguments.
-    A processor that takes long can be a :class:`~trt_kvcache.generation.sampling.DeferredProcessor`: other requests do not wait for it.
+    A processor that takes long can be a ``trt_kvcache.generation.sampling.DeferredProcessor``: other requests do not wait for it.
 
     Examples
     --------
@@ -202,6 +202,18 @@ class SamplingParams:
         """
         for token in self.logit_bias:
             int_in_range("SamplingParams.logit_bias", token, 0, vocab_size - 1)
+
+
+#: What OpenAI's API and other projects call some fields of :class:`SamplingParams`.
+OTHER_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "temp": "temperature",
+    "repeat_penalty": "repetition_penalty",
+    "top_logprobs": "logprobs",
+}
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -305,10 +317,7 @@ def with_options(params: SamplingParams, options: Mapping[str, Any]) -> Sampling
     RangeError
         A name is not a field of SamplingParams, or its value is out of range.
     """
-    known = {one.name for one in fields(SamplingParams)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise RangeError(f"generate: unknown option {', '.join(unknown)}. Expected {', '.join(sorted(known))}.")
+    option_names("generate", options, sorted(one.name for one in fields(SamplingParams)), OTHER_NAMES, error=RangeError)
     return replace(params, **options)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.lifetime import Closable
-from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE, Tokenizer
+from trt_kvcache.checkpoint.tokenizer import Tokenizer
 from trt_kvcache.errors import ConfigError, ProcessorError
 from trt_kvcache.generation.sampling import DeferredProcessor
 from trt_kvcache.server.guidance.grammar import Grammar
@@ -79,7 +79,7 @@ class Guidance(Closable):
             raise ConfigError("guided decoding: expected a model with an end token, got one without: a complete text could not end.")
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        file = (tokenizer.path / TOKENIZER_FILE).read_bytes()
+        file = tokenizer.to_json().encode()
         self._pool = WorkerPool(Opening(file, vocab_size, self._eos_token_ids, 0), options or GuidanceOptions(), max_texts=max_texts)
 
     @property

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
-from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +16,9 @@ from trt_kvcache.server.http.options import ServerOptions, is_loopback
 
 #: What needs no key: whether it is alive, and the page, which asks for one.
 _OPEN = ("/", "/health")
+
+#: A name or an address, and perhaps a port. Whatever else a parser of URLs finds a host in is none: the parser of a proxy may find another.
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.-]+)(?::[0-9]{1,5})?")
 
 
 class Guard:
@@ -49,6 +52,9 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        hosts = sum(name == b"host" for name, _ in scope["headers"])
+        if hosts > 1:
+            return ApiError(400, f"Host: expected one such header, got {hosts}.", code="wrong_host")
         if self._keys:
             if scope["path"] not in _OPEN and self._key_number(scope) is None:
                 return ApiError(401, "expected a valid API key in the header Authorization: Bearer KEY.", code="invalid_api_key")
@@ -68,10 +74,8 @@ class Guard:
 
 
 def _names_this_machine(host: bytes) -> bool:
-    try:
-        return is_loopback(urlsplit(f"//{host.decode('ascii')}").hostname or "")
-    except ValueError:
-        return False
+    found = _HOST.fullmatch(host.decode("latin-1"))
+    return found is not None and is_loopback(found[1])
 
 
 def _too_long(options: ServerOptions) -> ApiError:

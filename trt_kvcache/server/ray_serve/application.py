@@ -130,7 +130,7 @@ class Arguments(BaseModel):
         A Hugging Face folder, an engine folder, or a name of the Hugging Face Hub.
     name : str, optional
         What clients call it; the name of its folder if left out.
-    engine : {"auto", "reference", "tensorrt", "torch"}
+    engine : {"auto", "numpy", "tensorrt", "torch"}
         What runs it.
     slots : int, optional
         Requests that run at once in a replica; 8 if left out. An engine folder has its own.
