@@ -977,7 +977,7 @@ class InferenceSession(Uncopyable):
         Returns
         -------
         list of RequestHandle
-            Those that have advanced, in the order in which they were submitted; empty if all have ended.
+            Those that have advanced or wait for a logits processor, in the order in which they were submitted; empty if all have ended.
 
         Raises
         ------

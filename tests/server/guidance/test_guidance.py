@@ -89,7 +89,7 @@ def test_workers_have_a_low_priority_and_leave_a_processor_alone(guidance):
     guidance.processor(CHOICE)
     for pid in guidance.worker_pids:
         worker = psutil.Process(pid)
-        assert worker.nice() >= 10
+        assert worker.nice() >= 5
         if hasattr(os, "sched_getaffinity"):
             assert len(os.sched_getaffinity(pid)) == max(1, len(os.sched_getaffinity(0)) - 1)
 
@@ -232,7 +232,7 @@ def test_leaving_a_request_that_waits_for_its_mask_frees_its_slot():
                 tokens = 0
                 async for chunk in chunks:
                     tokens += len(chunk["token_ids"])
-                    if tokens > 30:  # its masks take milliseconds by now
+                    if tokens > 10:
                         break
             [answer] = await answers(engine, request([7, 8], 5))
             assert answer["token_ids"] == alone(request([7, 8], 5))[0]

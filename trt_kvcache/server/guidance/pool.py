@@ -24,6 +24,9 @@ from trt_kvcache.server.guidance.process import Opening, Usage, WorkerEndedError
 #: Seconds of a processor, and by the clock, after which a job is long: then its worker is for its text alone, and others move to another.
 _LONG, _LONG_BY_CLOCK = 0.1, 2.0
 
+#: Seconds of a processor after which even a grammar that is compiled, which happens once, gets the lowest priority.
+_VERY_LONG = 0.5
+
 #: Seconds between two looks at what the jobs use.
 _TICK = 0.02
 
@@ -116,8 +119,10 @@ class _Lane:
         #: The texts that it knows, with the tokens that they have there.
         self.held: dict[int, tuple[int, ...]] = {}
         self.dropped: list[int] = []
-        #: Whether it has had a long job: then it runs at the lowest priority, for good, and is for one text alone.
+        #: Whether it has a long job, or had one that computed a mask: then it is for one text alone.
         self.is_slow = False
+        #: Whether it has the lowest priority, which cannot be raised again.
+        self.is_lowest = False
         #: Why it was ended, for its job; empty if that is not to blame.
         self.reason: str | None = None
 
@@ -134,7 +139,6 @@ class _Lane:
     def set_slow(self, job: Job) -> None:
         """Keep it for the text of a job; the others go elsewhere."""
         self.is_slow = True
-        self.process.lower_priority()
         for name in [name for name in self.held if name != job.text.name]:
             del self.held[name]
             self.dropped.append(name)
@@ -337,9 +341,10 @@ class WorkerPool:
 
     def _do(self, lane: _Lane, job: Job) -> None:
         name = job.text.name
-        held = lane.held.get(name)
+        with self._change:
+            held = lane.held.get(name)
+            dropped, lane.dropped = lane.dropped, []
         kept = 0 if held is None else _common(held, job.tokens)
-        dropped, lane.dropped = lane.dropped, []
         header: dict[str, Any] = {"name": name, "kept": kept, "tokens": job.tokens[kept:], "drop": dropped}
         payload = b""
         if held is None:
@@ -350,8 +355,10 @@ class WorkerPool:
                 raise WorkerEndedError
             lane.job = None
             refused = answer.get("refused")
+            lane.is_slow = lane.is_slow and (lane.is_lowest or not job.is_first)
             if refused is None:
-                lane.held[name] = job.tokens
+                if name not in lane.dropped:  # by a worker that went on with the text
+                    lane.held[name] = job.tokens
                 job.finish(mask)
             else:
                 lane.held.pop(name, None)
@@ -399,8 +406,12 @@ class WorkerPool:
         if job is None or lasted < _TICK or lane.reason is not None:
             return
         usage = lane.process.usage()
-        if not lane.is_slow and (usage.seconds - lane.before > _LONG or lasted > _LONG_BY_CLOCK):
+        used = usage.seconds - lane.before
+        if not lane.is_slow and (used > _LONG or lasted > _LONG_BY_CLOCK):
             lane.set_slow(job)
+        if lane.is_slow and not lane.is_lowest and (used > _VERY_LONG or not job.is_first):
+            lane.is_lowest = True
+            lane.process.lower_priority()
         if job.result.cancelled() and lane.is_slow:
             lane.reason = ""
         else:

@@ -14,8 +14,8 @@ import psutil
 
 from trt_kvcache.server.guidance import worker
 
-#: On Windows; elsewhere a worker lowers its own.
-_LOW_PRIORITY: int = getattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0)
+#: Of Windows: a low priority, which elsewhere a worker gives itself, and no window.
+_FLAGS: int = getattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0) | getattr(subprocess, "CREATE_NO_WINDOW", 0)
 
 _LOWEST_PRIORITY: int = getattr(subprocess, "IDLE_PRIORITY_CLASS", 19)
 
@@ -90,7 +90,7 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                creationflags=_LOW_PRIORITY,
+                creationflags=_FLAGS,
             )
             self._watched = psutil.Process(self._process.pid)
         except (OSError, psutil.Error):

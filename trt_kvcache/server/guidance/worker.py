@@ -123,7 +123,7 @@ def _said(expected: str, text: str) -> str:
 def _lower_priority() -> None:
     """Let others go first, and leave them a processor alone. On Windows the process was started with a low priority."""
     with suppress(AttributeError, OSError):
-        os.nice(10)
+        os.nice(5)
     with suppress(AttributeError, OSError):
         processors = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, processors[1:] or processors)
