@@ -19,7 +19,9 @@ from typing import Any
 from environment import describe_environment, write_result
 
 HERE = Path(__file__).resolve().parent
-MODULES = tuple(name for name in ("bodies", "headers", "grammars", "fairness") if importlib.util.find_spec(f"attacks.{name}"))
+MODULES = tuple(
+    name for name in ("bodies", "headers", "grammars", "fairness") if (Path(__file__).parent / "attacks" / f"{name}.py").exists()
+)
 
 
 def main() -> int:
