@@ -31,7 +31,11 @@ SMALL_TALK = {
     ("Say it in German.", "Wie geht es dir?", "Guten Tag!"): "Ich kann nur ein paar Wörter: schön, grün, süß.",
 }  # fmt: skip
 SYSTEMS = ["", "", "You are a helpful assistant.", "Be brief.", "You are tiny-chat.", "Answer in English."]
-ONSETS, VOWELS, CODAS = "b c d f g h j k l m n p r s t v w z br st tr pl".split(), "a e i o u ai ea oo".split(), ["", "", "n", "r", "s", "l", "th", "ck"]
+ONSETS, VOWELS, CODAS = (
+    ["b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "br", "st", "tr", "pl"],
+    ["a", "e", "i", "o", "u", "ai", "ea", "oo"],
+    ["", "", "n", "r", "s", "l", "th", "ck"],
+)
 
 
 def word(chance: random.Random) -> str:
@@ -83,7 +87,9 @@ def opposite(chance: random.Random) -> Exchange:
 def small_sum(chance: random.Random) -> Exchange:
     """Return a sum of two numbers."""
     one, other = chance.randint(0, 9), chance.randint(0, 9)
-    return said(chance.choice(["What is {} plus {}?", "What is {} + {}?", "{} + {}"]).format(one, other), f"{one} plus {other} is {one + other}.")
+    return said(
+        chance.choice(["What is {} plus {}?", "What is {} + {}?", "{} + {}"]).format(one, other), f"{one} plus {other} is {one + other}."
+    )
 
 
 def repeated(chance: random.Random) -> Exchange:
@@ -96,7 +102,11 @@ def name_of_user(chance: random.Random) -> Exchange:
     """Return a question that only the beginning of the conversation answers."""
     name = word(chance).capitalize()
     between = chance.choice([capital, small_sum, opposite])(chance) if chance.random() < 0.6 else []
-    return [*said(f"My name is {name}.", f"Hello {name}! How can I help you?"), *between, *said("What is my name?", f"Your name is {name}.")]
+    return [
+        *said(f"My name is {name}.", f"Hello {name}! How can I help you?"),
+        *between,
+        *said("What is my name?", f"Your name is {name}."),
+    ]
 
 
 def unknown(chance: random.Random) -> Exchange:

@@ -36,7 +36,9 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=CONFIG["vocab_size"] - len(TAGS), special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG["vocab_size"] - len(TAGS), special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return tokenizer
@@ -69,7 +71,9 @@ class Conversations:
                 self.batches.append((torch.tensor(filled), torch.tensor(wanted)))
                 rows = []
             rows.append(ids)
-        print(f"{len(texts)} conversations, {sum(map(len, all_ids))} tokens, the longest {max(map(len, all_ids))}, {len(self.batches)} batches")
+        print(
+            f"{len(texts)} conversations, {sum(map(len, all_ids))} tokens, the longest {max(map(len, all_ids))}, {len(self.batches)} batches"
+        )
 
     def forever(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield inputs and targets, both [count, length], in another order each time."""
@@ -111,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the example model on made conversations.")
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write (default: beside this script)")
     parser.add_argument("--conversations", type=int, default=60_000)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens in a batch")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1865)

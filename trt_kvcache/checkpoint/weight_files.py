@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trt_kvcache._util.caller_warning import warn_caller
-from trt_kvcache.checkpoint.gguf.model import first_of_split
-from trt_kvcache.checkpoint.gguf.weights import open_gguf_weights
+from trt_kvcache.checkpoint.gguf.model import GGUFModel, first_of_split
+from trt_kvcache.checkpoint.gguf.weights import GGUFWeights
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.checkpoint.weight_file import WeightFile
@@ -158,7 +158,7 @@ def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) 
 
 
 def _open_gguf(path: Path) -> dict[str, WeightFile]:
-    weights = open_gguf_weights(path)
+    weights = GGUFWeights(GGUFModel(path))
     return dict.fromkeys(weights.tensors, weights)
 
 

@@ -1,7 +1,7 @@
 """``trt-kvcache serve``: a model for many clients, over OpenAI's API."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,6 +11,9 @@ from trt_kvcache.cli.score import ScoringFlags
 from trt_kvcache.cli.server_flags import AccessFlags, ConnectionFlags, LimitFlags
 
 _SLOTS = 8
+
+#: As ``trt_kvcache.server.http.tool_formats`` has them, which needs the extra serve.
+ToolCallParser = Literal["hermes", "llama3_json", "mistral"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,10 @@ def serve(
             min=0, metavar="MIB", help="Memory for copies of prompts, in MiB: of the next turn of a chat, only what is new is run."
         ),
     ] = 256,
+    tool_call_parser: Annotated[
+        ToolCallParser | None,
+        typer.Option("--tool-call-parser", help="How the model writes calls of tools. Default: what its chat template says."),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.
 
@@ -67,6 +74,7 @@ def serve(
         max_prompt_tokens=limits.max_prompt_tokens,
         trusted_proxies=tuple(access.trusted_proxy or ()),
         proxy_header=access.proxy_header,
+        tool_call_parser=tool_call_parser,
     )
     with bound_socket(access.host, access.port, allowed) as bound:
         source = flags.source(session_flags.located(folder), slots=_SLOTS, prompt_cache_bytes=prompt_cache << 20)

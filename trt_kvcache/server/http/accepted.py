@@ -54,14 +54,13 @@ class Body(BaseModel):
 class AcceptedFields(Body):
     """What a chat may have besides what it asks for. Values that would ask for something are refused.
 
-    The first group says who asks, how calls of tools are written and what to compute or keep of a request, none of which changes its
+    The first group says who asks and what to compute or keep of a request, none of which changes its
     answer. The second one has the only values that mean what is done here in any case, the third one has no value that could be followed.
     """
 
     user: str | None = None
     safety_identifier: _Text | None = None
     metadata: Annotated[dict[str, str] | None, at_most(16)] = None
-    parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: _Text | None = None
     prompt_cache_retention: _Text | None = None

@@ -206,6 +206,19 @@ class Message(Body):
 _Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
+class NamedFunction(Body):
+    """The name of a tool."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class NamedTool(Body):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatBody(Sampling, AcceptedFields):
     """The body of ``/v1/chat/completions``."""
 
@@ -215,7 +228,8 @@ class ChatBody(Sampling, AcceptedFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     add_generation_prompt: bool = True
@@ -226,7 +240,16 @@ class ChatBody(Sampling, AcceptedFields):
             raise ValueError("top_logprobs: expected logprobs to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: expected max_completion_tokens only, or the same value")
+        if self.must_call and not self.tools:
+            raise ValueError("tool_choice: expected tools of which one can be called")
+        if self.must_call and self.response_format is not None and self.response_format.guided is not None:
+            raise ValueError("response_format: expected none of an answer that must call a tool")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call of a tool."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def template_args(self) -> dict[str, Any]:

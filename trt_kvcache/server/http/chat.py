@@ -17,6 +17,7 @@ from trt_kvcache.server.http.bodies import ChatBody
 from trt_kvcache.server.http.connection import event_stream, unless_disconnected
 from trt_kvcache.server.http.errors import as_api_error
 from trt_kvcache.server.http.service import DONE, Service, as_event
+from trt_kvcache.server.http.tool_answers import AnswerParts, AnswerTools
 from trt_kvcache.server.http.written import as_json
 
 
@@ -40,7 +41,14 @@ def chat_route(service: Service) -> APIRouter:
         service.check_model(body.model)
         service.check_answers(1, body.n)
         tools = None if body.tool_choice == "none" else body.tools
-        tokens = await service.conversation(body.messages, tools, body.template_args, add_generation_prompt=body.add_generation_prompt)
+        conversation = service.conversation(
+            body.messages,
+            tools,
+            body.template_args,
+            add_generation_prompt=body.add_generation_prompt,
+            client=request.state.client,
+        )
+        tokens = await unless_disconnected(request, conversation)
         answer = _Chat(service, body, service.checked(tokens), request.state.client)
         if body.stream:
             return await event_stream(request, answer.events(), stalled_seconds=service.options.stalled_seconds)
@@ -57,7 +65,11 @@ class _Chat:
         self._body = body
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        self._tools = AnswerTools(service, body)
+        self._prompt = prompt
         self._request = {**body.request(prompt, max_tokens=limit, logprobs=logprobs), "client": client}
+        if (guided := self._tools.guided) is not None:
+            self._request["sampling_options"]["guided_decoding"] = guided
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
 
     async def document(self) -> bytes:
@@ -67,15 +79,18 @@ class _Chat:
         return await self._service.away(size, lambda: as_json(self._document(answers, usage)))
 
     def _document(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": self._logprobs(answer),
-                "finish_reason": answer.finish_reason,
-            }
-            for index, answer in enumerate(answers)
-        ]
+        choices = []
+        for index, answer in enumerate(answers):
+            parts = self._tools.parts(self._prompt)
+            message = parts.message(answer)
+            choices.append(
+                {
+                    "index": index,
+                    "message": {"role": "assistant", **message, "refusal": None},
+                    "logprobs": self._logprobs(answer),
+                    "finish_reason": parts.finish_reason(answer),
+                }
+            )
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage.document}
 
     def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
@@ -96,7 +111,7 @@ class _Chat:
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         head = {**self._head, "object": "chat.completion.chunk"}
-        usage, begun = Usage(), set[int]()
+        usage, begun = Usage(), dict[int, AnswerParts]()
         try:
             async with aclosing(chunks_of(self._service.engine, [self._request])) as chunks:
                 async for _, chunk in chunks:
@@ -104,13 +119,15 @@ class _Chat:
                     answer = Answer()
                     answer.add(chunk)
                     if index not in begun:
-                        begun.add(index)
+                        begun[index] = self._tools.parts(self._prompt)
                         yield self._event(head, with_usage, [_choice(index, {"role": "assistant", "content": ""}, None, None)])
-                    if answer.text or answer.token_ids or not answer.finish_reason:
-                        yield self._event(head, with_usage, [_choice(index, {"content": answer.text}, self._logprobs(answer), None)])
+                    logprobs = self._logprobs(answer)
+                    for delta in begun[index].deltas(answer):
+                        yield self._event(head, with_usage, [_choice(index, delta, logprobs, None)])
+                        logprobs = None
                     if answer.finish_reason:
                         usage.add(0, answer.usage)
-                        yield self._event(head, with_usage, [_choice(index, {}, None, answer.finish_reason)])
+                        yield self._event(head, with_usage, [_choice(index, {}, None, begun[index].finish_reason(answer))])
         except (GeneratorExit, asyncio.CancelledError):
             raise
         except BaseException as error:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.server.http.tool_formats import ToolParserName
 
 #: Headers in which proxies say which client a request comes from.
 ProxyHeader = Literal["x-forwarded-for", "forwarded"]
@@ -47,10 +48,13 @@ class ServerOptions:
     proxy_header : {"x-forwarded-for", "forwarded"}
         The header that these proxies write; any other one they may pass on as a client wrote it.
 
+    tool_call_parser : {"hermes", "llama3_json", "mistral"}, optional
+        How the model writes calls of tools. If left out, the chat template says.
+
     Raises
     ------
     ConfigError
-        A key is empty, or has characters that a header cannot carry; a proxy is no address; the header is not known.
+        A key is empty, or has characters that a header cannot carry; a proxy is no address; the header or the parser is not known.
     RangeError
         A limit is no positive integer.
 
@@ -74,6 +78,7 @@ class ServerOptions:
     stalled_seconds: float = 60.0
     trusted_proxies: tuple[str, ...] = ()
     proxy_header: ProxyHeader = "x-forwarded-for"
+    tool_call_parser: ToolParserName | None = None
 
     def __post_init__(self) -> None:
         for key in self.api_keys:
@@ -85,6 +90,8 @@ class ServerOptions:
         for proxy in self.trusted_proxies:
             _check_proxy(proxy)
         one_of("proxy_header", self.proxy_header, get_args(ProxyHeader))
+        if self.tool_call_parser is not None:
+            one_of("tool_call_parser", self.tool_call_parser, get_args(ToolParserName))
 
 
 def _check_proxy(text: str) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 from trt_kvcache._util.returned_memory import return_memory
@@ -19,6 +19,8 @@ from trt_kvcache.server.http.bodies import MAX_DETOKENIZED, Message
 from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.json_bodies import BodyReader
 from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.rendering import Rendering
+from trt_kvcache.server.http.tool_formats import ToolFormat, tool_format
 from trt_kvcache.server.http.written import as_json
 
 _T = TypeVar("_T")
@@ -73,6 +75,11 @@ class Service:
         if self.engine.tokenizer is None:
             raise ConfigError("text: expected a model folder with tokenizer.json, got none. Send token ids.")
         return self.engine.tokenizer
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of tools, if that is known."""
+        return tool_format(self.options.tool_call_parser, self.tokenizer.chat_template or "")
 
     @cached_property
     def bodies(self) -> BodyReader:
@@ -143,15 +150,17 @@ class Service:
         template_args: dict[str, Any] | None,
         *,
         add_generation_prompt: bool = True,
+        client: str,
     ) -> list[int]:
-        """Return the token ids of a conversation, as the chat template of the model writes it."""
+        """Return the token ids of a conversation of a client, as the chat template of the model writes it."""
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
             raise ConfigError("messages: expected a model with a chat template, got one without. Use /v1/completions.")
         prompt = ChatPrompt([one.model_dump(exclude_unset=True) for one in messages], tools, template_args or {})
-        text = await asyncio.to_thread(
+        render = partial(
             tokenizer.apply_chat_template, prompt.messages, add_generation_prompt, tools=prompt.tools, template_args=prompt.template_args
         )
+        text = await self._rendering.run(client, render)
         [tokens] = await self.encoded([text], add_special_tokens=False)
         return tokens
 
@@ -162,6 +171,16 @@ class Service:
         if len(token_ids) > most:
             raise ApiError(400, f"tokens: expected at most {most}, got {len(token_ids)}.", param="tokens")
         return await self.away(len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    @cached_property
+    def _rendering(self) -> Rendering:
+        return Rendering(self.engine.config.max_queue)
+
+    def close(self) -> None:
+        """Render no conversation any more: those that are being rendered, and later ones, are refused. Idempotent."""
+        self._rendering.close()
+        if self.engine.tokenizer is not None:
+            self.engine.tokenizer.close_chat_template()
 
     def checked(self, token_ids: list[int]) -> list[int]:
         """Return a prompt that is not too long and has tokens of the model."""
