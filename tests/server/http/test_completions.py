@@ -182,7 +182,7 @@ def test_a_prompt_of_a_full_slot_and_one_token_more(client, chatting):
             {"prompt": "A", "response_format": {"type": "regex", "regex": "é+"}},
             400,
             None,
-            "a grammar of texts that the tokenizer can write, got: ",
+            "a grammar of texts that the tokenizer can write, got ",
         ),
         ({"prompt": "A", "response_format": {"type": "regex"}}, 400, "response_format", "expected regex with the type"),
     ],

@@ -69,7 +69,7 @@ class HttpProtocol(H11Protocol):
 
     Parameters
     ----------
-    config, server_state, app_state, _loop
+    config, server_state, app_state, _loop : object
         As uvicorn has them.
     options : ServerOptions
         The limits.
