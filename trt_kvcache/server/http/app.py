@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -51,6 +52,7 @@ def make_app(engine: Engine, options: ServerOptions | None = None, *, metrics: M
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start()
+        await asyncio.to_thread(service.prepare)
         try:
             yield
         finally:
