@@ -142,7 +142,7 @@ class Checkpoint:
         files = family_names(open_weight_files(folder), FAMILIES[config.family], folder)
         gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
         if gguf is not None:
-            format_ = GGUF(tensor.dtype for tensor in gguf.tensors.values())
+            format_ = GGUF((tensor.dtype for tensor in gguf.tensors.values()), gguf.dequantized.values())
         if data.get("dtype") is None and data.get("torch_dtype") is None and embedding_name(config) in files:
             config = _with_stored_dtype(config, files[embedding_name(config)])
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
