@@ -23,12 +23,13 @@ def load(
     progress: Progress | None = None,
     **options: Unpack[ModelOptions],
 ) -> InferenceSession:
-    """Open a model: a Hugging Face folder, an engine folder, or a model of the Hugging Face Hub.
+    """Open a model: a Hugging Face folder, a GGUF file, an engine folder, or a model of the Hugging Face Hub.
 
     Parameters
     ----------
     path_or_hub_id : path or str
-        A folder, or an id ``organisation/name`` of the Hub. A folder of that name takes precedence; the network is not used then.
+        A folder, a ``.gguf`` file, or an id ``organisation/name`` of the Hub. A folder of that name takes precedence; the network is not
+        used then.
     revision : str, optional
         Branch, tag or commit on the Hub; for a Hub id only.
     progress : callable, optional
