@@ -203,7 +203,7 @@ def _call(value: Any, *, needs_arguments: bool = False) -> ToolCall:
     """Return a call that is written as an object."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise MalformedCallError
-    given = next((value[key] for key in ("arguments", "parameters") if key in value), None if needs_arguments else {})
+    given: Any = next((value[key] for key in ("arguments", "parameters") if key in value), None if needs_arguments else {})
     arguments = _parsed(given) if isinstance(given, str) else given
     if not isinstance(arguments, dict) or not _is_text(value["name"]):
         raise MalformedCallError
