@@ -25,12 +25,15 @@ EXTRAS = {
     "serve": "`trt-kvcache serve`: OpenAI's API over HTTP",
     "ray": "the same over several engines, with Ray Serve",
     "polygraphy": "`trt-kvcache compare`, and runners for `polygraphy run`",
-    "gguf": "weights from GGUF files",
+    "gguf": "GGUF files",
     "plot": "pictures of a cache and of a session over time",
     "nvtx": "named ranges in NVIDIA's profilers",
     "docs": "building this documentation",
     "dev": "working on the package",
 }
+
+#: More packages than these are not listed.
+_MAX_PACKAGES = 8
 
 #: Facts by name. A page has them as ``<!-- fact: name -->...<!-- end of fact -->``.
 FACTS = {
@@ -65,12 +68,12 @@ def _in_order(found: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
 
 
 def _packages(requirements: list[str]) -> str:
-    """Return what an extra installs, in short: other extras in code, packages by name, at most five of them."""
+    """Return what an extra installs, in short: other extras in code and packages by name, or only the extras if there are many packages."""
     names = []
     for requirement in requirements:
         own = re.match(r"trt-kvcache\[(.*?)\]", requirement)
         names += [f"`{name}`" for name in own[1].split(",")] if own else [re.match(r"[\w.-]+", requirement)[0]]
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:8])} and {len(names) - 8} more"
+    return ", ".join(names) if len(names) <= _MAX_PACKAGES else f"{', '.join(name for name in names if '`' in name)}, and tools"
 
 
 def with_facts(page: str) -> str:

@@ -137,7 +137,9 @@ class Attacked:
 
 
 @contextmanager
-def attacked_server(*options: str, slots: int = 4, descriptors: int | None = None, **environment: str) -> Iterator[Attacked]:
+def attacked_server(
+    *options: str, slots: int = 4, descriptors: int | None = None, template: str = TEMPLATE, **environment: str
+) -> Iterator[Attacked]:
     """Run ``trt-kvcache serve`` over the shipped model with a chat template.
 
     Parameters
@@ -148,6 +150,8 @@ def attacked_server(*options: str, slots: int = 4, descriptors: int | None = Non
         Requests that run at once.
     descriptors : int, optional
         The process may have no more open files.
+    template : str
+        The chat template.
     **environment : str
         Variables.
 
@@ -159,7 +163,7 @@ def attacked_server(*options: str, slots: int = 4, descriptors: int | None = Non
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "tiny-llama"
         shutil.copytree(ROOT / "examples" / "tiny-llama", folder)
-        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
         command = [sys.executable, "-m", "trt_kvcache", "serve", str(folder), "--engine", "reference", "--port", "0"]
         command += ["--max-batch-size", str(slots), *options]
         limited = command if descriptors is None else _with_descriptors(command, descriptors)

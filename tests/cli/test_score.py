@@ -113,7 +113,7 @@ def test_an_engine_folder_needs_no_option_with_numpy(run: Run, tmp_path: Path, w
     assert found[0][0]["perplexity"] == pytest.approx(found[2][0]["perplexity"], rel=0.01)  # in another dtype
     done = run("score", many, *ids, "--max-logits-per-slot", 3)
     assert (done.code, done.out) == (1, "")
-    assert "max_logits_per_slot: expected with a Hugging Face folder only" in done.complaint
+    assert "--max-logits-per-slot: expected with a Hugging Face folder only" in done.complaint
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_an_engine_folder_needs_no_option_with_numpy(run: Run, tmp_path: Path, w
         (
             ["--prompt-ids", "1,2", "--max-sequence-length", 4, "--max-logits-per-slot", 5],
             1,
-            "max_logits_per_slot: expected at most max_prefill_length=4",
+            "--max-logits-per-slot: expected at most --max-prefill-length=4",
         ),
     ],
 )

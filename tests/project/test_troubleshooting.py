@@ -27,13 +27,13 @@ def literals():
     """Return every string of the package, cut where values are filled in: a list of pieces each."""
     found = []
     for path in sorted((ROOT / "trt_kvcache").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        for node in ast.walk(tree):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, (ast.JoinedStr, ast.Constant))]
+        inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
             if isinstance(node, ast.JoinedStr):
                 pieces = "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
                 found.append(pieces.replace("`", "").split("\0"))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            elif isinstance(node.value, str) and id(node) not in inside:
                 found.append([node.value.replace("`", "")])
     return found
 

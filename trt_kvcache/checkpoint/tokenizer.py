@@ -322,11 +322,18 @@ class Tokenizer:
             The folder has no chat template, the template rejects the messages, or it was stopped because it takes too long.
         CheckpointError
             The template is not valid.
+        ClosedError
+            After :meth:`close_chat_template`.
         """
         if self._chat_template is None:
-            raise ConfigError(f"{self.path}: expected a chat template in {TOKENIZER_CONFIG_FILE} or chat_template.jinja, got none.")
+            raise ConfigError(f"{self.path.name}: expected a chat template in {TOKENIZER_CONFIG_FILE} or chat_template.jinja, got none.")
         variables = {**self.special_tokens, "tools": tools, **(template_args or {})}
         return self._chat_template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+
+    def close_chat_template(self) -> None:
+        """End the processes of the chat template, and what they render. Later calls are refused. Any thread may. Idempotent."""
+        if self._chat_template is not None:
+            self._chat_template.close()
 
 
 def _parse(text: str, file: Path) -> tokenizers.Tokenizer:

@@ -13,6 +13,14 @@ import typer
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; everything else goes to stderr.")]
 
 
+class WrongUsage(typer.BadParameter):
+    """Options that do not fit each other: the message alone names them, so none is called invalid."""
+
+    def format_message(self) -> str:
+        """Return the message."""
+        return self.message
+
+
 def choice(kind: Any, *names: str, aliases: Mapping[str, str] | None = None, **options: Any) -> Any:
     """Return an option that takes one of a few words.
 

@@ -137,7 +137,7 @@ class SamplingParams:
     A logits processor gets the token ids of the prompt and of everything generated so far as a tuple, and the logits as a float32 array
     ``(vocab,)`` on the host. The array is its own to change. It returns it, or another one of that shape. ``-inf`` excludes a token; NaN,
     ``+inf`` and the exclusion of all tokens are errors. A step that failed is repeated with the same arguments.
-    A processor that takes long can be a :class:`~trt_kvcache.generation.sampling.DeferredProcessor`: other requests do not wait for it.
+    A processor that takes long can be a ``trt_kvcache.generation.sampling.DeferredProcessor``: other requests do not wait for it.
 
     Examples
     --------

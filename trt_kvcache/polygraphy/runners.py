@@ -60,7 +60,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     tokens_only : bool
         Whether an inference is given tokens only, as by Polygraphy's default data loader, whose random lengths would be 0 and 1. Each
         inference starts new sequences then, and decodes: it runs a short prompt of each row, and then its other tokens one by one
-        (:func:`~trt_kvcache.polygraphy.feeds.decoding_steps`).
+        (``decoding_steps`` in ``feeds.py``).
 
     Attributes
     ----------

@@ -21,6 +21,7 @@ from trt_kvcache.server.engine_stats import EngineConfig, EngineObserver, Engine
 from trt_kvcache.server.generate_request import GenerateChunk, WantedAnswers, read_request
 from trt_kvcache.server.guidance import Guidance, GuidanceOptions, GuidedMask
 from trt_kvcache.server.guidance.grammar import Grammar
+from trt_kvcache.server.shares import room_for, share_of
 from trt_kvcache.session.async_request import AsyncRequest
 from trt_kvcache.session.async_session import AsyncSession
 from trt_kvcache.session.session import InferenceSession
@@ -321,19 +322,24 @@ class AsyncEngine:
         if self._draining:
             raise ClosedError("this engine takes no new requests: it is about to end.")
         config, live = self.config, self._live_by_client()
-        places, clients = config.max_num_seqs + config.max_queue, len(live.keys() | {client})
-        # Each may have its share, whatever the others took before it came. In all these are at most (1 + 1/2 + 1/3 + ...) * places.
-        share = places // clients if config.max_queue else 0
-        room = max(places - live.total(), share - live[client])
+        places = config.max_num_seqs + config.max_queue
+        room = room_for(client, live, places) if config.max_queue else places - live.total()
         if count > room:
             if self._observer is not None:
                 self._observer.refused()
-            error = QueueFullError(f"queue: expected room for {count} more of {places} requests, got {max(0, room)}. Try again later.")
-            until_any = (count + live.total() - places) / config.max_num_seqs
-            until_own = (count + live[client] - share) * clients / config.max_num_seqs if count <= share else math.inf
-            error.retry_after = max(1.0, math.ceil(self._mean_seconds * min(until_any, until_own)))
+            error = QueueFullError(f"queue: expected room for {count} more of {places} requests, got {room}. Try again later.")
+            error.retry_after = self._seconds_to_room(client, count, live, places)
             raise error
         self._reserved[client] += count
+
+    def _seconds_to_room(self, client: str, count: int, live: Counter[str], places: int) -> float:
+        """Return after how long so many answers may have room: when enough of any clients have ended, or enough of this client's own."""
+        share, slots = share_of(client, live, places), self.config.max_num_seqs
+        to_end = count + live.total() - places
+        if self.config.max_queue and count <= share:
+            own = count + live[client] - share
+            to_end = min(to_end, own * len(live.keys() | {client}))  # of the slots it has as many as each of the others
+        return max(1.0, math.ceil(self._mean_seconds * to_end / slots))
 
     async def _submit(self, wanted: WantedAnswers, requests: list[AsyncRequest], masks: list[GuidedMask]) -> None:
         """Submit all answers at once; what was reserved for them becomes them."""

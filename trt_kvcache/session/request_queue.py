@@ -21,8 +21,8 @@ from trt_kvcache.session.step_executor import StepExecutor
 from trt_kvcache.session.timeline import Activity, Timeline
 from trt_kvcache.session.token_steps import TokenSteps
 
-#: Seconds that a step without anything to run waits for logits processors.
-_PAUSE = 0.005
+#: Seconds that a step without anything to run waits for logits processors: for those of the only request that waits, or of one of several.
+_PAUSE, _SHORT_PAUSE = 0.005, 0.001
 
 _LOGGER = logging.getLogger("trt_kvcache.session")
 
@@ -155,7 +155,8 @@ class RequestQueue:
             self._log_step(admitted)
         waiting = [queued for queued in self._running if queued.request.waits and not queued.finished]
         if waiting and not advanced:
-            waiting[0].request.ready(_PAUSE)
+            # Of several, another one may be the first to be ready.
+            waiting[0].request.ready(_PAUSE if len(waiting) == 1 else _SHORT_PAUSE)
         moved = {queued.index: queued.handle for queued in (*advanced, *waiting)}
         return [moved[index] for index in sorted(moved)]
 

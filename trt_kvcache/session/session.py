@@ -350,12 +350,13 @@ class InferenceSession(Uncopyable):
         return self._batch[self._slot(slot)].pending
 
     def record(self) -> Timeline:
-        """Record from now on what the slots do in :meth:`step`.
+        """Record from now on what the slots do in :meth:`step`, and in :meth:`generate` of more prompts than there are slots.
 
         Returns
         -------
         Timeline
-            What was recorded so far, at any time; its ``plot`` is a picture of it. An earlier recording of this session ends.
+            What was recorded so far, at any time; its ``plot`` is a picture of it. As a context manager it records to the end of the
+            block. An earlier recording of this session ends.
 
         Raises
         ------
@@ -366,10 +367,10 @@ class InferenceSession(Uncopyable):
         --------
         >>> from trt_kvcache import InferenceSession
         >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
-        ...     timeline = session.record()
-        ...     _ = session.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
-        ...     while session.step():
-        ...         pass
+        ...     with session.record() as timeline:
+        ...         _ = session.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
+        ...         while session.step():
+        ...             pass
         >>> [(span.slot, span.request, span.activity) for span in timeline.spans]
         [(0, 0, 'prefill'), (0, 0, 'decode')]
         """
@@ -377,13 +378,15 @@ class InferenceSession(Uncopyable):
         self._queue.timeline = Timeline()
         return self._queue.timeline
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Plot:
+    def plot(self, path: str | os.PathLike[str] | None = None, *, title: str = "KV cache") -> Plot:
         """Draw the cache: per slot the tokens that were reused, are live and are free; per layer its bytes.
 
         Parameters
         ----------
         path : path, optional
             Save the picture there too: a name that ends with ``.svg``, ``.png`` or ``.pdf``.
+        title : str
+            The title.
 
         Returns
         -------
@@ -409,7 +412,7 @@ class InferenceSession(Uncopyable):
         True
         """
         self._check_open()
-        plot = draw_cache(self.cache_config, self._cache.lengths.upper_bounds, self._batch.reused)
+        plot = draw_cache(self.cache_config, self._cache.lengths.upper_bounds, self._batch.reused, title=title)
         if path is not None:
             plot.save(expanded(path))
         return plot

@@ -25,7 +25,7 @@ ENGINES = ("auto", "numpy", "tensorrt", "torch")
 ENGINE_ALIASES = {"reference": "numpy"}
 
 #: What other projects call some options.
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "backend": "engine",
     "batch_size": "max_batch_size",
     "device_id": "device",
@@ -196,7 +196,7 @@ class SessionOptions:
         ConfigError, RangeError
             There is no such option, or a value is not one of its values.
         """
-        option_names("session", options, [field.name for field in fields(cls)], _OTHER_NAMES)
+        option_names("session", options, [field.name for field in fields(cls)], OTHER_NAMES)
         return cls(**options)
 
     @property

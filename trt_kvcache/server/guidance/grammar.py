@@ -41,8 +41,7 @@ class Grammar:
             raise ConfigError(f"guided decoding: expected one of {', '.join(_KINDS)}, got {', '.join(guided) or 'nothing'}.")
         [(kind, value)] = given
         if kind in ("json", "json_object"):
-            value = {"type": "object"} if kind == "json_object" else value
-            text = value if isinstance(value, str) else json.dumps(value)
+            text = value if kind == "json" and isinstance(value, str) else _as_json({"type": "object"} if kind == "json_object" else value)
         elif kind == "choice":
             if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
                 raise ConfigError(f"guided decoding: choice: expected texts, got {value!r:.80}.")
@@ -67,3 +66,12 @@ class Grammar:
     def refused(self, reason: str, *, first: bool) -> KVCacheError:
         """Return the error for a grammar that is not taken, or in the middle of a text does not go on."""
         return (ConfigError if first else ProcessorError)(f"guided decoding: {self.shown}: {reason}.")
+
+
+def _as_json(schema: Any) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise ConfigError("guided decoding: json: expected a schema that is less deep, got one of too many levels.") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"guided decoding: json: expected a JSON schema, got an error: {error}.") from None

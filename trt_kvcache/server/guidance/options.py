@@ -31,7 +31,7 @@ class GuidanceOptions:
 
     Notes
     -----
-    Seconds are those of a processor. Where workers get too little of one, they may last five times as long by the clock.
+    Seconds are those of a processor. Where workers get too little of one, they may last ten times as long by the clock.
 
     Examples
     --------

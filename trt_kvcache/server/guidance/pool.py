@@ -21,14 +21,14 @@ from trt_kvcache.server.guidance.grammar import Grammar
 from trt_kvcache.server.guidance.options import GuidanceOptions
 from trt_kvcache.server.guidance.process import Opening, Usage, WorkerEndedError, WorkerProcess
 
-#: Seconds after which a job counts as long: it has its worker for itself, and the requests that had their grammar there move to another.
-_LONG = 0.1
+#: Seconds of a processor, and by the clock, after which a job is long: then its worker is for its text alone, and others move to another.
+_LONG, _LONG_BY_CLOCK = 0.1, 2.0
 
 #: Seconds between two looks at what the jobs use.
 _TICK = 0.02
 
 #: Seconds by the clock that a second of a processor may last.
-_STRETCH = 5.0
+_STRETCH = 10.0
 
 #: Seconds that a worker may take to start, and that one without work is kept.
 _START, _IDLE = 60.0, 30.0
@@ -110,9 +110,9 @@ class _Lane:
         self.opened = False
         self.job: Job | None = None
         self.began = time.monotonic()
-        #: Before its first job, and, of a long one, when it was first looked at: seconds are those before the job.
-        self.base: Usage | None = None
-        self.before: float | None = None
+        #: What it used before its first job, and the seconds before this one.
+        self.base = Usage(0.0, 0)
+        self.before = 0.0
         #: The texts that it knows, with the tokens that they have there.
         self.held: dict[int, tuple[int, ...]] = {}
         self.dropped: list[int] = []
@@ -129,7 +129,7 @@ class _Lane:
     @property
     def is_long(self) -> bool:
         """Whether it does a job that others should not wait for."""
-        return self.job is not None and time.monotonic() - self.began > _LONG
+        return self.job is not None and self.is_slow
 
     def set_slow(self, job: Job) -> None:
         """Keep it for the text of a job; the others go elsewhere."""
@@ -141,7 +141,7 @@ class _Lane:
 
     def take(self, job: Job) -> None:
         """Begin a job."""
-        self.job, self.began, self.before = job, time.monotonic(), None
+        self.job, self.began, self.before = job, time.monotonic(), self.process.usage().seconds
 
 
 class WorkerPool:
@@ -395,34 +395,28 @@ class WorkerPool:
             if now - lane.began > _START:
                 lane.process.kill()
             return
-        job = lane.job
-        if job is None or not lane.is_long or lane.reason is not None:
+        job, lasted = lane.job, now - lane.began
+        if job is None or lasted < _TICK or lane.reason is not None:
             return
         usage = lane.process.usage()
-        if not lane.is_slow:
+        if not lane.is_slow and (usage.seconds - lane.before > _LONG or lasted > _LONG_BY_CLOCK):
             lane.set_slow(job)
-        if job.result.cancelled():
+        if job.result.cancelled() and lane.is_slow:
             lane.reason = ""
-        elif usage is not None:
-            lane.reason = self._excess(lane, job, usage, now - lane.began)
+        else:
+            lane.reason = self._excess(lane, job, usage, lasted)
         if lane.reason is not None:
             lane.process.kill()
 
     def _excess(self, lane: _Lane, job: Job, usage: Usage, lasted: float) -> str | None:
         """Return what a job takes too much of, empty if others are to blame for it."""
         options = self._options
-        seconds = options.mask_seconds
-        if job.text.name not in lane.held:
-            seconds += options.compile_seconds if job.is_first else 2 * options.compile_seconds
-        what = "compiles" if job.is_first else "has its next mask"
-        limit = options.compile_seconds if job.is_first else options.mask_seconds
-        if lane.before is None:
-            lane.before = usage.seconds - lasted
-        used = usage.seconds - lane.before
-        if used > seconds or lasted > _STRETCH * seconds:
+        what, limit = ("compiles", options.compile_seconds) if job.is_first else ("has its next mask", options.mask_seconds)
+        # In another worker, a text is compiled and read again first.
+        seconds = limit if job.is_first or job.text.name in lane.held else limit + 2 * options.compile_seconds
+        if usage.seconds - lane.before > seconds or lasted > _STRETCH * seconds:
             return f"expected a grammar that {what} within {limit:g} seconds, got one that takes longer"
-        grown = usage.nbytes - (lane.base.nbytes if lane.base else 0)
-        if grown > options.memory_mib << 20:
+        if usage.nbytes - lane.base.nbytes > options.memory_mib << 20:
             alone = not set(lane.held) - {job.text.name}
             return f"expected a grammar that takes at most {options.memory_mib} MiB of memory, got one that takes more" if alone else ""
         return None

@@ -127,16 +127,15 @@ class WorkerProcess:
             raise WorkerEndedError
         return answer
 
-    def usage(self) -> Usage | None:
-        """Return what it has used; None if it has ended."""
+    def usage(self) -> Usage:
+        """Return what it has used; nothing if it has ended."""
+        assert self._watched is not None
         try:
-            if self._watched is None:
-                return None
             with self._watched.oneshot():
                 times = self._watched.cpu_times()
                 return Usage(times.user + times.system, self._watched.memory_info().rss)
         except psutil.Error:
-            return None
+            return Usage(0.0, 0)
 
     def lower_priority(self) -> None:
         """Let everything else go first."""

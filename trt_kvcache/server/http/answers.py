@@ -41,6 +41,13 @@ class Answer:
     finish_reason: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """How many tokens and log-probabilities it has."""
+        score = self.prompt_logprobs
+        tops = [*self.top_logprobs, *(score.top_logprobs or () if score is not None else ())]
+        return len(self.token_ids) + (0 if score is None else len(score.tokens)) + sum(len(top or ()) for top in tops)
+
     def add(self, chunk: GenerateChunk) -> None:
         """Add the next part of it."""
         self.text += chunk["text"]

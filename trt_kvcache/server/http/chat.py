@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from trt_kvcache.server.http.answers import Answer, Usage, chunks_of, whole_answers
 from trt_kvcache.server.http.bodies import ChatBody
@@ -18,6 +18,7 @@ from trt_kvcache.server.http.connection import event_stream, unless_disconnected
 from trt_kvcache.server.http.errors import as_api_error
 from trt_kvcache.server.http.service import DONE, Service, as_event
 from trt_kvcache.server.http.tool_answers import AnswerParts, AnswerTools
+from trt_kvcache.server.http.written import as_json
 
 
 def chat_route(service: Service) -> APIRouter:
@@ -40,11 +41,18 @@ def chat_route(service: Service) -> APIRouter:
         service.check_model(body.model)
         service.check_answers(1, body.n)
         tools = None if body.tool_choice == "none" else body.tools
-        tokens = await service.conversation(body.messages, tools, body.template_args, add_generation_prompt=body.add_generation_prompt)
+        conversation = service.conversation(
+            body.messages,
+            tools,
+            body.template_args,
+            add_generation_prompt=body.add_generation_prompt,
+            client=request.state.client,
+        )
+        tokens = await unless_disconnected(request, conversation)
         answer = _Chat(service, body, service.checked(tokens), request.state.client)
         if body.stream:
             return await event_stream(request, answer.events(), stalled_seconds=service.options.stalled_seconds)
-        return JSONResponse(await unless_disconnected(request, answer.document()))
+        return Response(await unless_disconnected(request, answer.document()), media_type="application/json")
 
     return router
 
@@ -64,9 +72,13 @@ class _Chat:
             self._request["sampling_options"]["guided_decoding"] = guided
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
 
-    async def document(self) -> dict[str, Any]:
+    async def document(self) -> bytes:
         """Return the whole answer."""
         [answers], usage = await whole_answers(self._service.engine, [self._request])
+        size = sum(answer.size for answer in answers)
+        return await self._service.away(size, lambda: as_json(self._document(answers, usage)))
+
+    def _document(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers):
             parts = self._tools.parts(self._prompt)

@@ -7,10 +7,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.server.http.answers import Answer, Usage, chunks_of, whole_answers
@@ -19,6 +20,7 @@ from trt_kvcache.server.http.connection import event_stream, unless_disconnected
 from trt_kvcache.server.http.errors import as_api_error
 from trt_kvcache.server.http.service import DONE, Service, as_event
 from trt_kvcache.server.http.text_places import TextPlaces
+from trt_kvcache.server.http.written import as_json
 
 #: Tokens and values of a prompt and what follows it, as the API lists them.
 _Logprobs = dict[str, list[Any]]
@@ -45,7 +47,7 @@ def completions_route(service: Service) -> APIRouter:
         completion = _Completion(service, body, await _prompt_ids(service, body), request.state.client)
         if body.stream:
             return await event_stream(request, completion.events(), stalled_seconds=service.options.stalled_seconds)
-        return JSONResponse(await unless_disconnected(request, completion.document()))
+        return Response(await unless_disconnected(request, completion.document()), media_type="application/json")
 
     return router
 
@@ -74,9 +76,13 @@ class _Completion:
         ]
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": service.model}
 
-    async def document(self) -> dict[str, Any]:
+    async def document(self) -> bytes:
         """Return the whole answer."""
         found, usage = await whole_answers(self._service.engine, self._requests)
+        size = sum(answer.size for answers in found for answer in answers)
+        return await self._service.away(size, lambda: as_json(self._document(found, usage)))
+
+    def _document(self, found: Sequence[Sequence[Answer]], usage: Usage) -> dict[str, Any]:
         choices = []
         for prompt, answers in enumerate(found):
             for index, answer in enumerate(answers):
@@ -136,7 +142,7 @@ class _Completion:
                     answer.add(chunk)
                     if "completion_usage" in chunk:
                         usage.add(prompt, chunk["completion_usage"])
-                    yield as_event({**head, "choices": [self._part(prompt, chunk["index"], answer, places)]})
+                    yield await self._service.away(answer.size, partial(self._event, head, prompt, chunk["index"], answer, places))
         except (GeneratorExit, asyncio.CancelledError):
             raise
         except BaseException as error:
@@ -147,6 +153,9 @@ class _Completion:
         if with_usage:
             yield as_event({**self._head, "choices": [], "usage": usage.document})
         yield DONE
+
+    def _event(self, head: dict[str, Any], prompt: int, index: int, answer: Answer, places: dict[tuple[int, int], TextPlaces]) -> bytes:
+        return as_event({**head, "choices": [self._part(prompt, index, answer, places)]})
 
     def _part(self, prompt: int, index: int, answer: Answer, places: dict[tuple[int, int], TextPlaces]) -> dict[str, Any]:
         """Return the next part of an answer; the first one repeats the prompt, if asked for."""

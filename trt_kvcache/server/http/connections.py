@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from enum import Enum
 from typing import Protocol
+
+from trt_kvcache.server.http.clients import named, parsed_address
 
 #: Descriptors that a process keeps for what are no connections: files, pipes of its workers, connections that are about to be closed.
 _OTHER_DESCRIPTORS = 128
@@ -97,13 +98,8 @@ class Connections:
 
 def _network(address: str) -> str:
     """Return what one client has: an address, or of IPv6 the first half of it."""
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:  # a socket of the file system has none
-        return address
-    if found.version == 4:
-        return address
-    return str(found.ipv4_mapped or ipaddress.ip_network((int(found) >> 64 << 64, 64)))
+    found = parsed_address(address)
+    return address if found is None else named(found)  # a socket of the file system has none
 
 
 def default_connections() -> int:

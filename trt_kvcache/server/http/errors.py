@@ -173,8 +173,8 @@ def _of_route(request: Request, error: Exception) -> ApiError | None:
         return None
     asked = f"{request.method} {request.url.path[:80]}"
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        return ApiError(405, f"{asked}: expected {allowed}.", code="method_not_allowed", headers=error.headers)
+        allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+        return ApiError(405, f"{asked}: expected {' or '.join(allowed)}.", code="method_not_allowed", headers={"Allow": ", ".join(allowed)})
     if error.status_code == HTTPStatus.NOT_FOUND:
         return ApiError(404, f"{asked}: expected a path of this server, such as /v1/chat/completions; /openapi.json lists them.")
     return None

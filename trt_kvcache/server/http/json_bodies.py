@@ -23,13 +23,13 @@ _Model = TypeVar("_Model", bound=BaseModel)
 #: Bytes of a body that is read in the event loop; it takes a millisecond or two.
 _SHORT = 16 << 10
 
-#: Lists and objects in one body. Each takes as long as twenty numbers, and sets Python's garbage collection going.
-MAX_CONTAINERS = 16384
+#: Lists and objects in one body, and members of all its objects. Each takes as long to read as twenty numbers.
+MAX_CONTAINERS, MAX_MEMBERS = 16384, 32768
 
 #: Bytes of a body after which memory is given back to the system.
 _LARGE = 256 << 10
 
-_COMMA, _QUOTE, _LIST, _OBJECT = b',"[{'
+_QUOTE = ord('"')
 
 
 class BodyReader:
@@ -170,18 +170,19 @@ def parsed(content: bytes, kind: type[_Model], *, max_values: int) -> _Model:
 
 
 def _sizes(content: bytes, max_values: int) -> list[tuple[str, int, int]]:
-    """Return how many values, and lists and objects, a document has at least, and how many it may have.
+    """Return how many values, members, and lists and objects a document has at least, and how many it may have.
 
     What stands in texts is told apart only if that matters.
     """
 
-    def sizes(containers: int, commas: int) -> list[tuple[str, int, int]]:
-        return [("lists and objects", containers, MAX_CONTAINERS), ("values", commas + containers, max_values)]
+    def sizes(count: Callable[[bytes], int]) -> list[tuple[str, int, int]]:
+        containers = count(b"[") + count(b"{")
+        values, members = count(b",") + containers, count(b":")
+        return [("lists and objects", containers, MAX_CONTAINERS), ("members", members, MAX_MEMBERS), ("values", values, max_values)]
 
-    rough = sizes(content.count(b"[") + content.count(b"{"), content.count(b","))
+    rough = sizes(content.count)
     if all(count <= most for _, count, most in rough):
         return rough
     codes = np.frombuffer(content.replace(rb"\\", b"  ").replace(rb"\"", b"  "), np.uint8)
     outside = ~np.logical_xor.accumulate(codes == _QUOTE)
-    counts = {code: int(np.count_nonzero(outside & (codes == code))) for code in (_COMMA, _LIST, _OBJECT)}
-    return sizes(counts[_LIST] + counts[_OBJECT], counts[_COMMA])
+    return sizes(lambda byte: int(np.count_nonzero(outside & (codes == ord(byte)))))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
+from trt_kvcache._util.returned_memory import return_memory
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
@@ -19,12 +19,20 @@ from trt_kvcache.server.http.bodies import MAX_DETOKENIZED, Message
 from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.json_bodies import BodyReader
 from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.rendering import Rendering
 from trt_kvcache.server.http.tool_formats import ToolFormat, tool_format
+from trt_kvcache.server.http.written import as_json
 
 _T = TypeVar("_T")
 
-#: Characters, or tokens, of a request that are encoded, or decoded, in the event loop; more of them in another thread.
+#: Characters or tokens of a request, or log-probabilities of an answer, that are worked on in the event loop; more of them in a thread.
 _SHORT = 2000
+
+#: The same after which memory is given back to the system, once the answer is sent.
+_LARGE = 100_000
+
+#: Tokens of which bytes and text are remembered.
+_REMEMBERED = 1 << 16
 
 #: Values of a body beside its token ids, and the most token ids that are counted on.
 _OTHER_VALUES, _MOST_TOKENS = 1 << 16, 1 << 20
@@ -105,17 +113,24 @@ class Service:
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(2, thread_name_prefix="trt_kvcache texts")
 
-    async def in_thread(self, work: Callable[[], _T]) -> _T:
-        """Return what a function returns that takes long, away from the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def away(self, size: int, work: Callable[[], _T]) -> _T:
+        """Return what a function returns: away from the event loop if there is much for it to do."""
+        if size <= _SHORT:
+            return work()
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, work)
+        finally:
+            if size > _LARGE:
+                loop.call_later(1.0, self._threads.submit, return_memory)
 
     async def encoded(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of texts; long ones do not hold others up, and what cannot fit is refused before it is encoded.
 
         White space that a tokenizer drops, and other texts of which it makes less than a token for so many characters, count as well.
         """
-        tokenizer = self.tokenizer
-        if sum(map(len, texts)) <= _SHORT:
+        tokenizer, size = self.tokenizer, sum(map(len, texts))
+        if size <= _SHORT:
             return [tokenizer.encode(text, add_special_tokens) for text in texts]
         most = self.max_tokens * tokenizer.longest_token * _NORMALIZED
         for text in texts:
@@ -126,7 +141,7 @@ class Service:
                     param="prompt",
                     code="context_length_exceeded",
                 )
-        return await self.in_thread(lambda: tokenizer.encode_all(texts, add_special_tokens))
+        return await self.away(size, lambda: tokenizer.encode_all(texts, add_special_tokens))
 
     async def conversation(
         self,
@@ -135,15 +150,17 @@ class Service:
         template_args: dict[str, Any] | None,
         *,
         add_generation_prompt: bool = True,
+        client: str,
     ) -> list[int]:
-        """Return the token ids of a conversation, as the chat template of the model writes it."""
+        """Return the token ids of a conversation of a client, as the chat template of the model writes it."""
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
             raise ConfigError("messages: expected a model with a chat template, got one without. Use /v1/completions.")
         prompt = ChatPrompt([one.model_dump(exclude_unset=True) for one in messages], tools, template_args or {})
-        text = await asyncio.to_thread(
+        render = partial(
             tokenizer.apply_chat_template, prompt.messages, add_generation_prompt, tools=prompt.tools, template_args=prompt.template_args
         )
+        text = await self._rendering.run(client, render)
         [tokens] = await self.encoded([text], add_special_tokens=False)
         return tokens
 
@@ -153,9 +170,17 @@ class Service:
         most = max(MAX_DETOKENIZED, self.engine.config.context_length)
         if len(token_ids) > most:
             raise ApiError(400, f"tokens: expected at most {most}, got {len(token_ids)}.", param="tokens")
-        if len(token_ids) <= _SHORT:
-            return tokenizer.decode(token_ids, skip_special_tokens=False)
-        return await self.in_thread(lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+        return await self.away(len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    @cached_property
+    def _rendering(self) -> Rendering:
+        return Rendering(self.engine.config.max_queue)
+
+    def close(self) -> None:
+        """Render no conversation any more: those that are being rendered, and later ones, are refused. Idempotent."""
+        self._rendering.close()
+        if self.engine.tokenizer is not None:
+            self.engine.tokenizer.close_chat_template()
 
     def checked(self, token_ids: list[int]) -> list[int]:
         """Return a prompt that is not too long and has tokens of the model."""
@@ -175,8 +200,19 @@ class Service:
             raise ApiError(400, f"prompt: expected token ids from 0 to {vocab_size - 1}, got {wrong}.", param="prompt")
         return token_ids
 
-    def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of one token, if they are known."""
+    @cached_property
+    def _known_tokens(self) -> Callable[[int], tuple[bytes | None, str]]:
+        return lru_cache(_REMEMBERED)(self._token)
+
+    def _token(self, token: int) -> tuple[bytes | None, str]:
+        """Return bytes and text of one token."""
+        found = self._token_bytes(token)
+        try:
+            return found, f"token_id:{token}" if found is None else found.decode()
+        except UnicodeDecodeError:
+            return found, f"token_id:{token}"
+
+    def _token_bytes(self, token: int) -> bytes | None:
         if self.engine.tokenizer is None:
             return None
         found = self.engine.tokenizer.token_bytes(token)
@@ -185,18 +221,18 @@ class Service:
             found = None if "\ufffd" in text else text.encode()
         return found or None
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of one token, if they are known."""
+        return self._known_tokens(token)[0]
+
     def token_text(self, token: int) -> str:
         """Return the text of one token for people and programs that compare them; bytes of a part of a character have none."""
-        found = self.token_bytes(token)
-        try:
-            return f"token_id:{token}" if found is None else found.decode()
-        except UnicodeDecodeError:
-            return f"token_id:{token}"
+        return self._known_tokens(token)[1]
 
 
 def as_event(document: dict[str, Any]) -> bytes:
     """Return a document as a server-sent event."""
-    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + as_json(document) + b"\n\n"
 
 
 #: The last event of a stream.

@@ -20,6 +20,7 @@ from trt_kvcache.server.async_engine import AsyncEngine
 from trt_kvcache.server.http.connections import Connections, default_connections
 from trt_kvcache.server.http.options import ServerOptions, is_loopback
 from trt_kvcache.server.http.protocol import HttpProtocol
+from trt_kvcache.server.http.service import Service
 
 #: Connections that may wait to be accepted.
 _BACKLOG = 2048
@@ -78,6 +79,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
         )
         super().__init__(config)
+        self._service: Service = app.state.service
         self._engine = engine
         self._on_start = on_start
         self._on_drain = on_drain
@@ -103,6 +105,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no new requests, and wait for those that were taken."""
         draining = asyncio.create_task(self._engine.drain())
+        await asyncio.sleep(0)  # from now on it refuses what comes
+        self._service.close()  # what is rendered would be refused afterwards
         await super().shutdown(sockets)
         draining.cancel()
 
@@ -134,7 +138,7 @@ def bound_socket(host: str, port: int, options: ServerOptions) -> socket.socket:
     if not options.api_keys and not options.any_host and not is_loopback(host):
         raise ConfigError(
             f"host: expected an address of this machine alone, such as 127.0.0.1, for a server without API keys, got {host!r}. "
-            "Give it a key, or allow everybody."
+            "Give it api_keys, or any_host=True."
         )
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
