@@ -50,6 +50,30 @@ def test_what_templates_may_use(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"content": "<é>"}, {"content": "no"}]) == '{"content": "<é>"}20True'
 
 
+@pytest.mark.parametrize(
+    ("filters", "text"),
+    [
+        ("tojson", '{"b": ["é"], "a": "<&\'>"}'),
+        ("tojson(true)", '{"b": ["\\u00e9"], "a": "<&\'>"}'),
+        ("tojson(ensure_ascii=True, sort_keys=True)", '{"a": "<&\'>", "b": ["\\u00e9"]}'),
+        ("tojson(False, 1)", '{\n "b": [\n  "é"\n ],\n "a": "<&\'>"\n}'),
+        ("tojson(separators=(',', ':'))", '{"b":["é"],"a":"<&\'>"}'),
+        ("tojson(False, None, [';', '='], true)", '{"a"="<&\'>";"b"=["é"]}'),
+        ("tojson(indent='--')", '{\n--"b": [\n----"é"\n--],\n--"a": "<&\'>"\n}'),
+    ],
+)
+def test_tojson_takes_the_options_that_it_has_in_transformers(tmp_path: Path, filters: str, text: str) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=f"{{{{ messages[0].x | {filters} }}}}"))
+    assert tokenizer.apply_chat_template([{"x": {"b": ["é"], "a": "<&'>"}}]) == text
+
+
+@pytest.mark.parametrize("value", ["nothing", "messages.append", "joiner(1)"])
+def test_tojson_of_what_is_no_json_is_refused(tmp_path: Path, value: str) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=f"{{{{ {value} | tojson }}}}"))
+    with pytest.raises(ConfigError, match=r"the chat template refuses these messages: .*not JSON serializable"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
 def test_tools_and_other_variables_reach_the_template(tmp_path: Path) -> None:
     template = "{{ bos_token }} {{ tools[0].name }} {{ enable_thinking }} {{ messages | length }}"
     tokenizer = opened(byte_level_folder(tmp_path, bos_token=BOS, chat_template=template))

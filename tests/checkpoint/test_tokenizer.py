@@ -63,6 +63,30 @@ def test_special_tokens_are_known_by_their_text(tmp_path: Path) -> None:
     assert tokenizer.special_token_id(f"{BOS}the") is None
 
 
+TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 2}
+PADDING = {"strategy": {"Fixed": 10_000_000}, "direction": "Left", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0, "pad_token": "t"}
+
+
+@pytest.mark.parametrize(
+    "left_from_training",
+    [
+        {"truncation": TRUNCATION},
+        {"truncation": TRUNCATION | {"direction": "Left", "max_length": 0, "stride": 9}},
+        {"padding": PADDING},
+        {"padding": PADDING | {"strategy": "BatchLongest", "direction": "Right"}, "truncation": TRUNCATION},
+    ],
+)
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path, left_from_training: dict[str, object]) -> None:
+    tokenizer, text = opened(byte_level_folder(tmp_path / "plain")), "the tea and the 漢字 of the sea"
+    folder = byte_level_folder(tmp_path / "trained")
+    data = json.loads((folder / "tokenizer.json").read_text()) | left_from_training
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    trained = opened(folder)
+    for special in (True, False):
+        assert trained.encode(text, add_special_tokens=special) == tokenizer.encode(text, add_special_tokens=special)
+    assert json.loads(trained.to_json()) == json.loads(tokenizer.to_json())
+
+
 @pytest.mark.parametrize("eos", [EOS, {"content": EOS, "special": True}])
 def test_end_token(tmp_path: Path, eos: object) -> None:
     tokenizer = opened(byte_level_folder(tmp_path, eos_token=eos, pad_token=None))

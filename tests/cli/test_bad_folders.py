@@ -126,7 +126,7 @@ def test_a_damaged_tokenizer(run: Run, model: Path, tmp_path: Path):
     ("make", "complaint"),
     [
         (lambda path: None, "model folder, an engine folder, or an id of the Hugging Face Hub such as Qwen/Qwen3-0.6B, got nothing there."),
-        (lambda path: path.touch(), "model folder, got a file."),
+        (lambda path: path.touch(), "model folder, got a file that is no GGUF file."),
     ],
     ids=["nothing", "file"],
 )

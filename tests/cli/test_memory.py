@@ -171,7 +171,7 @@ def test_wrong_usage(run: Run, arguments: list[object], complaint: str):
         (["--layers", 2, "--kv-heads", 2, "--head-dim", 5, "--max-sequence-length", 9], "expected a multiple of 16 bytes."),
         ([SHIPPED, "--max-sequence-length", 10**30], "max_sequence_length: expected an integer from 1 to 2147483647"),
         ([GOLDEN / "nothing"], f"{GOLDEN / 'nothing'}: expected a model folder, an engine folder, or an id of the Hugging Face Hub"),
-        ([SHIPPED / "config.json"], "config.json: expected an engine or model folder, got a file."),
+        ([SHIPPED / "config.json"], "config.json: expected a model folder, got a file that is no GGUF file."),
         ([GOLDEN], f"{GOLDEN / 'config.json'}: expected a file, got nothing there. A Hugging Face model folder has one."),
     ],
     ids=str,

@@ -10,9 +10,10 @@ from contextlib import aclosing
 import pytest
 
 from tests.helpers.pace import Pace
-from tests.server.engines import alone, answers, held_slots, request, run, running, source
+from tests.server.engines import MODEL, alone, answers, held_slots, request, run, running, source
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, QueueFullError, RangeError, ShapeError
 from trt_kvcache.server.async_engine import AsyncEngine, RequestContext
+from trt_kvcache.session.session_source import SessionSource
 
 pytest.importorskip("tokenizers")
 
@@ -390,3 +391,29 @@ def test_a_failed_start_says_why():
         await engine.cleanup()
 
     run(main)
+
+
+def test_guided_text_is_the_same_with_a_tokenizer_that_training_left_padding_in(tmp_path):
+    pytest.importorskip("llguidance")
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    truncation = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 16}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 5, "pad_type_id": 0, "pad_token": "a"}
+    data = json.loads((MODEL / "tokenizer.json").read_text()) | {"truncation": truncation, "padding": padding}
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    wanted = {"token_ids": [5, 6], "sampling_options": {"guided_decoding": {"choice": ["The White Rabbit was late"]}}}
+
+    async def main():
+        found = []
+        for folder in (MODEL, tmp_path):
+            options = {"max_batch_size": 1, "max_sequence_length": 64, "dtype": "float32"}
+            engine = AsyncEngine(SessionSource(folder, engine="reference", **options), model="tiny")
+            await engine.start()
+            found += await answers(engine, wanted)
+            await engine.cleanup()
+        return found
+
+    plain, padded = run(main)
+    assert padded == plain
+    assert plain["text"] == "The White Rabbit was late"

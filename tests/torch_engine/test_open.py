@@ -85,12 +85,12 @@ class TestWithoutAGpu:
         with (
             caplog.at_level(logging.INFO, "trt_kvcache"),
             pytest.warns(
-                EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}; .*the PyTorch engine does not compute"
+                EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}; .*the PyTorch engine does not support"
             ),
             InferenceSession.from_model(GOLDEN / "gemma2") as session,
         ):
             assert isinstance(session.engine, ReferenceEngine)
-        assert "the PyTorch engine does not compute attention with a window yet (gemma2)" in caplog.text
+        assert "the PyTorch engine does not support sliding window yet (gemma2)" in caplog.text
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_sessions_agree_with_the_reference_engine(self, tmp_path, dtype):

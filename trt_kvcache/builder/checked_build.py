@@ -17,8 +17,7 @@ from trt_kvcache.builder.options import (
 )
 from trt_kvcache.builder.timing_cache import check_timing_cache
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
-from trt_kvcache.checkpoint.checkpoint import CONFIG_FILE
-from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.model_files import CONFIG_FILE, ModelFiles
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_weights
@@ -187,7 +186,7 @@ def open_checkpoint(model: Path, rounding: str | None, *, needs_weights: bool) -
     CheckpointError, ConfigError
         As ``Checkpoint.open`` does.
     """
-    if needs_weights or has_weight_files(model) or quantized_format(read_json(model / CONFIG_FILE), model) is not None:
+    if needs_weights or has_weight_files(model) or quantized_format(ModelFiles(model).json(CONFIG_FILE), model) is not None:
         return Checkpoint.open(model, quantize=rounding)
     config = Checkpoint.read_config(model)
     return Checkpoint(model, config, {}, None if rounding is None else rounded_weights(config, Quantization.parse(rounding), {}))

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.caller_warning import warn_caller
-from trt_kvcache.checkpoint.gguf_file import GGUFFile
-from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.gguf.weights import GGUFWeights
 from trt_kvcache.checkpoint.kv_scales import LayerScales, read_kv_scales
+from trt_kvcache.checkpoint.model_files import CONFIG_FILE, ModelFiles
 from trt_kvcache.checkpoint.quantized.format import QuantizedFormat
 from trt_kvcache.checkpoint.quantized.gguf import GGUF
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
@@ -32,8 +32,6 @@ from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
-
-CONFIG_FILE = "config.json"
 
 # Optional files of a model folder that a copy of it includes.
 COMPANION_FILES = (
@@ -112,7 +110,8 @@ class Checkpoint:
         Parameters
         ----------
         path : path
-            A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or one GGUF file in their place.
+            A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or one GGUF file in their place; or a
+            GGUF file, whose metadata has what ``config.json`` says.
         quantize : str or Quantization, optional
             Round weights to the nearest integers of a scale when they are read, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or
             ``"int4,head=int8"``: see ``docs/quantization.md``.
@@ -141,8 +140,9 @@ class Checkpoint:
         folder = Path(path)
         config, data, format_ = _read_config(folder)
         files = family_names(open_weight_files(folder), FAMILIES[config.family], folder)
-        if any(isinstance(file, GGUFFile) for file in files.values()):
-            format_ = GGUF(files[name].tensors[name].dtype for name in files)
+        gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
+        if gguf is not None:
+            format_ = GGUF(tensor.dtype for tensor in gguf.tensors.values())
         if data.get("dtype") is None and data.get("torch_dtype") is None and embedding_name(config) in files:
             config = _with_stored_dtype(config, files[embedding_name(config)])
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
@@ -152,6 +152,8 @@ class Checkpoint:
         _warn_of_conversion(config, files, [name for name in checkpoint.tensor_names if name not in quantized], folder)
         if format_ is not None and quantized and format_.notes:
             warn_caller(f"{folder}: weights are {format_.title}: {'; '.join(format_.notes)}.", UserWarning)
+        if gguf is not None and gguf.dequantized:
+            warn_caller(_dequantized(config, gguf), UserWarning)
         return checkpoint
 
     @staticmethod
@@ -206,12 +208,16 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: expected the name of a tensor of the model, got {name!r}.")
         packed = self.quantized_weight(name)
         if packed is None:
-            return _array(files[name], name, self.config.dtype)
+            return _array(files[name], name, self._value_dtype(name, files))
         values = packed.dequantized()
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.path}: expected finite values of {name}, got others. A scale may be damaged: fetch it again.")
         values.flags.writeable = False
         return values
+
+    def _value_dtype(self, name: str, files: Mapping[str, WeightFile]) -> str:
+        """Return what :meth:`tensor` returns a tensor in that is not quantized."""
+        return files[name].tensors[name].dtype if files[name].keeps_values else self.config.dtype
 
     def quantized_weight(self, name: str) -> QuantizedWeight | None:
         """Return what is stored for a quantized weight, over the memory of the files.
@@ -323,11 +329,12 @@ class Checkpoint:
     @property
     def files(self) -> tuple[Path, ...]:
         """All files that a copy of the model needs: configuration, weights, tokenizer and templates."""
-        weights = {file.path for file in self._open_files().values()}
+        weights = {path for file in self._open_files().values() for path in file.paths}
         has_index = self.path / SINGLE_FILE not in weights and any(file.suffix == ".safetensors" for file in weights)
         index = (self.path / INDEX_FILE,) if has_index else ()
         companions = (self.path / name for name in COMPANION_FILES)
-        return (self.path / CONFIG_FILE, *index, *sorted(weights), *(file for file in companions if file.is_file()))
+        config = self.path / CONFIG_FILE
+        return (*((config,) if config.is_file() else ()), *index, *sorted(weights), *(file for file in companions if file.is_file()))
 
     def fingerprint(self, progress: Callable[[int, int], object] | None = None) -> str:
         """Return a hash of the model, equal for equal models wherever the folder is and however it is sharded.
@@ -367,7 +374,7 @@ class Checkpoint:
     def _how_stored(self, name: str, files: Mapping[str, WeightFile]) -> Any:
         """Return what a fingerprint has to know to read the bytes of a tensor."""
         if name not in self._quantized:
-            return self.config.dtype
+            return self._value_dtype(name, files)
         weight = self._quantized[name]
         tensors = [(part, files[part].tensors[part]) for part in weight.tensor_names]
         return [weight.quantized.describe(), [(part, tensor.dtype, tensor.shape) for part, tensor in tensors]]
@@ -383,7 +390,7 @@ class Checkpoint:
     def _content_nbytes(self, name: str, files: Mapping[str, WeightFile]) -> int:
         """Return how many bytes :meth:`_contents` returns."""
         if name not in self._quantized:
-            return self.nbytes_of(name)
+            return math.prod(self._shapes[name]) * itemsize(self._value_dtype(name, files))
         return sum(files[part].tensors[part].nbytes for part in self._quantized[name].tensor_names)
 
     def close(self) -> None:
@@ -404,14 +411,21 @@ class Checkpoint:
 
 def _read_config(folder: Path) -> tuple[ModelConfig, Mapping[str, Any], QuantizedFormat | None]:
     """Return the model, ``config.json`` as it is, and how the weights are quantized."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected a model folder, got {'a file' if folder.exists() else 'nothing there'}.")
-    path = folder / CONFIG_FILE
-    data = read_json(path)
+    files = ModelFiles(folder)
+    data = files.json(CONFIG_FILE)
+    path = files.source(CONFIG_FILE)
     try:
         return ModelConfig.from_dict(data, default_dtype="float32"), data, quantized_format(data, folder)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _dequantized(config: ModelConfig, gguf: GGUFWeights) -> str:
+    kinds = sorted(set(gguf.dequantized.values()))
+    return (
+        f"{gguf.path}: {len(gguf.dequantized)} tensor(s) in {' and '.join(kinds)} are dequantized when they are read, to "
+        f"{config.dtype} or the dtype that is asked for: engines keep Q8_0 and Q4_0 packed."
+    )
 
 
 def _with_stored_dtype(config: ModelConfig, file: WeightFile) -> ModelConfig:
@@ -490,7 +504,7 @@ def _check_tied_head(config: ModelConfig, files: Mapping[str, WeightFile]) -> No
 
 
 def _warn_of_conversion(config: ModelConfig, files: Mapping[str, WeightFile], names: Iterable[str], folder: Path) -> None:
-    converted = [name for name in names if files[name].tensors[name].dtype != config.dtype and not _is_vector_of_gguf(files[name], name)]
+    converted = [name for name in names if files[name].tensors[name].dtype != config.dtype and not _is_usual_in_gguf(files[name], name)]
     if converted:
         stored = sorted({files[name].tensors[name].dtype for name in converted})
         warn_caller(
@@ -500,9 +514,9 @@ def _warn_of_conversion(config: ModelConfig, files: Mapping[str, WeightFile], na
         )
 
 
-def _is_vector_of_gguf(file: WeightFile, name: str) -> bool:
-    """Return whether a tensor is a norm or a bias in a GGUF file, which has them in float32 whatever the model is in."""
-    return isinstance(file, GGUFFile) and len(file.tensors[name].shape) == 1
+def _is_usual_in_gguf(file: WeightFile, name: str) -> bool:
+    """Return whether a GGUF file has a tensor in float32 whatever the model is in: norms, biases, and what is dequantized."""
+    return isinstance(file, GGUFWeights) and (len(file.tensors[name].shape) != 2 or name in file.dequantized)
 
 
 def _array(file: WeightFile, name: str, dtype: str) -> npt.NDArray[Any]:

@@ -125,6 +125,14 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: cannot be read: {str(error) or 'there is not enough memory'}.") from error
         self.tensors = _stored_tensors(self._map)
 
+    #: Values are rounded to the dtype of the model before anything computes with them, as transformers does.
+    keeps_values = False
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The file."""
+        return (self.path,)
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Give tensors other names.
 

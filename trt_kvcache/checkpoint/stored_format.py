@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.checkpoint.gguf_file import GGUFFile
+from trt_kvcache.checkpoint.gguf.model import GGUFModel
 from trt_kvcache.checkpoint.quantized.format import QuantizedFormat
 from trt_kvcache.checkpoint.quantized.gguf import GGUF, TYPES
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
@@ -36,5 +36,5 @@ def stored_format(data: Mapping[str, Any], folder: Path) -> QuantizedFormat | No
     file = gguf_path(folder)
     if file is None:
         return quantized_format(data, folder)
-    dtypes = {tensor.dtype for tensor in GGUFFile(file).tensors.values()}
+    dtypes = {tensor.kind for tensor in GGUFModel(file).tensors.values()}
     return GGUF(dtypes) if dtypes & set(TYPES) else None

@@ -46,9 +46,11 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Unlike Jinja's own filter, escape nothing for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Unlike Jinja's own filter, escape nothing for HTML. Options, their order and defaults are those of transformers."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def main() -> None:

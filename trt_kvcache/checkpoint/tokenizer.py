@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.chat_template import ChatTemplate, find_chat_template
-from trt_kvcache.checkpoint.json_file import read_json_if_present, read_text
+from trt_kvcache.checkpoint.model_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, ModelFiles
 from trt_kvcache.checkpoint.token_bytes import TokenBytes
-from trt_kvcache.errors import CheckpointError, ConfigError, RangeError
+from trt_kvcache.errors import CheckpointError, ConfigError, KVCacheError, RangeError
 
 if TYPE_CHECKING:
     import tokenizers
-
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 class Tokenizer:
@@ -29,7 +26,8 @@ class Tokenizer:
     path : Path
         The model folder.
     backend : tokenizers.Tokenizer
-        The tokenizer of the Hugging Face ``tokenizers`` library.
+        The tokenizer of the Hugging Face ``tokenizers`` library. Its truncation and padding, which training leaves in a file, are switched
+        off, as transformers does unless a call asks for them.
     special_tokens : mapping of str to str
         Texts of the special tokens by the names that chat templates use: ``"bos_token"``, ``"eos_token"``, ...
     chat_template : ChatTemplate or None
@@ -67,6 +65,8 @@ class Tokenizer:
         self.path = path
         self.special_tokens = special_tokens
         self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
         self._chat_template = chat_template
         self._add_bos_token = add_bos_token
         self._bos_token_id = self._token_id("bos_token")
@@ -78,12 +78,12 @@ class Tokenizer:
         Parameters
         ----------
         folder : path
-            The model folder, with ``tokenizer.json``.
+            The model folder, with ``tokenizer.json``; or a GGUF file.
 
         Returns
         -------
         Tokenizer or None
-            None if there is no ``tokenizer.json``.
+            None if there is no ``tokenizer.json``, and no tokenizer in the metadata of a GGUF file.
 
         Raises
         ------
@@ -91,21 +91,25 @@ class Tokenizer:
             A file is damaged. The message names it.
         """
         path = Path(folder)
-        file = path / TOKENIZER_FILE
-        if not file.exists():
+        files = ModelFiles(path)
+        if not files.has(TOKENIZER_FILE):
             return None
-        config_file = path / TOKENIZER_CONFIG_FILE
-        config = read_json_if_present(config_file)
+        file, config_file = files.source(TOKENIZER_FILE), files.source(TOKENIZER_CONFIG_FILE)
+        config = files.json_if_present(TOKENIZER_CONFIG_FILE)
         add_bos_token = config.get("add_bos_token")
         if not isinstance(add_bos_token, bool | None):
             raise CheckpointError(f"{config_file}: add_bos_token: expected true or false, got {shown(add_bos_token)}.")
         return cls(
             path,
-            _parse(read_text(file), file),
+            _parse(files.text(TOKENIZER_FILE), file),
             _special_tokens(config),
             find_chat_template(path, config, config_file),
             add_bos_token=add_bos_token,
         )
+
+    def to_json(self) -> str:
+        """Return the tokenizer as a ``tokenizer.json`` has it, without truncation and padding."""
+        return str(self._backend.to_str())
 
     @property
     def vocab_size(self) -> int:
@@ -168,11 +172,42 @@ class Tokenizer:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except BaseException as error:
-            if isinstance(text, str) and not _is_utf8(text):
-                raise ConfigError("text: expected characters that UTF-8 can encode, got lone surrogates.") from error
-            if not _is_of_library(error):
+            failure = self._encoding_failure([text], error)
+            if failure is None:
                 raise
-            raise self._failure(error) from error
+            raise failure from error
+        return self._with_bos(text, ids, add_special_tokens)
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of several texts: those of :meth:`encode`, while other threads run, and on several cores.
+
+        Parameters
+        ----------
+        texts : sequence of str
+            The texts.
+        add_special_tokens : bool
+            As for :meth:`encode`.
+
+        Returns
+        -------
+        list of list of int
+            The token ids of each.
+
+        Raises
+        ------
+        ConfigError, CheckpointError
+            As :meth:`encode`.
+        """
+        try:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            failure = self._encoding_failure(texts, error)
+            if failure is None:
+                raise
+            raise failure from error
+        return [self._with_bos(text, one.ids, add_special_tokens) for text, one in zip(texts, found, strict=True)]
+
+    def _with_bos(self, text: str, ids: list[int], add_special_tokens: bool) -> list[int]:
         if add_special_tokens and self._add_bos_token is not None and self._bos_token_id is not None:
             begins = ids[:1] == [self._bos_token_id] and not text.startswith(self.special_tokens["bos_token"])
             if self._add_bos_token and ids[:1] != [self._bos_token_id]:
@@ -180,6 +215,17 @@ class Tokenizer:
             if not self._add_bos_token and begins:
                 return ids[1:]
         return ids
+
+    def _encoding_failure(self, texts: Sequence[str], error: BaseException) -> KVCacheError | None:
+        """Return the error that an error of the library becomes; None if it is none of the library."""
+        if any(isinstance(text, str) and not _is_utf8(text) for text in texts):
+            return ConfigError("text: expected characters that UTF-8 can encode, got lone surrogates.")
+        return self._failure(error) if _is_of_library(error) else None
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token as the vocabulary has it: no fewer than those of the text, but for what a normalizer drops."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids.

@@ -19,6 +19,14 @@ class WeightFile(Protocol):
         """The file."""
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files that the tensors are in."""
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether a tensor keeps the dtype that it is stored in until somebody computes with it, whatever the dtype of the model is."""
+
+    @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors by name."""
 

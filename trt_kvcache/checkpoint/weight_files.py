@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trt_kvcache._util.caller_warning import warn_caller
-from trt_kvcache.checkpoint.gguf_file import GGUFFile
+from trt_kvcache.checkpoint.gguf.model import first_of_split
+from trt_kvcache.checkpoint.gguf.weights import open_gguf_weights
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.checkpoint.weight_file import WeightFile
@@ -21,14 +22,14 @@ _ENDINGS = tuple(
 
 
 def has_weight_files(folder: Path) -> bool:
-    """Return whether a model folder has weights, or says that it has: then they can be checked.
+    """Return whether a model has weights, or says that it has: then they can be checked.
 
     Parameters
     ----------
     folder : Path
-        The model folder.
+        The model folder, or a GGUF file.
     """
-    return any(map(is_weight_file, folder.iterdir()))
+    return folder.is_file() or any(map(is_weight_file, folder.iterdir()))
 
 
 def is_weight_file(path: Path) -> bool:
@@ -65,6 +66,8 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
     UserWarning
         There are weights in safetensors, which are read, and GGUF files, which are not.
     """
+    if folder.is_file():
+        return _open_gguf(folder)
     single, ggufs = folder / SINGLE_FILE, sorted(folder.glob("*.gguf"))
     if ggufs and gguf_path(folder) is None:
         warn_caller(f"{folder}: weights are read from safetensors, and not from {ggufs[0].name}, which is there too.", UserWarning)
@@ -76,8 +79,7 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
         return _open_shards(index)
     gguf = gguf_path(folder)
     if gguf is not None:
-        blocks = GGUFFile(gguf)
-        return dict.fromkeys(blocks.tensors, blocks)
+        return _open_gguf(gguf)
     found = sorted(path.name if path.is_file() else f"{path.name}, which is no file" for path in folder.iterdir() if is_weight_file(path))
     raise CheckpointError(
         f"{folder}: expected {SINGLE_FILE}, or shards with {INDEX_FILE}, got {', '.join(found[:3]) or 'neither'}. "
@@ -87,22 +89,32 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
 
 
 def gguf_path(folder: Path) -> Path | None:
-    """Return the GGUF file that the weights of a model folder are in; None if they are in safetensors, or if there are none.
+    """Return the GGUF file that the weights of a model are in; None if they are in safetensors, or if there are none.
 
     Parameters
     ----------
     folder : Path
-        The model folder.
+        The model folder, or the file itself.
+
+    Returns
+    -------
+    Path or None
+        Of a split model its first file.
 
     Raises
     ------
     CheckpointError
         There are several.
     """
+    if folder.is_file():
+        return folder
     if any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
         return None
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
+        first = first_of_split(files)
+        if first is not None:
+            return first
         raise CheckpointError(
             f"{folder}: expected one GGUF file, got {', '.join(file.name for file in files[:3])}. Keep one of them there."
         )
@@ -143,6 +155,11 @@ def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) 
     for file in dict.fromkeys(files.values()):
         file.rename(new_names)
     return {name: file for name, file in found.items() if not name.startswith(family.ignored)}
+
+
+def _open_gguf(path: Path) -> dict[str, WeightFile]:
+    weights = open_gguf_weights(path)
+    return dict.fromkeys(weights.tensors, weights)
 
 
 def _open_shards(index: Path) -> dict[str, WeightFile]:

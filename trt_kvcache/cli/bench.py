@@ -10,7 +10,7 @@ import typer
 
 from trt_kvcache.benchmarking import BenchmarkCase, BenchmarkRow, MemoryLimit, describe_environment, measure
 from trt_kvcache.benchmarking.cases import check_cases
-from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.bench_report import BenchReport
 from trt_kvcache.cli.console import progress_display, put, put_json
@@ -186,7 +186,7 @@ def _fitted(place: Path, flags: BenchSessionFlags, cases: Sequence[BenchmarkCase
         built = "The engine was built for it."
         _check(cases, config.cache.max_batch_size, config.cache.max_sequence_length, built, built)
         return config.model, config.dtype, flags
-    model = ModelConfig.from_dict(read_json(place / "config.json"))
+    model = Checkpoint.read_config(place)
     slots = flags.max_batch_size or max(case.batch_size for case in cases)
     length = flags.max_sequence_length or min(max(case.tokens_per_slot for case in cases), model.max_position_embeddings)
     why = "--max-sequence-length says so." if flags.max_sequence_length else "The model has no more positions."

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.checkpoint.checkpoint import CONFIG_FILE
-from trt_kvcache.checkpoint.json_file import read_json
-from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.model_files import CONFIG_FILE, TOKENIZER_FILE, ModelFiles
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.chat_flags import ChatFlags, Template
 from trt_kvcache.cli.chat_input import LineReader, open_reader
@@ -18,10 +17,9 @@ from trt_kvcache.cli.sampling_flags import MaxNewTokens, SamplingFlags, note_unu
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import note_seeds, note_statistics, warn_of_full_cache
 from trt_kvcache.engine_folder.folder import is_engine_folder
-from trt_kvcache.errors import CapacityError, CheckpointError, ConfigError, KVCacheError
+from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.generation.sampling import with_options
-from trt_kvcache.model import ModelConfig
 from trt_kvcache.session.session import InferenceSession
 
 _HELP = """\
@@ -57,7 +55,7 @@ def chat(
     """
     options = sampling.options()
     folder = session_flags.located(folder)
-    if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
+    if folder.is_dir() and not ModelFiles(folder).has(TOKENIZER_FILE):
         _check_family(folder)
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
     with session_flags.open_session(flags.source(folder, slots=1)) as session:
@@ -67,13 +65,8 @@ def chat(
 
 def _check_family(folder: Path) -> None:
     """Refuse a model that is not supported, before anything that it lacks beside."""
-    path = folder / CONFIG_FILE
-    if is_engine_folder(folder) or not path.is_file():
-        return
-    try:
-        ModelConfig.from_dict(read_json(path), default_dtype="float32")
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    if not is_engine_folder(folder) and ModelFiles(folder).has(CONFIG_FILE):
+        Checkpoint.read_config(folder)
 
 
 class Chat:

@@ -19,7 +19,7 @@ from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.recurrent_states import state_storages
-from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, length_limit, note, put_json, results, say, size, span, table
@@ -31,7 +31,7 @@ from trt_kvcache.dtypes import DTYPE_SHORT_NAMES, MODEL_DTYPES, SCALED_KV_DTYPES
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CapacityError, CheckpointError, ConfigError
+from trt_kvcache.errors import CapacityError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 
@@ -265,9 +265,7 @@ def _build_estimate(folder: Path | None, config: DecoderCacheConfig, **asked: An
 def _config_of_folder(folder: Path) -> DecoderCacheConfig:
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.cache
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected an engine or model folder, got a file.")
-    model = _read_model(folder)
+    model = Checkpoint.read_config(folder)
     return decoder_cache_config(model, max_batch_size=1, max_sequence_length=default_sequence_length(model), dtype=model.dtype)
 
 
@@ -278,15 +276,7 @@ def _model_of(folder: Path | None) -> ModelConfig | None:
     folder = located(folder, _FILES)
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.model
-    return _read_model(folder)
-
-
-def _read_model(folder: Path) -> ModelConfig:
-    path = folder / "config.json"
-    try:
-        return ModelConfig.from_dict(read_json(path))
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    return Checkpoint.read_config(folder)
 
 
 def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate, model: ModelConfig | None) -> None:

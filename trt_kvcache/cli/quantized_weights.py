@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.model_files import CONFIG_FILE, ModelFiles
 from trt_kvcache.checkpoint.stored_format import stored_format
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError, ConfigError
@@ -21,11 +21,11 @@ def weights_format(folder: Path) -> str | None:
     CheckpointError
         They are quantized in a way that is not read.
     """
-    path = folder / "config.json"
-    if is_engine_folder(folder) or not path.is_file():
+    files = ModelFiles(folder)
+    if is_engine_folder(folder) or not files.has(CONFIG_FILE):
         return None
     try:
-        found = stored_format(read_json(path), folder)
+        found = stored_format(files.json(CONFIG_FILE), folder)
     except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{files.source(CONFIG_FILE)}: {error}") from error
     return None if found is None else found.title

@@ -29,6 +29,7 @@ from trt_kvcache._util.regular_file import open_regular, read_regular
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
 from trt_kvcache.checkpoint.json_file import MAX_JSON_NBYTES
+from trt_kvcache.checkpoint.model_files import ModelFiles
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
@@ -168,8 +169,8 @@ class EngineFolder:
         return constants
 
     def find_checkpoint(self) -> Path | None:
-        """Return the folder of the checkpoint: the embedded copy if there is one, else the original, or None if that is gone too."""
-        return next((folder for folder in (self.checkpoint_path, Path(self.config.checkpoint.path)) if folder.is_dir()), None)
+        """Return where the checkpoint is: the embedded copy if there is one, else the original, or None if that is gone too."""
+        return next((place for place in (self.checkpoint_path, Path(self.config.checkpoint.path)) if place.exists()), None)
 
     def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:
         """Open the checkpoint that the engine was built from: the embedded copy if there is one, else the original.
@@ -239,7 +240,14 @@ def check_target(engine_path: Path, model_path: Path) -> None:
     ------
     ConfigError
         Something else is at ``engine_path``, the model is in the folder that would be replaced, or the place cannot be written to.
+
+    Notes
+    -----
+    Of a link, what it leads to is checked: that is where the folder will be.
     """
+    place = Path(os.path.realpath(engine_path))
+    if place.is_symlink():
+        raise ConfigError(f"engine path {engine_path}: expected a folder to make or an engine folder to replace, got a link to itself.")
     if engine_path.exists() and not engine_path.is_dir():
         raise ConfigError(f"engine path {engine_path}: expected a folder to make or an engine folder to replace, got a file.")
     if engine_path.is_dir():
@@ -250,9 +258,9 @@ def check_target(engine_path: Path, model_path: Path) -> None:
                 f"engine path {engine_path}: expected a folder to make or an engine folder to replace, but it holds {', '.join(other[:3])}"
                 f"{', ...' if len(other) > 3 else ''}. Choose another path."
             )
-        if engine_path.resolve() in (model_path.resolve(), *model_path.resolve().parents):
+        if place in (model_path.resolve(), *model_path.resolve().parents):
             raise ConfigError(f"engine path {engine_path}: the model {model_path} is in it and would be replaced. Choose another path.")
-    parent = next(folder for folder in engine_path.absolute().parents if folder.exists())
+    parent = next(folder for folder in place.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"engine path {engine_path}: nothing can be written to {parent}. Choose another path.")
 
@@ -286,9 +294,12 @@ def write_engine_folder(
                 with (folder / name).open("wb") as file:
                     for chunk in chunks:
                         file.write(memoryview(chunk))
+        files = ModelFiles(checkpoint.path)
         for name in COMPANION_FILES:
             if (checkpoint.path / name).is_file():
                 shutil.copyfile(checkpoint.path / name, folder / name)
+            elif files.has(name):  # in the metadata of a GGUF file
+                (folder / name).write_bytes(files.text(name).encode())
         if config.checkpoint.embedded:
             copy = folder / CHECKPOINT_FOLDER
             copy.mkdir()

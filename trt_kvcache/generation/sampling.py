@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
@@ -21,6 +22,50 @@ from trt_kvcache.kernels.host.token_weights import RANDOM_BITS
 #: A function of the caller's that changes logits: ``f(tokens, logits) -> logits``. ``tokens`` are those of the prompt and the generated
 #: ones; ``logits`` is a float32 array ``(vocab,)`` on the host that the function may change and return.
 LogitsProcessor = Callable[[Sequence[int], npt.NDArray[np.float32]], npt.NDArray[Any]]
+
+
+class DeferredProcessor(ABC):
+    """A logits processor whose work for a token runs elsewhere, while the model computes the logits of that token.
+
+    Notes
+    -----
+    As soon as the tokens in front of a place are known, :meth:`ready` is called with them and begins the work. When the logits are there,
+    the queue of a session asks again: while the answer is no, it keeps the logits, the slot of the request waits, and the other requests go
+    on. ``InferenceSession.generate`` calls the processor at once, which then has to wait.
+
+    Examples
+    --------
+    >>> from trt_kvcache.generation.sampling import DeferredProcessor, SamplingParams
+    >>> class Slow(DeferredProcessor):
+    ...     def ready(self, tokens, seconds=0.0):
+    ...         return True
+    ...     def __call__(self, tokens, logits):
+    ...         return logits
+    >>> SamplingParams(logits_processors=[Slow()]).logits_processors[0].ready((5, 6))
+    True
+    """
+
+    @abstractmethod
+    def ready(self, tokens: Sequence[int], seconds: float = 0.0) -> bool:
+        """Begin the work for the token behind ``tokens``, if that has not begun, and tell whether a call would not wait.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            As for the call. After a step that failed, fewer than before.
+        seconds : float
+            Wait so long at most.
+
+        Returns
+        -------
+        bool
+            True too if the work has failed: then the call raises. Never raises itself.
+        """
+
+    @abstractmethod
+    def __call__(self, tokens: Sequence[int], logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        """Change logits, as each logits processor does. Waits for work that is not done."""
+
 
 _SEED_BITS = 63
 
@@ -92,6 +137,7 @@ class SamplingParams:
     A logits processor gets the token ids of the prompt and of everything generated so far as a tuple, and the logits as a float32 array
     ``(vocab,)`` on the host. The array is its own to change. It returns it, or another one of that shape. ``-inf`` excludes a token; NaN,
     ``+inf`` and the exclusion of all tokens are errors. A step that failed is repeated with the same arguments.
+    A processor that takes long can be a :class:`~trt_kvcache.generation.sampling.DeferredProcessor`: other requests do not wait for it.
 
     Examples
     --------

@@ -116,6 +116,7 @@ class AsyncSession:
         params: SamplingParams | None = None,
         *,
         prompt_logprobs: int | None = None,
+        client: str = "",
         **options: Unpack[SamplingOptions],
     ) -> AsyncRequest:
         """Put a prompt in the queue. Waits while ``max_requests`` have not ended.
@@ -127,6 +128,8 @@ class AsyncSession:
         params : SamplingParams, optional
             Not together with ``options``.
         prompt_logprobs : int, optional
+            As for ``InferenceSession.submit``.
+        client : str
             As for ``InferenceSession.submit``.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
@@ -145,13 +148,13 @@ class AsyncSession:
         """
 
         def begin(session: InferenceSession) -> RequestHandle:
-            return session.submit(prompt, params, prompt_logprobs=prompt_logprobs, **options)
+            return session.submit(prompt, params, prompt_logprobs=prompt_logprobs, client=client, **options)
 
         [request] = await self._submit([begin])
         return request
 
     async def submit_answers(
-        self, prompt: AnyPrompt, params: Sequence[SamplingParams], *, prompt_logprobs: int | None = None
+        self, prompt: AnyPrompt, params: Sequence[SamplingParams], *, prompt_logprobs: int | None = None, client: str = ""
     ) -> list[AsyncRequest]:
         """Put one prompt in the queue several times, one directly behind another, so that those that run together run it once.
 
@@ -163,6 +166,8 @@ class AsyncSession:
             Of each answer.
         prompt_logprobs : int, optional
             As for :meth:`submit`, with the first answer. Its prompt runs alone.
+        client : str
+            As for :meth:`submit`.
 
         Returns
         -------
@@ -178,7 +183,7 @@ class AsyncSession:
             raise CapacityError(f"params: expected at most max_requests={self._max_requests} answers, got {len(params)}.")
 
         def begin(of: SamplingParams, scored: int | None, session: InferenceSession) -> RequestHandle:
-            return session.submit(prompt, of, prompt_logprobs=scored)
+            return session.submit(prompt, of, prompt_logprobs=scored, client=client)
 
         return await self._submit([partial(begin, one, None if index else prompt_logprobs) for index, one in enumerate(params)])
 

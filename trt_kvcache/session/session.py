@@ -902,6 +902,7 @@ class InferenceSession(Uncopyable):
         params: SamplingParams | None = None,
         *,
         prompt_logprobs: int | None = None,
+        client: str = "",
         **options: Unpack[SamplingOptions],
     ) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
@@ -915,6 +916,8 @@ class InferenceSession(Uncopyable):
         prompt_logprobs : int, optional
             Score the prompt too, as :meth:`score` does, with so many of the most likely tokens at each place: ``prompt_score`` of the
             handle. The engine must have the logits of several tokens per slot, and the prompt cache is not read.
+        client : str
+            Whose prompt it is. A free slot is for the client that has the fewest slots. Of one client: first in, first out.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -942,10 +945,12 @@ class InferenceSession(Uncopyable):
         if prompt_logprobs is not None:
             int_in_range("prompt_logprobs", prompt_logprobs, 0)
             self._check_logits_per_slot("prompt_logprobs", 2)
+        if not isinstance(client, str):
+            raise ConfigError(f"client: expected a text, got {type(client).__name__}.")
         rows = self._prompts.rows([prompt])
         self._batch.check_prompts(rows)
         [request] = self._requests(rows, params_for(1, self._defaults, params, options))
-        return self._queue.submit(request, prompt_logprobs=prompt_logprobs)
+        return self._queue.submit(request, prompt_logprobs=prompt_logprobs, client=client)
 
     @property
     def running_requests(self) -> list[RequestHandle]:
@@ -957,11 +962,16 @@ class InferenceSession(Uncopyable):
         """How many submitted requests wait for a slot."""
         return self._queue.num_waiting
 
+    @property
+    def num_waiting_clients(self) -> int:
+        """How many clients have requests that wait for their first slot."""
+        return self._queue.num_waiting_clients
+
     @exclusive
     def step(self) -> list[RequestHandle]:
         """Advance the submitted requests: one chunk of each new prompt, and one token of all others together.
 
-        Before that, slots of requests that have ended are compacted away, and the first requests in the queue get the free slots. What
+        Before that, slots of requests that have ended are compacted away, and the next requests in the queue get the free slots. What
         a request generates does not depend on the others: it is what :meth:`generate` would.
 
         Returns

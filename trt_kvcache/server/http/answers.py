@@ -11,7 +11,6 @@ from typing import Any
 from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.server.engine import Engine
 from trt_kvcache.server.generate_request import GenerateChunk
-from trt_kvcache.server.http.errors import ApiError
 
 
 @dataclass
@@ -102,16 +101,9 @@ async def chunks_of(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> As
 
     Raises
     ------
-    ApiError
-        They are more than the server ever takes at once.
     KVCacheError, TimeoutError
         As ``AsyncEngine.generate``.
     """
-    most = engine.config.max_num_seqs + engine.config.max_queue
-    wanted = sum(request["sampling_options"]["n"] or 1 for request in requests)
-    if wanted > most:
-        field = "n" if len(requests) == 1 else "prompt"
-        raise ApiError(400, f"{field}: expected at most {most} answers at once, got {wanted}.", param=field)
     if len(requests) == 1:
         async with aclosing(engine.generate(requests[0])) as chunks:
             async for chunk in chunks:

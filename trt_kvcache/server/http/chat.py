@@ -32,14 +32,15 @@ def chat_route(service: Service) -> APIRouter:
     APIRouter
         With ``/v1/chat/completions``.
     """
-    router = APIRouter()
+    router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
         service.check_model(body.model)
+        service.check_answers(1, body.n)
         tools = None if body.tool_choice == "none" else body.tools
         tokens = await service.conversation(body.messages, tools, body.template_args, add_generation_prompt=body.add_generation_prompt)
-        answer = _Chat(service, body, service.checked(tokens))
+        answer = _Chat(service, body, service.checked(tokens), request.state.client)
         if body.stream:
             return await event_stream(request, answer.events(), stalled_seconds=service.options.stalled_seconds)
         return JSONResponse(await unless_disconnected(request, answer.document()))
@@ -50,12 +51,12 @@ def chat_route(service: Service) -> APIRouter:
 class _Chat:
     """One request for the next message of a conversation."""
 
-    def __init__(self, service: Service, body: ChatBody, prompt: list[int]) -> None:
+    def __init__(self, service: Service, body: ChatBody, prompt: list[int], client: str) -> None:
         self._service = service
         self._body = body
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        self._request = body.request(prompt, max_tokens=limit, logprobs=logprobs)
+        self._request = {**body.request(prompt, max_tokens=limit, logprobs=logprobs), "client": client}
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
 
     async def document(self) -> dict[str, Any]:

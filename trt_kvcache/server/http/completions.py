@@ -37,12 +37,12 @@ def completions_route(service: Service) -> APIRouter:
     APIRouter
         With ``/v1/completions``.
     """
-    router = APIRouter()
+    router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         service.check_model(body.model)
-        completion = _Completion(service, body, await _prompt_ids(service, body))
+        completion = _Completion(service, body, await _prompt_ids(service, body), request.state.client)
         if body.stream:
             return await event_stream(request, completion.events(), stalled_seconds=service.options.stalled_seconds)
         return JSONResponse(await unless_disconnected(request, completion.document()))
@@ -51,24 +51,26 @@ def completions_route(service: Service) -> APIRouter:
 
 
 async def _prompt_ids(service: Service, body: CompletionBody) -> list[list[int]]:
-    found = [
-        await service.encoded(prompt, add_special_tokens=body.add_special_tokens) if isinstance(prompt, str) else prompt
-        for prompt in body.prompts
-    ]
-    return [service.checked(tokens) for tokens in found]
+    prompts = body.prompts
+    service.check_answers(len(prompts), body.n)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    tokens = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    tokens += await service.encoded(texts, add_special_tokens=body.add_special_tokens)
+    return [service.checked(prompt) for prompt in tokens]
 
 
 class _Completion:
     """One request for completions."""
 
-    def __init__(self, service: Service, body: CompletionBody, prompts: list[list[int]]) -> None:
+    def __init__(self, service: Service, body: CompletionBody, prompts: list[list[int]], client: str) -> None:
         self._service = service
         self._body = body
         self._prompts = prompts
         self._count = body.n or 1
         scored = body.logprobs if body.echo and body.logprobs is not None else None
         self._requests = [
-            body.request(tokens, max_tokens=body.max_tokens, logprobs=body.logprobs, prompt_logprobs=scored) for tokens in prompts
+            {**body.request(tokens, max_tokens=body.max_tokens, logprobs=body.logprobs, prompt_logprobs=scored), "client": client}
+            for tokens in prompts
         ]
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": service.model}
 

@@ -5,20 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
 from trt_kvcache.server.engine import Engine
-from trt_kvcache.server.http.bodies import Message
+from trt_kvcache.server.http.bodies import MAX_DETOKENIZED, Message
 from trt_kvcache.server.http.errors import ApiError
+from trt_kvcache.server.http.json_bodies import BodyReader
 from trt_kvcache.server.http.options import ServerOptions
 
-#: Characters of a text that are encoded in the event loop; longer ones in another thread.
+_T = TypeVar("_T")
+
+#: Characters, or tokens, of a request that are encoded, or decoded, in the event loop; more of them in another thread.
 _SHORT = 2000
+
+#: Values of a body beside its token ids, and the most token ids that are counted on.
+_OTHER_VALUES, _MOST_TOKENS = 1 << 16, 1 << 20
+
+#: Characters that may become one of a token: normal forms of Unicode make at most four one.
+_NORMALIZED = 4
 
 
 @dataclass(frozen=True)
@@ -56,11 +67,60 @@ class Service:
             raise ConfigError("text: expected a model folder with tokenizer.json, got none. Send token ids.")
         return self.engine.tokenizer
 
-    async def encoded(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; a long one does not hold others up."""
-        if len(text) <= _SHORT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+    @cached_property
+    def bodies(self) -> BodyReader:
+        """Reads the bodies of requests."""
+
+        def max_values() -> int:
+            config = self.engine.config
+            return _OTHER_VALUES + min(self.max_answers * config.context_length, _MOST_TOKENS)
+
+        return BodyReader(max_values)
+
+    @property
+    def max_answers(self) -> int:
+        """Answers that can run or wait at once."""
+        return self.engine.config.max_num_seqs + self.engine.config.max_queue
+
+    def check_answers(self, prompts: int, choices: int | None) -> None:
+        """Check that the answers to prompts can ever run or wait at once."""
+        wanted = prompts * (choices or 1)
+        if wanted > self.max_answers:
+            field = "n" if prompts == 1 else "prompt"
+            raise ApiError(400, f"{field}: expected at most {self.max_answers} answers at once, got {wanted}.", param=field)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt."""
+        most = self.engine.config.context_length
+        return min(self.options.max_prompt_tokens or most, most)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(2, thread_name_prefix="trt_kvcache texts")
+
+    async def in_thread(self, work: Callable[[], _T]) -> _T:
+        """Return what a function returns that takes long, away from the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def encoded(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of texts; long ones do not hold others up, and what cannot fit is refused before it is encoded.
+
+        White space that a tokenizer drops, and other texts of which it makes less than a token for so many characters, count as well.
+        """
+        tokenizer = self.tokenizer
+        if sum(map(len, texts)) <= _SHORT:
+            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+        most = self.max_tokens * tokenizer.longest_token * _NORMALIZED
+        for text in texts:
+            if len(text) > most:
+                raise ApiError(
+                    400,
+                    f"prompt: expected at most {self.max_tokens} tokens, of at most {most} characters, got {len(text)} characters.",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+        return await self.in_thread(lambda: tokenizer.encode_all(texts, add_special_tokens))
 
     async def conversation(
         self,
@@ -78,12 +138,22 @@ class Service:
         text = await asyncio.to_thread(
             tokenizer.apply_chat_template, prompt.messages, add_generation_prompt, tools=prompt.tools, template_args=prompt.template_args
         )
-        return await self.encoded(text, add_special_tokens=False)
+        [tokens] = await self.encoded([text], add_special_tokens=False)
+        return tokens
+
+    async def decoded(self, token_ids: list[int]) -> str:
+        """Return the text of token ids, special tokens included; that of many does not hold others up."""
+        tokenizer = self.tokenizer
+        most = max(MAX_DETOKENIZED, self.engine.config.context_length)
+        if len(token_ids) > most:
+            raise ApiError(400, f"tokens: expected at most {most}, got {len(token_ids)}.", param="tokens")
+        if len(token_ids) <= _SHORT:
+            return tokenizer.decode(token_ids, skip_special_tokens=False)
+        return await self.in_thread(lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def checked(self, token_ids: list[int]) -> list[int]:
         """Return a prompt that is not too long and has tokens of the model."""
-        config = self.engine.config
-        most = min(self.options.max_prompt_tokens or config.context_length, config.context_length)
+        most = self.max_tokens
         if len(token_ids) > most:
             raise ApiError(
                 400,
@@ -93,9 +163,10 @@ class Service:
             )
         if not token_ids:
             raise ApiError(400, "prompt: expected at least one token, got none.", param="prompt")
-        wrong = next((token for token in token_ids if token >= config.vocab_size), None)
+        vocab_size = self.engine.config.vocab_size
+        wrong = next((token for token in token_ids if token >= vocab_size), None)
         if wrong is not None:
-            raise ApiError(400, f"prompt: expected token ids from 0 to {config.vocab_size - 1}, got {wrong}.", param="prompt")
+            raise ApiError(400, f"prompt: expected token ids from 0 to {vocab_size - 1}, got {wrong}.", param="prompt")
         return token_ids
 
     def token_bytes(self, token: int) -> bytes | None:

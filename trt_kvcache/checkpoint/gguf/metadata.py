@@ -1,0 +1,115 @@
+"""Typed access to the metadata of a GGUF file: every error names the file, the key, the expected value and the actual one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache._util.shown import shown
+from trt_kvcache.checkpoint.gguf.header import GGUFHeader, StoredBlocks, Texts
+from trt_kvcache.errors import CheckpointError
+
+
+class Metadata:
+    """The metadata of a model.
+
+    Parameters
+    ----------
+    header : GGUFHeader
+        Of its file, or of the first file of a split model.
+    tensors : mapping of str to StoredBlocks
+        The tensors of all its files.
+
+    Attributes
+    ----------
+    header : GGUFHeader
+        The header.
+    tensors : mapping of str to StoredBlocks
+        The tensors by their names in GGUF.
+    architecture : str
+        ``general.architecture``: the keys of sizes begin with it.
+    """
+
+    def __init__(self, header: GGUFHeader, tensors: Mapping[str, StoredBlocks]) -> None:
+        self.header = header
+        self.tensors = tensors
+        self.architecture = self.text("general.architecture")
+
+    def __contains__(self, key: str) -> bool:
+        """Return whether there is a field: see :meth:`own`."""
+        return key in self.header.fields
+
+    def own(self, name: str) -> str:
+        """Return the key of a field of the architecture."""
+        return f"{self.architecture}.{name}"
+
+    def refusal(self, key: str, expected: str) -> CheckpointError:
+        """Return the error for a field whose value is not read, for the caller to raise."""
+        value = self.header.fields.get(key)
+        if isinstance(value, bytes):
+            value = value.decode("utf-8", "replace")
+        found = f"{len(value)} elements" if isinstance(value, Texts | np.ndarray) else shown(value)
+        return CheckpointError(f"{self.header.path}: {key}: expected {expected}, got {found}.")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a text."""
+        value = self.header.fields.get(key, default)
+        if isinstance(value, bytes):
+            try:
+                return value.decode()
+            except UnicodeDecodeError:
+                raise self.refusal(key, "a text in UTF-8") from None
+        if not isinstance(value, str):
+            raise self.refusal(key, "a text")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a flag."""
+        value = self.header.fields.get(key, default)
+        if not isinstance(value, bool):
+            raise self.refusal(key, "true or false")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return an integer of at least 0."""
+        value = self.header.fields.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.refusal(key, "an integer of at least 0")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number: of a float32 the shortest decimal fraction that is rounded to it, as a configuration has it."""
+        value = self.header.fields.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.refusal(key, "a finite number")
+        return float(str(np.float32(value))) if isinstance(value, float) and float(np.float32(value)) == value else float(value)
+
+    def integers(self, key: str, count: int, default: int | None = None) -> list[int]:
+        """Return an integer for each layer; one that is given once is that of all."""
+        value = self.header.fields.get(key, default)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) == count:
+            return [int(item) for item in value]
+        if isinstance(value, np.ndarray):
+            raise self.refusal(key, f"an integer, or {count} of them")
+        return [self.integer(key, default)] * count
+
+    def numbers(self, key: str) -> Sequence[Any]:
+        """Return an array of numbers."""
+        value = self.header.fields.get(key)
+        if not isinstance(value, np.ndarray):
+            raise self.refusal(key, "an array of numbers")
+        found: list[Any] = value.tolist()
+        return found
+
+    def texts(self, key: str) -> list[str]:
+        """Return an array of texts."""
+        value = self.header.fields.get(key)
+        if not isinstance(value, Texts):
+            raise self.refusal(key, "an array of texts")
+        try:
+            return [text.decode() for text in value]
+        except UnicodeDecodeError:
+            raise self.refusal(key, "texts in UTF-8") from None
