@@ -64,7 +64,7 @@ def load(
     Examples
     --------
     >>> import trt_kvcache
-    >>> with trt_kvcache.load("examples/tiny-llama", engine="reference") as session:
+    >>> with trt_kvcache.load("examples/tiny-llama", engine="numpy") as session:
     ...     session.generate("Alice was", max_new_tokens=4).text
     ' beginn'
     """
