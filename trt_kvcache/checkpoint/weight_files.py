@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trt_kvcache._util.caller_warning import warn_caller
-from trt_kvcache.checkpoint.gguf.model import first_of_split
-from trt_kvcache.checkpoint.gguf.weights import open_gguf_weights
+from trt_kvcache.checkpoint.gguf.model import GGUFModel, first_of_split
+from trt_kvcache.checkpoint.gguf.weights import GGUFWeights
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.checkpoint.weight_file import WeightFile
@@ -158,8 +158,15 @@ def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) 
 
 
 def _open_gguf(path: Path) -> dict[str, WeightFile]:
-    weights = open_gguf_weights(path)
+    weights = GGUFWeights(GGUFModel(path))
     return dict.fromkeys(weights.tensors, weights)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no file can have such a name
+        return False
 
 
 def _open_shards(index: Path) -> dict[str, WeightFile]:
@@ -171,7 +178,7 @@ def _open_shards(index: Path) -> dict[str, WeightFile]:
         path = index.parent / shard
         if Path(shard).name != shard:
             raise CheckpointError(f"{index}: expected shards beside the index, got {shard!r}.")
-        if not path.is_file():
+        if not _is_file(path):
             raise CheckpointError(f"{path}: expected a shard that {index.name} names, got nothing there. Fetch or copy it again.")
         files[shard] = SafetensorsFile(path)
         stray = sorted(name for name in files[shard].tensors if weight_map.get(name) != shard)

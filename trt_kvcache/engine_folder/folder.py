@@ -194,7 +194,7 @@ class EngineFolder:
         if found_at is None:
             raise CheckpointError(
                 f"{self.path}: the checkpoint of this engine is gone: it is neither at {record.path}, where it was at the build, "
-                f"nor at {self.checkpoint_path}. Put it back, or build with embedded weights."
+                f"nor at {self.checkpoint_path}. Put it back, or build with embed_weights=True."
             )
         checkpoint = Checkpoint.open(found_at, quantize=record.quantize or None)
         try:

@@ -2,26 +2,60 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("gguf")
 
 import trt_kvcache
 from tests.helpers.tolerance import assert_close
-from tests.reference.rig import GOLDEN, golden
+from tests.paths import GOLDEN
+from tests.reference.rig import golden
 
 from .convert import convert
 
 # As in tests/reference/test_golden.py.
 TOLERANCE = 2e-5
 
+#: Those whose every field GGUF can say.
+MODELS = (
+    *("llama", "llama-llama3-bias", "llama-linear", "mistral-window", "ministral3", "ministral3-window"),
+    *("qwen2-tied", "qwen3-sharded", "phi3-long", "phi3-short-window", "gemma2", "gemma3", "olmo2", "granite", "granite-bias"),
+    *("lfm2", "lfm2-bias", "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "qwen3_5", "qwen3_5-bias"),
+)
 
-@pytest.mark.parametrize("model", ["llama"])
-def test_logits_are_those_of_the_folder(tmp_path: Path, model: str) -> None:
+#: What GGUF cannot say of the others: the folder without it is read by both.
+CHANGED: dict[str, dict[str, Any]] = {
+    "mistral": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 28}},
+    "smollm3": {"no_rope_layer_interval": 4},
+    "mamba2-bias": {"time_step_limit": None},
+    "bamba-bias": {"time_step_limit": None},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_are_those_of_transformers(tmp_path: Path, model: str) -> None:
     ids, expected = golden(model)
     path = convert(GOLDEN / model, tmp_path / "model.gguf")
-    with trt_kvcache.load(path, engine="reference", max_batch_size=1) as session:
-        for length, logits in expected.items():
-            assert_close(session.prefill([ids[:length].tolist()])[0], logits, TOLERANCE)
+    found = logits(path, ids, expected)
+    assert_close(found, np.array([*expected.values()]), TOLERANCE)
+
+
+@pytest.mark.parametrize("model", CHANGED)
+def test_logits_are_those_of_the_folder(tmp_path: Path, model: str) -> None:
+    folder = shutil.copytree(GOLDEN / model, tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | CHANGED[model]))
+    path = convert(folder, tmp_path / "model.gguf")
+    ids, expected = golden(model)
+    assert_close(logits(path, ids, expected), logits(folder, ids, expected), TOLERANCE)
+
+
+def logits(path: Path, ids: Any, lengths: Any) -> np.ndarray[Any, Any]:
+    with trt_kvcache.load(path, engine="reference", max_batch_size=1, max_sequence_length=29, dtype="float32") as session:
+        return np.array([session.prefill([ids[:length].tolist()])[0] for length in lengths])

@@ -57,8 +57,9 @@ def test_other_types_are_dequantized(tmp_path: Path) -> None:
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "model", "Q8_0", "gemma2")
-    assert "model.gguf: general.architecture: expected one of llama, qwen2, qwen3, got 'gemma2'." in refused(tmp_path / "model")
+    write_gguf(tmp_path / "model", "Q8_0", "falcon")
+    assert "model.gguf: general.architecture: expected one of llama, " in (text := refused(tmp_path / "model"))
+    assert text.endswith("got 'falcon'.")
 
 
 @pytest.mark.parametrize("length", [0, 3, 20, 200, -100])

@@ -1,31 +1,96 @@
-"""What there is to know of each ``general.architecture``: its family in transformers, its configuration, its names of tensors."""
+"""What there is to know of each ``general.architecture``: its family in transformers, its configuration, its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.checkpoint.gguf import model_config
 from trt_kvcache.checkpoint.gguf.metadata import Metadata
-from trt_kvcache.checkpoint.gguf.model_config import dense_config
+from trt_kvcache.errors import CheckpointError
+
+#: Takes the metadata and the length of a dimension; returns where each element of transformers is in the file.
+Order = Callable[[Metadata, int], npt.NDArray[np.int64]]
 
 #: Names of tensors outside the layers, without their endings.
 MODEL_NAMES: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
-#: Names of tensors behind ``blk.<index>.`` and behind ``model.layers.<index>.``.
-LAYER_NAMES: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
+_ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+}
+
+#: Names of tensors behind ``blk.<index>.`` and behind ``model.layers.<index>.``.
+LAYER_NAMES: Mapping[str, str] = {
+    **_ATTENTION,
+    "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+
+_GEMMA_NAMES = {
+    **LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def _mamba_names(module: str) -> dict[str, str]:
+    return {
+        "ssm_in": f"{module}.in_proj",
+        "ssm_conv1d": f"{module}.conv1d",
+        "ssm_a": f"{module}.A_log",
+        "ssm_d": f"{module}.D",
+        "ssm_dt.bias": f"{module}.dt_bias",
+        "ssm_norm": f"{module}.norm",
+        "ssm_out": f"{module}.out_proj",
+    }
+
+
+def _halves(count: str) -> Order:
+    """Return the order of projections whose rows that RoPE pairs are beside each other in a file, and apart in transformers."""
+
+    def order(metadata: Metadata, rows: int) -> npt.NDArray[np.int64]:
+        heads = metadata.largest(metadata.own(count))
+        if heads < 1 or rows % (2 * heads):
+            return np.arange(rows)  # the shape is refused
+        pairs: npt.NDArray[np.int64] = np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+        return pairs
+
+    return order
+
+
+_PAIRED: Mapping[str, Order] = {"attn_q": _halves("attention.head_count"), "attn_k": _halves("attention.head_count_kv")}
+
+
+def _values_of_heads(metadata: Metadata, length: int, *, is_behind_keys: bool = False) -> npt.NDArray[np.int64]:
+    """Return the order of what a gated delta net has for each head of values.
+
+    A file has first the first head of values of each head of keys, then their second ones; transformers has those of a head of keys beside
+    each other. ``is_behind_keys`` says that queries and keys come before the values.
+    """
+    own, integer = metadata.own, metadata.integer
+    keys, values = integer(own("ssm.group_count")), integer(own("ssm.time_step_rank"))
+    before = 2 * keys * integer(own("ssm.state_size")) if is_behind_keys else 0
+    if not 0 < keys <= values or values % keys or length <= before or (length - before) % values:
+        return np.arange(length)  # the shape is refused
+    behind = np.arange(before, length).reshape(values // keys, keys, -1).swapaxes(0, 1).reshape(-1)
+    return np.concatenate([np.arange(before), behind])
+
+
+def _values_behind_keys(metadata: Metadata, length: int) -> npt.NDArray[np.int64]:
+    return _values_of_heads(metadata, length, is_behind_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +106,177 @@ class Architecture:
     names : mapping of str to str
         Like :data:`MODEL_NAMES`.
     layer_names : mapping of str to str
-        Like :data:`LAYER_NAMES`.
-    paired_rows : mapping of str to str
-        Projections whose rows that RoPE pairs are beside each other in GGUF, and apart in transformers; and the field that counts heads.
+        Like :data:`LAYER_NAMES`; where several have one name in transformers, they are the rows of one tensor there, in this order.
+    layers : str
+        What precedes the index of a layer in the names of transformers.
+    norms_plus_one : frozenset of str
+        Norms that have 1 + weight in a file, and the weight in transformers.
+    rows, columns : mapping of str to callable
+        In which order the rows, and the columns, of a tensor are.
+    variants : tuple of pair
+        Other families that have this name in GGUF, each with what tells them apart.
     """
 
     family: str
     config: Callable[[Metadata], dict[str, Any]]
     names: Mapping[str, str] = field(default_factory=lambda: MODEL_NAMES)
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
-    paired_rows: Mapping[str, str] = field(default_factory=dict)
+    layers: str = "model.layers"
+    norms_plus_one: frozenset[str] = frozenset()
+    rows: Mapping[str, Order] = field(default_factory=dict)
+    columns: Mapping[str, Order] = field(default_factory=dict)
+    variants: tuple[tuple[Callable[[Metadata], bool], Architecture], ...] = ()
 
 
-_PAIRED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+def _has_window(metadata: Metadata) -> bool:
+    return model_config.window(metadata) is not None
+
+
+def _is_bamba(metadata: Metadata) -> bool:
+    """Return whether a hybrid has attention with RoPE and none of Granite's multipliers."""
+    own = metadata.own
+    return metadata.flag(own("rope.scaling.finetuned"), False) and own("embedding_scale") not in metadata
+
+
+_LLAMA = Architecture(family="llama", config=model_config.dense, rows=_PAIRED)
+_GEMMA_NORMS = frozenset({"output_norm", "attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm"})
+_GEMMA2 = Architecture(family="gemma2", config=model_config.gemma2, layer_names=_GEMMA_NAMES, norms_plus_one=_GEMMA_NORMS)
+_BAMBA = Architecture(
+    family="bamba",
+    config=model_config.bamba,
+    names={**MODEL_NAMES, "output_norm": "model.final_layernorm"},
+    layer_names={
+        **_ATTENTION,
+        **_mamba_names("mamba"),
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "pre_ff_layernorm",
+        "ffn_gate": "feed_forward.gate_proj",
+        "ffn_up": "feed_forward.up_proj",
+        "ffn_down": "feed_forward.down_proj",
+    },
+    rows=_PAIRED,
+)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(family="llama", config=dense_config, paired_rows=_PAIRED),
-    "qwen2": Architecture(family="qwen2", config=dense_config),
-    "qwen3": Architecture(family="qwen3", config=dense_config),
+    "llama": replace(_LLAMA, variants=((_has_window, replace(_LLAMA, family="mistral", config=model_config.mistral)),)),
+    "mistral3": replace(_LLAMA, family="ministral3", config=model_config.ministral3),
+    "qwen2": Architecture(family="qwen2", config=model_config.dense),
+    "qwen3": Architecture(family="qwen3", config=model_config.dense),
+    "phi3": Architecture(
+        family="phi3",
+        config=model_config.phi3,
+        layer_names={**LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+    "gemma2": _GEMMA2,
+    "gemma3": replace(_GEMMA2, family="gemma3_text", config=model_config.gemma3),
+    "smollm3": replace(_LLAMA, family="smollm3", config=model_config.smollm3),
+    "olmo2": Architecture(
+        family="olmo2",
+        config=model_config.olmo2,
+        layer_names={**LAYER_NAMES, "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    ),
+    "granite": replace(_LLAMA, family="granite", config=model_config.granite),
+    "qwen35": Architecture(
+        family="qwen3_5_text",
+        config=model_config.qwen3_5,
+        layer_names={
+            **LAYER_NAMES,
+            **_mamba_names("linear_attn"),
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_alpha": "linear_attn.in_proj_a",
+            "ssm_beta": "linear_attn.in_proj_b",
+        },
+        norms_plus_one=_GEMMA_NORMS,
+        rows={
+            **dict.fromkeys(("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), _values_of_heads),
+            **dict.fromkeys(("attn_qkv", "ssm_conv1d"), _values_behind_keys),
+        },
+        columns={"ssm_out": _values_of_heads},
+    ),
+    "lfm2": Architecture(
+        family="lfm2",
+        config=model_config.lfm2,
+        names={
+            **dict.fromkeys(("output_norm", "token_embd_norm"), "model.embedding_norm"),
+            **{"token_embd": "model.embed_tokens"},
+            "output": "lm_head",
+        },
+        layer_names={
+            **_ATTENTION,
+            "attn_norm": "operator_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+    ),
+    "mamba2": Architecture(
+        family="mamba2",
+        config=model_config.mamba2,
+        names={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        layer_names={**_mamba_names("mixer"), "attn_norm": "norm"},
+        layers="backbone.layers",
+    ),
+    "granitehybrid": Architecture(
+        family="granitemoehybrid",
+        config=model_config.granite_hybrid,
+        layer_names={
+            **LAYER_NAMES,
+            **_mamba_names("mamba"),
+            **dict.fromkeys(("ffn_gate", "ffn_up"), "shared_mlp.input_linear"),
+            "ffn_down": "shared_mlp.output_linear",
+        },
+        rows=_PAIRED,
+        variants=((_is_bamba, _BAMBA),),
+    ),
+    "nemotron_h": Architecture(
+        family="nemotron_h",
+        config=model_config.nemotron_h,
+        names={"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
+        layer_names={
+            **_mamba_names("mixer"),
+            "attn_norm": "norm",
+            **{f"attn_{part}": f"mixer.{name}_proj" for part, name in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o"))},
+            "ffn_up": "mixer.up_proj",
+            "ffn_down": "mixer.down_proj",
+        },
+        rows=_PAIRED,
+    ),
 }
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    """Return what is known of the architecture of a model.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Of its file.
+
+    Raises
+    ------
+    CheckpointError
+        It is not known, or the file is of no model: an adapter, a vision tower.
+    """
+    kind = metadata.text("general.type", "model")
+    if kind != "model":
+        raise metadata.refusal("general.type", "model: adapters and vision towers are not read")
+    found = ARCHITECTURES.get(metadata.architecture)
+    if found is None:
+        raise metadata.refusal("general.architecture", f"one of {', '.join(ARCHITECTURES)}")
+    return next((variant for applies, variant in found.variants if applies(metadata)), found)
+
+
+def check_is_read(metadata: Metadata) -> None:
+    """Raise CheckpointError where a file has something that another engine would compute, and nothing here does."""
+    key = metadata.own("attention.causal")
+    if not metadata.flag(key, True):
+        raise CheckpointError(f"{metadata.header.path}: {key}: expected true, got false: it is an encoder.")

@@ -11,7 +11,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,15 @@ class StoredBlocks:
         Position of the first byte, from the start of the file.
     nbytes : int
         Size in bytes.
+    mapping : mmap
+        The bytes of the file.
     """
 
     kind: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    mapping: mmap.mmap = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ class GGUFHeader:
         for name, kind, shape, offset, nbytes in entries:
             if offset % alignment or start + offset + nbytes > len(self.mapping):
                 raise self._damaged(f"{shown(name)} has {nbytes} bytes at byte {start + offset}, and the file has {len(self.mapping)}")
-            tensors[name] = StoredBlocks(kind=kind, shape=shape, offset=start + offset, nbytes=nbytes)
+            tensors[name] = StoredBlocks(kind=kind, shape=shape, offset=start + offset, nbytes=nbytes, mapping=self.mapping)
         self._check_names("tensor", count, len(tensors))
         return tensors
 

@@ -96,6 +96,11 @@ class Metadata:
             raise self.refusal(key, f"an integer, or {count} of them")
         return [self.integer(key, default)] * count
 
+    def largest(self, key: str) -> int:
+        """Return the largest number that a field has for a layer, or 0."""
+        value = self.header.fields.get(key, 0)
+        return self.integer(key, 0) if not isinstance(value, np.ndarray) else max(self.integers(key, len(value)), default=0)
+
     def numbers(self, key: str) -> Sequence[Any]:
         """Return an array of numbers."""
         value = self.header.fields.get(key)

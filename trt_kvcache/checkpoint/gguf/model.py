@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache._util.shown import shown
-from trt_kvcache.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from trt_kvcache.checkpoint.gguf.architectures import architecture_of, check_is_read
 from trt_kvcache.checkpoint.gguf.header import GGUFHeader, StoredBlocks
 from trt_kvcache.checkpoint.gguf.metadata import Metadata
 from trt_kvcache.checkpoint.gguf.tokenizer_files import has_tokenizer, tokenizer_config, tokenizer_json
@@ -57,16 +56,13 @@ class GGUFModel:
                 self._place[name] = header
         self.tensors: dict[str, StoredBlocks] = {name: header.tensors[name] for name, header in self._place.items()}
         self.metadata = Metadata(first, self.tensors)
-        self.architecture = _architecture(self.metadata)
+        self.architecture = architecture_of(self.metadata)
+        check_is_read(self.metadata)
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """All files."""
         return tuple(header.path for header in self._headers)
-
-    def mapping_of(self, tensor: str) -> mmap.mmap:
-        """Return the bytes of the file that has a tensor."""
-        return self._place[tensor].mapping
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -87,18 +83,6 @@ class GGUFModel:
     def tokenizer_config(self) -> dict[str, Any]:
         """The fields of ``tokenizer_config.json``."""
         return tokenizer_config(self.metadata)
-
-
-def _architecture(metadata: Metadata) -> Architecture:
-    """Return what is known of the architecture of a model."""
-    kind, path = metadata.text("general.type", "model"), metadata.header.path
-    if kind != "model":
-        raise CheckpointError(f"{path}: general.type: expected a model, got {shown(kind)}. Adapters and vision towers are not read.")
-    if metadata.architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{path}: general.architecture: expected one of {', '.join(ARCHITECTURES)}, got {shown(metadata.architecture)}."
-        )
-    return ARCHITECTURES[metadata.architecture]
 
 
 def first_of_split(files: Sequence[Path]) -> Path | None:

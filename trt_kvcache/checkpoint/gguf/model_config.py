@@ -2,71 +2,362 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.gguf.metadata import Metadata
 from trt_kvcache.checkpoint.gguf.tokenizer_files import end_token_ids, has_tokenizer, token_id
+from trt_kvcache.errors import CheckpointError
 
-#: Types that hold a model's own dtype.
-_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+Config = dict[str, Any]
 
 #: What a model is computed in whose weights are in blocks: with the range of float32, in which nearly all models were trained.
 _DTYPE_OF_BLOCKS = "bfloat16"
 
+#: Tensors with the factors by which RoPE divides frequencies.
+ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 
-def model_dtype(metadata: Metadata) -> str:
+_MAX_FACTORS = 1 << 12
+
+
+def dense(metadata: Metadata) -> Config:
+    """Return the configuration of Llama and of those that differ from it in tensors alone."""
+    return {**_common(metadata), **_attention(metadata), **_mlp(metadata), **_rope(metadata)}
+
+
+def mistral(metadata: Metadata) -> Config:
+    """Return the configuration of Llama with a window."""
+    return {**dense(metadata), "sliding_window": window(metadata)}
+
+
+def ministral3(metadata: Metadata) -> Config:
+    """Return the configuration of Ministral 3: queries are scaled by their position."""
+    found = dense(metadata)
+    beta = metadata.number(metadata.own("attention.temperature_scale"))
+    return {**found, "sliding_window": window(metadata), "rope_scaling": {**found["rope_scaling"], "llama_4_scaling_beta": beta}}
+
+
+def phi3(metadata: Metadata) -> Config:
+    """Return the configuration of Phi-3."""
+    found = dense(metadata)
+    original = metadata.integer(metadata.own("rope.scaling.original_context_length"), found["max_position_embeddings"])
+    return {**found, "original_max_position_embeddings": original, "sliding_window": window(metadata)}
+
+
+def gemma2(metadata: Metadata) -> Config:
+    """Return the configuration of Gemma 2. How scores are scaled depends on its size, as in llama.cpp."""
+    own, softcap = metadata.own, "attn_logit_softcapping"
+    return {**_gemma(metadata, period=2, largest=46), softcap: metadata.number(own(softcap), 50.0) or None}
+
+
+def gemma3(metadata: Metadata) -> Config:
+    """Return the configuration of Gemma 3."""
+    local = metadata.number(metadata.own("rope.freq_base_swa"), 10000.0)
+    return {**_gemma(metadata, period=6, largest=62), "rope_local_base_freq": local}
+
+
+def _gemma(metadata: Metadata, *, period: int, largest: int) -> Config:
+    """Return what both have in common: every so many layers one has no window, and the largest model scales scores by another number."""
+    found = dense(metadata)
+    final = metadata.own("final_logit_softcapping")
+    layers, heads = found["num_hidden_layers"], found["num_attention_heads"]
+    scalar = found["hidden_size"] // max(heads, 1) if layers == largest else found["head_dim"]
+    size = window(metadata)
+    return {
+        **found,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": size or found["max_position_embeddings"],
+        "layer_types": _layer_types(metadata, period, layers, has_window=bool(size)),
+        "final_logit_softcapping": metadata.number(final, 0.0) or None,
+    }
+
+
+def _layer_types(metadata: Metadata, period: int, layers: int, *, has_window: bool) -> list[str]:
+    """Return the kind of each layer, from a flag for each or from a period."""
+    key = metadata.own("attention.sliding_window_pattern")
+    value = metadata.header.fields.get(key, period)
+    if isinstance(value, np.ndarray):
+        flags = [bool(flag) for flag in metadata.integers(key, layers)]
+    else:
+        every = metadata.integer(key, period)
+        flags = [every != 0 and (layer + 1) % every != 0 for layer in range(layers)]
+    return ["sliding_attention" if flag and has_window else "full_attention" for flag in flags]
+
+
+def smollm3(metadata: Metadata) -> Config:
+    """Return the configuration of SmolLM3: every fourth layer has no RoPE, which no field says."""
+    return {**dense(metadata), "no_rope_layer_interval": 4}
+
+
+def olmo2(metadata: Metadata) -> Config:
+    """Return the configuration of OLMo 2; files of OLMo 3, which has windows, name the same architecture."""
+    found, size = dense(metadata), window(metadata)
+    if size is not None:
+        raise CheckpointError(
+            f"{metadata.header.path}: {metadata.own('attention.sliding_window')}: expected none, got {size}: it is OLMo 3."
+        )
+    return found
+
+
+def granite(metadata: Metadata) -> Config:
+    """Return the configuration of Granite: factors of the embedding, the scores, the residual connections and the logits."""
+    return {**dense(metadata), **_multipliers(metadata)}
+
+
+def granite_hybrid(metadata: Metadata) -> Config:
+    """Return the configuration of Granite 4 with states."""
+    found, kinds = dense(metadata), _kinds_of_hybrid(metadata)
+    has_rope = metadata.flag(metadata.own("rope.scaling.finetuned"), False)
+    return {
+        **found,
+        **_multipliers(metadata),
+        **_mamba2(metadata, "mamba_"),
+        "layer_types": ["attention" if attends else "mamba" for attends in kinds],
+        "position_embedding_type": "rope" if has_rope else "nope",
+        "shared_intermediate_size": found["intermediate_size"],
+        "num_local_experts": 0,
+    }
+
+
+def bamba(metadata: Metadata) -> Config:
+    """Return the configuration of Bamba, whose attention rotates half of each head."""
+    found, kinds = dense(metadata), _kinds_of_hybrid(metadata)
+    found.pop("partial_rotary_factor", None)
+    return {
+        **found,
+        **_mamba2(metadata, "mamba_"),
+        "attn_layer_indices": [index for index, attends in enumerate(kinds) if attends],
+    }
+
+
+def mamba2(metadata: Metadata) -> Config:
+    """Return the configuration of Mamba-2, which has no limit of positions."""
+    sizes = _mamba2(metadata, "")
+    names = {
+        "num_heads": "n_heads",
+        "head_dim": "d_head",
+        "state_size": "d_state",
+        "n_groups": "n_groups",
+        "conv_kernel": "d_conv",
+        "expand": "expand",
+        "use_conv_bias": "conv_bias",
+        "use_bias": "proj_bias",
+    }
+    found = _common(metadata)
+    del found["max_position_embeddings"]
+    return {**found, **{name: sizes[ours] for name, ours in names.items()}, "layer_norm_epsilon": _epsilon(metadata), "hidden_act": "silu"}
+
+
+def nemotron_h(metadata: Metadata) -> Config:
+    """Return the configuration of Nemotron-H: a layer is attention, an MLP or Mamba-2, by its counts of heads and its width."""
+    found, sizes = _common(metadata), _mamba2(metadata, "")
+    layers = found["num_hidden_layers"]
+    key = metadata.own("feed_forward_length")
+    widths, heads = metadata.integers(key, layers), metadata.integers(metadata.own("attention.head_count_kv"), layers)
+    return {
+        **found,
+        **_attention(metadata),
+        "intermediate_size": max(widths),
+        "layers_block_type": ["mlp" if width else "attention" if kv else "mamba" for width, kv in zip(widths, heads, strict=True)],
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": _has(metadata, "ffn_up.bias"),
+        "mamba_num_heads": sizes["n_heads"],
+        "mamba_head_dim": sizes["d_head"],
+        "ssm_state_size": sizes["d_state"],
+        "n_groups": sizes["n_groups"],
+        "conv_kernel": sizes["d_conv"],
+        "use_conv_bias": sizes["conv_bias"],
+        "use_bias": sizes["proj_bias"],
+        "layer_norm_epsilon": _epsilon(metadata),
+    }
+
+
+def lfm2(metadata: Metadata) -> Config:
+    """Return the configuration of LFM2: layers without heads of keys are convolutions."""
+    found = dense(metadata)
+    heads = metadata.integers(metadata.own("attention.head_count_kv"), found["num_hidden_layers"])
+    return {
+        **found,
+        "norm_eps": found["rms_norm_eps"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": metadata.integer(metadata.own("shortconv.l_cache")),
+        "conv_bias": _has(metadata, "shortconv.in_proj.bias"),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+    }
+
+
+def qwen3_5(metadata: Metadata) -> Config:
+    """Return the configuration of Qwen3.5, without the layers that draft tokens."""
+    own, integer = metadata.own, metadata.integer
+    values = integer(own("ssm.time_step_rank"))
+    return {
+        **dense(metadata),
+        "full_attention_interval": integer(own("full_attention_interval"), 4),
+        "linear_conv_kernel_dim": integer(own("ssm.conv_kernel")),
+        "linear_key_head_dim": integer(own("ssm.state_size")),
+        "linear_num_key_heads": integer(own("ssm.group_count")),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": integer(own("ssm.inner_size")) // max(values, 1),
+    }
+
+
+def window(metadata: Metadata) -> int | None:
+    """Return the window of attention, or None: 0 is none too."""
+    return metadata.integer(metadata.own("attention.sliding_window"), 0) or None
+
+
+def num_layers(metadata: Metadata) -> int:
+    """Return the number of layers of the decoder. Those that draft tokens follow them in a file, and are not read."""
+    own, integer = metadata.own, metadata.integer
+    return max(integer(own("block_count")) - integer(own("nextn_predict_layers"), 0), 0)
+
+
+def _common(metadata: Metadata) -> Config:
+    """Return the fields that all models have."""
+    own, integer = metadata.own, metadata.integer
+    experts = integer(own("expert_count"), 0)
+    if experts:
+        text = f"{own('expert_count')}: a model with mixture of experts is not supported, got {experts}."
+        raise CheckpointError(f"{metadata.header.path}: {text}")
+    embedding = metadata.tensors.get("token_embd.weight")
+    return {
+        "vocab_size": embedding.shape[0] if embedding is not None else integer(own("vocab_size")),
+        "hidden_size": integer(own("embedding_length")),
+        "num_hidden_layers": num_layers(metadata),
+        "max_position_embeddings": integer(own("context_length")),
+        "tie_word_embeddings": "output.weight" not in metadata.tensors,
+        "bos_token_id": token_id(metadata, "bos") if has_tokenizer(metadata) else None,
+        "eos_token_id": end_token_ids(metadata) or None,
+        "dtype": _dtype(metadata),
+    }
+
+
+def _dtype(metadata: Metadata) -> str:
     """Return what a model is computed in unless somebody says otherwise: the floats that its matrices are in, else bfloat16."""
-    kinds = {tensor.kind for tensor in metadata.tensors.values() if len(tensor.shape) == 2 and tensor.shape[0] > 1}
+    kinds = {tensor.kind for tensor in metadata.tensors.values() if len(tensor.shape) == 2 and min(tensor.shape) > 1}
     if kinds <= {"F32"}:
         return "float32"
     return "float16" if kinds <= {"F16", "F32"} else _DTYPE_OF_BLOCKS
 
 
-def dense_config(metadata: Metadata) -> dict[str, Any]:
-    """Return the fields that decoders with attention have, with the names of Llama."""
-    own, integer, number = metadata.own, metadata.integer, metadata.number
-    heads = integer(own("attention.head_count"))
-    hidden = integer(own("embedding_length"))
-    head_dim = integer(own("attention.key_length"), hidden // heads if heads else 0)
-    return {
-        **common_config(metadata),
-        "intermediate_size": integer(own("feed_forward_length")),
-        "num_attention_heads": heads,
-        "num_key_value_heads": integer(own("attention.head_count_kv"), heads),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": number(own("attention.layer_norm_rms_epsilon")),
-        "attention_bias": "blk.0.attn_q.bias" in metadata.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in metadata.tensors,
-        **rope_config(metadata),
-    }
+def _epsilon(metadata: Metadata) -> float:
+    return metadata.number(metadata.own("attention.layer_norm_rms_epsilon"))
 
 
-def common_config(metadata: Metadata) -> dict[str, Any]:
-    """Return the fields that all models have."""
+def _attention(metadata: Metadata) -> Config:
     own, integer = metadata.own, metadata.integer
-    embedding = metadata.tensors.get("token_embd.weight")
-    ends = end_token_ids(metadata)
+    layers = num_layers(metadata)
+    heads = _same(metadata, own("attention.head_count"), layers)
+    hidden = integer(own("embedding_length"))
     return {
-        "vocab_size": embedding.shape[0] if embedding is not None else integer(own("vocab_size")),
-        "hidden_size": integer(own("embedding_length")),
-        "num_hidden_layers": integer(own("block_count")),
-        "max_position_embeddings": integer(own("context_length")),
-        "tie_word_embeddings": "output.weight" not in metadata.tensors,
-        "bos_token_id": token_id(metadata, "bos") if has_tokenizer(metadata) else None,
-        "eos_token_id": ends or None,
-        "dtype": model_dtype(metadata),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _same(metadata, own("attention.head_count_kv"), layers, default=heads),
+        "head_dim": integer(own("attention.key_length"), hidden // max(heads, 1)),
+        "attention_bias": _has(metadata, "attn_q.bias"),
+        "rms_norm_eps": _epsilon(metadata),
     }
 
 
-def rope_config(metadata: Metadata) -> dict[str, Any]:
-    """Return theta and the scaling of RoPE."""
-    return {"rope_theta": metadata.number(metadata.own("rope.freq_base"), 10000.0), **_scaling(metadata)}
+def _mlp(metadata: Metadata) -> Config:
+    """Return the MLP of all layers. Its width is that of the tensors, since a file of a hybrid model has another number in the field."""
+    down = next((tensor for name, tensor in metadata.tensors.items() if name.endswith(".ffn_down.weight")), None)
+    width = _same(metadata, metadata.own("feed_forward_length"), num_layers(metadata)) if down is None else down.shape[-1]
+    return {"intermediate_size": width, "hidden_act": "silu", "mlp_bias": _has(metadata, "ffn_up.bias")}
 
 
-def _scaling(metadata: Metadata) -> Mapping[str, Any]:
-    kind = metadata.text(metadata.own("rope.scaling.type"), "none")
+def _same(metadata: Metadata, key: str, layers: int, default: int | None = None) -> int:
+    """Return the number that a field has for all layers that have one."""
+    found = sorted(set(metadata.integers(key, layers, default)) - {0})
+    if len(found) > 1:
+        raise CheckpointError(f"{metadata.header.path}: {key}: expected one number for all layers, got {shown(found)}.")
+    return found[0] if found else 0
+
+
+def _multipliers(metadata: Metadata) -> Config:
+    own, number = metadata.own, metadata.number
+    head_dim = max(_attention(metadata)["head_dim"], 1)
+    return {
+        "attention_multiplier": number(own("attention.scale"), head_dim**-0.5) or head_dim**-0.5,
+        "embedding_multiplier": number(own("embedding_scale"), 1.0) or 1.0,
+        "residual_multiplier": number(own("residual_scale"), 1.0) or 1.0,
+        "logits_scaling": number(own("logit_scale"), 1.0) or 1.0,
+    }
+
+
+def _kinds_of_hybrid(metadata: Metadata) -> list[bool]:
+    """Return which layers have attention: those with heads of keys."""
+    return [count > 0 for count in metadata.integers(metadata.own("attention.head_count_kv"), num_layers(metadata))]
+
+
+def _mamba2(metadata: Metadata, prefix: str) -> Config:
+    own, integer = metadata.own, metadata.integer
+    inner, heads = integer(own("ssm.inner_size")), integer(own("ssm.time_step_rank"))
+    sizes: Config = {
+        "n_heads": heads,
+        "d_head": inner // max(heads, 1),
+        "d_state": integer(own("ssm.state_size")),
+        "n_groups": integer(own("ssm.group_count")),
+        "d_conv": integer(own("ssm.conv_kernel")),
+        "expand": inner // max(integer(own("embedding_length")), 1),
+        "conv_bias": _has(metadata, "ssm_conv1d.bias"),
+        "proj_bias": _has(metadata, "ssm_in.bias"),
+    }
+    return {f"{prefix}{name}": value for name, value in sizes.items()}
+
+
+def _has(metadata: Metadata, tail: str) -> bool:
+    return any(name.endswith(f".{tail}") for name in metadata.tensors)
+
+
+def _rope(metadata: Metadata) -> Config:
+    """Return theta, the part of a head that is rotated, and the scaling."""
+    own = metadata.own
+    head_dim = max(_attention(metadata)["head_dim"], 1)
+    rotated = metadata.integer(own("rope.dimension_count"), head_dim)
+    part = {} if rotated == head_dim else {"partial_rotary_factor": rotated / head_dim}
+    return {"rope_theta": metadata.number(own("rope.freq_base"), 10000.0), **part, "rope_scaling": _scaling(metadata)}
+
+
+def _scaling(metadata: Metadata) -> Config | None:
+    own, number = metadata.own, metadata.number
+    if LONG_FACTORS in metadata.tensors:
+        factor = own("rope.scaling.attn_factor")
+        attention = {"attention_factor": number(factor)} if factor in metadata else {}
+        factors = {"short_factor": _factors(metadata, SHORT_FACTORS), "long_factor": _factors(metadata, LONG_FACTORS)}
+        return {"rope_type": "longrope", **factors, **attention}
+    if ROPE_FACTORS in metadata.tensors:  # of Llama 3.1, whose kind of scaling is stored as what it makes of each frequency
+        divisors = _factors(metadata, ROPE_FACTORS)
+        return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": divisors, "long_factor": divisors}
+    key = own("rope.scaling.type")
+    kind, older = metadata.text(key, "none"), own("rope.scale_linear")
+    if kind == "none" and older in metadata and number(older) not in (0, 1):
+        return {"rope_type": "linear", "factor": number(older)}
     if kind == "none":
-        return {}
-    raise metadata.refusal(metadata.own("rope.scaling.type"), "none")
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": number(own("rope.scaling.factor"))}
+    if kind != "yarn":
+        raise metadata.refusal(key, "none, linear, yarn, or longrope with its tensors of factors")
+    named = {
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+        "attention_factor": "yarn_attn_factor",
+        "mscale_all_dim": "yarn_log_multiplier",
+    }
+    found = {name: number(own(f"rope.scaling.{field}")) for name, field in named.items() if own(f"rope.scaling.{field}") in metadata}
+    scales = {"mscale": 1.0} if found.get("mscale_all_dim") else {}
+    original = metadata.integer(own("rope.scaling.original_context_length"))
+    times = number(own("rope.scaling.factor"))
+    return {"rope_type": "yarn", "factor": times, "original_max_position_embeddings": original, **scales, **found}
+
+
+def _factors(metadata: Metadata, name: str) -> list[float]:
+    """Return the numbers of a small tensor."""
+    tensor = metadata.tensors.get(name)
+    if tensor is None or tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
+        raise CheckpointError(f"{metadata.header.path}: {name}: expected a short vector in F32, got {tensor}.")
+    found: list[float] = np.frombuffer(tensor.mapping, "<f4", count=tensor.shape[0], offset=tensor.offset).tolist()
+    return found

@@ -24,6 +24,13 @@ _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|end_of_role|>")
 
 
+#: Far longer than pieces are: how a piece is cut takes time that grows with the square of its length.
+_LONGEST_PIECE = 1024
+
+#: The architecture whose special tokens take the spaces behind them, and those of them that do not.
+_PHI3, _KEEP_SPACES = "phi3", ("<unk>", "<s>", "<|endoftext|>")
+
+
 def has_tokenizer(metadata: Metadata) -> bool:
     """Return whether a file has a tokenizer: some have sizes and weights alone."""
     return f"{_KEY}model" in metadata and metadata.text(f"{_KEY}model") not in ("none", "no_vocab")
@@ -132,7 +139,7 @@ def _sentencepiece(metadata: Metadata, vocab: Mapping[str, int], types: list[int
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     unknown = next((text for text, index in vocab.items() if types[index] == _UNKNOWN), None)
     return {
-        "added_tokens": _added(vocab, types),
+        "added_tokens": [{**token, "rstrip": metadata.architecture == _PHI3 and _takes_spaces(token)} for token in _added(vocab, types)],
         "normalizer": {"type": "Sequence", "normalizers": [*([{"type": "Prepend", "prepend": _SPACE}] if prefix else []), replace]},
         "pre_tokenizer": None,
         "post_processor": _post_processor(metadata, add_bos=True),
@@ -185,6 +192,11 @@ def _added(vocab: Mapping[str, int], types: list[int]) -> list[dict[str, Any]]:
     ]
 
 
+def _takes_spaces(token: Mapping[str, Any]) -> bool:
+    """Return whether a special token of Phi-3 takes the spaces behind it, which no field says."""
+    return bool(token["special"]) and token["content"] not in _KEEP_SPACES
+
+
 def _post_processor(metadata: Metadata, *, add_bos: bool) -> dict[str, Any] | None:
     """Return what puts special tokens around a text, or None if there are none."""
     tokens = metadata.texts(f"{_KEY}tokens")
@@ -228,6 +240,11 @@ def _merges_of_scores(metadata: Metadata, vocab: Mapping[str, int], types: list[
     scores = metadata.numbers(key)
     if len(scores) != len(vocab):
         raise metadata.refusal(key, f"{len(vocab)} numbers, one for each token")
+    longest = max(map(len, vocab), default=0)
+    if longest > _LONGEST_PIECE:
+        raise CheckpointError(
+            f"{metadata.header.path}: {_KEY}tokens: expected pieces of at most {_LONGEST_PIECE} characters, got one of {longest}."
+        )
     left_out = {_UNKNOWN, _CONTROL, _BYTE}
     pieces = {text: index for text, index in vocab.items() if types[index] not in left_out}
     found = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -13,18 +14,41 @@ import numpy.typing as npt
 
 from trt_kvcache._util.mapped_pages import release_pages
 from trt_kvcache.checkpoint.gguf.architectures import Architecture
+from trt_kvcache.checkpoint.gguf.header import StoredBlocks
 from trt_kvcache.checkpoint.gguf.model import GGUFModel
+from trt_kvcache.checkpoint.gguf.model_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, num_layers
 from trt_kvcache.checkpoint.quantized.gguf import TYPES
 from trt_kvcache.checkpoint.safetensors_file import StoredTensor
+from trt_kvcache.errors import CheckpointError
 
-#: Factors of RoPE, which the configuration has too.
-_IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+#: Factors of RoPE, which are in the configuration.
+_IGNORED = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 _ARRAYS = {"F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype("<f4")}
 
-#: Types whose blocks stay packed, and those that are left alone: integers of no weight.
-_NOT_READ = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"})
+#: Types that are no weights, or that no library dequantizes.
+_NOT_READ = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0"})
+
+_A, _CONVOLUTIONS, _FLAT = "ssm_a", ("ssm_conv1d", "shortconv.conv"), ("ssm_a", "ssm_d", "ssm_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What a tensor of transformers is made of."""
+
+    part: str
+    names: tuple[str, ...]
+    blocks: tuple[StoredBlocks, ...]
+    shape: tuple[int, ...]
+    rows: npt.NDArray[np.int64] | None
+    columns: npt.NDArray[np.int64] | None
+    is_plus_one: bool
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether blocks have to be dequantized for it."""
+        return self.is_plus_one or self.part == _A or self.columns is not None or len({one.kind for one in self.blocks}) > 1
 
 
 class GGUFWeights:
@@ -54,24 +78,19 @@ class GGUFWeights:
 
     def __init__(self, model: GGUFModel) -> None:
         self.path, self.paths = model.path, model.paths
-        self._model = model
-        architecture = model.architecture
         self.tensors: dict[str, StoredTensor] = {}
         self.dequantized: dict[str, str] = {}
-        self._sources: dict[str, str] = {}
-        self._heads: dict[str, int] = {}
-        for stored_name, blocks in model.tensors.items():
-            if stored_name in _IGNORED:
-                continue
-            name, part = _name(stored_name, architecture)
-            dtype = _FLOATS.get(blocks.kind, blocks.kind)
-            if dtype == blocks.kind and blocks.kind not in TYPES and blocks.kind not in _NOT_READ:
-                self.dequantized[name] = blocks.kind
+        self._sources = _sources(model)
+        for name, source in self._sources.items():
+            first = source.blocks[0]
+            dtype = _FLOATS.get(first.kind, first.kind)
+            is_packed = first.kind in TYPES and len(source.shape) == 2 and not source.changes_values
+            if first.kind not in _FLOATS and first.kind not in _NOT_READ and not is_packed:
+                self.dequantized[name] = " and ".join(sorted({one.kind for one in source.blocks}))
+            if name in self.dequantized or (source.changes_values and first.kind in _FLOATS):
                 dtype = "float32"
-            self.tensors[name] = StoredTensor(dtype=dtype, shape=blocks.shape, offset=blocks.offset, nbytes=blocks.nbytes)
-            self._sources[name] = stored_name
-            if part in architecture.paired_rows:
-                self._heads[name] = model.metadata.integer(model.metadata.own(architecture.paired_rows[part]))
+            nbytes = sum(one.nbytes for one in source.blocks)
+            self.tensors[name] = StoredTensor(dtype=dtype, shape=source.shape, offset=first.offset, nbytes=nbytes)
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return a tensor as a read-only array.
@@ -84,26 +103,34 @@ class GGUFWeights:
         Returns
         -------
         ndarray
-            Floats in their dtype; the blocks of a packed tensor as uint8 ``[out, bytes]``.
-        """
-        source = self._sources[name]
-        array = self._stored(source)
-        if name in self._heads:
-            array = array[_rows_of_halves(len(array), self._heads[name])]
-        if name in self.dequantized:
-            import gguf
+            Floats in their dtype, float32 for those that are dequantized; the blocks of a packed tensor as uint8 ``[out, bytes]``.
 
-            array = gguf.quants.dequantize(array, gguf.GGMLQuantizationType[self.dequantized[name]])
+        Raises
+        ------
+        CheckpointError
+            Values are stored that no model has.
+        """
+        source, stored = self._sources[name], self.tensors[name]
+        keeps_blocks = stored.dtype not in _ARRAYS.keys() | set(_FLOATS.values())
+        parts = [_stored(one) if keeps_blocks or one.kind in _FLOATS else _dequantized(one) for one in source.blocks]
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if source.rows is not None:
+            array = array[source.rows]
+        if source.columns is not None:
+            array = array[:, source.columns]
+        if source.is_plus_one:
+            array = array.astype(np.float32) - np.float32(1)
+        if source.part == _A:
+            array = self._log_of_a(array.astype(np.float32), name)
+        array = array if keeps_blocks else array.reshape(source.shape)
         array.flags.writeable = False
         return array
 
-    def _stored(self, source: str) -> npt.NDArray[Any]:
-        """Return floats, or blocks as uint8 with rows of bytes."""
-        blocks = self._model.tensors[source]
-        mapping = self._model.mapping_of(source)
-        dtype = _ARRAYS.get(blocks.kind, np.dtype(np.uint8))
-        array = np.frombuffer(mapping, dtype=dtype, count=blocks.nbytes // dtype.itemsize, offset=blocks.offset)
-        return array.reshape(*blocks.shape[:-1], -1)
+    def _log_of_a(self, a: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+        if not (a < 0).all():
+            raise CheckpointError(f"{self.path}: expected negative numbers in {_A}, which is {name}, got others. Fetch it again.")
+        found: npt.NDArray[Any] = np.log(-a)
+        return found
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give tensors other names.
@@ -116,7 +143,6 @@ class GGUFWeights:
         self.tensors = {names.get(name, name): value for name, value in self.tensors.items()}
         self.dequantized = {names.get(name, name): value for name, value in self.dequantized.items()}
         self._sources = {names.get(name, name): value for name, value in self._sources.items()}
-        self._heads = {names.get(name, name): value for name, value in self._heads.items()}
 
     def release(self, name: str) -> None:
         """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again.
@@ -126,29 +152,77 @@ class GGUFWeights:
         name : str
             One of :attr:`tensors`.
         """
-        source = self._sources[name]
-        blocks = self._model.tensors[source]
-        release_pages(self._model.mapping_of(source), blocks.offset, blocks.nbytes)
+        for one in self._sources[name].blocks:
+            release_pages(one.mapping, one.offset, one.nbytes)
 
 
-def open_gguf_weights(path: Path) -> GGUFWeights:
-    """Open the weights of a GGUF file, or of a split model by its first file."""
-    return GGUFWeights(GGUFModel(path))
+def _stored(blocks: StoredBlocks) -> npt.NDArray[Any]:
+    """Return floats, or blocks as uint8 with rows of bytes."""
+    dtype = _ARRAYS.get(blocks.kind, np.dtype(np.uint8))
+    array = np.frombuffer(blocks.mapping, dtype=dtype, count=blocks.nbytes // dtype.itemsize, offset=blocks.offset)
+    return array.reshape(*blocks.shape[:-1], -1)
+
+
+def _dequantized(blocks: StoredBlocks) -> npt.NDArray[np.float32]:
+    import gguf
+
+    array: npt.NDArray[np.float32] = gguf.quants.dequantize(_stored(blocks), gguf.GGMLQuantizationType[blocks.kind])
+    return array
+
+
+def _sources(model: GGUFModel) -> dict[str, _Source]:
+    """Return what each tensor of transformers is made of. One whose name is not known keeps it, and is refused under it."""
+    architecture, metadata = model.architecture, model.metadata
+    has_drafts = metadata.integer(metadata.own("nextn_predict_layers"), 0) > 0
+    found: dict[str, list[tuple[str, str]]] = {}
+    for stored in model.tensors:
+        layer = re.match(r"blk\.(\d+)\.", stored)
+        if stored in _IGNORED or (has_drafts and layer and int(layer[1]) >= num_layers(metadata)):
+            continue
+        name, part = _name(stored, architecture)
+        found.setdefault(name, []).append((part, stored))
+    order = list(architecture.layer_names)
+    return {
+        name: _source(model, sorted(parts, key=lambda one: order.index(one[0]) if one[0] in order else 0)) for name, parts in found.items()
+    }
+
+
+def _source(model: GGUFModel, parts: list[tuple[str, str]]) -> _Source:
+    architecture, metadata = model.architecture, model.metadata
+    names = tuple(stored for _, stored in parts)
+    blocks = tuple(model.tensors[name] for name in names)
+    if len({one.shape[1:] for one in blocks}) > 1:
+        raise CheckpointError(f"{model.path}: expected rows of one width in {' and '.join(names)}, got {[one.shape for one in blocks]}.")
+    part = parts[0][0]
+    length = sum(one.shape[0] for one in blocks)
+    shape = (length, *blocks[0].shape[1:])
+    rows, columns = architecture.rows.get(part), architecture.columns.get(part)
+    orders = (None if rows is None else rows(metadata, length)), (None if columns is None else columns(metadata, shape[-1]))
+    if part in _FLAT:
+        shape = (math.prod(shape),)
+    if part in _CONVOLUTIONS and names[0].endswith(".weight") and len(shape) == 2:
+        shape = (shape[0], 1, shape[1])
+    return _Source(
+        part=part,
+        names=names,
+        blocks=blocks,
+        shape=shape,
+        rows=_unless_identity(orders[0]),
+        columns=_unless_identity(orders[1]),
+        is_plus_one=part in architecture.norms_plus_one,
+    )
+
+
+def _unless_identity(order: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64] | None:
+    return None if order is None or np.array_equal(order, np.arange(len(order))) else order
 
 
 def _name(name: str, architecture: Architecture) -> tuple[str, str]:
-    """Return what transformers calls a tensor, and which part of a layer it is; a name that is not known stays, to be refused under it."""
-    stem, _, kind = name.rpartition(".")
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if layer and layer[2] in architecture.layer_names:
-        return f"model.layers.{layer[1]}.{architecture.layer_names[layer[2]]}.{kind}", layer[2]
-    return (f"{architecture.names[stem]}.{kind}" if stem in architecture.names else name), stem
-
-
-def _rows_of_halves(rows: int, heads: int) -> npt.NDArray[np.int64]:
-    """Return which row of a file each row of transformers is: GGUF has rows that RoPE pairs beside each other, in every head."""
-    if heads < 1 or rows % (2 * heads):
-        return np.arange(rows)  # the shape is refused
-    pairs = np.arange(rows).reshape(heads, rows // heads // 2, 2)
-    order: npt.NDArray[np.int64] = pairs.swapaxes(1, 2).reshape(-1)
-    return order
+    """Return what transformers calls a tensor, and which part of a layer it is."""
+    layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    names = architecture.layer_names if layer else architecture.names
+    tail, prefix = (layer[2], f"{architecture.layers}.{layer[1]}.") if layer else (name, "")
+    stem, dot, kind = tail.rpartition(".")
+    if tail in names:  # those without an ending, and a bias that is no bias in transformers
+        return f"{prefix}{names[tail]}", stem or tail
+    return (f"{prefix}{names[stem]}{dot}{kind}", stem) if stem in names else (name, stem or tail)
