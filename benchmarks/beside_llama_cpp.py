@@ -207,6 +207,7 @@ def main() -> int:
         "instructions": llama_cpp.llama_print_system_info().decode().strip(" |"),
         "model": file.name,
         "threads": arguments.threads,
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "prompt_tokens": PROMPT,
         "decode_steps": STEPS,
         "runs": arguments.runs,

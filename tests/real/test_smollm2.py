@@ -137,10 +137,9 @@ def test_fewer_bits_cost_what_they_should(half_file: Path) -> None:
     for quantize in (None, "int8", "int4"):
         with opened(half_file, "torch", dtype=None, max_batch_size=1, quantize=quantize) as session:
             found[quantize or "float16"] = text_perplexity(session, text, window=256).perplexity
-    print(found)
     assert 3 < found["float16"] < 60
     assert abs(found["int8"] / found["float16"] - 1) < 0.03
-    assert 1 < found["int4"] / found["float16"] < 1.6
+    assert 1 < found["int4"] / found["float16"] < 1.4
 
 
 def test_an_engine_is_built_without_a_gpu(model_file: Path, tmp_path: Path) -> None:
