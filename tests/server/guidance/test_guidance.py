@@ -84,6 +84,18 @@ def test_no_process_starts_before_the_first_grammar(tokenizer):
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_worker_that_was_killed_is_replaced_before_it_is_needed(guidance):
+    guidance.processor(CHOICE)
+    before = guidance.worker_pids
+    with pytest.raises(ConfigError, match="crashed"):
+        guidance.processor({"grammar": CHAINED["grammar"] + "\n\n"})
+    ends = time.monotonic() + 30
+    while not set(guidance.worker_pids) - set(before):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
 @pytest.mark.skipif(not hasattr(os, "nice"), reason="priorities of POSIX")
 def test_workers_have_a_low_priority_and_leave_a_processor_alone(guidance):
     guidance.processor(CHOICE)

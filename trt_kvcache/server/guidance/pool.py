@@ -164,7 +164,8 @@ class WorkerPool:
     -----
     Short jobs share a worker. When one turns out to be long, the others go on in another worker, where their grammars are compiled
     again and consume the tokens so far: both give what they gave before. So a worker that ends costs nobody a request but the one whose job
-    it did; and if something else has ended it, not that one either. Workers start when there is work, and end when there is none.
+    it did; and if something else has ended it, not that one either. The first worker starts with the first job, and one is kept from then on;
+    the others end when there is no work for them.
     """
 
     def __init__(self, opening: Opening, options: GuidanceOptions, *, max_texts: int) -> None:
@@ -241,9 +242,17 @@ class WorkerPool:
         if not any(map(self._may_begin, self._in_turn())) or not all(lane.is_long or lane.is_slow for lane in self._lanes):
             return
         if len(self._lanes) < self._max_lanes:
+            self._start_a_lane()
+
+    def _start_a_lane(self) -> None:
+        if not self._closed:
             lane = _Lane(WorkerProcess(self._opening))
             self._lanes.append(lane)
             threading.Thread(target=self._run, args=(lane,), name="trt_kvcache guidance worker", daemon=True).start()
+
+    def _has_another(self, lane: _Lane) -> bool:
+        """Tell whether there is another worker for all."""
+        return any(other is not lane and not other.is_slow for other in self._lanes)
 
     def _may_begin(self, job: Job) -> bool:
         """Tell whether a job is not one of too many first ones."""
@@ -301,6 +310,8 @@ class WorkerPool:
                 self._count_failed_start()
             if lane.job is not None:
                 self._after_end(lane, lane.job, code)
+            if lane.opened and not self._has_another(lane):
+                self._start_a_lane()  # large vocabularies take seconds to open
             self._start_a_lane_if_needed()
             self._change.notify_all()
 
@@ -314,7 +325,6 @@ class WorkerPool:
                 return True
             for job in self._take_all():
                 job.fail(_cannot_start(said))
-            lane.opened = True
         return False
 
     def _count_failed_start(self) -> None:
@@ -333,7 +343,7 @@ class WorkerPool:
                 if job is not None:
                     lane.take(job)
                     return job
-                is_needed = lane.held if lane.is_slow else time.monotonic() - idle_since < _IDLE
+                is_needed = lane.held if lane.is_slow else time.monotonic() - idle_since < _IDLE or not self._has_another(lane)
                 if not is_needed:
                     return None
                 self._change.wait(_TICK if self._waiting else _PAUSE)
