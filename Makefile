@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+DEMO_READY := .venv/.demo
 TORCH ?= torch==2.13.0
 TORCH_READY := .venv/.torch
 TRANSFORMERS_READY := .venv/.transformers
@@ -12,8 +13,9 @@ FAST := not trt and not gpu and not slow and not long
 JOBS ?= auto
 # A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
 WORKERS := -n $(JOBS) --dist worksteal
-# Where sums decide. Left out are files that take long and hand no sum to OpenBLAS.
-SUMS := tests/builder/network tests/checkpoint/quantized tests/end_to_end tests/kernels tests/ops tests/polygraphy tests/reference tests/session \
+# Where sums decide: some for each change, all of them for `make test-all`. Left out are files that take long and hand no sum to OpenBLAS.
+SUMS := tests/reference tests/generation
+ALL_SUMS := tests/builder/network tests/checkpoint/quantized tests/end_to_end tests/kernels tests/ops tests/polygraphy tests/reference tests/session \
 	tests/server/http/test_disconnects.py $(addprefix --ignore=tests/,kernels/test_nvrtc_12.py kernels/test_token_choice.py \
 	session/test_session_order.py session/test_session_programs.py session/test_token_steps.py)
 
@@ -27,7 +29,7 @@ help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: $(READY)  ## Build an engine from the shipped model, generate text, compare cached and full recomputation
+demo: $(DEMO_READY)  ## Build an engine from the shipped model, generate text, compare cached and full recomputation
 	@$(BIN)/python examples/demo.py
 
 .PHONY: check
@@ -57,11 +59,11 @@ coverage: $(READY)  ## Measure branch coverage: host tests, then those on the em
 	$(BIN)/coverage report --fail-under=92
 
 .PHONY: test-long
-test-long: $(READY)  ## Run the tests that take ten seconds and more, but for the server's: sanitizers, the kernels for every GPU
+test-long: $(READY)  ## Run the tests that take ten seconds and more, but for the server's: sanitizers, kernels for several GPUs
 	$(BIN)/pytest $(WORKERS) -m "long and not trt and not gpu and not slow" --ignore tests/server
 
 .PHONY: test-slow
-test-slow: $(READY)  ## Run the tests that take minutes
+test-slow: $(READY)  ## Run the tests that take minutes, and those that repeat others with more inputs
 	$(BIN)/pytest $(WORKERS) -m "slow and not trt and not gpu"
 
 .PHONY: test-trt
@@ -70,8 +72,8 @@ test-trt: $(READY)  ## Build engines with TensorRT for RTX (no GPU needed)
 
 # The bindings of each release are 1 MB, come from the package index and are kept in build/bindings; gcc makes the libraries behind them.
 .PHONY: test-bindings
-test-bindings: $(READY)  ## Hold the code against NVIDIA's Python bindings of each release of full TensorRT (no GPU needed)
-	$(BIN)/python tests/bindings/run.py
+test-bindings: $(READY)  ## Test against NVIDIA's Python bindings of the oldest and the newest release of full TensorRT (no GPU needed)
+	$(BIN)/python tests/bindings/run.py $(RELEASES)
 
 .PHONY: test-gpu
 test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU is a failure
@@ -93,11 +95,18 @@ test-ray: $(RAY_READY)  ## Run two replicas of an engine behind Ray Serve, and r
 	TRT_KVCACHE_REQUIRE_RAY=1 $(BIN)/pytest -k "ray_serve or configuration_is_one_of_triton" \
 	tests/server/ray_serve tests/server/test_triton.py tests/project/test_docstrings.py
 
+# CI runs one of each kind; this, before a release or the end of a larger change, also everything that repeats it.
+.PHONY: test-all
+test-all: SUMS = $(ALL_SUMS)
+test-all: RELEASES = --all-releases
+test-all: check docs test test-long test-slow test-cpus test-torch test-trt test-bindings test-serve test-ray demo  ## Run all tests that need no GPU
+
 .PHONY: docs
 docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
 	@$(BIN)/python docs/images/draw.py --check
 	@$(BIN)/python docs/models_table.py --check
 	@$(BIN)/python docs/formats_table.py --check
+	@$(BIN)/python docs/facts.py --check
 	@$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --nitpicky --jobs auto --quiet docs build/docs
 	@echo "build/docs/index.html"
 
@@ -133,6 +142,13 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev,rtx,cuda]"
 	@touch $(READY)
+
+# A part of what the tests need: the demo, and `serve`, which it points to.
+$(DEMO_READY): pyproject.toml
+	@test -d .venv || $(PYTHON) -m venv .venv
+	@test $(READY) -nt pyproject.toml || { echo "Installing TensorRT for RTX, CUDA and the package into .venv, once"; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[rtx,polygraphy,serve]"; }
+	@touch $(DEMO_READY)
 
 # What pip installs by this name may be a build for CUDA, of gigabytes; that for a CPU is on an index of PyTorch's:
 # make test-torch TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"

@@ -17,6 +17,9 @@ SIDES = {
     "compiled": ("transformers, static cache + torch.compile", BLUE),
     "eager": ("transformers, eager", GREY),
 }
+#: The colour of the line where the limit is.
+LIMIT = "#b91c1c"
+
 IMAGE = "docs/images/end_to_end.svg"
 
 #: Tokens past in README; all of them are in benchmarks/README.md.
@@ -65,9 +68,10 @@ def readme_block(content: dict[str, Any]) -> str:
     lines = [
         f"![Milliseconds per token of whole models on an {device}, beside the time that reading weights, K and V takes]({IMAGE})",
         "",
-        f"Milliseconds per token (all slots get one), {_SHOWN_PAST} tokens past, bfloat16, random weights, {device}:",
-        '`InferenceSession.generate` with `engine="torch"`, top-p sampling, text and a stop text, beside `generate` of transformers',
-        "with sampling and text. The limit is the time that reading weights, K and V takes at the speed of a copy",
+        f"Milliseconds of a step, which gives every slot a token, after {_SHOWN_PAST} tokens. The models have random weights in bfloat16;",
+        f'the GPU is an {device}. trt_kvcache is `InferenceSession.generate` with `engine="torch"`, top-p sampling, text and a stop text.',
+        "The other columns are `generate` of transformers with sampling and text, with a static cache and `torch.compile`, and eager.",
+        "The limit is the time that reading weights, K and V takes at the speed of a copy",
         copies,
         *_other_run(content),
         "",
@@ -79,6 +83,17 @@ def readme_block(content: dict[str, Any]) -> str:
             times = [f"{sides[side]['step_ms']['median']:.2f}" if side in sides else "" for side in SIDES]
             lines.append(f"| {model} | {batch} | {sides['ours']['limit_ms']:.2f} | {' | '.join(times)} |")
     return "\n".join(lines)
+
+
+def readme_sentence(content: dict[str, Any]) -> str:
+    """Return the figure of the first screen of README.md."""
+    sides = shapes(content)["Llama-3-8B", 1, _SHOWN_PAST]
+    times = {side: f"{sides[side]['step_ms']['median']:.2f} ms" for side in ("ours", "compiled")}
+    return (
+        f"**Speed**: Llama-3-8B in bfloat16 takes {times['ours']} a token on an {content['device']} (PyTorch engine, batch 1,\n"
+        f"{_SHOWN_PAST} tokens past). transformers with a static cache and `torch.compile` takes {times['compiled']}. "
+        "[All figures](#speed)."
+    )
 
 
 def _other_run(content: dict[str, Any]) -> list[str]:
@@ -103,7 +118,14 @@ def picture(content: dict[str, Any]) -> str:
         drawn.box(x, 14, 14, 14, fill, rounded=3)
         drawn.text(x + 20, 26, name, size=12, color=SOFT)
         x += 40 + 7 * len(name)
-    drawn.text(20, 48, f"milliseconds per token, {_SHOWN_PAST} tokens past; red: the limit of the memory", size=12, color=SOFT)
+    drawn.line(27, 38, 27, 50, LIMIT)
+    drawn.text(
+        40,
+        48,
+        f"limit: the time that reading weights, K and V takes. Milliseconds per token, {_SHOWN_PAST} tokens past",
+        size=12,
+        color=SOFT,
+    )
     y = 62
     for model, batch, sides in shown:
         drawn.text(left - 10, y + 12, f"{model}, batch {batch}", size=12, anchor="end")
@@ -116,6 +138,6 @@ def picture(content: dict[str, Any]) -> str:
                 drawn.text(left + long + 6, y + 11, f"{time:.2f}", size=11, color=SOFT)
                 y += bar
         limit = left + round(width * sides["ours"]["limit_ms"] / longest)
-        drawn.box(limit, top - 2, 1, y - top + 2, "#b91c1c", rounded=0)
+        drawn.line(limit, top - 2, limit, y, LIMIT)
         y += gap
     return drawn.svg()

@@ -19,6 +19,7 @@ from environment import of_table
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 BEGIN, END = "<!-- results: benchmarks/tables.py -->", "<!-- end of results -->"
+FIGURE_BEGIN, FIGURE_END = "<!-- figure: benchmarks/tables.py -->", "<!-- end of figure -->"
 MAIN_README = HERE.parent / "README.md"
 QUANTIZATION = HERE.parent / "docs" / "quantization.md"
 PERPLEXITY = HERE / "results" / "perplexity.json"
@@ -400,7 +401,8 @@ def main() -> int:
         wanted[QUANTIZATION] = with_block(QUANTIZATION.read_text(encoding="utf-8"), formats_table(content))
     if END_TO_END.is_file():
         content = json.loads(END_TO_END.read_text(encoding="utf-8"))
-        wanted[MAIN_README] = with_block(MAIN_README.read_text(encoding="utf-8"), end_to_end_report.readme_block(content))
+        readme = with_block(MAIN_README.read_text(encoding="utf-8"), end_to_end_report.readme_block(content))
+        wanted[MAIN_README] = with_block(readme, end_to_end_report.readme_sentence(content), FIGURE_BEGIN, FIGURE_END)
         wanted[HERE.parent / end_to_end_report.IMAGE] = end_to_end_report.picture(content)
     if "--check" in sys.argv[1:]:
         return int(any(not path.is_file() or path.read_text(encoding="utf-8") != text for path, text in wanted.items()))
@@ -409,9 +411,9 @@ def main() -> int:
     return 0
 
 
-def with_block(text: str, block: str) -> str:
-    """Return a page with another text between :data:`BEGIN` and :data:`END`."""
-    return f"{text[: text.index(BEGIN) + len(BEGIN)]}\n{block}\n{text[text.index(END) :]}"
+def with_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
+    """Return a page with another text between two marks."""
+    return f"{text[: text.index(begin) + len(begin)]}\n{block}\n{text[text.index(end) :]}"
 
 
 if __name__ == "__main__":

@@ -1,47 +1,117 @@
-"""Write the table of model families into README.md and docs/models.md, from the code: ``python docs/models_table.py``.
+"""Write the tables of models into README.md and docs/models.md, from the code: ``python docs/models_table.py``.
 
-``--check`` writes nothing; exit code 1 says that a table is not that of the code. What a family needs is what its golden models need. What
-an engine computes is what its ``COMPUTED_FEATURES`` names.
+``--check`` writes nothing; exit code 1 says that a table is not that of the code. Checkpoints and reasons come from the configurations in
+``tests/model/published``. A family has what its golden models need, and an engine computes what its ``COMPUTED_FEATURES`` names.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from table_pages import write_tables  # noqa: E402
 
-from trt_kvcache.model import ModelConfig  # noqa: E402
+from trt_kvcache.errors import ConfigError  # noqa: E402
+from trt_kvcache.model import AttentionConfig, ModelConfig  # noqa: E402
 from trt_kvcache.model.families.registry import FAMILIES  # noqa: E402
 from trt_kvcache.model.features import FEATURES, features  # noqa: E402
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "models.md")
-BEGIN, END = "<!-- models: docs/models_table.py -->", "<!-- end of models -->"
+README, MODELS = ROOT / "README.md", ROOT / "docs" / "models.md"
+PUBLISHED = ROOT / "tests" / "model" / "published"
 
-#: Where each engine says what it computes, beside the one in NumPy, which computes everything. They are not imported: one needs torch.
-ENGINES = {"PyTorch": "trt_kvcache/torch_engine/engine.py", "TensorRT": "trt_kvcache/builder/options.py"}
+#: Where each engine says what it computes, beside the one in NumPy, which computes everything. They are not imported: one needs torch. The
+#: word is for a model that it computes: golden models run with PyTorch, and TensorRT has built their engines and run none.
+ENGINES = {
+    "NumPy": (None, "runs"),
+    "PyTorch": ("trt_kvcache/torch_engine/engine.py", "runs"),
+    "TensorRT": ("trt_kvcache/builder/options.py", "builds"),
+}
 
 
-def table() -> str:
-    """Return the table, one line a family."""
-    computed = {engine: computed_features(ROOT / path) for engine, path in ENGINES.items()}
-    lines = [f"| family | `model_type` | beside what Llama has | {' | '.join(('NumPy', *computed))} |", "|---|---|---|---|---|---|"]
+def checkpoints_table() -> str:
+    """Return which published checkpoints open and which are refused, one line a family; families that are not known come last."""
+    opens: dict[str, list[str]] = {name: [] for name in FAMILIES}
+    refused: dict[str, dict[str, list[str]]] = {name: {} for name in [*FAMILIES, ""]}
+    for path in sorted(PUBLISHED.glob("*.json"), key=lambda path: path.stem):
+        config = json.loads(path.read_text(encoding="utf-8"))["config"]
+        try:
+            opens[ModelConfig.from_dict(config).family] += name_of(path.stem, config)
+        except ConfigError as error:
+            refused[family_of(config)].setdefault(reason(error), []).append(path.stem)
+    lines = [
+        f"| family | published checkpoints that open | refused, and why | {' | '.join(ENGINES)} |",
+        f"|---|---|---|{'---|' * len(ENGINES)}",
+    ]
+    for name, family in FAMILIES.items():
+        cells = [family.title, ", ".join(opens[name]) or "none", grouped(refused[name]), *verdicts(name)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, f"| others | none | {grouped(refused[''])} |{' |' * len(ENGINES)}"])
+
+
+def name_of(stem: str, config: dict[str, Any]) -> list[str]:
+    """Return a checkpoint that opens; of a file with the ``text_config`` of one, the checkpoint only if its weights open with it."""
+    if not stem.endswith("-text"):
+        return [stem]
+    opens = any("language_model" in prefix for prefix in FAMILIES[config["model_type"]].renamed)
+    return [f"{stem.removesuffix('-text')} (by its text_config)"] if opens else []
+
+
+def grouped(names: dict[str, list[str]]) -> str:
+    """Return names by reason."""
+    return "; ".join(f"{why}: {', '.join(of_it)}" for why, of_it in names.items())
+
+
+def family_of(config: dict[str, Any]) -> str:
+    """Return the family that a refused configuration is of, or that its text model is of; empty if it is of none."""
+    names = (config["model_type"], config.get("text_config", {}).get("model_type"))
+    return next((name for name in names if name in FAMILIES), "")
+
+
+def reason(error: ConfigError) -> str:
+    """Return why a model is refused, in the words of the error without its verbs."""
+    found = re.search(r"\(model_type \S+\) (.*?)(?: in layer \d+)?, which (?:is|are) not supported", str(error))
+    if found is None:
+        return "another architecture"
+    return re.sub(r"(^| and )(?:is|has) (?:an? )?", r"\1", found[1])
+
+
+def architectures_table() -> str:
+    """Return what each family has that Llama has not, one line a family."""
+    lines = ["| family | `model_type` | beyond Llama |", "|---|---|---|"]
     for family in FAMILIES.values():
-        needs = [features(model) for model in golden_models(family.name)]
-        names = [text for name, text in FEATURES.items() if any(name in need for need in needs)]
-        verdicts = ["yes", *(verdict([need.keys() <= found for need in needs]) for found in computed.values())]
-        lines.append(f"| {family.title} | `{family.name}` | {', '.join(names)} | {' | '.join(verdicts)} |")
+        lines.append(f"| {family.title} | `{family.name}` | {', '.join(beyond_llama(golden_models(family.name)))} |")
     return "\n".join(lines)
 
 
-def verdict(models: list[bool]) -> str:
-    """Return whether an engine computes the golden models of a family: some need more than others."""
-    return "yes" if all(models) else "some" if any(models) else "no"
+def beyond_llama(models: list[ModelConfig]) -> list[str]:
+    """Return the features of models, in words, with those of attention that every engine has."""
+    attention = [layer.mixer for model in models for layer in model.layers if isinstance(layer.mixer, AttentionConfig)]
+    common = {
+        "QKV bias": any(mixer.qkv_bias and not mixer.o_bias for mixer in attention),
+        "QK-norm": any(mixer.qk_norm is not None and mixer.qk_norm.over == "head" for mixer in attention),
+    }
+    needs = [features(model) for model in models]
+    return [
+        *(name for name, has in common.items() if has),
+        *(text for name, text in FEATURES.items() if any(name in need for need in needs)),
+    ]
+
+
+def verdicts(family: str) -> list[str]:
+    """Return for each engine whether it computes the golden models of a family: some need more than others."""
+    found = []
+    for path, word in ENGINES.values():
+        needs = [features(model) for model in golden_models(family)]
+        computed = [path is None or need.keys() <= computed_features(ROOT / path) for need in needs]
+        found.append(word if all(computed) else f"{word} some" if any(computed) else "no")
+    return found
 
 
 def golden_models(family: str) -> list[ModelConfig]:
@@ -60,5 +130,17 @@ def computed_features(path: Path) -> frozenset[str]:
     raise ValueError(f"{path}: expected COMPUTED_FEATURES, got none.")
 
 
+def main() -> int:
+    """Write the tables, or with ``--check`` say which ones differ."""
+    made = {"models": ((README, MODELS), checkpoints_table()), "architectures": ((MODELS,), architectures_table())}
+    codes = [
+        write_tables(
+            pages, f"<!-- {name}: docs/models_table.py -->", f"<!-- end of {name} -->", text, name=name, script="docs/models_table.py"
+        )
+        for name, (pages, text) in made.items()
+    ]
+    return max(codes)
+
+
 if __name__ == "__main__":
-    raise SystemExit(write_tables(PAGES, BEGIN, END, table(), name="models", script="docs/models_table.py"))
+    raise SystemExit(main())

@@ -12,12 +12,17 @@ from pathlib import Path
 
 from trt_kvcache import EngineError
 from trt_kvcache.cli import main
+from trt_kvcache.session.open_model import why_no_tensorrt
 from trt_kvcache.trt.module import load
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = Path("examples/tiny-llama")
 ENGINE = Path("out/demo-engine")
 PROMPT = "The rabbit-hole went straight"
+NEXT = """
+Next, with a small model that answers:
+  .venv/bin/trt-kvcache chat examples/tiny-chat
+  .venv/bin/trt-kvcache serve examples/tiny-chat    and a browser at http://127.0.0.1:8000"""
 
 
 def run(*arguments: str) -> int:
@@ -36,9 +41,13 @@ def demo() -> int:
         folder = MODEL
     if folder is ENGINE and (code := run("build", str(MODEL), "-o", str(ENGINE), "--max-batch-size", "2")):
         return code
-    return run("generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", "60") or run(
-        "compare", str(folder), "--prompt", PROMPT, "--steps", "16"
-    )
+    for command in (("generate", "--max-new-tokens", "60"), ("compare", "--steps", "16")):
+        if code := run(command[0], str(folder), "--prompt", PROMPT, *command[1:]):
+            return code
+    if folder is ENGINE and (reason := why_no_tensorrt("auto")):
+        print(f"\nThe plan in {ENGINE} was built and not run: {reason.removesuffix('.')}. Other engines ran the checkpoint.")
+    print(NEXT)
+    return 0
 
 
 if __name__ == "__main__":

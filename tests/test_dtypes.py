@@ -2,7 +2,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from trt_kvcache import dtypes
+from trt_kvcache import KVCacheConfig, KVLayerConfig, MambaCacheConfig, dtypes
+from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.errors import DTypeError
 
 # name, bytes, NumPy dtype, DLPack type code (the table of dlpack.h)
@@ -47,3 +48,23 @@ def test_an_unknown_numpy_dtype_is_refused(dtype):
     with pytest.raises(DTypeError) as caught:
         dtypes.dtype_name(dtype)
     assert str(caught.value) == f"dtype: expected one of {NAMES}, got NumPy dtype {np.dtype(dtype)}."
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"), ("float", "float32"), ("fp8", "float8_e4m3fn")],
+)
+def test_short_names_are_taken_where_users_name_a_dtype(short, name):
+    layers = [KVLayerConfig(num_kv_heads=2, head_dim=16)]
+    kv = {"layers": layers, "max_batch_size": 1, "max_sequence_length": 16}
+    if name in dtypes.MODEL_DTYPES:
+        assert BuildOptions(max_batch_size=1, max_sequence_length=16, max_prefill_length=16, dtype=short).dtype == name
+        states = MambaCacheConfig(num_layers=1, max_batch_size=1, conv_kernel=4, conv_dim=8, conv_dtype=short, recurrent_dtype=short)
+        assert (states.conv_dtype, states.recurrent_dtype) == (name, name)
+        assert KVCacheConfig(**kv, dtype=short) == KVCacheConfig(**kv, dtype=name)
+    assert dtypes.dtype_in_full(short) == dtypes.dtype_in_full(name) == name
+
+
+@pytest.mark.parametrize("other", [None, 3, "FP16", ["fp16"], np.float16])
+def test_anything_else_is_left_for_its_check(other):
+    assert dtypes.dtype_in_full(other) is other

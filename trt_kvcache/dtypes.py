@@ -55,11 +55,18 @@ KV_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "int8")
 #: The K/V dtypes that need scales, and the largest value that is stored in each.
 SCALED_KV_DTYPES = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
-#: Short names of dtypes of K and V. They are taken wherever one is asked for; files and results have the name of the dtype.
-KV_DTYPE_SHORT_NAMES = {"fp8": "float8_e4m3fn"}
+#: Short names of dtypes. They are taken wherever a user names one; files and results have the name of the dtype.
+DTYPE_SHORT_NAMES = {
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp8": "float8_e4m3fn",
+}
 
 #: The names of quantized K and V that users give.
-SCALED_KV_DTYPE_NAMES = (*KV_DTYPE_SHORT_NAMES, *SCALED_KV_DTYPES)
+SCALED_KV_DTYPE_NAMES = ("fp8", *SCALED_KV_DTYPES)
 
 #: What of K and V, in one of these, shares a scale: a layer, a head of a layer (both static), or one token of a head.
 KV_SCALES = ("tensor", "head", "token")
@@ -68,8 +75,8 @@ KV_SCALES = ("tensor", "head", "token")
 MODEL_DTYPES = ("float16", "bfloat16", "float32")
 
 
-def kv_dtype_of(name: Any) -> Any:
-    """Return the dtype of K and V that a user names: in full where the name is a short one, else what was given.
+def dtype_in_full(name: Any) -> Any:
+    """Return the name of a dtype that a user gives: in full where it is a short one, else what was given.
 
     Parameters
     ----------
@@ -78,10 +85,10 @@ def kv_dtype_of(name: Any) -> Any:
 
     Examples
     --------
-    >>> kv_dtype_of("fp8"), kv_dtype_of("int8")
-    ('float8_e4m3fn', 'int8')
+    >>> dtype_in_full("fp8"), dtype_in_full("bf16"), dtype_in_full("int8")
+    ('float8_e4m3fn', 'bfloat16', 'int8')
     """
-    return KV_DTYPE_SHORT_NAMES.get(name, name) if isinstance(name, str) else name
+    return DTYPE_SHORT_NAMES.get(name, name) if isinstance(name, str) else name
 
 
 def _row(name: str) -> DType:

@@ -22,6 +22,9 @@ _DPI = 200
 #: Colours of text, and of what is there but not in use.
 INK, GREY = "#1c2833", "#8395a2"
 
+#: How a legend over a drawing is made readable: a white box behind it.
+LEGEND: Any = {"frameon": True, "facecolor": "white", "edgecolor": "none", "framealpha": 0.9}
+
 #: The same figure gives the same SVG: ids come from its content, text stays text.
 _STYLE: Any = {
     "svg.hashsalt": "trt_kvcache",

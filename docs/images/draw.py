@@ -34,6 +34,10 @@ class Picture:
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self._parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{rounded}" fill="{fill}" stroke="{LINE}"{dash}/>')
 
+    def line(self, x: int, y: int, x2: int, y2: int, color: str, *, width: int = 2) -> None:
+        """Add a line from one point to another."""
+        self._parts.append(f'<line x1="{x}" y1="{y}" x2="{x2}" y2="{y2}" stroke="{color}" stroke-width="{width}"/>')
+
     def text(self, x: int, y: int, words: str, *, size: int = 13, bold: bool = False, anchor: str = "start", color: str = INK) -> None:
         """Add a line of text. ``y`` is its baseline."""
         weight = ' font-weight="bold"' if bold else ""

@@ -80,6 +80,32 @@ def test_another_process_may_be_faster(target):
     assert (os.listdir(target.parent), held(target)) == (["engine"], ["slow"])
 
 
+@pytest.mark.parametrize("exists", [True, False], ids=["a folder", "nothing yet"])
+@pytest.mark.parametrize("steps", [1, 2], ids=["a link", "a link to a link"])
+@pytest.mark.parametrize("relative", [True, False], ids=["relative", "absolute"])
+def test_a_link_is_followed_and_stays(tmp_path, exists, steps, relative):
+    target = tmp_path / "disk" / "engine"
+    if exists:
+        make(target, "old")
+    (tmp_path / "links").mkdir()
+    leads_to = "../disk/engine" if relative else target
+    for step in range(steps):
+        link = tmp_path / "links" / f"link{step}"
+        link.symlink_to(leads_to)
+        leads_to = link.name if relative else link
+    make(link, "new")
+    assert (held(target), os.listdir(target.parent)) == (["new"], ["engine"])
+    assert held(tmp_path / "links") == ["link0", "link1"][:steps]
+    assert link.is_symlink()
+
+
+def test_a_link_to_itself_is_an_error_that_names_it(target):
+    target.symlink_to(target.name)
+    with pytest.raises(OSError, match="engine"):
+        make(target, "new")
+    assert (os.listdir(target.parent), target.is_symlink()) == (["engine"], True)
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_an_error_inside_leaves_the_old_folder(target, error):
     make(target, "old")

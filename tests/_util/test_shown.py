@@ -24,6 +24,11 @@ def test_a_long_value_is_cut():
     assert len(text) < 300
 
 
+def test_of_a_long_object_only_the_size_is_shown():
+    assert shown({"depth": 32, "hidden_size": 1280}) == "{'depth': 32, 'hidden_size': 1280}"
+    assert shown(dict.fromkeys(range(99), "x")) == "an object with 99 fields"
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

@@ -1,8 +1,8 @@
-"""Run the tests of this folder over the real bindings of each release of full TensorRT.
+"""Run the tests of this folder over the real bindings of full TensorRT: those of the oldest and the newest release.
 
-``python tests/bindings/run.py [pytest arguments]``. A process for each release, since a process can import one ``tensorrt``. Needs gcc and
-the package index the first time; what it makes is kept in ``build/bindings``. ``TRT_KVCACHE_BINDINGS=11.4.0.106`` limits the run to one
-release.
+``python tests/bindings/run.py [--all-releases] [pytest arguments]``. A process for each release, since a process can import one
+``tensorrt``. Needs gcc and the package index the first time; ``build/bindings`` keeps what is made. ``TRT_KVCACHE_BINDINGS=11.4.0.106``
+limits the run to one release.
 """
 
 import os
@@ -20,8 +20,10 @@ from tests.paths import ROOT
 def main(arguments: list[str]) -> int:
     """Return the exit status: 0 if the tests of every release have passed."""
     failed, ran = [], 0
+    every = arguments[:1] == ["--all-releases"]
+    arguments = arguments[every:]
     only = os.environ.get("TRT_KVCACHE_BINDINGS")
-    for version in (only,) if only else VERSIONS:
+    for version in (only,) if only else VERSIONS if every else (VERSIONS[0], VERSIONS[-1]):
         try:
             prepare(version)
         except NoWheel as error:

@@ -73,7 +73,7 @@ def test_head_dim_with_them(head_dim: int) -> None:
 
 def test_what_the_network_does_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options_module, "COMPUTED_FEATURES", frozenset())
-    message = r"^layers\[0\]\.mixer\.window = 5: TensorRT's network does not compute attention with a window yet \(llama\)\."
+    message = r"^layers\[0\]\.mixer\.window = 5: TensorRT's network does not support sliding window yet \(llama\)\."
     with pytest.raises(ConfigError, match=message):
         BuildOptions(**GOOD).cache_for(with_mixer(MODEL, window=5))
 

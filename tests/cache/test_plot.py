@@ -68,7 +68,7 @@ def test_attention_layers_beside_others_are_named_so():
     types = (LayerType.MAMBA, LayerType.ATTENTION, LayerType.MAMBA)
     kv = kv_config([(2, 16)], max_batch_size=2, max_sequence_length=20)
     plot = draw_cache(HybridCacheConfig(layer_types=types, kv=kv, mamba=STATES), [5])
-    assert {"attention layer 0: 2 x 16", "2 layers with states"} <= set(texts(plot.figure.axes[1]))
+    assert {"attention layer 0: 2 heads x 16", "2 layers with states"} <= set(texts(plot.figure.axes[1]))
 
 
 def test_no_more_tokens_are_reused_than_there_are():
@@ -83,7 +83,9 @@ def test_layers_are_as_wide_as_their_bytes():
 def test_neighbouring_layers_of_one_shape_share_a_bar():
     axes = draw_cache(config(3, [(2, 16), (2, 16), (1, 128), (2, 16)]), [1]).figure.axes[1]
     assert len(bars(axes)) == 3
-    assert {"layers 0 to 1: 2 x 16", "layer 2: 1 x 128", "layer 3: 2 x 16", "2 x 7.5 KiB", "30 KiB"} <= set(texts(axes))
+    assert {"layers 0 to 1: 2 heads x 16", "layer 2: 1 head x 128", "layer 3: 2 heads x 16", "2 layers of 7.5 KiB", "30 KiB"} <= set(
+        texts(axes)
+    )
 
 
 def test_the_texts_say_which_slot_and_how_much():

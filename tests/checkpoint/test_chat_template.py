@@ -168,7 +168,7 @@ def test_a_template_that_was_stopped_can_be_used_again(tmp_path: Path, monkeypat
 def test_the_process_ends_with_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = opened(byte_level_folder(tmp_path, chat_template=TEMPLATE))
     tokenizer.apply_chat_template(MESSAGES)
-    process = tokenizer._chat_template._process._process  # type: ignore[union-attr]
+    process = tokenizer._chat_template._processes._idle[0]._process  # type: ignore[union-attr]
     assert process is not None
     assert process.poll() is None
     del tokenizer
@@ -179,7 +179,7 @@ def test_the_process_ends_with_the_tokenizer(tmp_path: Path) -> None:
 def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
     tokenizer = opened(byte_level_folder(tmp_path, chat_template="fine"))
     assert tokenizer.apply_chat_template(MESSAGES) == "fine"
-    process = tokenizer._chat_template._process._process  # type: ignore[union-attr]
+    process = tokenizer._chat_template._processes._idle[0]._process  # type: ignore[union-attr]
     assert process is not None
     process.kill()
     process.wait()

@@ -20,6 +20,14 @@ def test_missing_shard(copy_of: CopyOf) -> None:
     assert f"{shard}: expected a shard that model.safetensors.index.json names, got nothing there" in refused(folder)
 
 
+def test_an_index_with_a_name_that_no_file_can_have(copy_of: CopyOf) -> None:
+    folder = copy_of("qwen3-sharded")
+    index = folder / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    index.write_text(json.dumps({**found, "weight_map": dict.fromkeys(found["weight_map"], "x" * 300)}))
+    assert "expected a shard that model.safetensors.index.json names, got nothing there" in refused(folder)
+
+
 def test_shards_of_different_checkpoints(copy_of: CopyOf) -> None:
     folder = copy_of("qwen3-sharded")
     shard = "model-00002-of-00003.safetensors"

@@ -123,7 +123,7 @@ def test_version(run: Run):
         (["build", SHIPPED], "Missing option '--output' / '-o'."),
         (
             ["generate", SHIPPED, "-p", "A", "--engine", "gpu"],
-            "Invalid value for '--engine': expected one of auto, reference, tensorrt, torch, got 'gpu'.",
+            "Invalid value for '--engine': expected one of auto, numpy, tensorrt, torch, got 'gpu'.",
         ),
     ],
     ids=str,

@@ -11,6 +11,8 @@ from tests.helpers.quantized_models import CASES, write_quantized
 from tests.helpers.small_model import write_model
 from trt_kvcache import build_engine, estimate_build
 from trt_kvcache.cli import build as build_module
+from trt_kvcache.cli.flag_names import flags_of, in_flags, naming_flags
+from trt_kvcache.cli.options import flat_parameters
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BuildError, ConfigError
 
@@ -102,6 +104,16 @@ def test_the_model_folder_is_refused_as_the_target(run: Run, model: Path):
     assert sorted(model.iterdir()) == before
 
 
+def test_the_error_says_that_kv_dtype_chose_plugin_attention(run: Run, tmp_path: Path):
+    done = run("build", SHIPPED, "-o", tmp_path / "engine", "--kv-dtype", "fp8", "--dry-run")
+    assert done.code == 1
+    assert done.err == (
+        "error: head_dim: expected one of 64, 80, 96, 128, 256 for plugin attention, got 16. "
+        "--kv-dtype=fp8 chose plugin attention: no other takes K and V in 8 bits.\n"
+    )
+    assert "chose" not in run("build", SHIPPED, "-o", tmp_path / "engine", "--attention", "plugin", "--dry-run").err
+
+
 def test_sizes_below_one_are_wrong_usage(run: Run, tmp_path: Path):
     for option in ("--max-batch-size", "--max-sequence-length", "--max-prefill-length"):
         assert run("build", SHIPPED, "-o", tmp_path / "engine", option, 0).code == 2
@@ -124,9 +136,17 @@ class TestWithTensorRT:
         assert (done.code, done.err) == (0, "")
         assert done.out.startswith(f"{target}: ")
         assert " by tensorrt_rtx 1." in done.out
-        assert done.out.count("\n") == 1
+        assert "\n2 slots of 512 tokens, float16, native attention; for all GPUs that tensorrt_rtx supports\n" in done.out
+        assert done.out.endswith(f"\nnext: trt-kvcache generate '{target}' --prompt \"...\"\n")
         generated = run("generate", target, "--engine", "reference", "-p", "The rabbit-hole went straight", "--max-new-tokens", 9)
         assert generated.out.startswith("The rabbit-hole went straight on like a tunnel")
+
+    def test_a_rounded_plan_that_is_larger_is_explained(self, run: Run, tmp_path: Path):
+        sizes = ("--max-sequence-length", 32, "--max-prefill-length", 8, "--compute-capability", "8.6")
+        done = run("build", SHIPPED, "-o", tmp_path / "engine", *sizes, "--quantize", "int4")
+        assert "; for GPUs of compute capability 8.6\n" in done.out
+        assert "without --quantize the plan would take about 4." in done.err
+        assert "kernels for rounded weights take more than rounding saves of a model this small" in done.err
 
     def test_json_is_one_document(self, run: Run, tmp_path: Path):
         done = run("build", SHIPPED, "-o", tmp_path / "engine", "--max-sequence-length", 32, "--json")
@@ -173,8 +193,8 @@ class TestWithTensorRT:
         [
             (["--compute-capability", "9.9"], "9.9"),
             (["--max-sequence-length", 1024], "512"),
-            (["--timing-cache", "timings"], "timing_cache: expected with full TensorRT only"),
-            (["--max-sequence-length", 8, "--max-prefill-length", 9], "max_prefill_length"),
+            (["--timing-cache", "timings"], "--timing-cache: expected with full TensorRT only"),
+            (["--max-sequence-length", 8, "--max-prefill-length", 9], "--max-prefill-length"),
             (["--max-batch-size", 10**12], "max_batch_size"),
         ],
         ids=str,
@@ -197,7 +217,7 @@ def test_a_dry_run_prints_sizes_and_builds_nothing(run: Run, tmp_path: Path):
 def test_a_dry_run_refuses_what_the_build_would(run: Run, tmp_path: Path):
     done = run("build", SHIPPED, "-o", tmp_path / "engine", "--dry-run", "--max-sequence-length", 513)
     assert done.code == 1
-    assert "max_sequence_length: expected at most 512" in done.err
+    assert "--max-sequence-length: expected at most 512" in done.err
 
 
 REFUSED_BUILDS = [
@@ -237,7 +257,8 @@ def test_a_dry_run_says_what_the_build_would(run: Run, tmp_path: Path, kind: str
         flags += ["--compute-capability", *value] if name == "compute_capabilities" else [f"--{name.replace('_', '-')}", value]
     done = run("build", model, "-o", tmp_path / "engine", "--dry-run", "--flavour", "tensorrt_rtx", *flags)
     assert (done.code, done.out) == (1, "")
-    assert str(caught.value) in done.err
+    with naming_flags(flags_of(flat_parameters(build_module.build))):
+        assert in_flags(str(caught.value)) in done.err
     assert str(caught.value).startswith(complaint)
 
 

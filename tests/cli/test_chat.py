@@ -270,7 +270,7 @@ class TestAFullCache:
         type_lines(ASKED)
         done = run(*CHAT, "--max-sequence-length", 16)
         assert done.code == 0
-        assert done.err == "warning: the cache is full: max_sequence_length=16 ended the text of slot 0.\n"
+        assert done.err == "warning: the cache is full: --max-sequence-length=16 ended the text of slot 0.\n"
 
     def test_a_full_cache_fails_the_next_turn_of_a_pipe(self, run: Run, type_lines: TypeLines):
         type_lines(ASKED, NEXT)
@@ -282,7 +282,7 @@ class TestAFullCache:
         type_lines(ASKED, NEXT, "/undo", NEXT, terminal=True)
         done = run(*CHAT, "--max-sequence-length", 16)
         assert done.code == 0
-        assert "exceeds max_sequence_length=16. Nothing was changed. /undo and /reset make room." in done.err
+        assert "exceeds --max-sequence-length=16. Nothing was changed. /undo and /reset make room." in done.err
         assert f"Taken back: {ASKED}" in done.err, "the turn that failed was none"
         assert done.out.splitlines()[1].startswith(" to get very")
 

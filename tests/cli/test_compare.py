@@ -134,18 +134,18 @@ def test_wrong_usage(run: Run, arguments: list[object], complaint: str):
 def test_a_prompt_and_steps_longer_than_the_cache_are_refused(run: Run):
     done = run(*COMPARE, *PROMPTS, "--steps", 12)
     assert (done.code, done.out) == (1, "")
-    assert done.err == "error: reference: a prompt of 5 tokens and 12 more exceed max_sequence_length=16. Nothing was run.\n"
+    assert done.err == "error: reference: a prompt of 5 tokens and 12 more exceed --max-sequence-length=16. Nothing was run.\n"
 
 
 def test_more_prompts_than_slots_are_refused(run: Run, engine: Path):
     done = run("compare", engine, "--engine", "reference", *("--prompt-ids", "1") * 4)
-    assert (done.code, done.err) == (1, "error: prompts: expected 1 to max_batch_size=3 of them, got 4.\n")
+    assert (done.code, done.err) == (1, "error: prompts: expected 1 to --max-batch-size=3 of them, got 4.\n")
 
 
 def test_options_that_an_engine_folder_fixes_are_refused(run: Run, engine: Path):
     done = run("compare", engine, "--engine", "reference", "-p", "A", "--dtype", "float32")
     assert done.code == 1
-    assert done.err.startswith("error: dtype: expected with a Hugging Face folder only")
+    assert done.err.startswith("error: --dtype: expected with a Hugging Face folder only")
 
 
 PLUGIN = "plugin reference plugin"

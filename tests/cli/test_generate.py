@@ -219,7 +219,7 @@ def test_options_reach_the_session(run: Run, monkeypatch: pytest.MonkeyPatch):
     run("generate", SHIPPED, *REFERENCE, "-p", "A", *sizes)
     assert callable(seen.pop("progress"))
     expected = {"max_batch_size": 3, "max_sequence_length": 99, "dtype": "float32", "attention": "mask", "flavour": "tensorrt_rtx"}
-    assert seen == {**expected, "engine": "reference", "device": 0, "folder": SHIPPED, **OFF}
+    assert seen == {**expected, "engine": "numpy", "device": 0, "folder": SHIPPED, **OFF}
     seen.clear()
     run("generate", SHIPPED, "-p", "A", "-p", "B")
     assert callable(seen.pop("progress"))
@@ -246,7 +246,7 @@ def test_a_stop_text_ends_the_output(run: Run):
 def test_a_full_cache_ends_the_text_with_a_warning(run: Run):
     done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "-p", "Alice", "--max-sequence-length", 16, "--max-new-tokens", 8)
     assert done.code == 0
-    assert done.err.splitlines()[0] == "warning: the cache is full: max_sequence_length=16 ended the text of slot 0."
+    assert done.err.splitlines()[0] == "warning: the cache is full: --max-sequence-length=16 ended the text of slot 0."
     assert done.out.splitlines()[0].startswith(f"[0] {PROMPT} on")
     assert "warning" not in run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-sequence-length", 16, "--max-new-tokens", 3).err
 
@@ -254,7 +254,7 @@ def test_a_full_cache_ends_the_text_with_a_warning(run: Run):
 def test_a_prompt_longer_than_the_cache(run: Run):
     done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-sequence-length", 11)
     assert (done.code, done.out) == (1, "")
-    assert done.err == "error: prompt 0 has 13 tokens; that exceeds max_sequence_length=11. Nothing was changed.\n"
+    assert done.err == "error: prompt 0 has 13 tokens; that exceeds --max-sequence-length=11. Nothing was changed.\n"
 
 
 def test_ctrl_c_keeps_what_was_written(run: Run, monkeypatch: pytest.MonkeyPatch):
@@ -295,8 +295,8 @@ def test_ctrl_c_keeps_what_was_written(run: Run, monkeypatch: pytest.MonkeyPatch
         (["-p", "A", "--top-k", -1], "Invalid value for '--top-k'"),
         (["-p", "A", "--seed", 2**63], "Invalid value for --seed: expected an integer from 0 to 9223372036854775807"),
         (["-p", "A", "--stop", ""], "Invalid value for --stop: expected texts that are not empty, got ''."),
-        (["-p", "A", "--resume", "one.kv"], "Invalid value: expected prompts or --resume, got both."),
-        (["--prompt-ids", "1", "--resume", "one.kv"], "Invalid value: expected prompts or --resume, got both."),
+        (["-p", "A", "--resume", "one.kv"], "Error: expected prompts or --resume, got both."),
+        (["--prompt-ids", "1", "--resume", "one.kv"], "Error: expected prompts or --resume, got both."),
         (["-p", "A", "-p", "B", "--save-snapshot", "one.kv"], "Invalid value for --save-snapshot: expected one prompt or --resume, got 2."),
         (
             ["--resume", "one.kv", "--resume", "two.kv", "--save-snapshot", "both.kv"],
@@ -327,7 +327,7 @@ def test_a_snapshot_that_cannot_be_written_is_refused_before_the_first_token(run
     [
         (["--prompt-ids", f"1,{CONFIG.vocab_size}"], f"prompts[0][1]: expected an integer from 0 to {CONFIG.vocab_size - 1}, got "),
         (["--prompt-ids", "-1"], f"prompts[0][0]: expected an integer from 0 to {CONFIG.vocab_size - 1}, got -1."),
-        (["-p", "A", "--max-sequence-length", 513], "max_sequence_length: expected at most 512"),
+        (["-p", "A", "--max-sequence-length", 513], "--max-sequence-length: expected at most 512"),
         (["-p", "A", "--max-batch-size", 10**30], "max_batch_size: expected an integer from 1 to 65535"),
     ],
     ids=str,
@@ -382,5 +382,4 @@ class TestEngines:
 def test_options_that_an_engine_folder_fixes_are_refused(run: Run, engine: Path, option: tuple[str, object]):
     done = run("generate", engine, *REFERENCE, "-p", "A", *option)
     assert (done.code, done.out) == (1, "")
-    name = option[0].removeprefix("--").replace("-", "_")
-    assert done.err == f"error: {name}: expected with a Hugging Face folder only; {engine} is an engine folder, built with its own.\n"
+    assert done.err == f"error: {option[0]}: expected with a Hugging Face folder only; {engine} is an engine folder, built with its own.\n"

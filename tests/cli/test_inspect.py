@@ -32,7 +32,7 @@ def test_model_cache_and_origin(run: Run, engine: Path):
     assert cache == "cache: 3 slots of 38 tokens, float16, separate"
     assert built_by == "built by: tensorrt_rtx 1.7.1; compute capabilities: not restricted"
     assert built_from.startswith(f"built from: {engine.parent / 'model'}, fingerprint ")
-    assert run_by == "can be run by: tensorrt, torch, reference"
+    assert run_by == "can be run by: tensorrt, torch, numpy"
 
 
 def test_states_alone_have_the_limit_of_the_build(run: Run, tmp_path: Path):
@@ -42,7 +42,7 @@ def test_states_alone_have_the_limit_of_the_build(run: Run, tmp_path: Path):
 
 def test_without_the_checkpoint_only_tensorrt_can_run_it(run: Run, engine: Path):
     (engine.parent / "model").rename(engine.parent / "elsewhere")
-    assert "\ncan be run by: tensorrt; torch and reference need the checkpoint, which is gone\n" in run("inspect", engine).out
+    assert "\ncan be run by: tensorrt; torch and numpy need the checkpoint, which is gone\n" in run("inspect", engine).out
     assert json.loads(run("inspect", engine, "--json").out)["engines"] == ["tensorrt"]
 
 

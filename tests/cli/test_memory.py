@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.small_model import write_model
 from trt_kvcache import what_fits
 
@@ -186,7 +187,7 @@ def test_sizes_and_folders_that_are_refused(run: Run, arguments: list[object], c
 def test_a_compute_capability_that_is_none(run: Run, more: tuple[str, ...], capability: str):
     done = run("memory", SHIPPED, *more, f"--compute-capability={capability}")
     assert (done.code, done.out) == (1, "")
-    assert "compute_capabilities: expected some " in done.err  # TensorRT knows which, where it is installed
+    assert "--compute-capability: expected some " in done.err  # TensorRT knows which, where it is installed
     assert f"got '{capability}'." in done.err
 
 
@@ -251,7 +252,7 @@ def test_scales_that_the_checkpoint_lacks(run: Run, tmp_path: Path):
     model = write_model(tmp_path / "model", head_dim=64)
     done = run("memory", model, "--engine", "--kv-dtype", "int8", "--kv-scales", "head")
     assert (done.code, done.out) == (1, "")
-    assert "kv_scales: expected token, as the checkpoint has no static scales of K and V in int8, got head." in done.err
+    assert "--kv-scales: expected token, as the checkpoint has no static scales of K and V in int8, got head." in done.err
 
 
 @pytest.mark.parametrize("option", ["--dtype", "--kv-dtype"])
@@ -287,3 +288,28 @@ def test_engine_needs_a_model(run: Run):
     done = run("memory", "--layers", 2, "--kv-heads", 1, "--head-dim", 64, "--max-sequence-length", 8, "--engine")
     assert (done.code, done.out) == (2, "")
     assert "expected a model folder" in done.err
+
+
+def test_the_default_length_is_that_of_build(run: Run, tmp_path: Path):
+    model = write_model(tmp_path / "model", max_position_embeddings=4096)
+    assert "1 slot of 2048 tokens" in run("memory", model).out
+    assert "1 slot of 4096 tokens" in run("memory", model, "--max-sequence-length", 4096).out
+
+
+def test_what_fits_of_an_engine_folder_names_its_model(run: Run, tmp_path: Path):
+    engine = make_engine_folder(SHIPPED, tmp_path / "engine").path
+    done = run("memory", engine, "--fit", "8GB")
+    assert done.code == 2
+    assert f"got an engine folder, whose formats are fixed. It was built from {SHIPPED}." in done.complaint
+    assert " of 38 tokens, float16" in run("memory", engine).out
+
+
+def test_rows_that_are_not_what_their_names_let_expect_have_a_footnote(run: Run, tmp_path: Path):
+    done = run("memory", SHIPPED, "--fit", "10MB")
+    assert "\n(1) fewer slots: kernels for rounded weights take more than rounding saves of a model this small\n" in done.out
+    assert "│ int8 (1) " in done.out
+    assert "│ float16 │" in done.out.replace("  ", "")
+    model = write_model(tmp_path / "model", head_dim=64, hidden_size=128, vocab_size=3000, tie_word_embeddings=True)
+    rows = [line for line in run("memory", model, "--fit", "1GB").out.splitlines() if "int4:128,embedding=int4:128" in line]
+    assert [("(1)" in row or "(2)" in row, "8 bits" in row) for row in rows] == [(False, False), (True, True)]
+    assert "\n(1) not even one token, or one slot, fits\n" in run("memory", SHIPPED, "--fit", "1000B").out

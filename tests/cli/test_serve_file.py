@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,15 @@ def test_json_lines_in_order_of_finishing(serve):
         (0, 6, "length"),
         (2, 6, "length"),
     ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize(("name", "code"), [("full", 1), ("null", 0)])
+def test_answers_into_a_device(run, tmp_path, name, code):
+    (tmp_path / "prompts.txt").write_text(ALICE)
+    done = run("serve-file", SHIPPED, tmp_path / "prompts.txt", "-o", f"/dev/{name}", *REFERENCE, "--no-stats")
+    assert done.code == code
+    assert ("error: /dev/full: No space left on device." in done.err) == (name == "full")
 
 
 def test_a_model_without_a_tokenizer(serve):

@@ -77,7 +77,7 @@ def test_every_split_of_a_short_sequence(name, attention):
 
 @pytest.mark.parametrize(("attention", "value"), [("native", np.nan), ("mask", 1e30), ("plugin", np.nan)])
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_ragged_batches_over_poisoned_rows(name, attention, value, data):
     """Rows of different length, cut at random, on a cache whose dead rows hold what must not be read."""

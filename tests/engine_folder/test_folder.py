@@ -199,3 +199,24 @@ def test_a_folder_that_holds_the_model_is_not_replaced(folder: EngineFolder, mod
         model.rename(place)
     with pytest.raises(ConfigError, match=r"engine path .*: the model .* is in it and would be replaced"):
         check_target(folder.path, place)
+
+
+@pytest.mark.parametrize(("leads_to", "what"), [("link", "got a link to itself"), ("file", "got a file"), ("folder", "but it holds a.txt")])
+def test_a_link_to_what_is_no_engine_folder_is_refused(tmp_path: Path, leads_to: str, what: str) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder/a.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to(leads_to)
+    with pytest.raises(ConfigError, match=rf"engine path .*link: expected a folder to make or an engine folder to replace, {what}"):
+        check_target(tmp_path / "link", tmp_path / "model")
+
+
+def test_a_link_to_where_nothing_is_yet_may_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "engine")
+    check_target(tmp_path / "link", tmp_path / "model")
+
+
+def test_a_link_to_the_model_does_not_replace_it(folder: EngineFolder, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder.path)
+    with pytest.raises(ConfigError, match="is in it and would be replaced"):
+        check_target(tmp_path / "link", folder.path)

@@ -87,6 +87,20 @@ class TestChoice:
         array = np.array(logits, np.float32)
         assert_distribution(params, array)
 
+    @pytest.mark.parametrize(
+        ("options", "kept"),
+        [
+            ({"top_k": 2}, {0, 2}),
+            ({"top_p": 0.49}, {0, 2}),
+            ({"top_p": 0.24}, {0}),
+            ({"top_k": 3, "top_p": 0.5}, {0, 2}),
+            ({"min_p": 0.5}, {0, 2, 3, 4}),
+        ],
+    )
+    def test_of_equally_likely_tokens_at_a_border_the_lowest_ids_are_kept(self, options, kept):
+        logits = np.array([9, 0, 9, 9, 9, 0], np.float32)
+        assert set(np.flatnonzero(frequencies(logits, SamplingParams(temperature=1.0, seed=3, **options), 100))) == kept
+
     def test_greedy_takes_the_lowest_of_the_most_likely(self):
         assert Sampler(SamplingParams()).choose(LOGITS) == 1
 

@@ -8,10 +8,14 @@ from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import compile, sources
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, STORED_TYPES
 
+#: Of each kind of machine code one: without and with instructions for warpgroups, and the newest GPUs.
+EACH_KIND = ("sm_87", "sm_90", "sm_120")
+OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_110", "sm_121")
+
 
 @pytest.mark.long
 @pytest.mark.parametrize("all_forms", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_110", "sm_120", "sm_121"])
+@pytest.mark.parametrize("arch", [*EACH_KIND, *(pytest.param(arch, marks=pytest.mark.slow) for arch in OTHERS)])
 def test_every_source_for_every_architecture(arch, all_forms):
     number = compile.ARCHITECTURES.index(arch)
     form = f"{('float16', 'bfloat16')[number % 2]}-{HEAD_DIMS[number % len(HEAD_DIMS)]}"  # others for others

@@ -13,6 +13,13 @@ ARCH = "sm_87"
 ENDS = ("-float16-128", "-bfloat16-256", "-float16-128-float8_e4m3fn", "-bfloat16-256-int8", "-float16-float32", "float32-float32")
 NAMES = [name for name in source_names() if "-" not in name or name.endswith(ENDS)]
 LONG = ("attention_decode_few", "attention_prefill", "recurrent_delta_rule")  # five to fifteen seconds each
+FIRST = ("-float16-128", "-float16-float32")  # one variant of each kernel
+
+
+def marks(name):
+    """Return the markers of a kernel: one variant of each is compiled for every change."""
+    repeats = "-" in name and not name.endswith(FIRST)
+    return [pytest.mark.slow] if repeats else [pytest.mark.long] * name.startswith(LONG)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +33,7 @@ def nvrtc():
     return library
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * name.startswith(LONG)) for name in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in NAMES])
 def test_compiles(nvrtc, name):
     path, program, size = source_path(name), ctypes.c_void_p(), ctypes.c_size_t()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), path.read_bytes(), path.name.encode(), 0, None, None) == 0

@@ -96,4 +96,4 @@ def test_an_engine_without_it_refuses_it_by_name(name: str) -> None:
     check_features(model, {name}, "this engine")
     with pytest.raises(ConfigError) as raised:
         check_features(model, set(FEATURES) - {name}, "this engine")
-    assert str(raised.value).endswith(f': this engine does not compute {FEATURES[name]} yet (llama). engine="reference" does.')
+    assert str(raised.value).endswith(f': this engine does not support {FEATURES[name]} yet (llama). engine="numpy" does.')

@@ -114,7 +114,44 @@ def test_a_published_model_that_is_not_computed_is_refused_by_a_field(path) -> N
     data = read(path)
     with pytest.raises(ConfigError) as raised:
         ModelConfig.from_dict(data["config"])
-    assert str(raised.value).startswith(data["refused"])
+    message = str(raised.value)
+    assert message.startswith(data["refused"])
+    assert data["config"]["model_type"] in message
+    assert len(message) < 300
+    assert not set("{[").intersection(message), "no value is dumped"
+
+
+def test_both_features_of_deepseek_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"has a mixture of experts \(MoE\) and has multi-head latent attention \(MLA\), which are not supported"
+    ):
+        ModelConfig.from_dict(read(ROOT / "tests" / "model" / "published" / "deepseek-v2-lite.json")["config"])
+
+
+@pytest.mark.parametrize(
+    ("text_config", "way_out"),
+    [
+        ({"model_type": "qwen3_5_text"}, "opens with the text_config alone as config.json: see docs/models.md"),
+        ({"model_type": "gemma3_text"}, "cannot be opened from this checkpoint yet"),
+        ({"model_type": "unknown"}, "There is no way around that yet"),
+        (None, "There is no way around that yet"),
+    ],
+)
+def test_a_vision_model_is_refused_with_the_way_out(text_config, way_out) -> None:
+    config = {"model_type": "any", "vision_config": {"depth": 2}, "text_config": text_config}
+    with pytest.raises(ConfigError, match=rf"^vision_config: this model \(model_type any\) is a vision model, which .*{way_out}"):
+        ModelConfig.from_dict(config)
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 10_000, "a\nb", {"a": ["b"] * 999}, ["c"] * 9999, 10**5000], ids=str.split("long newline object list huge")
+)
+def test_no_value_makes_a_refusal_long(value) -> None:
+    for config in ({"model_type": value, "num_experts": 8}, {"model_type": "m", "architectures": [value], "num_experts": 8}):
+        with pytest.raises(ConfigError) as raised:
+            ModelConfig.from_dict(config)
+        assert len(str(raised.value)) < 300
+        assert "\n" not in str(raised.value)
 
 
 def test_there_are_published_models_of_every_family() -> None:

@@ -118,7 +118,10 @@ def test_other_scalings_are_refused_by_name(kind: str) -> None:
             "rope_scaling: expected `rope_type` and `type` to agree",
         ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1.0}}, "rope_scaling: expected only .*, got alpha as well"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 3.0}}, "expected one of them, got both"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 3.0}},
+            "expected one of them, or the same in both",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "got one per layer type: full_attention"),
         ({"rope_parameters": 3}, "rope_parameters: expected an object, got 3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1 .*, got 0.5"),

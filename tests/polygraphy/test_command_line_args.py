@@ -88,16 +88,36 @@ def test_every_option_reaches_its_runner() -> None:
     script = _passes(MODEL, "--kvcache-session", "--kvcache-recompute", "--kvcache-reference", *options, "--gen", "-")
     shared = "flavour='tensorrt_rtx', max_batch_size=2, max_sequence_length=32, max_prefill_length=7, dtype='bfloat16', attention='mask'"
     assert f"SessionFromFolder({str(MODEL)!r}, engine='tensorrt', {shared})" in script
-    assert f"SessionFromFolder({str(MODEL)!r}, engine='reference', {shared})" in script
+    assert f"SessionFromFolder({str(MODEL)!r}, engine='numpy', {shared})" in script
     assert "    SessionRunner(kvcache_load_session, live_rows=False, tokens_only=True)," in script
     assert "    RecomputeRunner(kvcache_load_session, live_rows=False, tokens_only=True)," in script
     assert "    SessionRunner(kvcache_load_session_1, name='kvcache-reference', live_rows=False, tokens_only=True)," in script
 
 
-def test_default_inputs_are_whole_prompts() -> None:
-    text = _passes(MODEL, "--kvcache-reference", "--kvcache-recompute", *CPU, "--kvcache-max-prefill-length", "7")
-    assert "{input_ids [dtype=int32, shape=(2, 7)]}" in text
-    assert "Passed: 1/1 iterations" in text
+@pytest.mark.parametrize("model", [MODEL, SHIPPED], ids=["float32", "float16"])
+def test_default_inputs_are_decoded_in_every_iteration(model: Path) -> None:
+    runners = ["--kvcache-session", "--kvcache-recompute"]
+    text = _passes(model, *runners, *CPU, "--iterations", "3", "--kvcache-max-prefill-length", "7")
+    assert text.count("{input_ids [dtype=int32, shape=(2, 32)]}") == 3
+    assert text.count("each iteration compares 63 tokens in 2 slots: prompts of 16, 15 tokens, then 16 decode steps.") == 1
+    assert "Passed: 3/3 iterations" in text
+
+
+def test_what_the_command_line_says_about_inputs_and_tolerances_holds() -> None:
+    options = ["--kvcache-session", "--kvcache-recompute", *CPU, "--gen", "-"]
+    default = _passes(SHIPPED, *options)
+    assert "val_range={'input_ids': (0, 319)}" in default
+    assert "tolerances.py', name='float16')" in default
+    assert "name='bfloat16')" in _passes(SHIPPED, *options, "--kvcache-dtype", "bf16")
+    given = _passes(SHIPPED, *options, "--val-range", "input_ids:[0,5]", "--atol", "0.1")
+    assert "tolerances.py" not in given
+    assert "val_range={'input_ids': (0, 5)}" in given
+    assert "tolerances.py" not in _passes(SHIPPED, *options, *SHAPES)
+
+
+def test_rows_of_one_token_decode_nothing_and_say_so() -> None:
+    text = _passes(MODEL, "--kvcache-session", "--kvcache-recompute", *CPU, "--input-shapes", "input_ids:[2,1]")
+    assert "[W] each iteration compares 2 tokens in 2 slots: prompts of 1, 1 tokens, then 0 decode steps: nothing is decoded." in text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache.errors import DTypeError, RangeError, ShapeError
-from trt_kvcache.polygraphy.feeds import complete_feed, make_feed, read_feed
+from trt_kvcache.polygraphy.feeds import complete_feed, decoding_steps, make_feed, read_feed
 
 
 def test_a_feed_is_right_padded_and_read_back() -> None:
@@ -54,3 +54,27 @@ def test_arrays_that_disagree_are_refused() -> None:
     for length in (-1, 3):
         with pytest.raises(RangeError, match=rf"`new_lengths`\[1\]: expected 0 to 2, the width of `input_ids`, got {length}"):
             read_feed({**feed, "new_lengths": np.array([2, length], np.int32)})
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [3, 3], [9, 4, 5, 6, 7], [40, 40, 40, 40, 40]])
+def test_decoding_steps_run_the_rows_from_their_beginning(lengths):
+    rows = [list(range(100 * slot, 100 * slot + length)) for slot, length in enumerate(lengths)]
+    prompts, *tokens = decoding_steps(rows)
+    assert len(tokens) == min(min(lengths) // 2, 16)
+    for slot, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        run = prompt + [step[slot][0] for step in tokens]
+        assert prompt
+        assert run == row[: len(run)]
+
+
+def test_prompts_of_decoding_steps_differ_in_length():
+    prompts, *_ = decoding_steps([[0] * 40] * 5)
+    assert [len(prompt) for prompt in prompts] == [24, 23, 22, 21, 24]
+
+
+def test_decoding_steps_of_nothing():
+    assert decoding_steps([[], [1, 2]]) == [[[], [1]]]
+
+
+def test_a_feed_continues_unless_it_says_otherwise():
+    assert not make_feed([[1]])["reset"][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 
@@ -294,6 +295,21 @@ def test_the_table_of_end_to_end(monkeypatch):
     assert ">7.00</text>" in report.picture(content)
     content["compared"]["a float32"] = {"ok": False, "error": "AssertionError: token 3"}
     assert next(report.rows(content))[1] == "no"
+
+
+def test_the_line_of_the_limit_has_the_colour_of_its_legend(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    report = importlib.import_module("end_to_end_report")
+    lines = re.findall(r'<line [^>]*stroke="([^"]+)"', report.picture(end_to_end_results()))
+    assert lines == [report.LIMIT] * 2, "the legend, and the one shape that is drawn"
+
+
+def test_the_sentence_of_the_readme_is_that_of_the_result(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    report = importlib.import_module("end_to_end_report")
+    sentence = " ".join(report.readme_sentence(end_to_end_results()).split())
+    assert "Llama-3-8B in bfloat16 takes 4.00 ms a token on an Some GPU" in sentence
+    assert "with a static cache and `torch.compile` takes 7.00 ms." in sentence
 
 
 def test_readme_says_that_transformers_was_measured_elsewhen(monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
+from trt_kvcache.session.open_model import why_no_tensorrt
 
 CONTINUED = "\nThe rabbit-hole went straight on like a tunnel for some way"
 AGREED = "\nreference and full recomputation agree: logits and live cache rows of a prefill and 16 decode steps\n"
@@ -36,6 +37,7 @@ def test_it_builds_generates_and_compares(demo, capsys):
     assert CONTINUED in out
     assert AGREED in out
     assert Path("out/demo-engine/engine.plan").is_file()
+    assert ("was built and not run" in out) == (why_no_tensorrt("auto") is not None)
     assert demo.demo() == 0, "again: the engine is replaced"
 
 
@@ -51,6 +53,13 @@ def test_without_tensorrt_it_says_so_in_one_line_and_still_generates():
     assert commands(done.stdout) == ["generate", "compare"]
     assert CONTINUED in done.stdout
     assert AGREED in done.stdout
+    assert "was built" not in done.stdout
+
+
+def test_the_commands_that_it_suggests_exist(demo):
+    suggested = [line.split() for line in demo.NEXT.splitlines() if "trt-kvcache" in line]
+    assert [words[1] for words in suggested] == ["chat", "serve"]
+    assert all((ROOT / words[2] / "config.json").is_file() for words in suggested)
 
 
 @pytest.mark.parametrize(("fails", "ran"), [("build", 1), ("generate", 2), ("compare", 3)])

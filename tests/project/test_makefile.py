@@ -24,6 +24,7 @@ TARGETS = (
     "test-torch",
     "test-serve",
     "test-ray",
+    "test-all",
     "docs",
     "plugins",
     "engines",
@@ -53,7 +54,7 @@ def checkout(tmp_path):
 def ready(checkout):
     """A checkout whose environment, torch and transformers too, is newer than what it was made from."""
     (checkout / ".venv").mkdir()
-    for name in (".ready", ".torch", ".transformers", ".serve", ".ray"):
+    for name in (".ready", ".demo", ".torch", ".transformers", ".serve", ".ray"):
         (checkout / ".venv" / name).touch()
     os.utime(checkout / "pyproject.toml", (0, 0))
     return checkout
@@ -75,9 +76,11 @@ def test_help_is_the_default_and_names_every_target(checkout):
     assert not (checkout / ".venv").exists()
 
 
-@pytest.mark.parametrize(("target", "last"), [("demo", "examples/demo.py"), ("test", "pytest")])
-def test_a_fresh_checkout_is_set_up_first(checkout, target, last):
-    steps = rf'python3 -m venv \.venv.*--editable "\.\[dev,rtx,cuda\]".*^\.venv/bin/[^\n]*{last}'
+@pytest.mark.parametrize(
+    ("target", "extras", "last"), [("demo", "rtx,polygraphy,serve", "examples/demo.py"), ("test", "dev,rtx,cuda", "pytest")]
+)
+def test_a_fresh_checkout_is_set_up_first(checkout, target, extras, last):
+    steps = rf'python3 -m venv \.venv.*--editable "\.\[{extras}\]".*^\.venv/bin/[^\n]*{last}'
     assert re.search(steps, make(checkout, "-n", target), re.DOTALL | re.MULTILINE)
     assert "python3.10 -m venv .venv" in make(checkout, "-n", target, "PYTHON=python3.10")
 
@@ -93,6 +96,15 @@ def test_a_target_of_a_checkout_that_is_set_up_runs_what_is_there_and_no_more(re
     files += [f"{folder}/config.json" for folder in re.findall(r"trt-kvcache build (\S+)", commands)]
     assert [name for name in files if not (ROOT / name).is_file()] == []
     assert [path for path in re.findall(r"--ignore[ =](\S+)", commands) if not (ROOT / path).exists()] == []
+
+
+def test_ci_runs_one_of_each_kind_and_test_all_everything(ready):
+    few, every = (make(ready, "-n", *targets) for targets in (("test-cpus", "test-bindings"), ("test-all",)))
+    assert "--all-releases" not in few
+    assert "tests/session" not in few
+    assert "tests/bindings/run.py --all-releases" in every
+    assert re.search(r"tests/cpus/run\.py .*tests/session", every)
+    assert [target for target in CHOSEN if target != "test-gpu" and CHOSEN[target] not in every] == []
 
 
 def test_the_processes_that_tests_start_may_keep_their_bytecode(ready, monkeypatch):

@@ -26,11 +26,11 @@ def source(slots: int = 4, **options: Any) -> SessionSource:
 
 @asynccontextmanager
 async def running(
-    slots: int = 4, *, max_queue: int = 64, max_seconds: float | None = None, pace: Pace | None = None, **options: Any
+    slots: int = 4, *, max_queue: int = 64, max_seconds: float | None = None, pace: Pace | None = None, guidance: Any = None, **options: Any
 ) -> AsyncIterator[AsyncEngine]:
     """Run an engine over the shipped model."""
     opens = paced(source(slots, **options), pace or Pace())
-    engine = AsyncEngine(opens, model="tiny", max_queue=max_queue, max_seconds=max_seconds)
+    engine = AsyncEngine(opens, model="tiny", max_queue=max_queue, max_seconds=max_seconds, guidance=guidance)
     await engine.start()
     try:
         yield engine

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
 from tests.server.engines import MODEL
 from tests.server.needs_libraries import need_libraries
 
-need_libraries("httpx")
+need_libraries("httpx", "psutil")
 
 import httpx  # noqa: E402
+import psutil  # noqa: E402
 
-SERVE = [sys.executable, "-m", "trt_kvcache", "serve", str(MODEL), "--engine", "reference", "--max-batch-size", "2"]
+OPTIONS = ["--engine", "reference", "--max-batch-size", "2"]
+SERVE = [sys.executable, "-m", "trt_kvcache", "serve"]
 
 
 class Process:
     """A server that runs."""
 
-    def __init__(self, *options: str, port: int = 0, **environment: str) -> None:
-        command = [*SERVE, "--port", str(port), *options]
+    def __init__(self, *options: str, port: int = 0, model: Path = MODEL, **environment: str) -> None:
+        command = [*SERVE, str(model), *OPTIONS, "--port", str(port), *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
         assert self.process.stderr is not None
         self.first = self.process.stderr.readline()
@@ -54,8 +59,8 @@ class Process:
 
 
 @contextmanager
-def process(*options: str, port: int = 0, **environment: str) -> Iterator[Process]:
-    one = Process(*options, port=port, **environment)
+def process(*options: str, port: int = 0, model: Path = MODEL, **environment: str) -> Iterator[Process]:
+    one = Process(*options, port=port, model=model, **environment)
     try:
         yield one
     finally:
@@ -131,6 +136,32 @@ def test_one_that_was_killed_starts_again_at_the_same_port():
             assert text(again.url) == " beginning to get very"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+def test_grammars_that_never_end_hold_neither_others_nor_the_end_up(sent: signal.Signals, code: int):
+    with process("--drain-seconds", "1") as one, ThreadPoolExecutor(6) as clients:
+        for index in range(6):
+            clients.submit(ask_for_an_endless_grammar, one.url, index)
+        server = psutil.Process(one.process.pid)
+        while not server.children():
+            time.sleep(0.01)
+        assert text(one.url) == " beginning to get very"
+        with client(one.url) as asking:
+            began = time.monotonic()
+            assert asking.get("/health").status_code == 200
+            assert time.monotonic() - began < 2
+        workers = server.children()
+        one.process.send_signal(sent)
+        assert one.wait() == code
+        assert psutil.wait_procs(workers, timeout=10)[1] == []
+
+
+def ask_for_an_endless_grammar(url: str, index: int):
+    schema = {"type": "integer", "multipleOf": 99999989, "title": str(index)}
+    with client(url) as asking, suppress(httpx.HTTPError):
+        asking.post("/v1/completions", json={"prompt": "A", "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
+
+
 @pytest.mark.long
 def test_keys_from_the_environment_and_a_file(tmp_path):
     keys = tmp_path / "keys"
@@ -153,6 +184,36 @@ def test_keys_from_the_environment_and_a_file(tmp_path):
     ],
 )
 def test_what_cannot_be_served_is_said_before_the_model_is_opened(options, text):
-    done = subprocess.run([*SERVE, *options], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*SERVE, str(MODEL), *OPTIONS, *options], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert text in done.stderr
+
+
+#: Takes ten seconds for the text "slow", after which it is stopped.
+SLOW = (
+    "{% if messages[0].content == 'slow' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_slow_templates_hold_up_neither_others_nor_the_end(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "chat_template.jinja").write_text(SLOW)
+
+    def ask(address: str, content: str) -> int:
+        transport = httpx.HTTPTransport(local_address=address)
+        with client(one.url, transport=transport) as asking:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+            return asking.post("/v1/chat/completions", json=body).status_code
+
+    with process(model=model) as one, ThreadPoolExecutor(8) as threads:
+        assert ask("127.0.0.2", "Alice was") == 200
+        slow = [threads.submit(ask, "127.0.0.1", "slow") for _ in range(8)]
+        assert ask("127.0.0.2", "Alice was") == 200
+        assert not any(task.done() for task in slow)
+        one.process.send_signal(signal.SIGTERM)
+        assert one.wait() == 0
+        assert {task.result() for task in slow} == {503}
+        assert not any("Traceback" in line for line in one.said), one.said

@@ -306,8 +306,8 @@ class TestModel:
     @pytest.mark.parametrize(
         ("options", "kind", "text"),
         [
-            ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, reference, tensorrt, torch, got 'onnx'."),
-            ({"engine": None}, ConfigError, "engine: expected one of auto, reference, tensorrt, torch, got None."),
+            ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, numpy, tensorrt, torch, got 'onnx'."),
+            ({"engine": None}, ConfigError, "engine: expected one of auto, numpy, tensorrt, torch, got None."),
             ({"attention": "flash"}, ConfigError, "attention: expected one of native, mask, plugin, got 'flash'."),
             (
                 {"max_sequence_length": 65},
@@ -336,7 +336,7 @@ class TestModel:
 
     def test_the_engine_option_is_checked_before_the_folder(self, tmp_path):
         for call in (InferenceSession.open, InferenceSession.from_model):
-            with pytest.raises(ConfigError, match=r"^engine: expected one of auto, reference, tensorrt, torch, got 'fast'\.$"):
+            with pytest.raises(ConfigError, match=r"^engine: expected one of auto, numpy, tensorrt, torch, got 'fast'\.$"):
                 call(tmp_path / "none", engine="fast")
 
     def test_a_session_that_cannot_be_made_leaves_nothing(self, model, memories, monkeypatch):

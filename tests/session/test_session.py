@@ -324,7 +324,7 @@ REFUSALS = [
     (
         RangeError,
         lambda s: s.generate([1], temprature=1),
-        "generate: unknown option temprature. "
+        "generate: unknown option temprature. Did you mean temperature instead of temprature? "
         "Expected counter, frequency_penalty, ignore_eos, logit_bias, logits_processors, logprobs, max_new_tokens, min_p, "
         "presence_penalty, repetition_penalty, seed, stop, stop_token_ids, temperature, top_k, top_p.",
     ),

@@ -45,6 +45,19 @@ def test_the_template_writes_the_prompt(session):
     assert held(session) == f"{BOS}<user>the sea<assistant>"
 
 
+@pytest.mark.parametrize("text", ["the sea", "", "<assistant>"])
+def test_a_text_is_one_message_of_the_user(session, text):
+    answer = session.chat(text, **OPTIONS).text
+    assert held(session).startswith(f"{BOS}<user>{text}<assistant>")
+    assert answer == session.chat([{"role": "user", "content": text}], **OPTIONS).text
+
+
+@pytest.mark.parametrize("messages", [b"hi", 5, None, {}, [], {"role": "user"}, ["hi"], [None]])
+def test_what_is_no_conversation_is_refused(session, messages):
+    with pytest.raises(ConfigError, match=r"messages.*: expected"):
+        session.chat(messages)
+
+
 def test_tools_and_variables_reach_the_template(session):
     next(session.chat(HELLO, tools=[{"name": "clock"}], template_args={"brief": True}, **OPTIONS))
     assert held(session) == f"{BOS}[clock]!<user>the sea<assistant>"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 
 import pytest
 
+from trt_kvcache import InferenceSession, ReferenceEngine, SessionSource, load
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.session import session_options
 from trt_kvcache.session.session_options import BUILD_OPTIONS, ModelOptions, OpenOptions, SessionOptions
@@ -36,7 +37,7 @@ def test_options_that_a_build_has_fixed_are_named():
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, reference, tensorrt, torch, got 'onnx'."),
+        ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, numpy, tensorrt, torch, got 'onnx'."),
         ({"flavour": "x"}, ConfigError, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'x'."),
         ({"device": -1}, RangeError, "device: expected at least 0, got -1."),
         ({"prompt_cache_bytes": -1}, RangeError, "prompt_cache_bytes: expected at least 0, got -1."),
@@ -55,11 +56,25 @@ def test_what_is_refused(options, kind, text):
     assert str(error.value).startswith(text)
 
 
-def test_an_option_that_does_not_exist_is_not_dropped():
-    with pytest.raises(TypeError, match="max_batchsize"):
-        SessionOptions(max_batchsize=2)
+@pytest.mark.parametrize(
+    ("name", "meant"), [("max_batch", "max_batch_size"), ("max_model_len", "max_sequence_length"), ("torch_dtype", "dtype"), ("x", None)]
+)
+def test_an_option_that_does_not_exist_is_refused_with_the_one_meant(name, meant):
+    source = SessionSource("nowhere", dtype="float32")
+    for call in (load, InferenceSession.open, InferenceSession.from_model, SessionSource, lambda _, **options: source.replace(**options)):
+        with pytest.raises(ConfigError, match=rf"session: unknown option {name}\. .*Expected engine, .*, kv_scales\.") as error:
+            call("examples/tiny-llama", **{name: 2})
+        assert (f"Did you mean {meant} instead of {name}?" in str(error.value)) == (meant is not None)
 
 
-def test_they_do_not_change():
-    with pytest.raises(FrozenInstanceError):
-        SessionOptions().engine = "reference"
+@pytest.mark.parametrize("short", ["fp16", "half"])
+def test_short_names_of_dtypes(short):
+    assert SessionOptions(dtype=short) == SessionOptions(dtype="float16")
+    with load("examples/tiny-llama", engine="numpy", dtype=short) as session:
+        assert session.cache_config.dtype == "float16"
+
+
+def test_numpy_is_the_reference_engine():
+    assert SessionOptions(engine="reference").engine == SessionOptions(engine="numpy").engine == "numpy"
+    with load("examples/tiny-llama", engine="numpy") as session:
+        assert isinstance(session.engine, ReferenceEngine)

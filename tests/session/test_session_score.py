@@ -157,13 +157,20 @@ def shipped():
         yield session
 
 
+@pytest.mark.parametrize(("slots", "logits"), [(1, 64), (900, 58)])
+def test_the_default_has_room_for_logits_of_a_bounded_size(slots: int, logits: int) -> None:
+    with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=slots, max_sequence_length=128) as session:
+        assert session.max_logits_per_slot == logits
+
+
 class TestRefusals:
     def test_an_engine_with_the_logits_of_one_token(self) -> None:
         with make() as session:
             session.prefill([[1, 2]])
             assert refuse(session, ConfigError, lambda: session.score([[1, 2]])) == (
                 "score: expected an engine with the logits of 2 new tokens per slot or more, got one with those of 1. Build it with "
-                "max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it."
+                "max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it; "
+                "the NumPy and PyTorch engines have them without."
             )
 
     @pytest.mark.parametrize(

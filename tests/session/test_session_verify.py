@@ -206,7 +206,8 @@ class TestRefusals:
             session.prefill([[1, 2]])
             assert refuse(session, ConfigError, lambda: session.verify([[3, 4, 5]])) == (
                 "verify: expected an engine with the logits of 3 new tokens per slot or more, got one with those of 1. Build it with "
-                "max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it."
+                "max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it; "
+                "the NumPy and PyTorch engines have them without."
             )
             np.testing.assert_array_equal(session.verify([[3]]), [[logits_after([1, 2, 3])]])  # one it has
 

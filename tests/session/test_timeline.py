@@ -113,3 +113,41 @@ def test_many_slots_have_no_names():
     upper = timeline.plot().figure.axes[0]
     assert len(upper.patches) == 128
     assert upper.get_ylabel() == "slot"
+
+
+def test_a_block_records_to_its_end(session):
+    def run_one():
+        session.submit([1, 2, 3], max_new_tokens=2, ignore_eos=True)
+        while session.step():
+            pass
+
+    with session.record() as timeline:
+        run_one()
+    recorded = timeline.spans
+    assert recorded
+    run_one()
+    assert timeline.spans == recorded
+
+
+def test_a_recording_without_a_block_goes_on(session):
+    timeline = session.record()
+    for _ in range(2):
+        session.submit([1, 2, 3], max_new_tokens=2, ignore_eos=True)
+        while session.step():
+            pass
+    assert {span.request for span in timeline.spans} == {0, 1}
+
+
+def test_session_and_recording_are_plotted_alike(session, tmp_path):
+    """Both take a path and a title, and return the picture."""
+    for name, plotted in (("cache", session), ("timeline", session.record())):
+        path = tmp_path / f"{name}.svg"
+        assert plotted.plot(path, title=name).svg == path.read_text()
+        assert f">{name}<" in path.read_text()
+
+
+def test_a_legend_over_a_drawing_has_a_white_box(session):
+    timeline = session.record()
+    frame = timeline.plot().figure.axes[1].get_legend().get_frame()
+    assert frame.get_visible()
+    assert frame.get_facecolor()[:3] == (1, 1, 1)

@@ -53,8 +53,8 @@ SLOW_LAYERS, SLOW_SAMPLING = "more_layers or many_layers or 28-1-1024", "the_def
     [
         ("address", f"not {ATTENTION}", 400),
         ("thread", f"not ({ELSEWHERE} or {SLOW_LAYERS})", 400),
-        ("thread", f"sampling and not ({SLOW_SAMPLING})", 20),
-        *(("thread", name, 10) for name in OWN_PROCESS[1:]),
+        pytest.param("thread", f"sampling and not ({SLOW_SAMPLING})", 20, marks=pytest.mark.slow),
+        *(pytest.param("thread", name, 10, marks=pytest.mark.slow) for name in OWN_PROCESS[1:]),
         pytest.param("thread", f"not ({ELSEWHERE})", 400, marks=pytest.mark.slow),
         pytest.param("thread", "sampling", 40, marks=pytest.mark.slow),
     ],

@@ -76,6 +76,6 @@ def test_what_is_not_computed_is_refused_before_a_weight_is_read(monkeypatch: py
     monkeypatch.setattr(engine, "COMPUTED_FEATURES", frozenset())
     model = with_mixer(ModelConfig.from_dict(SMALL), window=5)
     kv = cache_config(model, max_batch_size=2, max_sequence_length=32, dtype="float32")
-    message = r"^layers\[0\]\.mixer\.window = 5: the PyTorch engine does not compute attention with a window yet \(llama\)\."
+    message = r"^layers\[0\]\.mixer\.window = 5: the PyTorch engine does not support sliding window yet \(llama\)\."
     with pytest.raises(ConfigError, match=message):
         TorchEngine(model, lambda name: pytest.fail(f"{name} was read"), kv=kv, max_prefill_length=8, memory=HostMemory())

@@ -49,6 +49,13 @@ class TestWithoutAGpu:
             assert isinstance(session.engine, TorchEngine)
         assert [one.filename for one in caught] == [__file__]
 
+    def test_a_text_is_scored_without_an_option(self):
+        scores = []
+        for engine in ("torch", "numpy"):
+            with InferenceSession.from_model(SHIPPED, engine=engine, max_batch_size=2, dtype="fp32") as session:
+                scores += session.score("Alice was beginning to get very tired.")
+        assert scores[0].logprob == pytest.approx(scores[1].logprob, rel=1e-4)
+
     def test_a_torch_that_cannot_be_imported_is_left_out(self, monkeypatch, caplog):
         monkeypatch.setitem(sys.modules, "trt_kvcache.torch_engine", None)
         with (
@@ -78,12 +85,12 @@ class TestWithoutAGpu:
         with (
             caplog.at_level(logging.INFO, "trt_kvcache"),
             pytest.warns(
-                EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}; .*the PyTorch engine does not compute"
+                EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}; .*the PyTorch engine does not support"
             ),
             InferenceSession.from_model(GOLDEN / "gemma2") as session,
         ):
             assert isinstance(session.engine, ReferenceEngine)
-        assert "the PyTorch engine does not compute attention with a window yet (gemma2)" in caplog.text
+        assert "the PyTorch engine does not support sliding window yet (gemma2)" in caplog.text
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_sessions_agree_with_the_reference_engine(self, tmp_path, dtype):

@@ -21,12 +21,12 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
     The folder is made beside ``target`` under another name. If ``target`` exists, it is replaced at the end: on Linux in one step, so
     that a whole folder is there even if the process is killed. If the block raises, the new folder is removed and the old one is as it
-    was.
+    was. A link is followed, and stays.
 
     Parameters
     ----------
     target : Path
-        Where the folder is to be. Its parents are made.
+        Where the folder is to be, or a link to there. Its parents are made.
 
     Yields
     ------
@@ -38,6 +38,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     OSError
         No folder can be made there.
     """
+    given, target = target, Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _sibling(target, "new")
     try:
@@ -45,7 +46,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield temporary
         _replace(temporary, target)
     except OSError as error:
-        raise about(target, error, temporary) from error
+        raise about(given, error, temporary) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

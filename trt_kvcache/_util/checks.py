@@ -2,7 +2,8 @@
 
 import operator
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from trt_kvcache._util.shown import shown
@@ -148,3 +149,55 @@ def positive_number(what: str, value: Any, *, error: type[KVCacheError] = Config
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise error(f"{what}: expected a finite number > 0, got {shown(value)}.")
+
+
+def option_meant(name: str, known: Collection[str], other_names: Mapping[str, str], *, cutoff: float = 0.7) -> str | None:
+    """Return the option that an unknown name was probably meant for, or None.
+
+    Parameters
+    ----------
+    name : str
+        What a caller gave.
+    known : collection of str
+        The options.
+    other_names : mapping of str to str
+        What other projects call some of them.
+    cutoff : float
+        How similar the name has to be, from 0 to 1.
+    """
+    return other_names.get(name) or next(iter(get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+
+
+def option_names(
+    what: str,
+    given: Iterable[str],
+    known: Collection[str],
+    other_names: Mapping[str, str],
+    *,
+    error: type[KVCacheError] = ConfigError,
+) -> None:
+    """Check that options exist.
+
+    Parameters
+    ----------
+    what : str
+        What takes them, for the message.
+    given : iterable of str
+        Names that a caller gave.
+    known : collection of str
+        The options, in the order in which a message lists them.
+    other_names : mapping of str to str
+        What other projects call some of them.
+    error : type
+        The class to raise.
+
+    Raises
+    ------
+    error
+        A name is none of them. The message has the one that was probably meant, and all that there are.
+    """
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        meant = [option_meant(name, known, other_names) for name in unknown]
+        hints = "".join(f" Did you mean {one} instead of {name}?" for name, one in zip(unknown, meant, strict=True) if one is not None)
+        raise error(f"{what}: unknown option {', '.join(unknown)}.{hints} Expected {', '.join(known)}.")

@@ -26,7 +26,7 @@ from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.folder import check_target
-from trt_kvcache.errors import BuildError
+from trt_kvcache.errors import BuildError, ConfigError
 from trt_kvcache.trt.module import TensorRT, load
 
 
@@ -138,7 +138,12 @@ def checked_build(
     checkpoint = open_checkpoint(model, rounding, needs_weights=not dry_run)
     try:
         options = for_codes(options, checkpoint.code_kinds, tensorrt, rounded=rounding is not None)
-        options.check_kernels(checkpoint.config)
+        try:
+            options.check_kernels(checkpoint.config)
+        except ConfigError as error:
+            if kv_dtype is None:
+                raise
+            raise ConfigError(f"{error} kv_dtype={kv_dtype} chose plugin attention: no other takes K and V in 8 bits.") from None
         Tokenizer.open(checkpoint.path)  # damaged files that are copied are reported before the work, not by the first prompt
         GenerationDefaults.open(checkpoint.path)
         quantized = quantized_kv(checkpoint, kv_dtype, kv_scales)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, decoder_profiles, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
@@ -153,6 +153,7 @@ class BuildOptions:
             )
         _ = self.logits_per_slot  # is checked
         if self.dtype is not None:
+            object.__setattr__(self, "dtype", dtype_in_full(self.dtype))
             one_of("dtype", self.dtype, MODEL_DTYPES)
         one_of("attention", self.attention, ATTENTION_VARIANTS)
         one_of("flavour", self.flavour, FLAVOURS)

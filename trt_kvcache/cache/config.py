@@ -17,7 +17,7 @@ from trt_kvcache._util.shown import shown
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig, check_scales
 from trt_kvcache.cache.layout import KVLayerStorage, KVLayout, kv_layer_storage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
-from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES, kv_dtype_of
+from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES, dtype_in_full
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import (
     MAX_BATCH_SIZE,
@@ -35,7 +35,7 @@ def _check_common(config: KVCacheConfig | CacheConfig) -> None:
     owner = type(config).__name__
     for name, high in (("max_batch_size", MAX_BATCH_SIZE), ("max_sequence_length", MAX_DIMENSION)):
         object.__setattr__(config, name, int_in_range(f"{owner}.{name}", getattr(config, name), 1, high, error=ConfigError))
-    object.__setattr__(config, "dtype", kv_dtype_of(config.dtype))
+    object.__setattr__(config, "dtype", dtype_in_full(config.dtype))
     one_of(f"{owner}.dtype", config.dtype, KV_DTYPES)
     if not isinstance(config.layout, KVLayout):
         raise ConfigError(f"{owner}.layout: expected KVLayout.COMBINED or KVLayout.SEPARATE, got {config.layout!r}.")

@@ -10,7 +10,7 @@ from typing import Any
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.cache.layout import StateStorage
-from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION, MAX_LAYERS
 
@@ -94,6 +94,7 @@ class MambaCacheConfig:
             number = int_in_range(f"MambaCacheConfig.{name}", getattr(self, name), low, high, error=ConfigError)
             object.__setattr__(self, name, number)
         for name in _DTYPES:
+            object.__setattr__(self, name, dtype_in_full(getattr(self, name)))
             one_of(f"MambaCacheConfig.{name}", getattr(self, name), MODEL_DTYPES)
         if not isinstance(self.ping_pong, bool):
             raise ConfigError(f"MambaCacheConfig.ping_pong: expected True or False, got {self.ping_pong!r}.")

@@ -10,7 +10,7 @@ from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.errors import ShapeError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
-from trt_kvcache.plot import GREY, INK, Plot, draw, paint_sizes, size_text
+from trt_kvcache.plot import GREY, INK, LEGEND, Plot, draw, paint_sizes, size_text
 
 #: The kinds of tokens of a slot and their colours, which differ in brightness too.
 COLOURS = {"reused": "#1b4f72", "live": "#5dade2", "free": "#e8eef2"}
@@ -107,7 +107,7 @@ def _paint_slots(axes: Any, config: KVCacheConfig | HybridCacheConfig, lengths: 
         axes.set_ylabel("slot")
     tokens = f"{sum(held):,} of {slots * longest:,} tokens ({sum(held) / (slots * longest):.0%})" if is_limited else f"{sum(held):,} tokens"
     axes.set_title(f"{tokens} in {len(lengths)} of {slots} slots", fontsize=9, color=INK)
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, borderaxespad=0.1, handlelength=1, handleheight=1)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, **LEGEND, borderaxespad=0.1, handlelength=1, handleheight=1)
     axes.tick_params(left=not is_named)
 
 
@@ -123,7 +123,7 @@ def paint_layers(axes: Any, config: KVCacheConfig | HybridCacheConfig) -> None:
     """
     layers = layer_runs(config)
     total = sum(count * nbytes for _, count, nbytes in layers)
-    texts = [size_text(nbytes) if count == 1 else f"{count} x {size_text(nbytes)}" for _, count, nbytes in layers]
+    texts = [size_text(nbytes) if count == 1 else f"{count} layers of {size_text(nbytes)}" for _, count, nbytes in layers]
     paint_sizes(axes, [(name, nbytes) for name, _, nbytes in layers], [LAYER_COLOUR] * len(layers), texts)
     what = "K and V" if config.mamba is None else "States" if config.kv is None else "K and V, or states,"
     layout = "" if config.kv is None else f", {config.kv.layout.value}"
@@ -162,7 +162,7 @@ def layer_runs(config: KVCacheConfig | HybridCacheConfig) -> list[tuple[str, int
     for (heads, dim, nbytes), run in groupby(shapes):
         count = len(list(run))
         name = kind + (f" {first}" if count == 1 else f"s {first} to {first + count - 1}")
-        runs.append((f"{name}: {heads} x {dim}", count, nbytes))
+        runs.append((f"{name}: {heads} {'head' if heads == 1 else 'heads'} x {dim}", count, nbytes))
         first += count
     if config.mamba is not None:
         layers_with = "1 layer" if config.mamba.num_layers == 1 else f"{config.mamba.num_layers} layers"

@@ -19,6 +19,7 @@ from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import ConfigError, PlaceError
 from trt_kvcache.kernels import KVLayerInfos
 from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
@@ -79,6 +80,16 @@ class SlotCache(Closable):
             raise
         for contents in self._contents:
             self._lengths.attach(contents)
+
+    def __repr__(self) -> str:
+        kv, states = self.kv_config, self.mamba_config
+        layers = [f"{kv.num_layers} attention layers in {kv.dtype}"] if kv is not None else []
+        layers += [f"{states.num_layers} layers of states"] if states is not None else []
+        limit = self._lengths.max_sequence_length
+        length = "any length" if limit == MAX_DIMENSION else f"{limit} tokens"
+        state = "closed" if self.closed else f"{self._lengths.active_batch_size} active"
+        slots = f"{self.max_batch_size} slots of {length}, {state}"
+        return f"{type(self).__name__}({', '.join([*layers, slots])}, on {self._memory.device})"
 
     @property
     def memory(self) -> Memory:
@@ -186,7 +197,8 @@ class SlotCache(Closable):
         Parameters
         ----------
         increment : int, sequence of int (A,), NumPy integer array (A,), or DeviceTensor (A,) int32
-            Tokens to add: a number to all active slots, other values one to each. A prefix that was reused is not counted again.
+            Tokens to add: a number to all active slots, other values one to each. A prefix that was reused is not counted again. With no
+            active slot there is nothing to add to, and nothing happens.
         max_increment : int, optional
             Given with a device tensor, and only then: an upper bound of its values, which the host does not know.
         stream : cuda.core.Stream or GraphBuilder

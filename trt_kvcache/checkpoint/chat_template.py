@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache.checkpoint.json_file import read_text
-from trt_kvcache.checkpoint.template_process import TemplateFailure, TemplateProcess
+from trt_kvcache.checkpoint.template_process import TemplateFailure
+from trt_kvcache.checkpoint.template_processes import TemplateProcesses
 from trt_kvcache.checkpoint.template_worker import make_environment
 from trt_kvcache.errors import CheckpointError, ConfigError
 
@@ -19,9 +21,11 @@ _MAX_NBYTES = 1 << 20
 
 _DEVELOPER = "developer"
 
+_LOGGER = logging.getLogger("trt_kvcache.checkpoint")
+
 
 class ChatTemplate:
-    """A chat template. It is rendered in a process of its own, which a template that takes too long or too much memory cannot leave.
+    """A chat template. It is rendered in processes of its own, which a template that takes too long or too much memory cannot leave.
 
     Parameters
     ----------
@@ -29,6 +33,11 @@ class ChatTemplate:
         The template in Jinja, as Hugging Face's templates are written.
     source : Path
         The file that it comes from; error messages name it.
+
+    Attributes
+    ----------
+    text : str
+        The template.
 
     Raises
     ------
@@ -49,6 +58,7 @@ class ChatTemplate:
         with naming_the_extra():
             from jinja2 import TemplateError
 
+        self.text = text
         self._source = source
         self._knows_developers = _DEVELOPER in text
         if len(text) > _MAX_NBYTES:
@@ -59,7 +69,7 @@ class ChatTemplate:
             make_environment().parse(text)  # compiling it would evaluate what is constant in it
         except (TemplateError, RecursionError, ValueError) as error:
             raise CheckpointError(f"{source}: the chat template cannot be read: {error!s:.1000}.") from error
-        self._process = TemplateProcess(text)
+        self._processes = TemplateProcesses(text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         """Return the text of a conversation.
@@ -87,18 +97,26 @@ class ChatTemplate:
             10 s or too much memory; or the messages are no plain JSON values.
         CheckpointError
             The template is not valid: it uses a filter that Jinja does not have, ...
+        ClosedError
+            After :meth:`close`.
         """
         if not self._knows_developers:
             messages = [{**one, "role": "system"} if one.get("role") == _DEVELOPER else one for one in messages]
         known = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._process.render(known)
+            return self._processes.render(known)
         except TemplateFailure as error:
             if error.cannot_be_read:
                 raise CheckpointError(f"{self._source}: the chat template cannot be read: {error}.") from None
-            raise ConfigError(f"{self._source}: the chat template refuses these messages: {error}") from None
+            _LOGGER.info("%s: the chat template refuses a conversation: %s", self._source, error)
+            # Clients of a server read this, and no path of its disk.
+            raise ConfigError(f"{self._source.name}: the chat template refuses these messages: {error}") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"chat template: expected messages and variables of plain values, as JSON has them: {error}.") from error
+
+    def close(self) -> None:
+        """End the processes, and what they render, with :class:`ClosedError`. Any thread may. Idempotent."""
+        self._processes.close()
 
 
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config_file: Path) -> ChatTemplate | None:

@@ -19,15 +19,17 @@ class StreamDecoder:
     """Decodes tokens one at a time and returns whole characters only.
 
     The bytes of one character may be spread over several tokens. While they are incomplete, the decoded text ends in U+FFFD and is
-    held back.
+    held back. Text that was returned is never changed, where ``decode`` of all tokens may change it: with byte fallback it replaces a
+    run of bytes as a whole if one of them is wrong.
 
     Parameters
     ----------
     tokenizer : Tokenizer
         The tokenizer of the model.
     context : sequence of int
-        Tokens before the stream, such as the prompt. Their text is not returned. Some tokenizers drop the space at the start of a
-        text and need the context to keep the space before the first new word.
+        Tokens before the stream, such as the prompt. Their text is not returned, except for a character that begins in them and is
+        completed by the stream. Some tokenizers drop the space at the start of a text and need the context to keep the space before
+        the first new word.
 
     Notes
     -----
@@ -48,7 +50,9 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._window = list(context[-_NEIGHBOURS:])
-        self._released = len(self._window)
+        # Byte fallback decodes a run of bytes as a whole: one that begins inside a character would be wrong to its end.
+        del self._window[: self._continued(self._window)]
+        self._released = len(self._window) - self._unfinished(self._window)
 
     def push(self, token_id: int) -> str:
         """Add one token.
@@ -64,15 +68,15 @@ class StreamDecoder:
             The text that no later token can change and that was not returned before. Often empty while a character is incomplete.
         """
         self._window.append(token_id)
-        before, text = self._decode()
         held = len(self._window) - self._released
-        if len(text) > len(before) and not text.endswith(_REPLACEMENT):
-            return self._release(text[len(before) :], held)
+        text = self._text_of_held(held)
+        if text and not text.endswith(_REPLACEMENT):
+            return self._release(text, held)
         if held <= _NEIGHBOURS:
             return ""
         # So many tokens without a whole character are not text (special tokens, invalid bytes): only the last ones can begin a character.
         certain = held - _LONGEST_CHARACTER
-        return self._release(self._tokenizer.decode(self._window[: self._released + certain])[len(before) :], certain)
+        return self._release(self._text_of_held(certain), certain)
 
     def _release(self, text: str, tokens: int) -> str:
         """Return ``text`` and make its tokens the context of those that follow. Tokens without text are dropped from the window."""
@@ -89,11 +93,13 @@ class StreamDecoder:
         Returns
         -------
         str
-            The text that was held back. Bytes that are not a whole character become U+FFFD.
+            The text that was held back. Bytes that are not a whole character become U+FFFD, and the beginning of one at the end becomes a
+            single U+FFFD.
         """
-        before, text = self._decode()
+        unfinished = self._unfinished(self._window[self._released :])
+        text = self._text_of_held(len(self._window) - self._released - unfinished) + _REPLACEMENT * bool(unfinished)
         self._window, self._released = [], 0
-        return text[len(before) :]
+        return text
 
     def copy(self) -> StreamDecoder:
         """Return a decoder in the same state that continues independently.
@@ -107,5 +113,29 @@ class StreamDecoder:
         other._window, other._released = list(self._window), self._released
         return other
 
-    def _decode(self) -> tuple[str, str]:
-        return self._tokenizer.decode(self._window[: self._released]), self._tokenizer.decode(self._window)
+    def _text_of_held(self, tokens: int) -> str:
+        """Return the text of the first held tokens, as their neighbours shape it but without what they make of earlier text."""
+        end = self._released + tokens
+        before, text = self._tokenizer.decode(self._window[: self._released]), self._tokenizer.decode(self._window[:end])
+        # Byte fallback replaces a run of bytes as a whole if one of them is wrong: also those that were a character before.
+        return text[len(before) :] if text.startswith(before) else self._tokenizer.decode(self._window[self._released : end])
+
+    def _unfinished(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens at the end are single bytes, and together the beginning of a character."""
+        for count in range(1, min(_LONGEST_CHARACTER, len(tokens)) + 1):
+            pieces = [self._tokenizer.token_bytes(token) for token in tokens[-count:]]
+            if any(piece is None or len(piece) != 1 for piece in pieces):
+                return 0
+            try:
+                b"".join(piece for piece in pieces if piece is not None).decode()
+            except UnicodeDecodeError as error:
+                if error.start == 0 and error.reason == "unexpected end of data":
+                    return count
+        return 0
+
+    def _continued(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens at the start are single bytes that continue a character."""
+        pieces = [self._tokenizer.token_bytes(token) for token in tokens[:_LONGEST_CHARACTER]]
+        return next(
+            (count for count, piece in enumerate(pieces) if piece is None or len(piece) != 1 or piece[0] & 0xC0 != 0x80), len(pieces)
+        )

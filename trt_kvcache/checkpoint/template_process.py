@@ -59,6 +59,7 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0
+        self._killed = False
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Return the text of a template.
@@ -79,11 +80,15 @@ class TemplateProcess:
             The template cannot be read or fails on the values, or was stopped because it took too long or too much memory.
         TypeError, ValueError
             The values are no JSON.
+        OSError
+            No process can be started.
         """
         line = json.dumps(values, default=_plain)
         with self._lock:
             if self._process is None or self._owner != getpid() or self._process.poll() is not None:
                 self._start()
+            if self._killed:
+                self.kill()
             answer = self._ask(line)
         if answer is None:
             raise TemplateFailure(f"it was stopped, because it took longer than {SECONDS:g} s or too much memory")
@@ -97,17 +102,21 @@ class TemplateProcess:
         """A copy starts a process of its own."""
         return TemplateProcess, (self._text,)
 
+    def kill(self) -> None:
+        """End the process now, and what it renders, for good. Any thread may."""
+        self._killed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _start(self) -> None:
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(Path(template_worker.__file__))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                encoding="ascii",
-            )
-        except OSError as error:
-            raise TemplateFailure(f"no process can be started for it: {error}") from error
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(Path(template_worker.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="ascii",
+        )
         self._owner = getpid()
         weakref.finalize(self, _stop, self._process)
         start = {"path": sys.path, "template": self._text, "memory_nbytes": MEMORY_NBYTES, "max_length": MAX_LENGTH}

@@ -5,6 +5,7 @@ nothing of this package, because it is run as a file.
 """
 
 import json
+import os
 import sys
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -55,6 +56,8 @@ def _to_json(
 
 def main() -> None:
     """Answer until the input ends."""
+    if hasattr(os, "nice"):  # texts of many messages must not slow down those who wait for tokens
+        os.nice(5)
     start = json.loads(sys.stdin.readline())
     sys.path[:] = start["path"]
     template, failure = None, {}

@@ -12,7 +12,7 @@ from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.chat_template import ChatTemplate, find_chat_template
 from trt_kvcache.checkpoint.model_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, ModelFiles
 from trt_kvcache.checkpoint.token_bytes import TokenBytes
-from trt_kvcache.errors import CheckpointError, ConfigError, RangeError
+from trt_kvcache.errors import CheckpointError, ConfigError, KVCacheError, RangeError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -172,11 +172,42 @@ class Tokenizer:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except BaseException as error:
-            if isinstance(text, str) and not _is_utf8(text):
-                raise ConfigError("text: expected characters that UTF-8 can encode, got lone surrogates.") from error
-            if not _is_of_library(error):
+            failure = self._encoding_failure([text], error)
+            if failure is None:
                 raise
-            raise self._failure(error) from error
+            raise failure from error
+        return self._with_bos(text, ids, add_special_tokens)
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of several texts: those of :meth:`encode`, while other threads run, and on several cores.
+
+        Parameters
+        ----------
+        texts : sequence of str
+            The texts.
+        add_special_tokens : bool
+            As for :meth:`encode`.
+
+        Returns
+        -------
+        list of list of int
+            The token ids of each.
+
+        Raises
+        ------
+        ConfigError, CheckpointError
+            As :meth:`encode`.
+        """
+        try:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            failure = self._encoding_failure(texts, error)
+            if failure is None:
+                raise
+            raise failure from error
+        return [self._with_bos(text, one.ids, add_special_tokens) for text, one in zip(texts, found, strict=True)]
+
+    def _with_bos(self, text: str, ids: list[int], add_special_tokens: bool) -> list[int]:
         if add_special_tokens and self._add_bos_token is not None and self._bos_token_id is not None:
             begins = ids[:1] == [self._bos_token_id] and not text.startswith(self.special_tokens["bos_token"])
             if self._add_bos_token and ids[:1] != [self._bos_token_id]:
@@ -184,6 +215,17 @@ class Tokenizer:
             if not self._add_bos_token and begins:
                 return ids[1:]
         return ids
+
+    def _encoding_failure(self, texts: Sequence[str], error: BaseException) -> KVCacheError | None:
+        """Return the error that an error of the library becomes; None if it is none of the library."""
+        if any(isinstance(text, str) and not _is_utf8(text) for text in texts):
+            return ConfigError("text: expected characters that UTF-8 can encode, got lone surrogates.")
+        return self._failure(error) if _is_of_library(error) else None
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token as the vocabulary has it: no fewer than those of the text, but for what a normalizer drops."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids.
@@ -243,6 +285,11 @@ class Tokenizer:
         """Whether the folder has a chat template."""
         return self._chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template; None if the folder has none."""
+        return None if self._chat_template is None else self._chat_template.text
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -275,11 +322,18 @@ class Tokenizer:
             The folder has no chat template, the template rejects the messages, or it was stopped because it takes too long.
         CheckpointError
             The template is not valid.
+        ClosedError
+            After :meth:`close_chat_template`.
         """
         if self._chat_template is None:
-            raise ConfigError(f"{self.path}: expected a chat template in {TOKENIZER_CONFIG_FILE} or chat_template.jinja, got none.")
+            raise ConfigError(f"{self.path.name}: expected a chat template in {TOKENIZER_CONFIG_FILE} or chat_template.jinja, got none.")
         variables = {**self.special_tokens, "tools": tools, **(template_args or {})}
         return self._chat_template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+
+    def close_chat_template(self) -> None:
+        """End the processes of the chat template, and what they render. Later calls are refused. Any thread may. Idempotent."""
+        if self._chat_template is not None:
+            self._chat_template.close()
 
 
 def _parse(text: str, file: Path) -> tokenizers.Tokenizer:

@@ -162,6 +162,13 @@ def _open_gguf(path: Path) -> dict[str, WeightFile]:
     return dict.fromkeys(weights.tensors, weights)
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no file can have such a name
+        return False
+
+
 def _open_shards(index: Path) -> dict[str, WeightFile]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
@@ -171,7 +178,7 @@ def _open_shards(index: Path) -> dict[str, WeightFile]:
         path = index.parent / shard
         if Path(shard).name != shard:
             raise CheckpointError(f"{index}: expected shards beside the index, got {shard!r}.")
-        if not path.is_file():
+        if not _is_file(path):
             raise CheckpointError(f"{path}: expected a shard that {index.name} names, got nothing there. Fetch or copy it again.")
         files[shard] = SafetensorsFile(path)
         stray = sorted(name for name in files[shard].tensors if weight_map.get(name) != shard)

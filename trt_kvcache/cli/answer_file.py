@@ -95,7 +95,13 @@ class AnswerFile:
         if self._is_stdout:
             yield sys.stdout
             return
-        with self.path.open("r+" if self._kept_nbytes else "w", encoding="utf-8", newline="\n") as file:
-            file.truncate(self._kept_nbytes)
-            file.seek(self._kept_nbytes)
-            yield file
+        try:
+            with self.path.open("r+" if self._kept_nbytes else "w", encoding="utf-8", newline="\n") as file:
+                if self._kept_nbytes:
+                    file.truncate(self._kept_nbytes)
+                    file.seek(self._kept_nbytes)
+                yield file
+        except OSError as error:
+            if error.filename is not None or error.errno is None:
+                raise
+            raise OSError(error.errno, error.strerror, str(self.path)) from error  # writing does not say where

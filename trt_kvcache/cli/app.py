@@ -20,8 +20,9 @@ from trt_kvcache.cli.build import build
 from trt_kvcache.cli.chat import chat
 from trt_kvcache.cli.compare import compare
 from trt_kvcache.cli.console import complain, message_of, warn
+from trt_kvcache.cli.flag_names import flags_of, naming_flags
 from trt_kvcache.cli.generate import generate
-from trt_kvcache.cli.help import Command
+from trt_kvcache.cli.help import Command, Commands
 from trt_kvcache.cli.inspect import inspect as inspect_command
 from trt_kvcache.cli.memory import memory
 from trt_kvcache.cli.options import call_with_flat, flat_parameters
@@ -37,6 +38,7 @@ NAME = "trt-kvcache"
 
 app = typer.Typer(
     name=NAME,
+    cls=Commands,
     help="The KV cache layer for TensorRT: build engines from Hugging Face folders, run them, compare them.",
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 compare found a difference, 130 Ctrl-C.",
     no_args_is_help=True,
@@ -48,9 +50,15 @@ app = typer.Typer(
 
 def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that all commands have; report what a command raises as one message and an exit code, never as a traceback."""
+    # Messages of other commands may say with which option to build an engine.
+    flags = {name: flag for one in (build, command) for name, flag in flags_of(flat_parameters(one)).items()}
 
     @functools.wraps(command)
     def run_command(*, quiet: bool, verbose: int, **options: Any) -> None:
+        with naming_flags(flags):
+            run_with_clear_errors(quiet=quiet, verbose=verbose, **options)
+
+    def run_with_clear_errors(*, quiet: bool, verbose: int, **options: Any) -> None:
         try:
             with chosen_verbosity(quiet=quiet, verbose=verbose):
                 call_with_flat(command, options)
@@ -73,7 +81,9 @@ def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
-for command in (build, generate, chat, serve, serve_file, score, perplexity, compare, bench, memory, inspect_command):
+COMMANDS = (build, generate, chat, serve, serve_file, score, perplexity, compare, bench, memory, inspect_command)
+
+for command in COMMANDS:
     app.command(command.__name__.replace("_", "-"), cls=Command)(_with_clear_errors(command))
 
 

@@ -14,7 +14,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.bench_report import BenchReport
 from trt_kvcache.cli.console import progress_display, put, put_json
-from trt_kvcache.cli.options import Json
+from trt_kvcache.cli.options import Json, WrongUsage
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, KVCacheError, RangeError
@@ -68,7 +68,7 @@ class CaseFlags:
         pairs += [(0, steps) for steps in _numbers("--generate-tokens", self.generate_tokens) if steps]
         pairs += _pairs("--pg", self.prompt_and_generate or "")
         if not pairs:
-            raise typer.BadParameter("expected something to measure: a number above 0 for --prompt-tokens or --generate-tokens, or --pg.")
+            raise WrongUsage("expected something to measure: a number above 0 for --prompt-tokens or --generate-tokens, or --pg.")
         places = product(_numbers("--batch-size", self.batch_size, least=1), _numbers("--depth", self.depth), pairs)
         return [
             BenchmarkCase(prompt_tokens=prompt, generate_tokens=steps, batch_size=batch, depth=depth)
@@ -122,7 +122,7 @@ def bench(
     generation as a whole: the choice of tokens and their text are included. Numbers are given with commas: -p 512,2048 -b 1,8.
     """
     if json and csv:
-        raise typer.BadParameter("expected --json or --csv, got both.")
+        raise WrongUsage("expected --json or --csv, got both.")
     cases = case_flags.cases()
     params = _sampling(temperature, top_p, seed)
     place = session_flags.located(folder)

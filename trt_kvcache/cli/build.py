@@ -1,5 +1,7 @@
 """``trt-kvcache build``: build an engine folder from a model folder."""
 
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,14 +9,15 @@ import typer
 
 from trt_kvcache.builder.build_engine import BuildReport
 from trt_kvcache.builder.checked_build import checked_build
-from trt_kvcache.builder.estimate import estimate_checked
+from trt_kvcache.builder.estimate import estimate_build, estimate_checked
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL
 from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.cli.build_process import build_in_child
 from trt_kvcache.cli.build_sizes import print_build_sizes
-from trt_kvcache.cli.console import count, note, progress_display, put_json, say, size
+from trt_kvcache.cli.console import count, length_limit, note, progress_display, put_json, say, size
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
+from trt_kvcache.cli.quantized_kv import kv_format
 from trt_kvcache.cli.session_flags import (
     ATTENTION_HELP,
     DTYPE_HELP,
@@ -27,8 +30,10 @@ from trt_kvcache.cli.session_flags import (
     located,
     located_headers,
 )
-from trt_kvcache.engine_folder.folder import is_engine_folder
-from trt_kvcache.errors import CheckpointError
+from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
+from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
+from trt_kvcache.errors import CheckpointError, KVCacheError
 from trt_kvcache.reference import Attention
 from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 
@@ -60,7 +65,7 @@ def build(
             "slots x tokens x vocabulary numbers of 4 bytes."
         ),
     ] = 1,
-    dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP)] = None,
+    dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP)] = None,
     attention: Annotated[
         Attention | None,
         choice(Attention, "--attention", help=ATTENTION_HELP),
@@ -146,11 +151,39 @@ def build(
         put_json(as_json(report))
     else:
         _print_report(report)
+        if quantize is not None:
+            _note_larger_plan(report, folder, sizes)
+
+
+def _note_larger_plan(report: BuildReport, folder: Path, sizes: Mapping[str, Any]) -> None:
+    """Say why rounding has made a plan larger, if it has."""
+    try:
+        plain = estimate_build(folder, **{**sizes, "quantize": None}).plan_nbytes
+    except KVCacheError:  # the estimate is of no use then
+        return
+    if report.plan_nbytes > plain:
+        note(
+            f"without --quantize the plan would take about {size(plain)}: kernels for rounded weights take more than rounding saves of a "
+            "model this small"
+        )
 
 
 def _print_report(report: BuildReport) -> None:
     peak = "" if report.peak_memory_nbytes is None else f", peak memory {size(report.peak_memory_nbytes)}"
     say(f"{report.path}: {size(report.plan_nbytes)} by {report.tensorrt} in {report.seconds:.1f} s{peak}")
+    config = EngineFolder.open(report.path).config
+    cache, kv = config.cache, config.cache.kv
+    stored = kv_format(cache.dtype, kv.scales if kv else None)
+    attention = f", {config.attention_variant} attention" if config.model.attention_layers else ""
+    say(f"{count(cache.max_batch_size, 'slot')} of {length_limit(cache.max_sequence_length)}, {stored}{attention}; {_gpus(config)}")
+    say(f'next: trt-kvcache generate {shlex.quote(str(report.path))} --prompt "..."')
     decomposed = sum(choice.decomposable for choice in report.attention)
     if decomposed:
         say(f"attention of {count(decomposed, 'layer')} is decomposable; `trt-kvcache inspect {report.path}` says why")
+
+
+def _gpus(config: EngineConfig) -> str:
+    """Return for which GPUs an engine was built, in words."""
+    if config.compute_capabilities:
+        return f"for GPUs of compute capability {', '.join(config.compute_capabilities)}"
+    return f"for all GPUs that {config.tensorrt_flavour} supports"

@@ -9,6 +9,7 @@ import typer
 
 from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache.checkpoint import Tokenizer
+from trt_kvcache.cli.options import WrongUsage
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
 
@@ -67,7 +68,7 @@ class ChatFlags:
 
     def __post_init__(self) -> None:
         if self.raw and self._needs_template:
-            raise typer.BadParameter(f"expected --raw or {self._needs_template[0]}, got both.")
+            raise WrongUsage(f"expected --raw or {self._needs_template[0]}, got both.")
         for text in self.template_args or ():
             name, equals, _ = text.partition("=")
             if not equals or not name.isidentifier():

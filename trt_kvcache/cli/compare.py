@@ -17,7 +17,7 @@ from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.session.open_model import why_no_tensorrt
-from trt_kvcache.session.session_options import DTypeChoice, FlavourChoice
+from trt_kvcache.session.session_options import ENGINE_ALIASES, DTypeChoice, FlavourChoice
 from trt_kvcache.session.session_source import SessionSource
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DIFFERS = 3
 
-ReferenceName = Literal["reference", "torch"]
+ReferenceName = Literal["numpy", "torch"]
 
 
 def compare(
@@ -42,8 +42,9 @@ def compare(
     ] = None,
     engine: session_flags.EngineOption = "auto",
     reference: Annotated[
-        ReferenceName, choice(ReferenceName, "--reference", help="What the others are compared with: NumPy, or PyTorch (faster).")
-    ] = "reference",
+        ReferenceName,
+        choice(ReferenceName, "--reference", aliases=ENGINE_ALIASES, help="What the others are compared with: NumPy, or PyTorch (faster)."),
+    ] = "numpy",
     flavour: session_flags.FlavourOption = "auto",
     max_sequence_length: session_flags.MaxSequenceLength = None,
     dtype: session_flags.DTypeOption = None,
@@ -83,12 +84,13 @@ def compare(
         kv_scales=kv_scales,
     )
     source = flags.source(folder, slots=len(prompts))
+    name_of_reference = "reference" if reference == "numpy" else reference
     sources = {"": source}
-    paths = [SessionRunner(source, reference), RecomputeRunner(source, "full recomputation")]
+    paths = [SessionRunner(source, name_of_reference), RecomputeRunner(source, "full recomputation")]
     if attention is None and kv_dtype is None and not _has_quantized_kv(folder):
         other = _other_attention(folder, source)
         sources[f"{other.options.attention} "] = other
-        paths.append(SessionRunner(other, f"{other.options.attention} {reference}"))
+        paths.append(SessionRunner(other, f"{other.options.attention} {name_of_reference}"))
     if engine == "torch" != reference:
         paths[:0] = [SessionRunner(one.replace(engine="torch"), f"{name}torch") for name, one in sources.items()]
     with ExitStack() as opened:

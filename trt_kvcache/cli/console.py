@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trt_kvcache.builder.build_engine import BUILDING, Progress as ProgressCallback
+from trt_kvcache.cli.flag_names import in_flags
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -58,12 +59,12 @@ def note(text: str) -> None:
 def warn(text: str) -> None:
     """Print a warning on stderr, unless the command is to be quiet."""
     if not is_quiet():
-        _print(messages(), Text.assemble(("warning:", "yellow"), " ", text))
+        _print(messages(), Text.assemble(("warning:", "yellow"), " ", in_flags(text)))
 
 
 def complain(head: str, text: str = "") -> None:
     """Print on stderr why a command failed."""
-    _print(messages(), Text.assemble((head, "red"), f" {text}" if text else ""))
+    _print(messages(), Text.assemble((head, "red"), f" {in_flags(text)}" if text else ""))
 
 
 def message_of(error: Exception) -> str:

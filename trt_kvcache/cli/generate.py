@@ -10,7 +10,7 @@ from trt_kvcache._util.atomic_file import check_target
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.chat_flags import ChatFlags
 from trt_kvcache.cli.console import put, put_json
-from trt_kvcache.cli.options import Json
+from trt_kvcache.cli.options import Json, WrongUsage
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
@@ -50,7 +50,7 @@ def generate(
     generated, that of several at the end, one after another.
     """
     if resume and (prompt or prompt_ids):
-        raise typer.BadParameter("expected prompts or --resume, got both.")
+        raise WrongUsage("expected prompts or --resume, got both.")
     given = [] if resume else read_prompts(prompt, prompt_ids)
     count = len(resume or given)
     if save_snapshot is not None and count != 1:

@@ -1,15 +1,70 @@
-"""How commands print their help: option names in full, at any width, in groups."""
+"""How commands print their help: option names in full, at any width, in groups. And what they answer to names that there are not."""
 
+from difflib import get_close_matches
 from typing import Any
 
-from typer.core import TyperCommand
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from trt_kvcache.generation import sampling
+from trt_kvcache.session import session_options
 
 _FIRST_GROUP = "Options"
 _NAME_COLUMNS = 26
 
+#: What other projects call some options, by the names of ours.
+_OTHER_OPTIONS = {
+    **session_options.OTHER_NAMES,
+    **sampling.OTHER_NAMES,
+    "max_length": "max_sequence_length",
+    "ctx_size": "max_sequence_length",
+}
+
+#: What other projects call some commands.
+_OTHER_COMMANDS = {
+    "run": ("generate", "chat"),
+    "complete": ("generate",),
+    "convert": ("build",),
+    "compile": ("build",),
+    "quantize": ("build",),
+    "server": ("serve",),
+    "batch": ("serve-file",),
+    "benchmark": ("bench",),
+    "eval": ("score", "perplexity"),
+    "ppl": ("perplexity",),
+    "info": ("inspect",),
+}
+
+
+class Commands(TyperGroup):
+    """The commands. One that there is not is answered with those that were probably meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name, the command and its arguments."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            meant = _OTHER_COMMANDS.get(name) or get_close_matches(name, self.list_commands(ctx), n=2)
+            hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
+            ctx.fail(f"No such command {name!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
 
 class Command(TyperCommand):
     """A command whose help lists its options in groups, the ``rich_help_panel`` of each. Names are never cut; long ones get a line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. An option that there is not is answered with the one that other projects call so."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter:
+            raise
+        except Exception as error:
+            given = getattr(error, "option_name", None)
+            meant = _OTHER_OPTIONS.get(str(given).lstrip("-").replace("-", "_"))
+            flag = None if meant is None else f"--{meant.replace('_', '-')}"
+            if flag is not None and any(flag in parameter.opts for parameter in self.get_params(ctx)):
+                error.possibilities = [flag]  # type: ignore[attr-defined]
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and the groups of options.

@@ -88,7 +88,7 @@ def _print_head(found: EngineInspection) -> None:
     say(f"cache: {count(cache.max_batch_size, 'slot')} of {length_limit(cache.max_sequence_length)}, {stored}, {', '.join(kinds)}")
     say(f"built by: {found.tensorrt_flavour} {found.tensorrt_version}; compute capabilities: {targets}")
     say(f"built from: {checkpoint.path}{' (embedded)' if checkpoint.embedded else ''}, fingerprint {checkpoint.fingerprint[:16]}")
-    gone = "" if "torch" in found.engines else "; torch and reference need the checkpoint, which is gone"
+    gone = "" if "torch" in found.engines else "; torch and numpy need the checkpoint, which is gone"
     say(f"can be run by: {', '.join(found.engines)}{gone}")
 
 

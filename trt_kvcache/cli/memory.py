@@ -12,7 +12,7 @@ import typer
 
 from trt_kvcache._util.shown import shown
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
-from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
+from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH, default_sequence_length
 from trt_kvcache.builder.what_fits import Fit, what_fits
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
@@ -24,10 +24,10 @@ from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, length_limit, note, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json, choice, logits_per_slot
+from trt_kvcache.cli.options import Json, WrongUsage, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
-from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located, located_headers
-from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES, kv_dtype_of
+from trt_kvcache.cli.session_flags import MAX_SEQUENCE_LENGTH_HELP, QUANTIZE_HELP, located, located_headers
+from trt_kvcache.dtypes import DTYPE_SHORT_NAMES, MODEL_DTYPES, SCALED_KV_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
@@ -47,6 +47,8 @@ _PANEL = "Without a folder"
 _FILES = ("config.json", "hf_quant_config.json")
 
 
+_SHORT_NAMES = {name: dtype for name, dtype in DTYPE_SHORT_NAMES.items() if dtype in MODEL_DTYPES}
+
 KVDTypeName = Literal["float16", "bfloat16", "float32", "fp8", "float8_e4m3fn", "int8"]
 
 
@@ -65,9 +67,9 @@ def memory(
         int | None, typer.Option(min=1, metavar="SLOTS", help="Slots. Default: those of the engine folder, or 1.")
     ] = None,
     max_sequence_length: Annotated[
-        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens that a slot can hold. Default: the folder's.")
+        int | None, typer.Option(min=1, metavar="TOKENS", help=f"{MAX_SEQUENCE_LENGTH_HELP} Of an engine folder: its own.")
     ] = None,
-    dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
+    dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", aliases=_SHORT_NAMES, metavar="DTYPE", help=_DTYPE_HELP)] = None,
     kv_dtype: Annotated[
         KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help="Quantize K and V to 8 bits; --dtype is what is computed in.")
     ] = None,
@@ -100,7 +102,7 @@ def memory(
 
     Per layer, per sequence and in total. Nothing is allocated.
     """
-    dtype = kv_dtype_of(dtype)
+    dtype = dtype_in_full(dtype)
     memory_nbytes = None if fit is None else _parsed_size(fit)
     if compute_capability and not engine and fit is None:
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--compute-capability")
@@ -115,7 +117,7 @@ def memory(
     elif (layers, kv_heads, head_dim) == (None, None, None):
         config = _config_of_folder(located(folder, _FILES))
     else:
-        raise typer.BadParameter("expected a folder, or --layers, --kv-heads and --head-dim, got both.")
+        raise WrongUsage("expected a folder, or --layers, --kv-heads and --head-dim, got both.")
     if max_batch_size:
         config = config.with_max_batch_size(max_batch_size)
     if max_sequence_length:
@@ -170,7 +172,7 @@ def _check_formats(quantize: str | None, dtype: str | None, kv_dtype: str | None
 def _dtypes(dtype: str | None, kv_dtype: str | None) -> tuple[str | None, str | None]:
     """Return what is computed in, and what K and V in 8 bits are; None for what is not said. ``--dtype`` may say the second too."""
     if dtype not in SCALED_KV_DTYPES:
-        return dtype, None if kv_dtype is None else kv_dtype_of(kv_dtype)
+        return dtype, None if kv_dtype is None else dtype_in_full(kv_dtype)
     if kv_dtype is not None:
         raise typer.BadParameter(f"expected --dtype {' or '.join(MODEL_DTYPES)} with it, got {dtype}.", param_hint="--kv-dtype")
     return None, dtype
@@ -190,8 +192,15 @@ def _parsed_size(text: str) -> int:
 
 
 def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: int | None, **gpus: Any) -> tuple[Fit, ...]:
-    if folder is None or is_engine_folder(folder):
-        raise typer.BadParameter("expected a model folder with it; the weights of an engine are built.", param_hint="--fit")
+    if folder is None:
+        raise typer.BadParameter("expected a model folder with it, got none.", param_hint="--fit")
+    if is_engine_folder(folder):
+        engine = EngineFolder.open(folder)
+        built_from = engine.find_checkpoint() or engine.config.checkpoint.path
+        raise typer.BadParameter(
+            f"expected a model folder with it, got an engine folder, whose formats are fixed. It was built from {built_from}.",
+            param_hint="--fit",
+        )
     dtype = config.dtype if config.dtype in MODEL_DTYPES else None
     with located_headers(folder) as path:
         return what_fits(path, nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype, **gpus)
@@ -203,11 +212,29 @@ def _print_fits(fits: Sequence[Fit], nbytes: int, config: DecoderCacheConfig, le
     batch = f"slots of {length or min(config.max_sequence_length, DEFAULT_MAX_SEQUENCE_LENGTH)} tokens"
     numbers = ("weights take", slots, batch)
     rows = table("weights", "K and V", *numbers, numbers=numbers, title=f"In {size(nbytes)} of a GPU ({nbytes} B), as an engine (estimate)")
-    for one in fits:
+    remarks: dict[str, int] = {}
+    for index, one in enumerate(fits):
         kv = one.kv_dtype if one.kv_scales is None else f"8 bits, scale a {one.kv_scales}"
         found = (str(number) if number else "-" for number in (one.longest_sequence, one.largest_batch))
-        rows.add_row(one.weights, kv, size(one.weights_nbytes), *found)
+        remark = _remark(one, [before for before in fits[:index] if (before.kv_dtype, before.kv_scales) == (one.kv_dtype, one.kv_scales)])
+        mark = "" if remark is None else f" ({remarks.setdefault(remark, len(remarks) + 1)})"
+        rows.add_row(one.weights + mark, kv, size(one.weights_nbytes), *found)
     results().print(rows)
+    for remark, number in remarks.items():
+        say(f"({number}) {remark}")
+
+
+def _remark(fit: Fit, before: Sequence[Fit]) -> str | None:
+    """Return why a row is not what its name lets expect, among the rows before it with the same K and V."""
+    if not (fit.longest_sequence and fit.largest_batch):
+        return "not even one token, or one slot, fits"
+    if fit.kv_scales is not None and any(fit.weights_nbytes == other.weights_nbytes for other in before):
+        return (
+            "no smaller: K and V in 8 bits take plugin attention, which cuts the engine into segments; there the embedding is not rounded"
+        )
+    if any(fit.weights_nbytes < other.weights_nbytes and fit.largest_batch < other.largest_batch for other in before):
+        return "fewer slots: kernels for rounded weights take more than rounding saves of a model this small"
+    return None
 
 
 def _with_dtype(config: DecoderCacheConfig, dtype: str, scales: str | None) -> DecoderCacheConfig:
@@ -221,7 +248,7 @@ def _with_dtype(config: DecoderCacheConfig, dtype: str, scales: str | None) -> D
 
 def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int | None, max_sequence_length: int | None) -> KVCacheConfig:
     if layers is None or kv_heads is None or head_dim is None or max_sequence_length is None:
-        raise typer.BadParameter("expected a folder, or --layers, --kv-heads, --head-dim and --max-sequence-length.")
+        raise WrongUsage("expected a folder, or --layers, --kv-heads, --head-dim and --max-sequence-length.")
     layer = KVLayerConfig(num_kv_heads=kv_heads, head_dim=head_dim)
     return KVCacheConfig(layers=(layer,) * layers, max_batch_size=1, max_sequence_length=max_sequence_length)
 
@@ -239,7 +266,7 @@ def _config_of_folder(folder: Path) -> DecoderCacheConfig:
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.cache
     model = Checkpoint.read_config(folder)
-    return decoder_cache_config(model, max_batch_size=1, max_sequence_length=model.max_position_embeddings, dtype=model.dtype)
+    return decoder_cache_config(model, max_batch_size=1, max_sequence_length=default_sequence_length(model), dtype=model.dtype)
 
 
 def _model_of(folder: Path | None) -> ModelConfig | None:

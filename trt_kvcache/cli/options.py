@@ -13,7 +13,15 @@ import typer
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; everything else goes to stderr.")]
 
 
-def choice(kind: Any, *names: str, **options: Any) -> Any:
+class WrongUsage(typer.BadParameter):
+    """Options that do not fit each other: the message alone names them, so none is called invalid."""
+
+    def format_message(self) -> str:
+        """Return the message."""
+        return self.message
+
+
+def choice(kind: Any, *names: str, aliases: Mapping[str, str] | None = None, **options: Any) -> Any:
     """Return an option that takes one of a few words.
 
     Parameters
@@ -22,6 +30,8 @@ def choice(kind: Any, *names: str, **options: Any) -> Any:
         The words.
     *names : str
         The names of the option.
+    aliases : mapping of str to str, optional
+        Other names of some words, which help and messages do not list.
     **options
         As those of ``typer.Option``.
 
@@ -30,14 +40,16 @@ def choice(kind: Any, *names: str, **options: Any) -> Any:
     typer option
         Another word is wrong usage, in the same words as everywhere in this package.
     """
-    words = get_args(kind)
+    aliases = {} if aliases is None else aliases
+    words = [word for word in get_args(kind) if word not in aliases]
 
     def parse(text: str) -> str:
-        if text not in words:
+        word = aliases.get(text, text)
+        if word not in words:
             raise typer.BadParameter(f"expected one of {', '.join(words)}, got {text!r}.")
-        return text
+        return word
 
-    return typer.Option(*names, parser=parse, autocompletion=lambda: list(words), **{"metavar": "|".join(words), **options})
+    return typer.Option(*names, parser=parse, autocompletion=lambda: words, **{"metavar": "|".join(words), **options})
 
 
 def logits_per_slot(**options: Any) -> Any:

@@ -43,8 +43,8 @@ def perplexity(
     """Print how well a model predicts a text.
 
     A text of any length runs in windows that overlap, and each token is scored once, in the first window that has it. Numbers of models can
-    be compared where tokens, window and stride are the same: with --quantize and without it, or of two checkpoints of a model. An engine
-    folder must be built with --max-logits-per-slot.
+    be compared where tokens, window and stride are the same: with --quantize and without it, or of two checkpoints of a model. For
+    TensorRT an engine folder must be built with --max-logits-per-slot.
     """
     given = _read(text)
     source = flags.source(session_flags.located(folder), slots=1)

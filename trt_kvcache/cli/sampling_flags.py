@@ -19,12 +19,22 @@ _SEED_BITS = 32
 _OF_DRAWING = ("top_k", "top_p", "min_p")
 
 MaxNewTokens = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Generate at most this many tokens for a prompt.", rich_help_panel=_PANEL)
+    int,
+    typer.Option(
+        *("--max-new-tokens", "-n", "--max-tokens", "--n-predict"),
+        min=1,
+        metavar="N",
+        help="Generate at most this many tokens for a prompt.",
+        rich_help_panel=_PANEL,
+    ),
 ]
 Temperature = Annotated[
     float | None,
     typer.Option(
-        metavar="X", help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.", rich_help_panel=_PANEL
+        *("--temperature", "--temp"),
+        metavar="X",
+        help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.",
+        rich_help_panel=_PANEL,
     ),
 ]
 TopK = Annotated[

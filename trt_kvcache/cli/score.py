@@ -75,7 +75,7 @@ def score(
     """Print how likely a model finds texts.
 
     Their log-probabilities, of each token if asked for, and their perplexity. Texts are scored as they are, without the chat template. An
-    engine folder must be built with --max-logits-per-slot.
+    engine folder that TensorRT runs must be built with --max-logits-per-slot.
     """
     if top and not (tokens or json):
         raise typer.BadParameter("expected --tokens or --json with it, which show them.", param_hint="--top")

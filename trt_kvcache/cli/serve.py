@@ -1,7 +1,7 @@
 """``trt-kvcache serve``: a model for many clients, over OpenAI's API."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,6 +11,9 @@ from trt_kvcache.cli.score import ScoringFlags
 from trt_kvcache.cli.server_flags import AccessFlags, LimitFlags
 
 _SLOTS = 8
+
+#: As ``trt_kvcache.server.http.tool_formats`` has them, which needs the extra serve.
+ToolCallParser = Literal["hermes", "llama3_json", "mistral"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +45,17 @@ def serve(
             min=0, metavar="MIB", help="Memory for copies of prompts, in MiB: of the next turn of a chat, only what is new is run."
         ),
     ] = 256,
+    tool_call_parser: Annotated[
+        ToolCallParser | None,
+        typer.Option("--tool-call-parser", help="How the model writes calls of tools. Default: what its chat template says."),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.
 
     Completions, chats and their streams, metrics, and a page that shows what runs. Ctrl-C or SIGTERM lets answers that have begun end; a
     second one ends at once. Needs the extra serve.
     """
-    from trt_kvcache.server import AsyncEngine
+    from trt_kvcache.server import AsyncEngine, GuidanceOptions
     from trt_kvcache.server.http import ServerOptions, make_app
     from trt_kvcache.server.http.metrics import Metrics
     from trt_kvcache.server.http.serving import Server, address_of, bound_socket, serve as serve_at
@@ -58,6 +65,9 @@ def serve(
         any_host=access.allow_anyone,
         max_body_bytes=limits.max_body_mib << 20,
         max_prompt_tokens=limits.max_prompt_tokens,
+        trusted_proxies=tuple(access.trusted_proxy or ()),
+        proxy_header=access.proxy_header,
+        tool_call_parser=tool_call_parser,
     )
     with bound_socket(access.host, access.port, allowed) as bound:
         source = flags.source(session_flags.located(folder), slots=_SLOTS, prompt_cache_bytes=prompt_cache << 20)
@@ -69,10 +79,14 @@ def serve(
             max_queue=limits.queue,
             max_seconds=limits.max_seconds,
             observer=metrics,
+            guidance=GuidanceOptions(
+                compile_seconds=limits.grammar_seconds, mask_seconds=limits.mask_seconds, memory_mib=limits.grammar_mib
+            ),
         )
         server = Server(
             make_app(engine, allowed, metrics=metrics),
             engine,
+            options=allowed,
             drain_seconds=limits.drain_seconds,
             on_start=lambda: note(
                 f"{engine.config.model} at {address_of(bound)}: {count(engine.config.max_num_seqs, 'slot')} of "

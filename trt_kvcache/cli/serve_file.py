@@ -4,13 +4,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from trt_kvcache._util.checks import option_meant
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.answer_file import AnswerFile
 from trt_kvcache.cli.chat_flags import ChatFlags, Template
@@ -23,15 +23,12 @@ from trt_kvcache.cli.session_notes import Statistics, logprobs_document, note_st
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.errors import ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
-from trt_kvcache.generation.sampling import with_options
+from trt_kvcache.generation.sampling import OTHER_NAMES, with_options
 from trt_kvcache.plot import check_can_draw
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.session import InferenceSession
 
 _MAX_SLOTS = 8
-
-#: Options of OpenAI's API that have another name here.
-_NAMES_OF_OPENAI = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "top_logprobs": "logprobs"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +119,7 @@ def _warn_of_misspelt_options(prompts: Iterable[FilePrompt]) -> None:
     for prompt in prompts:
         for name in prompt.metadata.keys() - seen:
             seen.add(name)
-            meant = _NAMES_OF_OPENAI.get(name) or next(iter(get_close_matches(name, OPTION_FIELDS, n=1, cutoff=0.85)), None)
+            meant = option_meant(name, OPTION_FIELDS, OTHER_NAMES, cutoff=0.85)
             if meant is not None:
                 warn(f"{prompt.place}: {name}: no sampling option ({meant} is one); it comes back with the answer.")
 

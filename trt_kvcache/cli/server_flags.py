@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,6 +33,10 @@ class AccessFlags:
         A file with keys.
     allow_anyone : bool
         Serve other machines without keys.
+    trusted_proxy : list of str or None
+        Addresses of proxies.
+    proxy_header : str
+        What they write clients into.
     """
 
     host: Annotated[str, typer.Option(metavar="NAME", help="Address to listen at.", rich_help_panel=_ACCESS)] = "127.0.0.1"
@@ -54,6 +58,18 @@ class AccessFlags:
     allow_anyone: Annotated[
         bool, typer.Option("--allow-anyone", help="Serve other machines without keys, under any name.", rich_help_panel=_ACCESS)
     ] = False
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="A proxy in front, or a network of them: its header says which client a request comes from. Can be given several times.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
+    proxy_header: Annotated[
+        Literal["x-forwarded-for", "forwarded"],
+        typer.Option(help="The header that trusted proxies write.", rich_help_panel=_ACCESS),
+    ] = "x-forwarded-for"
 
     def keys(self) -> tuple[str, ...]:
         """Return the keys that were given.
@@ -89,9 +105,21 @@ class LimitFlags:
         None if not given.
     max_seconds, drain_seconds : float
         As their help says.
+    grammar_seconds, mask_seconds : float
+        As their help says.
+    grammar_mib : int
+        As its help says.
     """
 
-    queue: Annotated[int, typer.Option(min=0, metavar="REQUESTS", help="Requests that may wait for a slot.", rich_help_panel=_PANEL)] = 64
+    queue: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="REQUESTS",
+            help="Requests that may wait for a slot. Of several clients each has its share.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 64
     max_prompt_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Longest prompt. Default: what a slot holds.", rich_help_panel=_PANEL)
     ] = None
@@ -103,6 +131,21 @@ class LimitFlags:
         float,
         typer.Option(min=1, metavar="SECONDS", help="How long a first signal waits for answers that have begun.", rich_help_panel=_PANEL),
     ] = 30.0
+    grammar_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.001, metavar="SECONDS", help="Longest time to compile the schema or grammar of a response_format.", rich_help_panel=_PANEL
+        ),
+    ] = 2.0
+    mask_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.001, metavar="SECONDS", help="Longest time to find which tokens may come next by a grammar.", rich_help_panel=_PANEL
+        ),
+    ] = 1.0
+    grammar_mib: Annotated[
+        int, typer.Option(min=1, metavar="MIB", help="Most memory that a grammar may take, in MiB.", rich_help_panel=_PANEL)
+    ] = 512
 
 
 def _lines(path: Path) -> Sequence[str]:

@@ -13,12 +13,13 @@ from trt_kvcache.cli.console import note, progress_bar
 from trt_kvcache.cli.options import choice
 from trt_kvcache.cli.quantized_kv import kv_format
 from trt_kvcache.cli.verbosity import is_quiet
+from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.reference import Attention
 from trt_kvcache.session.model_headers import model_headers
 from trt_kvcache.session.model_location import NEEDED_FILES, locate_model
 from trt_kvcache.session.session import InferenceSession
-from trt_kvcache.session.session_options import EngineChoice, KVDTypeChoice, KVScalesChoice
+from trt_kvcache.session.session_options import ENGINE_ALIASES, EngineChoice, KVDTypeChoice, KVScalesChoice
 from trt_kvcache.session.session_source import SessionSource
 
 DTYPE_HELP = "Data type of weights, K and V. Default: the checkpoint's."
@@ -57,6 +58,7 @@ EngineOption = Annotated[
     choice(
         EngineChoice,
         "--engine",
+        aliases=ENGINE_ALIASES,
         help="auto uses TensorRT if a supported GPU is present; otherwise prints a warning and falls back to PyTorch if it is installed, "
         "else to the NumPy reference engine.",
         rich_help_panel=_PANEL,
@@ -70,7 +72,9 @@ MaxBatchSize = Annotated[
     int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=MODEL_PANEL)
 ]
 MaxSequenceLength = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=MODEL_PANEL)]
-DTypeOption = Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
+DTypeOption = Annotated[
+    DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP, rich_help_panel=MODEL_PANEL)
+]
 AttentionOption = Annotated[Attention | None, choice(Attention, "--attention", help=ATTENTION_HELP, rich_help_panel=MODEL_PANEL)]
 QuantizeOption = Annotated[str | None, typer.Option("--quantize", metavar="FORMAT", help=QUANTIZE_HELP, rich_help_panel=MODEL_PANEL)]
 KVDTypeOption = Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP, rich_help_panel=MODEL_PANEL)]

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from trt_kvcache.cli.options import WrongUsage
+
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
@@ -46,7 +48,7 @@ def chosen_verbosity(*, quiet: bool, verbose: int) -> Iterator[None]:
         Both were given.
     """
     if quiet and verbose:
-        raise typer.BadParameter("expected --quiet or --verbose, got both.")
+        raise WrongUsage("expected --quiet or --verbose, got both.")
     logger = logging.getLogger("trt_kvcache")
     level, propagate = logger.level, logger.propagate
     handler = logging.StreamHandler()

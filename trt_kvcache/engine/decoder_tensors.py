@@ -12,6 +12,7 @@ from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import StateKind, state_storages
+from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import cache_layout
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
@@ -26,6 +27,10 @@ DecoderCacheConfig = KVCacheConfig | HybridCacheConfig
 
 #: Slots in the smallest enqueue of every profile.
 MIN_BATCH_SIZE = 1
+
+#: Logits that an engine without a plan has room for: new tokens per slot at most, and bytes.
+_DEFAULT_LOGITS_PER_SLOT = 64
+_DEFAULT_LOGITS_NBYTES = 64 << 20
 
 #: New tokens per slot that the profile for verifying drafts is tuned for: a token and a draft of 16.
 VERIFY_WIDTH = 17
@@ -431,6 +436,34 @@ def logits_per_slot(wanted: int | Literal["all"], *, max_prefill_length: int) ->
             "Longer prompts are scored in chunks."
         )
     return found
+
+
+def default_logits_per_slot(model: ModelConfig, *, max_batch_size: int, max_prefill_length: int) -> int:
+    """Return how many new tokens per slot an engine without a plan has the logits of, where nobody asked for a number.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        Configuration of the model.
+    max_batch_size : int
+        Slots, B.
+    max_prefill_length : int
+        Most new tokens per slot in one enqueue.
+
+    Returns
+    -------
+    int
+        2 to 64, so that texts can be scored; as many as take 64 MiB of logits. 1 if ``max_prefill_length`` is 1.
+
+    Examples
+    --------
+    >>> from trt_kvcache.checkpoint import Checkpoint
+    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
+    ...     [default_logits_per_slot(checkpoint.config, max_batch_size=slots, max_prefill_length=512) for slots in (1, 1024, 2**20)]
+    [64, 51, 2]
+    """
+    fitting = _DEFAULT_LOGITS_NBYTES // (max_batch_size * model.vocab_size * itemsize("float32"))
+    return min(max(fitting, 2), _DEFAULT_LOGITS_PER_SLOT, max_prefill_length)
 
 
 def decoder_profiles(*, max_batch_size: int, max_prefill_length: int, max_logits_per_slot: int = 1) -> tuple[EngineProfile, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.checks import one_of
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.dtypes import SCALED_KV_DTYPE_NAMES, kv_dtype_of
+from trt_kvcache.dtypes import SCALED_KV_DTYPE_NAMES, dtype_in_full
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 
@@ -40,7 +40,7 @@ def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | 
     one_of("kv_dtype", kv_dtype, SCALED_KV_DTYPE_NAMES)
     if kv_scales == "token":
         return QuantizedKV(kv_dtype)
-    static = checkpoint.kv_scales() if checkpoint.kv_dtype == kv_dtype_of(kv_dtype) else ()
+    static = checkpoint.kv_scales() if checkpoint.kv_dtype == dtype_in_full(kv_dtype) else ()
     if static:
         by_head = any(isinstance(scale, tuple) for pair in static for scale in pair)
         if by_head and kv_scales == "tensor":
@@ -52,7 +52,7 @@ def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | 
 
 
 def _warn_of_unused_scales(checkpoint: Checkpoint) -> None:
-    name = next((name for name in SCALED_KV_DTYPE_NAMES if kv_dtype_of(name) == checkpoint.kv_dtype), None)
+    name = next((name for name in SCALED_KV_DTYPE_NAMES if dtype_in_full(name) == checkpoint.kv_dtype), None)
     if name is not None:
         warn_caller(
             f"{checkpoint.path}: K and V are not quantized. The checkpoint describes them in {name}: kv_dtype={name!r} quantizes them.",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trt_kvcache._util.checks import one_of
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
-from trt_kvcache.dtypes import KV_SCALES, SCALED_KV_DTYPES, kv_dtype_of
+from trt_kvcache.dtypes import KV_SCALES, SCALED_KV_DTYPES, dtype_in_full
 from trt_kvcache.errors import ConfigError
 
 #: The static scales of each attention layer: of K and of V, each a number or one for each head.
@@ -44,7 +44,7 @@ class QuantizedKV:
     static: StaticScales = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", kv_dtype_of(self.dtype))
+        object.__setattr__(self, "dtype", dtype_in_full(self.dtype))
         one_of("kv_dtype", self.dtype, SCALED_KV_DTYPES)
         one_of("kv_scales", self.scales, KV_SCALES)
         object.__setattr__(self, "static", tuple(self.static))

@@ -194,7 +194,7 @@ class EngineFolder:
         if found_at is None:
             raise CheckpointError(
                 f"{self.path}: the checkpoint of this engine is gone: it is neither at {record.path}, where it was at the build, "
-                f"nor at {self.checkpoint_path}. Put it back, or build with embedded weights."
+                f"nor at {self.checkpoint_path}. Put it back, or build with embed_weights=True."
             )
         checkpoint = Checkpoint.open(found_at, quantize=record.quantize or None)
         try:
@@ -240,7 +240,14 @@ def check_target(engine_path: Path, model_path: Path) -> None:
     ------
     ConfigError
         Something else is at ``engine_path``, the model is in the folder that would be replaced, or the place cannot be written to.
+
+    Notes
+    -----
+    Of a link, what it leads to is checked: that is where the folder will be.
     """
+    place = Path(os.path.realpath(engine_path))
+    if place.is_symlink():
+        raise ConfigError(f"engine path {engine_path}: expected a folder to make or an engine folder to replace, got a link to itself.")
     if engine_path.exists() and not engine_path.is_dir():
         raise ConfigError(f"engine path {engine_path}: expected a folder to make or an engine folder to replace, got a file.")
     if engine_path.is_dir():
@@ -251,9 +258,9 @@ def check_target(engine_path: Path, model_path: Path) -> None:
                 f"engine path {engine_path}: expected a folder to make or an engine folder to replace, but it holds {', '.join(other[:3])}"
                 f"{', ...' if len(other) > 3 else ''}. Choose another path."
             )
-        if engine_path.resolve() in (model_path.resolve(), *model_path.resolve().parents):
+        if place in (model_path.resolve(), *model_path.resolve().parents):
             raise ConfigError(f"engine path {engine_path}: the model {model_path} is in it and would be replaced. Choose another path.")
-    parent = next(folder for folder in engine_path.absolute().parents if folder.exists())
+    parent = next(folder for folder in place.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"engine path {engine_path}: nothing can be written to {parent}. Choose another path.")
 

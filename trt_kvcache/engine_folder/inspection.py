@@ -51,7 +51,7 @@ class EngineInspection:
     checkpoint : CheckpointRecord
         What it was built from.
     engines : tuple of str
-        What ``engine=`` can be for the folder, wherever such an engine is installed: ``"tensorrt"``, and ``"torch"`` and ``"reference"``
+        What ``engine=`` can be for the folder, wherever such an engine is installed: ``"tensorrt"``, and ``"torch"`` and ``"numpy"``
         while the checkpoint is there.
     segments : SegmentsRecord or None
         For an engine in segments: its segments and operations, in order.
@@ -185,6 +185,6 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         plan_nbytes=config.plan.nbytes,
         memory=estimate_memory(config.cache),
         checkpoint=config.checkpoint,
-        engines=("tensorrt",) if folder.find_checkpoint() is None else ("tensorrt", "torch", "reference"),
+        engines=("tensorrt",) if folder.find_checkpoint() is None else ("tensorrt", "torch", "numpy"),
         segments=config.segments,
     )

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import ProcessorError
-from trt_kvcache.generation.sampling import LogitsProcessor, SamplingParams, check_logits, nothing_left
+from trt_kvcache.generation.sampling import DeferredProcessor, LogitsProcessor, SamplingParams, check_logits, nothing_left
 from trt_kvcache.generation.token_counts import TokenCounts
 from trt_kvcache.kernels.host.scratch import scratch
 
@@ -37,7 +37,29 @@ class LogitsEdits:
         self._has_penalties = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         #: Whether there is anything to change.
         self.active = bool(params.logit_bias or params.logits_processors or self._has_penalties)
+        self._deferred = tuple(one for one in params.logits_processors if isinstance(one, DeferredProcessor))
         self.set_prompt(prompt)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether logits processors may not be ready."""
+        return bool(self._deferred)
+
+    def ready(self, tokens: Sequence[int], seconds: float = 0.0) -> bool:
+        """Have logits processors begin with the token behind those generated so far, and tell whether :meth:`apply` would not wait.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            As for :meth:`apply`.
+        seconds : float
+            Wait so long for each at most.
+        """
+        if not self._deferred:
+            return True
+        held = (*self._prompt, *tokens)
+        found = [processor.ready(held, seconds) for processor in self._deferred]  # each begins, whatever the others say
+        return all(found)
 
     def set_prompt(self, prompt: Sequence[int]) -> None:
         """Take another prompt, before the first token is generated: what the slot holds, if that is more than the request knew.

@@ -65,7 +65,7 @@ def perplexity(scores: Iterable[PromptScore]) -> float:
     Examples
     --------
     >>> from trt_kvcache import InferenceSession, perplexity
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot="all") as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
     ...     round(perplexity(session.score(["Alice was beginning to get very tired.", "Down the rabbit hole."])), 1)
     15.5
     """

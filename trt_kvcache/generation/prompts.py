@@ -59,8 +59,7 @@ class PromptReader:
         ConfigError
             Text without a tokenizer, or a conversation that continues another text, without a chat template, or refused by it.
         """
-        if isinstance(prompts, (str, *_BYTES)) or not isinstance(prompts, _SEQUENCE):
-            raise ShapeError(f"prompts: expected a sequence of prompts, got {type(prompts).__name__}.")
+        check_sequence(prompts)
         return [self._row(f"prompts[{index}]", prompt, add_special_tokens) for index, prompt in enumerate(prompts)]
 
     def _row(self, what: str, prompt: AnyPrompt, add_special_tokens: bool) -> list[int]:
@@ -118,6 +117,18 @@ class PromptReader:
         if any(isinstance(token, Mapping) for token in tokens):
             raise ShapeError(f"{what}: expected text or token ids, got messages. Pass them to session.chat, or as a ChatPrompt.")
         return [int_in_range(f"{what}[{index}]", token, 0, limit - 1) for index, token in enumerate(tokens)]
+
+
+def check_sequence(prompts: Sequence[AnyPrompt]) -> None:
+    """Raise :class:`ShapeError` for what is no sequence of prompts.
+
+    Parameters
+    ----------
+    prompts : sequence of prompts (n,)
+        The prompts themselves are not looked at.
+    """
+    if isinstance(prompts, (str, *_BYTES)) or not isinstance(prompts, _SEQUENCE):
+        raise ShapeError(f"prompts: expected a sequence of prompts, got {type(prompts).__name__}.")
 
 
 def as_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:

@@ -70,9 +70,12 @@ class GeneratedToken:
         return f"GeneratedToken({', '.join(shown)})"
 
 
-#: What a :class:`Request` needs to return to an earlier state: number of tokens, reason to finish, counter of the sampler, and for a
-#: request with text, decoder and stop texts.
-RequestSavepoint = tuple[int, FinishReason | None, int, tuple[StreamDecoder, StopText] | None]
+#: Logits from which a token is to be chosen, and whether the slot was full.
+_KeptLogits = tuple[np.ndarray[Any, Any], bool]
+
+#: What a :class:`Request` needs to return to an earlier state: number of tokens, reason to finish, counter of the sampler, for a request
+#: with text decoder and stop texts, and the logits that it keeps.
+RequestSavepoint = tuple[int, FinishReason | None, int, tuple[StreamDecoder, StopText] | None, _KeptLogits | None]
 
 
 class Request:
@@ -123,6 +126,7 @@ class Request:
         self._generated = generated
         self._sampler = Sampler(params)
         self._edits = LogitsEdits(params, self.prompt, generated=generated)
+        self._kept: _KeptLogits | None = None
         self._decoder = None if tokenizer is None else StreamDecoder(tokenizer, prompt)
         self._stop_text = StopText(params.stop)
         special = [] if tokenizer is None else [tokenizer.special_token_id(text) for text in params.stop]
@@ -139,6 +143,11 @@ class Request:
     def sampled(self) -> bool:
         """Whether random numbers choose its tokens: whether it is not greedy."""
         return self._params.temperature != 0
+
+    @property
+    def has_text(self) -> bool:
+        """Whether its tokens are turned into text."""
+        return self._decoder is not None
 
     @property
     def generated(self) -> int:
@@ -191,6 +200,71 @@ class Request:
         logprobs = None if self._params.logprobs is None else token_logprobs(logits, token, self._params.logprobs)
         return self._take(token, logprobs, full)
 
+    def prepare(self) -> None:
+        """Have logits processors that work elsewhere begin with the next token; forget logits that were kept."""
+        self._kept = None
+        self._edits.ready(self.tokens)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it keeps logits until its logits processors are ready."""
+        return self._kept is not None
+
+    def ready(self, seconds: float = 0.0) -> bool:
+        """Tell whether its logits processors are ready, or will be within some seconds."""
+        return self._edits.ready(self.tokens, seconds)
+
+    def offer(self, logits: np.ndarray[Any, Any], *, full: bool) -> GeneratedToken | None:
+        """Choose the next token if that needs no waiting; if it does, keep a copy of the logits for :meth:`resume`.
+
+        Parameters
+        ----------
+        logits : ndarray (vocab,) float32
+            As for :meth:`choose`.
+        full : bool
+            As for :meth:`choose`.
+
+        Returns
+        -------
+        GeneratedToken or None
+            None if the logits were kept.
+
+        Raises
+        ------
+        EngineError, ProcessorError
+            As :meth:`choose`. What a processor that works elsewhere has failed with is raised by :meth:`resume`, before the next step runs:
+            so the step that has just run is not lost to other requests.
+        """
+        if self._edits.ready(self.tokens):
+            try:
+                return self.choose(logits, full=full)
+            except ProcessorError:
+                if not self._edits.is_deferred:
+                    raise
+        self._kept = np.array(logits, np.float32), full
+        return None
+
+    def resume(self) -> GeneratedToken | None:
+        """Choose the next token from the logits that were kept, if its logits processors are ready by now.
+
+        Returns
+        -------
+        GeneratedToken or None
+            None if they are not.
+
+        Raises
+        ------
+        EngineError, ProcessorError
+            As :meth:`choose`. The request is unchanged.
+        """
+        assert self._kept is not None
+        if not self._edits.ready(self.tokens):
+            return None
+        logits, full = self._kept
+        token = self.choose(logits, full=full)
+        self._kept = None
+        return token
+
     @property
     def fits_device(self) -> bool:
         """Whether a :class:`~trt_kvcache.generation.device_sampler.DeviceSampler` can choose its tokens."""
@@ -242,6 +316,8 @@ class Request:
                 text += self._stop_text.push(self._decoder.flush()) + self._stop_text.flush()
             if self._stop_text.stopped:
                 self.finish_reason = "stop"
+        if not self.finished:
+            self._edits.ready(self.tokens)
         if logprobs is None:
             return GeneratedToken(self.index, token, text, self.finish_reason)
         return GeneratedToken(self.index, token, text, self.finish_reason, logprobs.chosen, logprobs.top)
@@ -263,7 +339,7 @@ class Request:
     def savepoint(self) -> RequestSavepoint:
         """Return the state now, for one :meth:`rollback`."""
         text = None if self._decoder is None else (self._decoder.copy(), self._stop_text.copy())
-        return len(self.tokens), self.finish_reason, self._sampler.counter, text
+        return len(self.tokens), self.finish_reason, self._sampler.counter, text, self._kept
 
     def rollback(self, savepoint: RequestSavepoint) -> None:
         """Return to the state at ``savepoint``. Tokens are not chosen or decoded again.
@@ -273,7 +349,7 @@ class Request:
         savepoint : tuple
             Of this request. It can be used once.
         """
-        num_tokens, self.finish_reason, counter, text = savepoint
+        num_tokens, self.finish_reason, counter, text, self._kept = savepoint
         del self.tokens[num_tokens:]
         self._edits.count(self.tokens)
         self._sampler.move_to(counter)

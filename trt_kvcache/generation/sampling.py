@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
@@ -12,7 +13,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.checks import int_in_range, option_names
 from trt_kvcache.errors import EngineError, ProcessorError, RangeError, ShapeError
 from trt_kvcache.kernels.host.philox import generator_at
 from trt_kvcache.kernels.host.token_choice import choice_params, choose_token
@@ -21,6 +22,50 @@ from trt_kvcache.kernels.host.token_weights import RANDOM_BITS
 #: A function of the caller's that changes logits: ``f(tokens, logits) -> logits``. ``tokens`` are those of the prompt and the generated
 #: ones; ``logits`` is a float32 array ``(vocab,)`` on the host that the function may change and return.
 LogitsProcessor = Callable[[Sequence[int], npt.NDArray[np.float32]], npt.NDArray[Any]]
+
+
+class DeferredProcessor(ABC):
+    """A logits processor whose work for a token runs elsewhere, while the model computes the logits of that token.
+
+    Notes
+    -----
+    As soon as the tokens in front of a place are known, :meth:`ready` is called with them and begins the work. When the logits are there,
+    the queue of a session asks again: while the answer is no, it keeps the logits, the slot of the request waits, and the other requests go
+    on. ``InferenceSession.generate`` calls the processor at once, which then has to wait.
+
+    Examples
+    --------
+    >>> from trt_kvcache.generation.sampling import DeferredProcessor, SamplingParams
+    >>> class Slow(DeferredProcessor):
+    ...     def ready(self, tokens, seconds=0.0):
+    ...         return True
+    ...     def __call__(self, tokens, logits):
+    ...         return logits
+    >>> SamplingParams(logits_processors=[Slow()]).logits_processors[0].ready((5, 6))
+    True
+    """
+
+    @abstractmethod
+    def ready(self, tokens: Sequence[int], seconds: float = 0.0) -> bool:
+        """Begin the work for the token behind ``tokens``, if that has not begun, and tell whether a call would not wait.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            As for the call. After a step that failed, fewer than before.
+        seconds : float
+            Wait so long at most.
+
+        Returns
+        -------
+        bool
+            True too if the work has failed: then the call raises. Never raises itself.
+        """
+
+    @abstractmethod
+    def __call__(self, tokens: Sequence[int], logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        """Change logits, as each logits processor does. Waits for work that is not done."""
+
 
 _SEED_BITS = 63
 
@@ -92,6 +137,7 @@ class SamplingParams:
     A logits processor gets the token ids of the prompt and of everything generated so far as a tuple, and the logits as a float32 array
     ``(vocab,)`` on the host. The array is its own to change. It returns it, or another one of that shape. ``-inf`` excludes a token; NaN,
     ``+inf`` and the exclusion of all tokens are errors. A step that failed is repeated with the same arguments.
+    A processor that takes long can be a ``trt_kvcache.generation.sampling.DeferredProcessor``: other requests do not wait for it.
 
     Examples
     --------
@@ -156,6 +202,18 @@ class SamplingParams:
         """
         for token in self.logit_bias:
             int_in_range("SamplingParams.logit_bias", token, 0, vocab_size - 1)
+
+
+#: What OpenAI's API and other projects call some fields of :class:`SamplingParams`.
+OTHER_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "temp": "temperature",
+    "repeat_penalty": "repetition_penalty",
+    "top_logprobs": "logprobs",
+}
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -259,10 +317,7 @@ def with_options(params: SamplingParams, options: Mapping[str, Any]) -> Sampling
     RangeError
         A name is not a field of SamplingParams, or its value is out of range.
     """
-    known = {one.name for one in fields(SamplingParams)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise RangeError(f"generate: unknown option {', '.join(unknown)}. Expected {', '.join(sorted(known))}.")
+    option_names("generate", options, sorted(one.name for one in fields(SamplingParams)), OTHER_NAMES, error=RangeError)
     return replace(params, **options)
 
 

@@ -101,6 +101,9 @@ class CudaMemory(Uncopyable):
         #: Bytes of all allocations that are not closed.
         self.live_nbytes = 0
 
+    def __repr__(self) -> str:
+        return f"CudaMemory(device={self._index}, live_nbytes={self.live_nbytes})"
+
     @property
     def device(self) -> str:
         """The device, such as ``"cuda:0"``."""

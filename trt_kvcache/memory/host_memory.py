@@ -60,6 +60,9 @@ class HostMemory(Uncopyable):
         #: Bytes of all allocations that are not closed.
         self.live_nbytes = 0
 
+    def __repr__(self) -> str:
+        return f"HostMemory(live_nbytes={self.live_nbytes})"
+
     def count_live(self, nbytes: int) -> None:
         """Add to ``live_nbytes``."""
         self.live_nbytes += nbytes

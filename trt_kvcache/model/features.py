@@ -14,30 +14,30 @@ from trt_kvcache.model.weight_parts import has_fused_tensors
 FEATURES = {
     "short_conv": "short convolutions",
     "mamba2": "Mamba-2",
-    "gated_delta_net": "gated delta nets",
+    "gated_delta_net": "Gated DeltaNet",
     "no_mlp": "layers without an MLP",
-    "no_mixer": "layers with an MLP only",
-    "window": "attention with a window",
-    "softcap": "soft-capped scores of attention",
-    "scale": "a scale of attention of its own",
-    "query_scaling": "queries scaled by position",
-    "output_gate": "a gate of what attention returns",
-    "no_rope": "layers without RoPE",
-    "partial_rotary": "RoPE of a part of a head",
-    "several_ropes": "layers with different RoPE",
-    "full_qk_norm": "a norm over all heads of q and k",
+    "no_mixer": "MLP-only layers",
+    "window": "sliding window",
+    "softcap": "attention logit softcapping",
+    "scale": "custom attention scale",
+    "query_scaling": "position-scaled queries",
+    "output_gate": "gated attention",
+    "no_rope": "layers without RoPE (NoPE)",
+    "partial_rotary": "partial RoPE",
+    "several_ropes": "per-layer RoPE",
+    "full_qk_norm": "QK-norm over all heads",
     "several_shapes": "layers of different sizes",
-    "norm_offset": "norms with 1 + weight",
-    "norm_rounding": "norms that are rounded after the weight",
-    "norm_places": "norms in other places than before attention and MLP",
-    "activation": "MLPs with GELU",
-    "relu2": "MLPs with squared ReLU",
-    "ungated_mlp": "MLPs without a gate",
-    "residual_multiplier": "scaled residual connections",
-    "embedding_multiplier": "a scaled embedding",
-    "final_softcap": "soft-capped logits",
-    "logits_divisor": "divided logits",
-    "fused_tensors": "weights that share a stored tensor",
+    "norm_offset": "RMSNorm with 1 + weight",
+    "norm_rounding": "RMSNorm weight in float32",
+    "norm_places": "post-norm",
+    "activation": "GELU",
+    "relu2": "squared ReLU",
+    "ungated_mlp": "MLP without a gate",
+    "residual_multiplier": "scaled residuals",
+    "embedding_multiplier": "scaled embeddings",
+    "final_softcap": "final logit softcapping",
+    "logits_divisor": "scaled logits",
+    "fused_tensors": "fused weight tensors",
 }
 
 
@@ -83,7 +83,7 @@ def check_features(model: ModelConfig, computed: Collection[str], engine: str) -
     """
     for name, place in features(model).items():
         if name not in computed:
-            raise ConfigError(f'{place}: {engine} does not compute {FEATURES[name]} yet ({model.family}). engine="reference" does.')
+            raise ConfigError(f'{place}: {engine} does not support {FEATURES[name]} yet ({model.family}). engine="numpy" does.')
 
 
 def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -298,9 +298,7 @@ def _rope_object(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if not given:
         return "rope_parameters", {}
     if len(given) == 2 and given[0][1] != given[1][1]:
-        raise ConfigError(
-            f"rope_parameters and rope_scaling: expected one of them, got both: {shown(given[0][1])} and {shown(given[1][1])}."
-        )
+        raise ConfigError("rope_parameters and rope_scaling: expected one of them, or the same in both, got two that differ.")
     name, value = given[0]
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name}: expected an object, got {shown(value)}.")

@@ -4,17 +4,22 @@ The model argument is a folder: an engine folder or a Hugging Face folder. Each 
 session, and so a cache, of its own.
 """
 
+from pathlib import Path
 from typing import Any, get_args
 
-from polygraphy.tools.args import DataLoaderArgs, ModelArgs, util as args_util
+from polygraphy.tools.args import ComparatorCompareArgs, DataLoaderArgs, ModelArgs, util as args_util
 from polygraphy.tools.args.base import BaseArgs, BaseRunnerArgs
 from polygraphy.tools.script import make_invocable
 
-from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.flavours import FLAVOURS
-from trt_kvcache.polygraphy.feeds import NEW_LENGTHS
+from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
+from trt_kvcache.errors import KVCacheError
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.polygraphy.feeds import INPUT_IDS, NEW_LENGTHS
 from trt_kvcache.reference import Attention
-from trt_kvcache.session.session_options import EngineChoice
+from trt_kvcache.session.session_options import ENGINE_ALIASES, ENGINES
 
 
 def get_arg_groups() -> list[Any]:
@@ -43,7 +48,8 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         add = self.group.add_argument
         add(
             "--kvcache-engine",
-            choices=get_args(EngineChoice),
+            type=lambda name: ENGINE_ALIASES.get(name, name),
+            choices=ENGINES,
             help="Engine of --kvcache-session and --kvcache-recompute: TensorRT, PyTorch, NumPy, or the first of them that runs here",
         )
         add("--kvcache-flavour", choices=FLAVOURS, help="Which TensorRT; auto chooses the one that built the engine")
@@ -55,7 +61,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         )
         add("--kvcache-max-sequence-length", metavar="S", type=int, help="Tokens that a slot can hold")
         add("--kvcache-max-prefill-length", metavar="N", type=int, help="The most new tokens per slot in one enqueue")
-        add("--kvcache-dtype", choices=MODEL_DTYPES, help="Dtype of computation and cache")
+        add("--kvcache-dtype", type=dtype_in_full, choices=MODEL_DTYPES, help="Dtype of computation and cache")
         add(
             "--kvcache-attention",
             choices=get_args(Attention),
@@ -74,7 +80,23 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         names = ("flavour", "max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention")
         self.engine: str | None = args_util.get(args, "kvcache_engine")
         self.options: dict[str, Any] = {name: args_util.get(args, f"kvcache_{name}") for name in names}
+        self._compares_by_default = args_util.get(args, "compare") in (None, ["simple"]) and all(
+            args_util.get(args, name) is None for name in ("atol", "rtol", "check_error_stat", "error_quantile")
+        )
         self.live_rows: bool | None = False if args_util.get(args, "kvcache_no_live_rows") else None
+
+    def set_defaults(self) -> None:
+        """Give random tokens of the whole vocabulary, and our tolerances, unless the command line says something else about them."""
+        found = _vocabulary_and_dtype(self.arg_groups[ModelArgs].path)
+        if found is None:
+            return
+        vocab_size, dtype = found
+        loader, comparison = self.arg_groups[DataLoaderArgs], self.arg_groups[ComparatorCompareArgs]
+        if loader.val_range is None:
+            loader.val_range = {INPUT_IDS: (0, vocab_size - 1)}
+        if self._compares_by_default and comparison.compare_func_script is None:
+            comparison.compare_func_script = str(Path(__file__).with_name("tolerances.py"))
+            comparison.compare_func_name = self.options["dtype"] or dtype
 
     def add_loader_to_script(self, script: Any, *, engine: str | None) -> Any:
         """Add a ``SessionFromFolder`` to the script that Polygraphy generates.
@@ -102,6 +124,19 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         return True if random and NEW_LENGTHS not in (self.arg_groups[ModelArgs].input_shapes or {}) else None
 
 
+def _vocabulary_and_dtype(path: str) -> tuple[int, str] | None:
+    """Return the size of a model's vocabulary and the dtype of its cache; None for what is no such folder, which the session refuses."""
+    folder = Path(path)
+    try:
+        if is_engine_folder(folder):
+            config = EngineFolder.open(folder).config
+            return config.model.vocab_size, config.cache.dtype
+        model = ModelConfig.from_dict(read_json(folder / "config.json"))
+    except (KVCacheError, OSError):
+        return None
+    return model.vocab_size, model.dtype
+
+
 class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
     """The flag of one of our runners, and the class that it adds to the script."""
 
@@ -120,6 +155,8 @@ class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
         """Add the runner."""
         shared = self.arg_groups[KVCacheArgs]
         script.add_import(imports=[self._RUNNER], frm="trt_kvcache.polygraphy")
+        if shared.tokens_only:
+            shared.set_defaults()
         loader = shared.add_loader_to_script(script, engine=self._ENGINE or shared.engine)
         options = {"name": self._NAME, "live_rows": shared.live_rows, "tokens_only": shared.tokens_only}
         script.add_runner(make_invocable(self._RUNNER, loader, **options))
@@ -163,5 +200,5 @@ class KVCacheReferenceArgs(_RunnerArgs):
 
     _NAME_AND_FLAG = "a KV cache session on the NumPy reference engine", "kvcache-reference"
     _RUNNER = "SessionRunner"
-    _ENGINE = "reference"
+    _ENGINE = "numpy"
     _NAME = "kvcache-reference"

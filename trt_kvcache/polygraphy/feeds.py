@@ -29,10 +29,14 @@ FEED_INPUTS: tuple[tuple[str, type[np.generic], tuple[int | None, ...]], ...] = 
     (RESET, np.bool_, (1,)),
 )
 
+#: Single tokens of each slot that :func:`decoding_steps` leaves to be decoded, at most, and different lengths of its prompts.
+MAX_DECODING_STEPS = 16
+_NUM_LENGTHS = 4
+
 Feed = dict[str, np.ndarray[Any, Any]]
 
 
-def make_feed(rows: Sequence[Sequence[int]], *, reset: bool) -> Feed:
+def make_feed(rows: Sequence[Sequence[int]], *, reset: bool = False) -> Feed:
     """Return the feed of one inference.
 
     Parameters
@@ -40,7 +44,7 @@ def make_feed(rows: Sequence[Sequence[int]], *, reset: bool) -> Feed:
     rows : sequence of sequence of int
         New tokens of each slot.
     reset : bool
-        Whether they start new sequences.
+        Whether they start new sequences, instead of continuing those before. The first inference of a runner always starts new ones.
 
     Returns
     -------
@@ -136,6 +140,33 @@ def read_feed(feed: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
             raise RangeError(f"`{NEW_LENGTHS}`[{slot}]: expected 0 to {width}, the width of `{INPUT_IDS}`, got {length}.")
     rows = [row[:length].tolist() for row, length in zip(input_ids, new_lengths, strict=True)]
     return rows, bool(feed[RESET][0])
+
+
+def decoding_steps(rows: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    """Return whole sequences cut into prompts and single tokens, so that running them one after another decodes.
+
+    Parameters
+    ----------
+    rows : sequence of sequence of int
+        The tokens of each slot.
+
+    Returns
+    -------
+    list of list of list of int
+        First a prompt for each slot: of different lengths, and at least half of a row. Then up to 16 times one token for each slot. The
+        shorter a prompt, the more tokens at the end of its row are left out.
+
+    Examples
+    --------
+    >>> from trt_kvcache.polygraphy.feeds import decoding_steps
+    >>> decoding_steps([[1, 2, 3, 4], [5, 6, 7, 8]])
+    [[[1, 2], [5]], [[3], [6]], [[4], [7]]]
+    """
+    shortest = min(map(len, rows), default=0)
+    steps = min(shortest // 2, MAX_DECODING_STEPS)
+    ends = [max(len(row) - steps - slot % _NUM_LENGTHS, min(len(row), 1)) for slot, row in enumerate(rows)]
+    prompts = [list(row[:end]) for row, end in zip(rows, ends, strict=True)]
+    return [prompts, *([[row[end + step]] for row, end in zip(rows, ends, strict=True)] for step in range(steps))]
 
 
 def greedy_feeds(runner: SessionRunner, prompts: Sequence[Prompt], steps: int) -> Iterator[Feed]:

@@ -11,22 +11,36 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from polygraphy.backend.base import BaseLoader, BaseRunner
 from polygraphy.backend.base.util import check_inputs as check_feed
 from polygraphy.common import TensorMetadata
+from polygraphy.logger import G_LOGGER, LogMode
 
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.errors import ClosedError, ShapeError
 from trt_kvcache.polygraphy.failures import as_polygraphy
-from trt_kvcache.polygraphy.feeds import FEED_INPUTS, INPUT_IDS, NEW_LENGTHS, RESET, complete_feed, read_feed
+from trt_kvcache.polygraphy.feeds import (
+    FEED_INPUTS,
+    INPUT_IDS,
+    MAX_DECODING_STEPS,
+    NEW_LENGTHS,
+    RESET,
+    complete_feed,
+    decoding_steps,
+    read_feed,
+)
 from trt_kvcache.polygraphy.live_rows import live_rows
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_source import SessionSource
 
 Arrays = np.ndarray[Any, Any]
+
+#: Slots whose prompts are counted one by one in the log.
+_SHOWN_SLOTS = 4
 
 
 class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no types
@@ -44,8 +58,9 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     live_rows : bool
         Whether the live rows of the cache are among the outputs.
     tokens_only : bool
-        Whether the metadata names the tokens only. Polygraphy's default data loader then fills all slots with whole sequences, while random
-        lengths would be 0 and 1. The Comparator passes on nothing but what the metadata names.
+        Whether an inference is given tokens only, as by Polygraphy's default data loader, whose random lengths would be 0 and 1. Each
+        inference starts new sequences then, and decodes: it runs a short prompt of each row, and then its other tokens one by one
+        (``decoding_steps`` in ``feeds.py``).
 
     Attributes
     ----------
@@ -127,8 +142,8 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         Returns
         -------
         TensorMetadata
-            A size of None is known only when an inference is run. The largest shapes are those of the session: all slots, and the greatest
-            prefill length.
+            A size of None is known only when an inference is run. The largest shapes are what the default data loader gives: all slots, and
+            32 tokens of each, or what a slot can hold.
         """
         return self._metadata(everything=not self._tokens_only)
 
@@ -191,10 +206,19 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     def _infer(self, feed_dict: Mapping[str, Any]) -> dict[str, Arrays]:
         rows, reset = read_feed(feed_dict)
         started = time.perf_counter()
-        logits = self._run(rows, reset or self._last_logits is None)
+        logits = self._run_whole(decoding_steps(rows)) if self._tokens_only else self._run(rows, reset or self._last_logits is None)
         self.inference_time = time.perf_counter() - started
         self._last_logits = logits
         return {DEFAULT_NAMES.logits: logits, **(live_rows(self.session.cache) if self.live_rows else {})}
+
+    def _run_whole(self, steps: list[list[list[int]]]) -> Arrays:
+        """Run new sequences, decoding what follows their prompts, and return the last logits, ``[B, vocab]``."""
+        prompts, *tokens = steps
+        _say_what_is_run(prompts, len(tokens))
+        logits = self._run(prompts, True)
+        for step in tokens:
+            logits = self._run(step, False)
+        return logits
 
     def _run(self, rows: list[list[int]], starts: bool) -> Arrays:
         """Run the new tokens of each slot and return the logits, ``[B, vocab]``."""
@@ -209,10 +233,21 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         return logits
 
 
+def _say_what_is_run(prompts: list[list[int]], steps: int) -> None:
+    """Log, once for the same sizes, how many tokens an inference compares with those of other runners."""
+    lengths = ", ".join(str(len(row)) for row in prompts[:_SHOWN_SLOTS]) + (", ..." if len(prompts) > _SHOWN_SLOTS else "")
+    total = sum(map(len, prompts)) + steps * len(prompts)
+    text = f"each iteration compares {total} tokens in {len(prompts)} slots: prompts of {lengths} tokens, then {steps} decode steps"
+    if steps:
+        G_LOGGER.info(f"{text}.", mode=LogMode.ONCE)
+    else:
+        G_LOGGER.warning(f"{text}: nothing is decoded. Give longer rows: --input-shapes input_ids:[1,32].", mode=LogMode.ONCE)
+
+
 def _largest_shapes(session: InferenceSession) -> dict[str, tuple[int, ...]]:
     """Return the largest shape of each input of a session."""
     slots = session.cache.max_batch_size
-    width = max(profile.max_width for profile in session.engine.profiles)
+    width = min(session.max_sequence_length, 2 * MAX_DECODING_STEPS)
     return {INPUT_IDS: (slots, width), NEW_LENGTHS: (slots,), RESET: (1,)}
 
 
@@ -255,6 +290,10 @@ class RecomputeRunner(SessionRunner):
     ) -> None:
         super().__init__(session, name, live_rows, tokens_only)
         self._history: list[list[int]] = []
+
+    def _run_whole(self, steps: list[list[list[int]]]) -> Arrays:
+        """Run all tokens of the sequences as prompts."""
+        return self._run([[*chain(*parts)] for parts in zip(*steps, strict=True)], True)
 
     def deactivate_impl(self) -> None:
         """Close the session if this runner opened it, and drop the tokens."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig
 from trt_kvcache.reference.attention import LayerAttention, softcapped
+from trt_kvcache.reference.blas_threads import one_blas_thread
 from trt_kvcache.reference.weights import DecoderWeights, Float32, LayerWeights, Projection
 
 #: Takes the weights of a layer with states and its normalised input ``[A, s, hidden]``; returns ``[A, s, hidden]``.
@@ -53,12 +54,19 @@ def decoder_step(
         Logits of the tokens that ``last`` selects, slot by slot.
     """
     hidden = scaled(weights.embedding[input_ids], config.embedding_factor(dtype))
-    for layer, layer_weights, cache in zip(config.layers, weights.layers, caches, strict=True):
-        hidden = decoder_layer(layer, layer_weights, cache, hidden)
+    with one_blas_thread(input_ids.size, _largest_weight(weights)):
+        for layer, layer_weights, cache in zip(config.layers, weights.layers, caches, strict=True):
+            hidden = decoder_layer(layer, layer_weights, cache, hidden)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
-    logits: Float32 = rms_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
+    with one_blas_thread(len(wanted), weights.head.size):
+        logits: Float32 = rms_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
     logits = logits if config.logits_divisor == 1 else logits / np.float32(config.logits_divisor)
     return logits if config.final_softcap is None else softcapped(logits, config.final_softcap)
+
+
+def _largest_weight(weights: DecoderWeights) -> int:
+    """Return the elements of the largest weight of the first layer: the others are about as large."""
+    return max((weight.size for layer in weights.layers[:1] for weight in layer.parts.values()), default=0)
 
 
 def decoder_layer(config: LayerConfig, weights: LayerWeights, cache: LayerCache, hidden: Float32) -> Float32:

@@ -115,6 +115,10 @@ class PromptCache(Closable):
         self._copies: dict[PromptEntry, SlotCopy] = {}
         self._hits = self._misses = self._reused_tokens = 0
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"entries={len(self._copies)}, nbytes={self.nbytes} of {self._max_bytes}"
+        return f"PromptCache({state}, hits={self._hits}, misses={self._misses})"
+
     @property
     def cache(self) -> AnyCache:
         """The cache whose slots are copied."""

@@ -125,6 +125,10 @@ class SequenceCacheManager(Closable):
         self._follower = SequenceFollower(self._table, self._swapper)
         self._lengths.attach(self._follower)
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self._table)} sequences"
+        return f"SequenceCacheManager({state}, over {self._cache!r})"
+
     @property
     def cache(self) -> AnyCache:
         """The cache whose slots these are."""

@@ -3,7 +3,7 @@
 from trt_kvcache.server.async_engine import AsyncEngine, Context, RequestContext
 from trt_kvcache.server.engine_stats import EngineConfig, EngineObserver, EngineStats, RequestRecord, SlotUse
 from trt_kvcache.server.generate_request import GenerateChunk, GenerateRequest
-from trt_kvcache.server.guidance import Guidance
+from trt_kvcache.server.guidance import Guidance, GuidanceOptions, GuidedMask
 
 __all__ = [
     "AsyncEngine",
@@ -14,6 +14,8 @@ __all__ = [
     "GenerateChunk",
     "GenerateRequest",
     "Guidance",
+    "GuidanceOptions",
+    "GuidedMask",
     "RequestContext",
     "RequestRecord",
     "SlotUse",

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -15,15 +16,17 @@ from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ClosedError, ConfigError, QueueFullError
 from trt_kvcache.generation.request import GeneratedToken
-from trt_kvcache.generation.sampling import LogitsProcessor, SamplingParams
+from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.server.engine_stats import EngineConfig, EngineObserver, EngineStats, RequestRecord
 from trt_kvcache.server.generate_request import GenerateChunk, WantedAnswers, read_request
-from trt_kvcache.server.guidance import Guidance
+from trt_kvcache.server.guidance import Guidance, GuidanceOptions, GuidedMask
+from trt_kvcache.server.guidance.grammar import Grammar
+from trt_kvcache.server.shares import room_for, share_of
 from trt_kvcache.session.async_request import AsyncRequest
 from trt_kvcache.session.async_session import AsyncSession
 from trt_kvcache.session.session import InferenceSession
 
-#: Seconds that a request is taken to last before the first one has ended.
+#: Seconds that a request is taken to have a slot before the first one has ended.
 _FIRST_GUESS = 1.0
 
 #: Share of the last request in the mean of their seconds.
@@ -68,11 +71,15 @@ class AsyncEngine:
         The name that it is served under.
     max_queue : int
         Requests that may wait for a slot; a further one is refused with :class:`QueueFullError`. Each of ``n``
-        answers counts.
+        answers counts. One client may have all places while nobody else wants one. Of k clients each has a k-th of slots and queue in any
+        case, so its request is taken even where another one has filled them; that one gets no further place before it has less than its
+        share again.
     max_seconds : float, optional
         A request that lasts longer is cancelled. No limit if left out.
     observer : EngineObserver, optional
         Is told of each answer that ends, for metrics.
+    guidance : GuidanceOptions, optional
+        What the grammar of a request may cost.
 
     Raises
     ------
@@ -109,6 +116,7 @@ class AsyncEngine:
         max_queue: int = 64,
         max_seconds: float | None = None,
         observer: EngineObserver | None = None,
+        guidance: GuidanceOptions | None = None,
     ) -> None:
         self._max_queue = int_in_range("max_queue", max_queue, 0)
         self._max_seconds = max_seconds
@@ -118,10 +126,13 @@ class AsyncEngine:
         self._config: EngineConfig | None = None
         self._tokenizer: Tokenizer | None = None
         self._defaults = SamplingParams()
+        self._guidance_options = guidance
         self._guidance: Guidance | None = None
         self._live: dict[str, list[AsyncRequest]] = {}
+        self._masks: dict[str, list[GuidedMask]] = {}
+        self._clients: dict[str, str] = {}  # of the live requests
         self._aborted: set[str] = set()
-        self._reserved = 0
+        self._reserved: Counter[str] = Counter()  # by client
         self._draining = False
         self._mean_seconds = _FIRST_GUESS
         self._idle = asyncio.Event()
@@ -183,7 +194,7 @@ class AsyncEngine:
     @property
     def num_live(self) -> int:
         """Answers that run or wait."""
-        return self._reserved + sum(not one.ended for requests in self._live.values() for one in requests)
+        return sum(self._live_by_client().values())
 
     async def generate(self, request: Mapping[str, Any], context: Context | None = None) -> AsyncGenerator[GenerateChunk, None]:
         """Answer a request. Leaving the iteration (``aclosing``) ends the request.
@@ -205,7 +216,7 @@ class AsyncEngine:
         ConfigError, RangeError, ShapeError, CapacityError
             The request is not possible. Nothing has begun.
         QueueFullError
-            As many requests wait as may. Nothing has begun; ``retry_after`` says when to try again.
+            As many requests wait as may, and this client has its share. Nothing has begun; ``retry_after`` says when it may have room.
         ClosedError
             It is draining or closed.
         ProcessorError, EngineError, CudaError
@@ -214,30 +225,32 @@ class AsyncEngine:
             It lasted longer than ``max_seconds``, and was cancelled.
         """
         wanted = read_request(request, self._defaults, context_length=self.config.context_length)
-        self._admit(len(wanted.params))
         name = (context or RequestContext()).id()
         if name in self._live:
-            self._reserved -= len(wanted.params)
             raise ConfigError(f"context: expected an id that no live request has, got {name!r}.")
+        self._admit(wanted.client, len(wanted.params))
         submitted = time.perf_counter()
         requests = self._live[name] = []
-        timer: _Timer | None = None
+        masks = self._masks[name] = []
+        timer = _Timer(self._max_seconds, requests, masks)
+        self._clients[name] = wanted.client
         try:
-            await self._submit(wanted, requests)
+            await self._submit(wanted, requests, masks)
+            timer.check()
             if name in self._aborted:  # while it was submitted
-                self._cancel(requests)
-            timer = _Timer(self._max_seconds, requests)
+                _cancel(requests, masks)
             async with aclosing(_chunks(requests, wanted)) as chunks:
                 async for chunk in chunks:
                     timer.check()
                     yield chunk
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
             for one in requests:
                 if not one.ended:
                     one.cancel()
-            del self._live[name]
+            for mask in masks:
+                mask.close()
+            del self._live[name], self._masks[name], self._clients[name]
             self._aborted.discard(name)
             self._record(requests, submitted)
 
@@ -287,58 +300,77 @@ class AsyncEngine:
         """End all requests and close the session. Idempotent."""
         self._draining = True
         await self._session.close()
+        if self._guidance is not None:
+            self._guidance.close()
 
     # --- parts of the above ---
 
     def _abort(self, name: str) -> None:
         """Cancel a request: what was submitted of it, and what is about to be."""
         self._aborted.add(name)
-        self._cancel(self._live[name])
+        _cancel(self._live[name], self._masks[name])
 
-    @staticmethod
-    def _cancel(requests: Sequence[AsyncRequest]) -> None:
-        for one in requests:
-            one.cancel()
+    def _live_by_client(self) -> Counter[str]:
+        """Return how many answers of each client run or wait. A client without any is not there."""
+        found = Counter(self._reserved)
+        for name, requests in self._live.items():
+            found[self._clients[name]] += sum(not one.ended for one in requests)
+        return +found
 
-    def _admit(self, count: int) -> None:
+    def _admit(self, client: str, count: int) -> None:
         """Reserve room for so many answers, or raise."""
         if self._draining:
             raise ClosedError("this engine takes no new requests: it is about to end.")
-        config = self.config
-        room = config.max_num_seqs + config.max_queue - self.num_live
+        config, live = self.config, self._live_by_client()
+        places = config.max_num_seqs + config.max_queue
+        room = room_for(client, live, places) if config.max_queue else places - live.total()
         if count > room:
             if self._observer is not None:
                 self._observer.refused()
-            error = QueueFullError(
-                f"queue: expected room for {count} more of {config.max_num_seqs + config.max_queue} requests, got {room}. Try again later."
-            )
-            error.retry_after = max(1.0, math.ceil(self._mean_seconds * (self.num_live / config.max_num_seqs)))
+            error = QueueFullError(f"queue: expected room for {count} more of {places} requests, got {room}. Try again later.")
+            error.retry_after = self._seconds_to_room(client, count, live, places)
             raise error
-        self._reserved += count
+        self._reserved[client] += count
 
-    async def _submit(self, wanted: WantedAnswers, requests: list[AsyncRequest]) -> None:
+    def _seconds_to_room(self, client: str, count: int, live: Counter[str], places: int) -> float:
+        """Return after how long so many answers may have room: when enough of any clients have ended, or enough of this client's own."""
+        share, slots = share_of(client, live, places), self.config.max_num_seqs
+        to_end = count + live.total() - places
+        if self.config.max_queue and count <= share:
+            own = count + live[client] - share
+            to_end = min(to_end, own * len(live.keys() | {client}))  # of the slots it has as many as each of the others
+        return max(1.0, math.ceil(self._mean_seconds * to_end / slots))
+
+    async def _submit(self, wanted: WantedAnswers, requests: list[AsyncRequest], masks: list[GuidedMask]) -> None:
         """Submit all answers at once; what was reserved for them becomes them."""
         try:
-            params = [await self._guided(one, wanted.guided) for one in wanted.params]
-            requests += await self._session.submit_answers(wanted.token_ids, params, prompt_logprobs=wanted.prompt_logprobs)
+            params = wanted.params
+            if wanted.guided is not None:
+                masks += self._new_masks(wanted)
+                compiled = asyncio.wrap_future(masks[0].compile())
+                await asyncio.wait([compiled])
+                if not compiled.cancelled():  # by ``abort``
+                    compiled.result()
+                params = tuple(_guided(one, mask) for one, mask in zip(params, masks, strict=True))
+            requests += await self._session.submit_answers(
+                wanted.token_ids, params, prompt_logprobs=wanted.prompt_logprobs, client=wanted.client
+            )
         finally:
-            self._reserved -= len(wanted.params)
+            self._reserved[wanted.client] -= len(wanted.params)
+            if not self._reserved[wanted.client]:
+                del self._reserved[wanted.client]
 
-    async def _guided(self, params: SamplingParams, guided: dict[str, Any] | None) -> SamplingParams:
-        """Return parameters with the mask of a grammar."""
-        if guided is None:
-            return params
+    def _new_masks(self, wanted: WantedAnswers) -> list[GuidedMask]:
+        """Return what restricts each answer."""
         tokenizer, config = self._tokenizer, self.config
         if tokenizer is None:
             raise ConfigError("guided decoding: expected a model folder with tokenizer.json, got none.")
-
-        def compiled() -> LogitsProcessor:
-            if self._guidance is None:
-                self._guidance = Guidance(tokenizer, config.vocab_size, config.eos_token_ids)
-            return self._guidance.processor(guided)
-
-        mask = await asyncio.to_thread(compiled)
-        return replace(params, logits_processors=(*params.logits_processors, mask))
+        if self._guidance is None:
+            self._guidance = Guidance(
+                tokenizer, config.vocab_size, config.eos_token_ids, options=self._guidance_options, max_texts=config.max_num_seqs
+            )
+        grammar = Grammar(wanted.guided or {})
+        return [self._guidance.begin(grammar, ignore_eos=one.ignore_eos, client=wanted.client) for one in wanted.params]
 
     def _record(self, requests: Sequence[AsyncRequest], submitted: float) -> None:
         for one in requests:
@@ -349,28 +381,42 @@ class AsyncEngine:
                 submitted=submitted,
                 times=one.times,
                 finish_reason=one.finish_reason or ("error" if one.ended else "cancelled"),
+                started=one.handle.started,
             )
-            if record.times:
-                self._mean_seconds += _NEWEST_SHARE * (record.times[-1] - submitted - self._mean_seconds)
+            if record.times and record.started is not None:
+                self._mean_seconds += _NEWEST_SHARE * (record.times[-1] - record.started - self._mean_seconds)
             if self._observer is not None:
                 self._observer.ended(record)
         if not self._live and not self._reserved:
             self._idle.set()
 
 
-class _Timer:
-    """Cancels requests after some seconds."""
+def _guided(params: SamplingParams, mask: GuidedMask) -> SamplingParams:
+    """Return parameters with a mask, which knows when a text may end."""
+    return replace(params, logits_processors=(*params.logits_processors, mask), ignore_eos=False)
 
-    def __init__(self, seconds: float | None, requests: Sequence[AsyncRequest]) -> None:
+
+def _cancel(requests: Sequence[AsyncRequest], masks: Sequence[GuidedMask]) -> None:
+    """End requests, and what they wait for."""
+    for one in requests:
+        one.cancel()
+    for mask in masks:
+        mask.cancel()
+
+
+class _Timer:
+    """Cancels requests after some seconds, and what they wait for before they begin."""
+
+    def __init__(self, seconds: float | None, requests: Sequence[AsyncRequest], masks: Sequence[GuidedMask]) -> None:
         self._seconds = seconds
         self._expired = False
         self._requests = requests
+        self._masks = masks
         self._handle = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        self._expired = any(not one.ended for one in self._requests)
-        for one in self._requests:
-            one.cancel()
+        self._expired = not self._requests or any(not one.ended for one in self._requests)
+        _cancel(self._requests, self._masks)
 
     def check(self) -> None:
         """Raise TimeoutError if it has cancelled a request."""
@@ -396,14 +442,17 @@ async def _chunks(requests: Sequence[AsyncRequest], wanted: WantedAnswers) -> As
     try:
         while reads:
             done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-            for index, task in sorted((reads.pop(task), task) for task in done):
+            for task in sorted(done, key=reads.__getitem__):
+                index = reads[task]
                 chunk = _chunk(index, requests[index], task.result(), counts, wanted)
+                del reads[task]
                 yield chunk
                 if "finish_reason" not in chunk:
                     reads[asyncio.create_task(requests[index].read(counts[index]))] = index
     finally:
         for task in reads:
             task.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)  # several may have failed: asyncio would complain of all but the first
 
 
 def _chunk(index: int, request: AsyncRequest, new: Sequence[GeneratedToken], counts: list[int], wanted: WantedAnswers) -> GenerateChunk:

@@ -74,6 +74,8 @@ class EngineStats:
         The slots in use.
     waiting : int
         Requests in the queue.
+    waiting_clients : int
+        Clients that have requests in the queue.
     prompt_cache_hits, prompt_cache_misses, prompt_cache_bytes : int
         Of the prompt cache.
     session : SessionStatistics
@@ -82,6 +84,7 @@ class EngineStats:
 
     slots: tuple[SlotUse, ...]
     waiting: int
+    waiting_clients: int
     prompt_cache_hits: int
     prompt_cache_misses: int
     prompt_cache_bytes: int
@@ -94,6 +97,7 @@ class EngineStats:
         return cls(
             slots=tuple(SlotUse(one.index, one.state, len(one.prompt) + len(one.tokens)) for one in session.running_requests),
             waiting=session.num_waiting_requests,
+            waiting_clients=session.num_waiting_clients,
             prompt_cache_hits=cache.hits,
             prompt_cache_misses=cache.misses,
             prompt_cache_bytes=cache.nbytes,
@@ -118,6 +122,7 @@ class EngineStats:
         return cls(
             slots=tuple(slot for part in parts for slot in part.slots),
             waiting=sum(part.waiting for part in parts),
+            waiting_clients=sum(part.waiting_clients for part in parts),
             prompt_cache_hits=sum(part.prompt_cache_hits for part in parts),
             prompt_cache_misses=sum(part.prompt_cache_misses for part in parts),
             prompt_cache_bytes=sum(part.prompt_cache_bytes for part in parts),
@@ -139,6 +144,8 @@ class RequestRecord:
         When each token was there, by the same clock, however slowly it was read.
     finish_reason : str
         ``"stop"``, ``"length"``, ``"cancelled"`` or ``"error"``.
+    started : float or None
+        When it got a slot, by the same clock. None if it did not, or if that is not known.
     """
 
     prompt_tokens: int
@@ -147,6 +154,7 @@ class RequestRecord:
     submitted: float
     times: tuple[float, ...]
     finish_reason: str
+    started: float | None = None
 
 
 class EngineObserver(Protocol):

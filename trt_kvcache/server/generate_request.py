@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 #: Most answers to one prompt.
 MAX_CHOICES = 128
 
+#: Most characters of the name of a client.
+MAX_CLIENT = 256
+
 _SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -40,12 +43,15 @@ class GenerateRequest(TypedDict, total=False):
     output_options : dict
         ``logprobs`` and ``prompt_logprobs``: log-probabilities of the generated tokens and of those of the prompt, each with so many of
         the most likely tokens.
+    client : str
+        Whose request it is: slots go round between clients, and each has its share of the queue. All requests without it are of one client.
     """
 
     token_ids: Required[list[int]]
     sampling_options: dict[str, Any]
     stop_conditions: dict[str, Any]
     output_options: dict[str, Any]
+    client: str
 
 
 class GenerateChunk(TypedDict, total=False):
@@ -98,6 +104,8 @@ class WantedAnswers:
         Score the prompt, with so many of the most likely tokens.
     guided : dict or None
         What restricts the text.
+    client : str
+        Whose request it is.
     """
 
     token_ids: list[int]
@@ -105,6 +113,7 @@ class WantedAnswers:
     scores_only: bool
     prompt_logprobs: int | None
     guided: dict[str, Any] | None
+    client: str
 
 
 def read_request(request: Mapping[str, Any], defaults: SamplingParams, *, context_length: int) -> WantedAnswers:
@@ -127,7 +136,7 @@ def read_request(request: Mapping[str, Any], defaults: SamplingParams, *, contex
     Raises
     ------
     ConfigError
-        A key that is not known, or a group that is no mapping.
+        A key that is not known, a group that is no mapping, or a name of the client that is no text of a few characters.
     RangeError, ShapeError
         A value is out of range.
 
@@ -158,12 +167,16 @@ def read_request(request: Mapping[str, Any], defaults: SamplingParams, *, contex
     prompt_logprobs = output.get("prompt_logprobs")
     if prompt_logprobs is not None:
         int_in_range("prompt_logprobs", prompt_logprobs, 0)
+    client = "" if request.get("client") is None else request["client"]
+    if not isinstance(client, str) or len(client) > MAX_CLIENT:
+        raise ConfigError(f"client: expected a text of at most {MAX_CLIENT} characters, got {client!r:.80}.")
     return WantedAnswers(
         token_ids=list(token_ids),
         params=tuple(_with_seed(params, index) for index in range(count)),
         scores_only=wanted_tokens == 0,
         prompt_logprobs=prompt_logprobs,
         guided=guided,
+        client=client,
     )
 
 

@@ -11,8 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.errors import CapacityError, ClosedError, ProcessorError
-from trt_kvcache.generation.prompts import AnyPrompt
+from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, ProcessorError, ShapeError
+from trt_kvcache.generation.prompts import AnyPrompt, as_prompts, check_sequence
 from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.memory.cuda_memory import CudaMemory
@@ -116,6 +116,7 @@ class AsyncSession:
         params: SamplingParams | None = None,
         *,
         prompt_logprobs: int | None = None,
+        client: str = "",
         **options: Unpack[SamplingOptions],
     ) -> AsyncRequest:
         """Put a prompt in the queue. Waits while ``max_requests`` have not ended.
@@ -127,6 +128,8 @@ class AsyncSession:
         params : SamplingParams, optional
             Not together with ``options``.
         prompt_logprobs : int, optional
+            As for ``InferenceSession.submit``.
+        client : str
             As for ``InferenceSession.submit``.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
@@ -145,13 +148,13 @@ class AsyncSession:
         """
 
         def begin(session: InferenceSession) -> RequestHandle:
-            return session.submit(prompt, params, prompt_logprobs=prompt_logprobs, **options)
+            return session.submit(prompt, params, prompt_logprobs=prompt_logprobs, client=client, **options)
 
         [request] = await self._submit([begin])
         return request
 
     async def submit_answers(
-        self, prompt: AnyPrompt, params: Sequence[SamplingParams], *, prompt_logprobs: int | None = None
+        self, prompt: AnyPrompt, params: Sequence[SamplingParams], *, prompt_logprobs: int | None = None, client: str = ""
     ) -> list[AsyncRequest]:
         """Put one prompt in the queue several times, one directly behind another, so that those that run together run it once.
 
@@ -163,6 +166,8 @@ class AsyncSession:
             Of each answer.
         prompt_logprobs : int, optional
             As for :meth:`submit`, with the first answer. Its prompt runs alone.
+        client : str
+            As for :meth:`submit`.
 
         Returns
         -------
@@ -178,7 +183,7 @@ class AsyncSession:
             raise CapacityError(f"params: expected at most max_requests={self._max_requests} answers, got {len(params)}.")
 
         def begin(of: SamplingParams, scored: int | None, session: InferenceSession) -> RequestHandle:
-            return session.submit(prompt, of, prompt_logprobs=scored)
+            return session.submit(prompt, of, prompt_logprobs=scored, client=client)
 
         return await self._submit([partial(begin, one, None if index else prompt_logprobs) for index, one in enumerate(params)])
 
@@ -245,6 +250,62 @@ class AsyncSession:
                 yield token
         finally:
             request.cancel()
+
+    async def complete(
+        self, prompts: AnyPrompt | Sequence[AnyPrompt], params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
+    ) -> list[str]:
+        """Continue prompts, and return the texts once all are there. If one fails or the task is cancelled, all are.
+
+        Parameters
+        ----------
+        prompts : prompt, or sequence of prompts (n,)
+            Token ids, text, or a :class:`ChatPrompt`.
+        params : SamplingParams, optional
+            Of all prompts. Not together with ``options``.
+        **options
+            Fields of :class:`SamplingParams`, instead of the model's defaults.
+
+        Returns
+        -------
+        list of str (n,)
+            In the order of the prompts, without the prompts; a list of one for one prompt.
+
+        Raises
+        ------
+        ConfigError
+            The model has no tokenizer.
+        ShapeError
+            There is no prompt, or what was given is no sequence of them.
+        KVCacheError
+            As :meth:`submit` and ``AsyncRequest.wait``.
+
+        Examples
+        --------
+        >>> import asyncio
+        >>> from trt_kvcache import AsyncSession, SessionSource
+        >>> async def main():
+        ...     async with AsyncSession(SessionSource("examples/tiny-llama", engine="reference")) as served:
+        ...         return await served.complete(["Alice was", "Down the"], max_new_tokens=4)
+        >>> asyncio.run(main())
+        [' beginn', ' Rabbit-Hole']
+        """
+        given = as_prompts(prompts)
+        check_sequence(given)
+        if not len(given):
+            raise ShapeError("prompts: expected at least one, got none.")
+        if await self.run(lambda session: session.tokenizer) is None:
+            raise ConfigError("text: expected a model folder with tokenizer.json, got none. submit returns token ids.")
+        requests: list[AsyncRequest] = []
+        try:
+            for prompt in given:
+                requests.append(await self.submit(prompt, params, **options))
+            for request in requests:
+                await request.wait()
+        finally:
+            for request in requests:
+                if not request.ended:
+                    request.cancel()
+        return [request.text for request in requests]
 
     async def run(self, function: Callable[[InferenceSession], _T]) -> _T:
         """Call a function with the session, in its thread, between two steps.

@@ -693,9 +693,12 @@ class Batch:
         self._slots[slot].sampler = sampler
 
     def record_token(self, slot: int, token: int, sampler: SamplerPosition | None, *, generated: int = 0) -> None:
-        """Record the token that was chosen for a slot as pending, where its sampler is now, and how many its request has generated."""
+        """Record the token that was chosen for a slot as pending, where its sampler is now, and how many its request has generated.
+
+        Tokens may be pending in front of it: those that a full slot has given back while its request waited.
+        """
         state = self._slots[slot]
-        state.pending = (token,)
+        state.pending = (*state.pending, token)
         state.sampler = sampler
         state.generated = generated
 

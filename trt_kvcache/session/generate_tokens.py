@@ -52,6 +52,7 @@ def generate_tokens(
     logits = prefill()
     for slot, request in enumerate(requests):
         request.follow(batch[slot].tokens)
+        request.prepare()
         batch.assign_sampler(slot, request.sampler)
     chosen = _first_tokens(batch, requests, logits)
     while True:

@@ -65,7 +65,7 @@ def load(
     --------
     >>> import trt_kvcache
     >>> with trt_kvcache.load("examples/tiny-llama", engine="reference") as session:
-    ...     "".join(token.text for token in session.generate("Alice was", max_new_tokens=4))
+    ...     session.generate("Alice was", max_new_tokens=4).text
     ' beginn'
     """
     return SessionSource(locate_model(path_or_hub_id, revision=revision), **options)(progress)

@@ -20,7 +20,7 @@ from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.attention_variants import default_attention
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, logits_per_slot
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, default_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
@@ -131,7 +131,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
             kv=config.cache,
             dtype=config.dtype,
             max_prefill_length=config.max_prefill_length,
-            max_logits_per_slot=config.max_logits_per_slot,
+            max_logits_per_slot=max(config.max_logits_per_slot, _default_logits(config.model, config.cache, config.max_prefill_length)),
             attention=cast(Attention, config.attention_variant),
             names=config.names,
             progress=_bytes_progress(progress, LOADING),
@@ -196,7 +196,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             kv=cache,
             dtype=options.dtype or model.dtype,
             max_prefill_length=width,
-            max_logits_per_slot=logits,
+            max_logits_per_slot=_default_logits(model, cache, width) if options.max_logits_per_slot is None else logits,
             attention=attention,
             progress=_bytes_progress(progress, LOADING),
         )
@@ -299,7 +299,7 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if that was asked for or PyTorch cannot run the model."""
-    if options.engine == "reference" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
+    if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
         return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
     return _torch_engine().open(checkpoint, memory=_torch_memory(options), **arguments)
 
@@ -331,6 +331,10 @@ def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attent
         attention=attention,
         quantized=quantized,
     )
+
+
+def _default_logits(model: ModelConfig, cache: DecoderCacheConfig, width: int) -> int:
+    return default_logits_per_slot(model, max_batch_size=cache.max_batch_size, max_prefill_length=width)
 
 
 def _cuda_memory(options: SessionOptions) -> CudaMemory:

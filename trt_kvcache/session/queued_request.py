@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from trt_kvcache._util.turns import Turns
 from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.generation.request import GeneratedToken, Request, RequestSavepoint
 from trt_kvcache.generation.sampling import check_logits
@@ -42,11 +44,18 @@ class QueuedRequest:
         Its prompt, without tokens so far. Its index is how many prompts were submitted before.
     prompt_logprobs : int, optional
         Score the prompt, with so many of the most likely tokens at each place.
+    client : str
+        Whose request it is.
+    waiting : Turns
+        Where it is to wait for a slot.
     """
 
-    def __init__(self, request: Request, *, prompt_logprobs: int | None = None) -> None:
+    def __init__(self, request: Request, *, client: str, waiting: Turns[QueuedRequest], prompt_logprobs: int | None = None) -> None:
         #: What chooses its tokens.
         self.request = request
+        #: Whose request it is.
+        self.client = client
+        self._waiting = waiting
         self._prompt_logprobs = prompt_logprobs
         self._scored: list[TokenLogprobs] = []
         #: Tokens at the start of its slot that were not run for it.
@@ -57,6 +66,8 @@ class QueuedRequest:
         self.parting = 0
         #: Where it is, or where it was when it ended.
         self.stage: RequestStage = "queued"
+        #: When it got a slot, by ``time.perf_counter``.
+        self.started: float | None = None
         #: Whether the caller ended it.
         self.cancelled = False
         #: The text that has become certain.
@@ -108,13 +119,20 @@ class QueuedRequest:
             top_logprobs=(None, *(one.top for one in self._scored)) if top else None,
         )
 
+    def cancel(self) -> None:
+        """End it where it is. If it waits, it leaves the queue."""
+        self.cancelled = True
+        self._waiting.discard(self.client, self)
+
     def begin(self, reused: int) -> None:
         """Begin its prompt in a slot that holds ``reused`` tokens of it."""
         self.stage = "prefilling"
+        self.started = time.perf_counter() if self.started is None else self.started
         self.reused = reused
         self.shared = None
         self.parting = 0
         self._scored = []
+        self.request.prepare()
 
     def take_prompt_logits(self, held: int, logits: np.ndarray[Any, Any]) -> None:
         """Score the tokens of the prompt that follow those whose logits are there.

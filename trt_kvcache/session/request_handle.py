@@ -86,6 +86,11 @@ class RequestHandle(Uncopyable):
         return self._queued.reused
 
     @property
+    def started(self) -> float | None:
+        """When it got a slot, by ``time.perf_counter``; None if it has not had one."""
+        return self._queued.started
+
+    @property
     def sampler(self) -> SamplerPosition:
         """Seed and counter of its random numbers."""
         return self._queued.request.sampler
@@ -113,6 +118,8 @@ class RequestHandle(Uncopyable):
     def cancel(self) -> bool:
         """End the request where it is, and keep what it has generated. Its slot is free from the next step on.
 
+        If it waits, it leaves the queue at once.
+
         Returns
         -------
         bool
@@ -128,5 +135,5 @@ class RequestHandle(Uncopyable):
         """
         if self.finished:
             return False
-        self._queued.cancelled = True
+        self._queued.cancel()
         return True

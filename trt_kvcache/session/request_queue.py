@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.nvtx_ranges import nvtx_range
+from trt_kvcache._util.turns import Turns
 from trt_kvcache.generation.request import GeneratedToken, Request
 from trt_kvcache.session.batch import Batch, Logits
 from trt_kvcache.session.chunks import Chunk
@@ -20,11 +21,14 @@ from trt_kvcache.session.step_executor import StepExecutor
 from trt_kvcache.session.timeline import Activity, Timeline
 from trt_kvcache.session.token_steps import TokenSteps
 
+#: Seconds that a step without anything to run waits for logits processors: for those of the only request that waits, or of one of several.
+_PAUSE, _SHORT_PAUSE = 0.005, 0.001
+
 _LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class RequestQueue:
-    """Prompts that wait for a slot, first in first out, and those that have one.
+    """Prompts that wait for a slot, and those that have one. Clients take turns; of one client, first in, first out.
 
     Parameters
     ----------
@@ -39,6 +43,10 @@ class RequestQueue:
     -----
     If anything else has changed the batch since the last step, requests that had a slot return to the front of the queue, and their
     prompt and tokens are run again.
+
+    Turns are counted in slots, not in tokens: nobody knows how long an answer will be, and a slot gives a token in each step, so that
+    clients with as many slots get as many tokens. A free slot is for the client that has the fewest: see
+    :class:`~trt_kvcache._util.turns.Turns`.
     """
 
     def __init__(self, steps: StepExecutor, batch: Batch, token_steps: TokenSteps) -> None:
@@ -47,7 +55,10 @@ class RequestQueue:
         self._token_steps = token_steps
         self._shared_prompts = SharedPrompts(steps, batch)
         self._num_submitted = 0
-        self._waiting: deque[QueuedRequest] = deque()
+        #: Requests that have not had a slot. Those that have got one leave by the end of the step.
+        self._waiting: Turns[QueuedRequest] = Turns()
+        #: Requests that had a slot when something else used the batch: first of all.
+        self._returning: list[QueuedRequest] = []
         #: Requests that have a slot, by slot.
         self._running: list[QueuedRequest] = []
         #: ``batch.changes`` after the last step; None if the slots may hold something else than the running requests.
@@ -63,10 +74,15 @@ class RequestQueue:
     @property
     def num_waiting(self) -> int:
         """How many requests wait for a slot."""
-        return sum(queued.state == "queued" for queued in self._waiting)
+        return len(self._waiting) + sum(queued.state == "queued" for queued in self._returning)
 
-    def submit(self, request: Request, *, prompt_logprobs: int | None = None) -> RequestHandle:
-        """Put a request at the end of the queue.
+    @property
+    def num_waiting_clients(self) -> int:
+        """How many clients have requests that wait for their first slot."""
+        return self._waiting.num_clients
+
+    def submit(self, request: Request, *, prompt_logprobs: int | None = None, client: str = "") -> RequestHandle:
+        """Put a request at the end of its client's line.
 
         Parameters
         ----------
@@ -74,6 +90,8 @@ class RequestQueue:
             Without tokens so far; its prompt fits into a slot.
         prompt_logprobs : int, optional
             Score the prompt, with so many of the most likely tokens at each place. The engine has the logits of several tokens per slot.
+        client : str
+            Whose request it is.
 
         Returns
         -------
@@ -87,9 +105,9 @@ class RequestQueue:
         """
         self._steps.check_all_batch_sizes()
         request.index = self._num_submitted
-        queued = QueuedRequest(request, prompt_logprobs=prompt_logprobs)
+        queued = QueuedRequest(request, prompt_logprobs=prompt_logprobs, client=client, waiting=self._waiting)
         self._num_submitted += 1
-        self._waiting.append(queued)
+        self._waiting.add(client, queued)
         seed = f", seed {request.sampler[0]}" if request.sampled else ""
         _LOGGER.info(
             "request %d: %d prompt tokens%s, is number %d in the queue", request.index, len(request.prompt), seed, len(self._waiting)
@@ -102,7 +120,7 @@ class RequestQueue:
         Returns
         -------
         list of RequestHandle
-            Those that have advanced, in the order in which they were submitted; empty if all have ended.
+            Those that have advanced or wait for a logits processor, in the order in which they were submitted; empty if all have ended.
 
         Raises
         ------
@@ -115,12 +133,14 @@ class RequestQueue:
             return []
         begin = self.timeline.now() if self.timeline else 0.0
         savepoints = [(queued, queued.savepoint()) for queued in (*running, *admitted)]
-        decoding = [queued.state == "decoding" for queued in running] + [False] * len(admitted)
         with self._track_slot_owner():
             try:
                 with self._batch.transaction():
+                    # First of all, so that one that fails here costs the others nothing.
+                    resumed = self._resume()
+                    decoding = [queued.state == "decoding" and not queued.request.waits for queued in running] + [False] * len(admitted)
                     self._admit(admitted)
-                    advanced = self._prefill()
+                    advanced = resumed + self._prefill()
                     if any(decoding):
                         advanced += self._decode(decoding)
             except BaseException:
@@ -128,11 +148,17 @@ class RequestQueue:
                 for queued, savepoint in savepoints:
                     queued.rollback(savepoint)
                 raise
+        self._leave_queue(admitted)
         if self.timeline:
             self._record_step(self.timeline, begin, decoding, advanced)
         if _LOGGER.isEnabledFor(logging.INFO):
             self._log_step(admitted)
-        return [queued.handle for queued in sorted(advanced, key=lambda queued: queued.index)]
+        waiting = [queued for queued in self._running if queued.request.waits and not queued.finished]
+        if waiting and not advanced:
+            # Of several, another one may be the first to be ready.
+            waiting[0].request.ready(_PAUSE if len(waiting) == 1 else _SHORT_PAUSE)
+        moved = {queued.index: queued.handle for queued in (*advanced, *waiting)}
+        return [moved[index] for index in sorted(moved)]
 
     def _log_step(self, admitted: Sequence[QueuedRequest]) -> None:
         """Log which requests began and ended in the step that has just ended."""
@@ -150,7 +176,7 @@ class RequestQueue:
             (queued.index, "decode" if goes else "prefill") if id(queued) in moved else None
             for queued, goes in zip(self._running, decoding, strict=True)
         ]
-        timeline.record_step(begin, did, sum(queued.state == "queued" for queued in self._waiting))
+        timeline.record_step(begin, did, self.num_waiting)
 
     def _free_slots(self) -> None:
         """Free the slots of requests that have ended; all slots if another call has used the batch."""
@@ -158,11 +184,10 @@ class RequestQueue:
             if any(queued.finished for queued in self._running):
                 self._drop_ended()
             return
-        self._drop_cancelled()
         again = sorted((queued for queued in self._running if not queued.finished), key=lambda queued: queued.index)
         for queued in again:
             queued.stage = "queued"
-        self._waiting.extendleft(reversed(again))
+        self._returning = [*again, *(queued for queued in self._returning if queued not in again)]
         self._running = []
         if self._next_waiting():
             with self._track_slot_owner():
@@ -178,22 +203,46 @@ class RequestQueue:
             self._batch.compact(mapping)
             if self.timeline:
                 self.timeline.record_moves([queued.index for queued in self._running], mapping)
-            self._running = [self._running[slot] for _, slot in sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)]
+            before = self._running
+            self._running = [before[slot] for _, slot in sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)]
+        for queued, kept in zip(before, keep, strict=True):
+            if not kept:
+                self._waiting.end_turn(queued.client)
 
     def _next_waiting(self) -> list[QueuedRequest]:
         """Return the requests that get a slot now. They stay in the queue until the step is done."""
-        self._drop_cancelled()
         first, limit = len(self._running), self._batch.max_sequence_length
         filling = any(queued.state == "prefilling" and len(queued.row) == limit for queued in self._running)
         if filling and not self._steps.plan.can_start_at(first):
             return []  # its slot will be full, and then the slot behind it could not be reached by an aligned view
         free = self._steps.cache.max_batch_size - first
-        return list(itertools.islice((queued for queued in self._waiting if queued.state == "queued"), free))
+        self._returning = [queued for queued in self._returning if queued.state == "queued"]
+        found = self._returning[:free]
+        if not self._waiting or len(found) == free:
+            return found
+        held = Counter(queued.client for queued in (*self._running, *found))
+        new = self._waiting.first(free - len(found), held)
+        if any(queued.state != "queued" for queued in new):  # the last step, or cancel(), was interrupted before these had left
+            self._leave_queue([queued for queued in new if queued.state != "queued"])
+            return self._next_waiting()
+        return found + new
 
-    def _drop_cancelled(self) -> None:
-        """Remove requests from the front of the queue that do not wait any more: they have a slot, or were cancelled."""
-        while self._waiting and self._waiting[0].state != "queued":
-            self._waiting.popleft()
+    def _leave_queue(self, requests: Sequence[QueuedRequest]) -> None:
+        """Take requests that have a slot now, or have ended, out of their lines. Their clients have had a turn."""
+        for queued in requests:
+            if self._waiting.discard(queued.client, queued):
+                self._waiting.end_turn(queued.client)
+
+    def _resume(self) -> list[QueuedRequest]:
+        """Choose tokens from logits that were kept, and return the requests that have advanced."""
+        advanced = []
+        for slot, queued in enumerate(self._running):
+            if queued.state == "decoding" and queued.request.waits:
+                token = queued.request.resume()
+                if token is not None:
+                    self._take(slot, token)
+                    advanced.append(queued)
+        return advanced
 
     def _admit(self, admitted: Sequence[QueuedRequest]) -> None:
         """Give each a slot behind the others, and what the prompt cache has of its prompt."""
@@ -270,15 +319,19 @@ class RequestQueue:
         requests = [queued.request for queued in self._running]
         # When a request ends, its slot is filled by moving another one, and nothing can be kept of a step ahead.
         ahead = all(decoding) and all(request.remaining > 1 for request in requests)
-        slots = list(itertools.compress(range(len(decoding)), decoding))
-        for slot, token in zip(slots, self._token_steps.step(requests, decoding, ahead=ahead), strict=True):
+        slots = itertools.compress(range(len(decoding)), decoding)
+        tokens = self._token_steps.step_without_waiting(requests, decoding, ahead=ahead)
+        chosen = {slot: token for slot, token in zip(slots, tokens, strict=True) if token is not None}
+        for slot, token in chosen.items():
             self._take(slot, token)
-        return [self._running[slot] for slot in slots]
+        return [self._running[slot] for slot in chosen]
 
     @nvtx_range("sampling")
     def _choose_first(self, slot: int, logits: np.ndarray[Any, Any]) -> None:
-        """Choose the first token of a slot's request."""
-        self._take(slot, self._running[slot].request.choose(logits, full=self._batch.is_full(slot)))
+        """Choose the first token of a slot's request, unless it waits for a logits processor."""
+        token = self._running[slot].request.offer(logits, full=self._batch.is_full(slot))
+        if token is not None:
+            self._take(slot, token)
 
     def _take(self, slot: int, token: GeneratedToken) -> None:
         """Hand the next token of a slot's request out."""

@@ -192,7 +192,7 @@ class InferenceSession(Uncopyable):
             ...
         trt_kvcache.errors.EngineError: examples/tiny-llama: expected an engine folder, but it has no engine.plan...
         """
-        return cls._of(open_engine_folder(folder, SessionOptions(**options), progress=progress))
+        return cls._of(open_engine_folder(folder, SessionOptions.of(options), progress=progress))
 
     @classmethod
     def from_model(
@@ -240,7 +240,7 @@ class InferenceSession(Uncopyable):
         ...     session.max_sequence_length, session.vocab_size
         (64, 320)
         """
-        return cls._of(open_model(folder, SessionOptions(**options), progress=progress))
+        return cls._of(open_model(folder, SessionOptions.of(options), progress=progress))
 
     @classmethod
     def _of(cls, parts: SessionParts) -> InferenceSession:
@@ -350,12 +350,13 @@ class InferenceSession(Uncopyable):
         return self._batch[self._slot(slot)].pending
 
     def record(self) -> Timeline:
-        """Record from now on what the slots do in :meth:`step`.
+        """Record from now on what the slots do in :meth:`step`, and in :meth:`generate` of more prompts than there are slots.
 
         Returns
         -------
         Timeline
-            What was recorded so far, at any time; its ``plot`` is a picture of it. An earlier recording of this session ends.
+            What was recorded so far, at any time; its ``plot`` is a picture of it. As a context manager it records to the end of the
+            block. An earlier recording of this session ends.
 
         Raises
         ------
@@ -366,10 +367,10 @@ class InferenceSession(Uncopyable):
         --------
         >>> from trt_kvcache import InferenceSession
         >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
-        ...     timeline = session.record()
-        ...     _ = session.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
-        ...     while session.step():
-        ...         pass
+        ...     with session.record() as timeline:
+        ...         _ = session.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
+        ...         while session.step():
+        ...             pass
         >>> [(span.slot, span.request, span.activity) for span in timeline.spans]
         [(0, 0, 'prefill'), (0, 0, 'decode')]
         """
@@ -377,13 +378,15 @@ class InferenceSession(Uncopyable):
         self._queue.timeline = Timeline()
         return self._queue.timeline
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Plot:
+    def plot(self, path: str | os.PathLike[str] | None = None, *, title: str = "KV cache") -> Plot:
         """Draw the cache: per slot the tokens that were reused, are live and are free; per layer its bytes.
 
         Parameters
         ----------
         path : path, optional
             Save the picture there too: a name that ends with ``.svg``, ``.png`` or ``.pdf``.
+        title : str
+            The title.
 
         Returns
         -------
@@ -409,7 +412,7 @@ class InferenceSession(Uncopyable):
         True
         """
         self._check_open()
-        plot = draw_cache(self.cache_config, self._cache.lengths.upper_bounds, self._batch.reused)
+        plot = draw_cache(self.cache_config, self._cache.lengths.upper_bounds, self._batch.reused, title=title)
         if path is not None:
             plot.save(expanded(path))
         return plot
@@ -565,7 +568,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot=17) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     token = int(session.prefill([[5, 6, 7]])[0].argmax())
         ...     row = [token, 8, 9]
         ...     chosen = session.verify([row])[0].argmax(axis=-1)
@@ -603,7 +606,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot=17) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     _ = session.prefill([[5, 6, 7]])
         ...     _ = session.verify([[8, 9, 10]])
         ...     session.accept([2])
@@ -665,7 +668,7 @@ class InferenceSession(Uncopyable):
         Raises
         ------
         ConfigError
-            The engine has the logits of one new token per slot only; the text says how to get one that has more. Nothing was changed.
+            An engine of TensorRT was built for the logits of one new token per slot; the text says what to do. Nothing was changed.
         CapacityError, RangeError, ShapeError, BindingError, ClosedError
             Nothing was changed.
         EngineError
@@ -679,7 +682,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot="all") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     [score] = session.score("Alice was beginning to get very tired.", top_logprobs=1)
         >>> score.logprobs[0], round(score.logprobs[1], 1), round(score.perplexity)
         (None, -4.9, 5)
@@ -696,7 +699,8 @@ class InferenceSession(Uncopyable):
         if count > known:
             raise ConfigError(
                 f"{what}: expected an engine with the logits of {count} new tokens per slot or more, got one with those of {known}. "
-                "Build it with max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it."
+                "Build it with max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it; "
+                "the NumPy and PyTorch engines have them without."
             )
 
     # --- generate ---
@@ -729,7 +733,8 @@ class InferenceSession(Uncopyable):
         Returns
         -------
         TokenStream
-            Iterator of :class:`GeneratedToken`: one per prompt and step, until each has a ``finish_reason``. A sequence at
+            Its ``text``, or ``texts`` of several prompts, is all that is generated. It is also an iterator of :class:`GeneratedToken`: one
+            per prompt and step, until each has a ``finish_reason``. A sequence at
             ``max_sequence_length`` ends with ``"length"`` while the others continue. Arguments are checked at once, work is done as the
             iterator is read. It can be left at any token: those that it has handed out are then in the cache or pending. Once another call
             has changed the sequences, reading on raises :class:`ClosedError`.
@@ -768,9 +773,55 @@ class InferenceSession(Uncopyable):
         return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
 
     @exclusive
+    def complete(
+        self,
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        append: bool = False,
+        reuse: bool = False,
+        **options: Unpack[SamplingOptions],
+    ) -> list[str]:
+        """Continue prompts, and return the texts once all are there.
+
+        Parameters
+        ----------
+        prompts : prompt, or sequence of prompts (n,)
+            As for :meth:`generate`, like all that follow.
+        params : SamplingParams, or sequence of SamplingParams (n,), optional
+            Not together with ``options``.
+        append, reuse : bool
+            Whether the prompts are next turns, or begin with what their slots hold.
+        **options
+            Fields of :class:`SamplingParams`, instead of the model's defaults.
+
+        Returns
+        -------
+        list of str (n,)
+            In the order of the prompts, without the prompts; a list of one for one prompt.
+
+        Raises
+        ------
+        ConfigError
+            The model has no tokenizer. Nothing was changed.
+        CapacityError, RangeError, ShapeError, ClosedError
+            Nothing was changed.
+        EngineError, CudaError, ProcessorError
+            A step failed: as when the stream of :meth:`generate` is read.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+        ...     session.complete(["Alice was", "Down the"], max_new_tokens=4)
+        [' beginn', ' Rabbit-Hole']
+        """
+        return self.generate(prompts, params, append=append, reuse=reuse, **options).texts
+
+    @exclusive
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: str | Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -781,8 +832,9 @@ class InferenceSession(Uncopyable):
 
         Parameters
         ----------
-        messages : sequence of mapping
-            ``{"role": ..., "content": ...}``, oldest first, as OpenAI's API has them: see :class:`ChatPrompt`.
+        messages : str, or sequence of mapping
+            A text is one message of the user. Else ``{"role": ..., "content": ...}``, oldest first, as OpenAI's API has them: see
+            :class:`ChatPrompt`.
         params : SamplingParams, optional
             Not together with ``options``.
         tools : sequence of mapping, optional
@@ -812,11 +864,13 @@ class InferenceSession(Uncopyable):
         --------
         >>> from trt_kvcache import InferenceSession
         >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
-        ...     session.chat([{"role": "user", "content": "Hello"}])  # doctest: +ELLIPSIS
+        ...     session.chat("Hello").text  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
         trt_kvcache.errors.ConfigError: prompts[0]: expected a model with a chat template for a conversation, got one without...
         """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         prompt = ChatPrompt(messages, tools, {} if template_args is None else template_args)
         return self.generate(prompt, params, reuse=len(self._batch) == 1, **options)
 
@@ -848,6 +902,7 @@ class InferenceSession(Uncopyable):
         params: SamplingParams | None = None,
         *,
         prompt_logprobs: int | None = None,
+        client: str = "",
         **options: Unpack[SamplingOptions],
     ) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
@@ -861,6 +916,8 @@ class InferenceSession(Uncopyable):
         prompt_logprobs : int, optional
             Score the prompt too, as :meth:`score` does, with so many of the most likely tokens at each place: ``prompt_score`` of the
             handle. The engine must have the logits of several tokens per slot, and the prompt cache is not read.
+        client : str
+            Whose prompt it is. A free slot is for the client that has the fewest slots. Of one client: first in, first out.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -888,10 +945,12 @@ class InferenceSession(Uncopyable):
         if prompt_logprobs is not None:
             int_in_range("prompt_logprobs", prompt_logprobs, 0)
             self._check_logits_per_slot("prompt_logprobs", 2)
+        if not isinstance(client, str):
+            raise ConfigError(f"client: expected a text, got {type(client).__name__}.")
         rows = self._prompts.rows([prompt])
         self._batch.check_prompts(rows)
         [request] = self._requests(rows, params_for(1, self._defaults, params, options))
-        return self._queue.submit(request, prompt_logprobs=prompt_logprobs)
+        return self._queue.submit(request, prompt_logprobs=prompt_logprobs, client=client)
 
     @property
     def running_requests(self) -> list[RequestHandle]:
@@ -903,11 +962,16 @@ class InferenceSession(Uncopyable):
         """How many submitted requests wait for a slot."""
         return self._queue.num_waiting
 
+    @property
+    def num_waiting_clients(self) -> int:
+        """How many clients have requests that wait for their first slot."""
+        return self._queue.num_waiting_clients
+
     @exclusive
     def step(self) -> list[RequestHandle]:
         """Advance the submitted requests: one chunk of each new prompt, and one token of all others together.
 
-        Before that, slots of requests that have ended are compacted away, and the first requests in the queue get the free slots. What
+        Before that, slots of requests that have ended are compacted away, and the next requests in the queue get the free slots. What
         a request generates does not depend on the others: it is what :meth:`generate` would.
 
         Returns

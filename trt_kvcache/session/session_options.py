@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypedDict, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict, get_args
 
-from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
-from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.decoder_tensors import check_logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.reference import Attention
 
-EngineChoice = Literal["auto", "reference", "tensorrt", "torch"]
+EngineChoice = Literal["auto", "numpy", "tensorrt", "torch", "reference"]
 FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
-DTypeChoice = Literal["float16", "bfloat16", "float32"]
+DTypeChoice = Literal["float16", "bfloat16", "float32", "fp16", "half", "bf16", "fp32", "float"]
 KVDTypeChoice = Literal["fp8", "float8_e4m3fn", "int8"]
 KVScalesChoice = Literal["tensor", "head", "token"]
+
+#: Engines by the names that messages list, and other names of them.
+ENGINES = ("auto", "numpy", "tensorrt", "torch")
+ENGINE_ALIASES = {"reference": "numpy"}
+
+#: What other projects call some options.
+OTHER_NAMES = {
+    "backend": "engine",
+    "batch_size": "max_batch_size",
+    "device_id": "device",
+    "kv_cache_dtype": "kv_dtype",
+    "max_length": "max_sequence_length",
+    "max_model_len": "max_sequence_length",
+    "max_num_seqs": "max_batch_size",
+    "max_seq_len": "max_sequence_length",
+    "n_ctx": "max_sequence_length",
+    "prompt_cache": "prompt_cache_bytes",
+    "quantization": "quantize",
+    "torch_dtype": "dtype",
+}
 
 DEFAULT_ATTENTION: Attention = "native"
 
@@ -59,10 +80,10 @@ class SessionOptions:
 
     Parameters
     ----------
-    engine : {"auto", "reference", "tensorrt", "torch"}
+    engine : {"auto", "numpy", "tensorrt", "torch"}
         ``"auto"`` uses TensorRT if a supported GPU is present; otherwise it warns with the reason and falls back to PyTorch, or to the
         NumPy reference engine if PyTorch is not installed. ``"tensorrt"`` never falls back: it raises. ``"torch"`` runs on the GPU if
-        PyTorch can use it, else on the CPU.
+        PyTorch can use it, else on the CPU. ``"numpy"`` is the reference engine; ``"reference"`` is another name of it.
     flavour : {"auto", "tensorrt", "tensorrt_rtx"}
         Which TensorRT. ``"auto"`` is the one that built the engine folder; for a Hugging Face folder full TensorRT where it works, else
         TensorRT for RTX.
@@ -81,10 +102,11 @@ class SessionOptions:
     max_prefill_length : int, optional
         Most new tokens of a slot in one enqueue; longer prompts are run in chunks. If left out S, at most 512.
     max_logits_per_slot : int or "all", optional
-        Most new tokens of a slot whose logits one enqueue returns, for ``score`` and ``verify``; 1 if left out, ``"all"`` for
-        ``max_prefill_length``. The logits take ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
+        Most new tokens of a slot whose logits one enqueue returns, for ``score`` and ``verify``; ``"all"`` for ``max_prefill_length``. If
+        left out 1 for TensorRT, and for NumPy and PyTorch up to 64, also where an engine folder was built with fewer. The logits take
+        ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
     dtype : {"float16", "bfloat16", "float32"}, optional
-        Of weights, K and V; the checkpoint's if left out.
+        Of weights, K and V; the checkpoint's if left out. Short names are taken: ``"fp16"`` or ``"half"``, ``"bf16"``, ``"fp32"``.
     attention : {"native", "mask", "plugin"}, optional
         TensorRT's causal attention with key lengths (the default), the same with an explicit mask (the default of TensorRT for a model
         with windows smaller than S or soft-capped scores), or this package's plugin.
@@ -109,12 +131,12 @@ class SessionOptions:
     Examples
     --------
     >>> from trt_kvcache.session.session_options import SessionOptions
-    >>> SessionOptions(engine="reference", max_batch_size=2).max_batch_size
+    >>> SessionOptions(engine="numpy", max_batch_size=2).max_batch_size
     2
     >>> SessionOptions(engine="onnx")
     Traceback (most recent call last):
         ...
-    trt_kvcache.errors.ConfigError: engine: expected one of auto, reference, tensorrt, torch, got 'onnx'.
+    trt_kvcache.errors.ConfigError: engine: expected one of auto, numpy, tensorrt, torch, got 'onnx'.
     """
 
     engine: EngineChoice = "auto"
@@ -133,7 +155,9 @@ class SessionOptions:
     kv_scales: KVScalesChoice | None = None
 
     def __post_init__(self) -> None:
-        one_of("engine", self.engine, get_args(EngineChoice))
+        if isinstance(self.engine, str):
+            object.__setattr__(self, "engine", ENGINE_ALIASES.get(self.engine, self.engine))
+        one_of("engine", self.engine, ENGINES)
         one_of("flavour", self.flavour, FLAVOURS)
         int_in_range("device", self.device, 0)
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
@@ -143,6 +167,7 @@ class SessionOptions:
         if self.max_logits_per_slot is not None:
             check_logits_per_slot(self.max_logits_per_slot)
         if self.dtype is not None:
+            object.__setattr__(self, "dtype", dtype_in_full(self.dtype))
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:
             one_of("attention", self.attention, get_args(Attention))
@@ -156,6 +181,23 @@ class SessionOptions:
                 raise ConfigError(f"kv_scales: expected kv_dtype with it, fp8 or int8, got {self.kv_scales} alone.")
         if self.quantize is not None:
             object.__setattr__(self, "quantize", str(Quantization.parse(self.quantize)))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> SessionOptions:
+        """Return the options that a caller gave by name.
+
+        Parameters
+        ----------
+        options : mapping of str to object
+            Fields.
+
+        Raises
+        ------
+        ConfigError, RangeError
+            There is no such option, or a value is not one of its values.
+        """
+        option_names("session", options, [field.name for field in fields(cls)], OTHER_NAMES)
+        return cls(**options)
 
     @property
     def given_build_options(self) -> tuple[str, ...]:

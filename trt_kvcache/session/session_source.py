@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trt_kvcache.builder.build_engine import Progress
@@ -49,7 +49,7 @@ class SessionSource:
 
     def __init__(self, folder: str | os.PathLike[str], **options: Unpack[ModelOptions]) -> None:
         object.__setattr__(self, "folder", folder)
-        object.__setattr__(self, "options", SessionOptions(**options))
+        object.__setattr__(self, "options", SessionOptions.of(options))
 
     def replace(self, folder: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]) -> SessionSource:
         """Return a source with another folder, if one is given, and some options replaced.
@@ -71,7 +71,7 @@ class SessionSource:
         ConfigError, RangeError
             An option is out of range.
         """
-        return SessionSource(self.folder if folder is None else folder, **vars(replace(self.options, **options)))
+        return SessionSource(self.folder if folder is None else folder, **{**vars(self.options), **options})
 
     def __call__(self, progress: Progress | None = None) -> InferenceSession:
         """Open a session.

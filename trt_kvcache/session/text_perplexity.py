@@ -102,7 +102,7 @@ def text_perplexity(
     >>> from pathlib import Path
     >>> from trt_kvcache import InferenceSession, text_perplexity
     >>> text = Path("examples/tiny-llama/text.txt").read_text(encoding="utf-8")
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot="all") as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
     ...     found = text_perplexity(session, text[:600], window=128)
     >>> found.num_windows, found.stride, f"{found.perplexity:.1f}"
     (3, 63, '1.2')

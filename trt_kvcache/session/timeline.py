@@ -1,11 +1,13 @@
 """``Timeline``: what the slots of a session did over time, recorded by its request queue, and a picture of it."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trt_kvcache.plot import INK, Plot, draw
+from trt_kvcache.plot import INK, LEGEND, Plot, draw
+from trt_kvcache.session.model_location import expanded
 
 #: What a request does in a step.
 Activity = Literal["prefill", "decode"]
@@ -84,10 +86,8 @@ class Timeline:
     --------
     >>> from trt_kvcache import InferenceSession
     >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
-    ...     timeline = session.record()
-    ...     _ = [session.submit([5, 6, 7], max_new_tokens=count, ignore_eos=True) for count in (2, 3, 4)]
-    ...     while session.step():
-    ...         pass
+    ...     with session.record() as timeline:
+    ...         _ = session.complete([[5, 6, 7]] * 3, max_new_tokens=4, ignore_eos=True)
     >>> sorted({span.request for span in timeline.spans})
     [0, 1, 2]
     """
@@ -99,6 +99,17 @@ class Timeline:
         self._waiting: list[tuple[float, int]] = []
         self._done: list[SlotSpan] = []
         self._open: dict[int, SlotSpan] = {}  # by slot
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Record no further. What was recorded stays. A ``with`` block calls it at its end."""
+        self._stopped = True
+
+    def __enter__(self) -> "Timeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def __repr__(self) -> str:
         return f"Timeline({len(self._done) + len(self._open)} spans, {len(self._moves)} moves)"
@@ -140,6 +151,8 @@ class Timeline:
         waiting : int
             Requests that wait for a slot.
         """
+        if self._stopped:
+            return
         end = self.now()
         for slot, given in enumerate(slots):
             if given is None:
@@ -165,6 +178,8 @@ class Timeline:
         mapping : sequence of int
             For each slot its new one; -1 for one that is dropped.
         """
+        if self._stopped:
+            return
         at = self.now()
         for source, (request, target) in enumerate(zip(requests, mapping, strict=True)):
             if target == source:
@@ -174,11 +189,13 @@ class Timeline:
             if target >= 0:
                 self._moves.append(SlotMove(at, request, source, target))
 
-    def plot(self, *, title: str = "Slots over time") -> Plot:
+    def plot(self, path: str | os.PathLike[str] | None = None, *, title: str = "Slots over time") -> Plot:
         """Draw the recording.
 
         Parameters
         ----------
+        path : path, optional
+            Save the picture there too: a name that ends with ``.svg``, ``.png`` or ``.pdf``.
         title : str
             The title.
 
@@ -186,12 +203,14 @@ class Timeline:
         -------
         Plot
             Above a lane for each slot: a request's prefill dark, its decode steps light, where it was admitted, and where compaction
-            moved it. Below how many requests have a slot and how many wait for one.
+            moved it. The number in a bar is the index of its request. Below how many requests have a slot and how many wait for one.
 
         Raises
         ------
         ModuleNotFoundError
             matplotlib is not installed.
+        ConfigError, OSError
+            The file cannot be written, or its name has another ending.
         """
         spans = self.spans
         slots = 1 + max((span.slot for span in spans), default=0)
@@ -203,7 +222,10 @@ class Timeline:
             self._paint_lanes(upper, spans, slots)
             self._paint_queue(lower, spans)
 
-        return draw(0.5 + lanes + 1.3, paint)
+        plot = draw(0.5 + lanes + 1.3, paint)
+        if path is not None:
+            plot.save(expanded(path))
+        return plot
 
     def _paint_lanes(self, axes: Any, spans: Sequence[SlotSpan], slots: int) -> None:
         is_named = slots <= _MAX_NAMED_SLOTS
@@ -230,7 +252,9 @@ class Timeline:
             axes.set_ylabel("slot")
         axes.tick_params(left=not is_named)
         text = f"{len(admitted)} requests in {slots} slots; dark: prefill, light: decode steps"
-        axes.set_title(f"{text}; triangle: admitted, arrow: moved by compaction" if is_named else text, fontsize=9, color=INK)
+        axes.set_title(
+            f"{text}; number: request, triangle: admitted, arrow: moved by compaction" if is_named else text, fontsize=9, color=INK
+        )
 
     def _paint_queue(self, axes: Any, spans: Sequence[SlotSpan]) -> None:
         ends = sorted([(span.begin, 1) for span in spans] + [(span.end, -1) for span in spans], key=lambda item: (item[0], item[1]))
@@ -245,4 +269,4 @@ class Timeline:
             axes.step(*zip(*waiting, strict=True), where="post", color="#c0392b", linewidth=1.2, label="waiting")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("seconds")
-        axes.legend(loc="upper right", ncols=2, frameon=False)
+        axes.legend(loc="upper right", ncols=2, **LEGEND)

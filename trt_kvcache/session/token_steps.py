@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.errors import KVCacheError
@@ -135,18 +135,26 @@ class TokenSteps:
         -----
         In steady decoding on the device, nothing is allocated, and the only wait is for the tokens of one step while the next one runs.
         """
+        return cast("list[GeneratedToken]", self._step(requests, going, ahead=ahead, waits=True))
+
+    def step_without_waiting(self, requests: Sequence[Request], going: Sequence[bool], *, ahead: bool) -> list[GeneratedToken | None]:
+        """Run a step as :meth:`step` does; a request whose logits processors are not ready gets None, and keeps its logits to resume."""
+        return self._step(requests, going, ahead=ahead, waits=False)
+
+    def _step(self, requests: Sequence[Request], going: Sequence[bool], *, ahead: bool, waits: bool) -> list[GeneratedToken | None]:
         tokens = [request.tokens[-1] if goes else 0 for request, goes in zip(requests, going, strict=True)]
         taking_part = None if all(going) else going
         if self.on_device and all(request.fits_device for request in compress(requests, going)):
-            return self._step_on_device(requests, tokens, taking_part, ahead=ahead)
+            return [*self._step_on_device(requests, tokens, taking_part, ahead=ahead)]
         with self._batch.decode_transaction(tokens, taking_part):
             logits = self._batch.decode(tokens, taking_part)
-            return self._choose(requests, going, logits)
+            return self._choose(requests, going, logits, waits=waits)
 
     @nvtx_range("sampling")
-    def _choose(self, requests: Sequence[Request], going: Sequence[bool], logits: Logits) -> list[GeneratedToken]:
+    def _choose(self, requests: Sequence[Request], going: Sequence[bool], logits: Logits, *, waits: bool) -> list[GeneratedToken | None]:
+        choose = Request.choose if waits else Request.offer
         slots = compress(range(len(requests)), going)
-        return [requests[slot].choose(logits[slot], full=self._batch.is_full(slot)) for slot in slots]
+        return [choose(requests[slot], logits[slot], full=self._batch.is_full(slot)) for slot in slots]
 
     @nvtx_range("decode")
     def _step_on_device(

@@ -169,7 +169,7 @@ def test_an_answer_in_json(client):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "Only text is supported"),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs: expected logprobs to be true"),
         ({"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens: expected max_completion_tokens only"),
-        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice: expected tools"),
         ({"messages": HELLO, "functions": []}, "functions: Input should be None"),
         ({"messages": HELLO, "store": True}, "store: Input should be False"),
         ({"messages": HELLO, "modalities": ["text", "audio"]}, "modalities.1: Input should be 'text'"),

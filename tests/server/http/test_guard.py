@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.server.http.running import serving
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.server.http.guard import Guard
 from trt_kvcache.server.http.options import ServerOptions
 from trt_kvcache.server.http.serving import address_of, bound_socket
 
@@ -38,8 +40,22 @@ def test_without_keys_only_names_of_this_machine_are_answered():
             answer = client.get("/v1/models", headers={"Host": host})
             assert answer.status_code == 403, host
             assert answer.json()["error"]["code"] == "wrong_host"
+        for host in ("evil.com@localhost", "localhost/evil.com", "localhost?evil.com", "localhost#a", "loc\talhost", "localhost:", ":80"):
+            assert client.get("/v1/models", headers={"Host": host}).status_code == 403, host
         for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "127.1.2.3:1", "[::1]:8000"):
             assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("options", [ServerOptions(), ServerOptions(api_keys=("key",))], ids=["without keys", "with keys"])
+def test_two_host_lines_are_refused_whoever_reads_them_first(options):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/health", "headers": [(b"host", b"example.org"), (b"host", b"localhost")]}
+    asyncio.run(Guard(None, options)(scope, None, send))
+    assert (sent[0]["status"], b"expected one such header, got 2" in sent[1]["body"]) == (400, True)
 
 
 def test_any_host_may_be_allowed():

@@ -98,3 +98,12 @@ def test_a_path_or_a_method_that_is_not_known(chatting):
         assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
         assert answer.json()["error"]["message"] == "GET /v1/completions: expected POST."
         assert client.head("/health").status_code == client.head("/").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/stats"])
+def test_another_method_is_told_all_that_there_are(chatting, path):
+    with chatting.client() as client:
+        answer = client.delete(path)
+        assert client.head(path).status_code == 200
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+    assert answer.json()["error"]["message"] == f"DELETE {path}: expected GET or HEAD."

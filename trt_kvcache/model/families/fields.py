@@ -138,10 +138,18 @@ def layer_indices(fields: ConfigFields, name: str) -> tuple[int, ...] | None:
 
 def windows_from_layer(fields: ConfigFields) -> list[int | None]:
     """Return the window of each layer, where ``use_sliding_window`` switches windows on from ``max_window_layers`` on."""
-    window = fields.integer("sliding_window") if fields.flag("use_sliding_window", False) and "sliding_window" in fields else None
     first = fields.count("max_window_layers", 0)
-    default = [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers(fields))]
-    return [window if kind == SLIDING else None for kind in layer_types(fields, default)]
+    return windows(fields, [layer >= first for layer in range(num_layers(fields))])
+
+
+def windows(fields: ConfigFields, has_window: Sequence[bool]) -> list[int | None]:
+    """Return the window of each layer, where ``use_sliding_window`` switches on those of ``layer_types``, or else of ``has_window``."""
+    window = fields.integer("sliding_window") if fields.flag("use_sliding_window", False) and "sliding_window" in fields else None
+    kinds = layer_types(fields, [SLIDING if window is not None and has else FULL for has in has_window])
+    if window is None and SLIDING in kinds:  # what transformers makes of it depends on its implementation of attention
+        given = ", ".join(f"{name} {shown(fields.get(name))}" for name in ("use_sliding_window", "sliding_window"))
+        raise ConfigError(f"layer_types: expected {FULL} everywhere with {given}, got {SLIDING} in layer {kinds.index(SLIDING)}.")
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def window_of_all(fields: ConfigFields) -> int | None:

@@ -1,11 +1,10 @@
 """Granite 4 with states: Granite with Mamba-2 in most layers, and an MLP that is shared beside experts. Experts are refused."""
 
-from trt_kvcache._util.shown import shown
-from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import granite
 from trt_kvcache.model.families.family import LLAMA_NAMES, MAMBA_NAMES, Family
 from trt_kvcache.model.families.fields import FULL, attention, layer_types, mamba2, mlp, model, num_layers, pre_norm_layer, rope
+from trt_kvcache.model.families.refusals import EXPERTS, unsupported
 from trt_kvcache.model.layer_config import AttentionConfig, Mixer
 from trt_kvcache.model.model_config import ModelConfig
 
@@ -16,9 +15,7 @@ _MAMBA, _ATTENTION = ("linear_attention", "mamba"), (FULL, "attention")
 def read(fields: ConfigFields) -> ModelConfig:
     """Return the model of a ``config.json``."""
     if fields.count("num_local_experts", FAMILY.defaults["num_local_experts"]) > 0:
-        raise ConfigError(
-            f"num_local_experts: a model with mixture of experts is not supported, got {shown(fields.get('num_local_experts'))}."
-        )
+        raise unsupported(fields, {"num_local_experts": EXPERTS})
     kinds = layer_types(fields, _MAMBA[:1] * num_layers(fields), known=_MAMBA + _ATTENTION)
     mixers: dict[bool, Mixer] = {}
     if not set(kinds).isdisjoint(_MAMBA):

@@ -7,6 +7,7 @@ from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import DRAFT_HEADS, Family
 from trt_kvcache.model.families.fields import attention, mlp, model, norm, silu_convolution
 from trt_kvcache.model.families.mamba2 import MIXER_NAMES
+from trt_kvcache.model.families.refusals import EXPERTS, unsupported
 from trt_kvcache.model.layer_config import LayerConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.recurrent_config import Mamba2Config
@@ -59,7 +60,7 @@ def _kinds(fields: ConfigFields) -> list[str]:
     kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in given]
     for index, kind in enumerate(kinds):
         if kind == _EXPERTS:
-            raise ConfigError(f"{name}: a model with mixture of experts is not supported, got {given[index]} in layer {index}.")
+            raise unsupported(fields, {name: EXPERTS}, where=f" in layer {index}")
         if kind not in (_MAMBA, _ATTENTION, _MLP):
             raise ConfigError(f"{name}: {shown(given[index])} is not supported, got it in layer {index}.")
     return kinds

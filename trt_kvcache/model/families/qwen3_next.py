@@ -1,7 +1,5 @@
 """Qwen3-Next: gated delta nets in most layers, attention with an output gate in the others. Layers with experts are refused."""
 
-from trt_kvcache._util.shown import shown
-from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import DRAFT_HEADS, LLAMA_NAMES, Family
 from trt_kvcache.model.families.fields import (
@@ -17,6 +15,7 @@ from trt_kvcache.model.families.fields import (
     rope,
     silu_convolution,
 )
+from trt_kvcache.model.families.refusals import EXPERTS, unsupported
 from trt_kvcache.model.layer_config import Mixer, QkNormConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig
@@ -30,9 +29,7 @@ def read(fields: ConfigFields) -> ModelConfig:
     step = fields.integer("decoder_sparse_step")
     for index in range(num_layers(fields)):
         if fields.count("num_experts", FAMILY.defaults["num_experts"]) > 0 and index not in dense and (index + 1) % step == 0:
-            raise ConfigError(
-                f"num_experts: a model with mixture of experts is not supported, got {shown(fields.get('num_experts'))} in layer {index}."
-            )
+            raise unsupported(fields, {"num_experts": EXPERTS}, where=f" in layer {index}")
     return read_hybrid(fields, "qwen3_next")
 
 

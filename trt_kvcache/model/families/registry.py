@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from trt_kvcache._util.shown import shown
-from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import (
@@ -33,8 +32,8 @@ from trt_kvcache.model.families import (
     smollm3,
 )
 from trt_kvcache.model.families.family import Family
+from trt_kvcache.model.families.refusals import EXPERTS, NO_WAY_OUT, unsupported
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.rope import ROPE_KINDS
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
@@ -44,26 +43,26 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-SUPPORTED = (
-    f"Supported: causal language models of {', '.join(FAMILIES)}, RoPE {', '.join(ROPE_KINDS)}, weights in {', '.join(MODEL_DTYPES)}."
-)
+SUPPORTED = f"Supported: {', '.join(FAMILIES)}."
 
 #: Fields that change what a model computes. A family that reads one of them says so.
 _REFUSED_FIELDS = {
-    "vision_config": "a vision tower",
-    "audio_config": "an audio tower",
-    "text_config": "more than a text decoder",
-    "num_experts": "mixture of experts",
-    "num_local_experts": "mixture of experts",
-    "n_routed_experts": "mixture of experts",
-    "kv_lora_rank": "multi-head latent attention (MLA)",
-    "is_encoder_decoder": "cross attention to an encoder",
-    "add_cross_attention": "cross attention",
-    "cross_attention_layers": "cross attention",
-    "use_bidirectional_attention": "attention to later tokens",
-    "attn_logit_softcapping": "soft-capped attention",
-    "final_logit_softcapping": "soft-capped logits",
+    "vision_config": "is a vision model",
+    "audio_config": "is an audio model",
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "kv_lora_rank": "has multi-head latent attention (MLA)",
+    "is_encoder_decoder": "has an encoder",
+    "add_cross_attention": "has cross attention",
+    "cross_attention_layers": "has cross attention",
+    "use_bidirectional_attention": "has bidirectional attention",
+    "attn_logit_softcapping": "has attention logit softcapping",
+    "final_logit_softcapping": "has final logit softcapping",
 }
+
+#: Refused too where none of these explains it: the text model is only a part.
+_TEXT_CONFIG = {"text_config": "is more than a text decoder"}
 
 
 def read_config(data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
@@ -87,15 +86,32 @@ def read_config(data: Mapping[str, Any], *, default_dtype: str | None = None) ->
         The model is not supported, or the file is incomplete.
     """
     fields = ConfigFields(data)
-    known = FAMILIES.get(str(fields.get("model_type")))
-    for name, meaning in _REFUSED_FIELDS.items():
-        if fields.get(name) and not (known and name in known.uses):
-            raise ConfigError(f"{name}: a model with {meaning} is not supported, got {shown(fields.get(name))}. {SUPPORTED}")
+    known = _known(fields.data)
+    for features in (_REFUSED_FIELDS, _TEXT_CONFIG):
+        found = {name: text for name, text in features.items() if fields.get(name) and not (known and name in known.uses)}
+        if found:
+            raise unsupported(fields, found, way_out=_way_out(fields))
     family = _family(fields)
     _check_code(fields, family)
     has_dtype = any(name in fields for name in ("dtype", "torch_dtype"))
     dtype = {} if has_dtype else {"dtype": default_dtype}
     return family.read(ConfigFields({**data, "model_type": family.name, **dtype}, defaults=family.defaults))
+
+
+def _known(data: Mapping[str, Any]) -> Family | None:
+    model_type = data.get("model_type")
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
+
+
+def _way_out(fields: ConfigFields) -> str:
+    """Return how to open a model in spite of what it has beside its text decoder."""
+    text = fields.get("text_config")
+    family = _known(text) if isinstance(text, Mapping) else None
+    if family is None:
+        return NO_WAY_OUT
+    if any("language_model" in prefix for prefix in family.renamed):
+        return f"Its text decoder ({family.name}) opens with the text_config alone as config.json: see docs/models.md."
+    return f"Its text decoder ({family.name}) cannot be opened from this checkpoint yet; docs/models.md lists the checkpoints that open."
 
 
 def _family(fields: ConfigFields) -> Family:
@@ -113,9 +129,7 @@ def _family(fields: ConfigFields) -> Family:
         raise ConfigError(f"model_type: {shown(model_type)} is not supported. {SUPPORTED}")
     family = FAMILIES[model_type]
     if architectures and family.architecture not in architectures:
-        raise ConfigError(
-            f"architectures: expected {family.architecture} for model_type {model_type!r}, got {shown(architectures)}. {SUPPORTED}"
-        )
+        raise ConfigError(f"architectures: expected {family.architecture} for model_type {model_type!r}, got {shown(architectures)}.")
     return family
 
 
@@ -123,4 +137,4 @@ def _check_code(fields: ConfigFields, family: Family) -> None:
     """Refuse code that comes with the model, except where transformers has taken it over."""
     code = fields.get("auto_map")
     if code and not (isinstance(code, Mapping) and all(isinstance(name, str) and name in family.code for name in code.values())):
-        raise ConfigError(f"auto_map: a model with custom code (trust_remote_code) is not supported, got {shown(code)}. {SUPPORTED}")
+        raise unsupported(fields, {"auto_map": "needs code of its own (trust_remote_code)"})

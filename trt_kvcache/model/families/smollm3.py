@@ -2,20 +2,18 @@
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import Family
-from trt_kvcache.model.families.fields import FULL, SLIDING, attention, layer_types, mlp, model, num_layers, pre_norm_layer, rope
+from trt_kvcache.model.families.fields import attention, mlp, model, num_layers, pre_norm_layer, rope, windows
 from trt_kvcache.model.model_config import ModelConfig
 
 
 def read(fields: ConfigFields) -> ModelConfig:
     """Return the model of a ``config.json``."""
     bias = fields.flag("attention_bias", False)
-    window = fields.integer("sliding_window") if fields.flag("use_sliding_window", False) and "sliding_window" in fields else None
     has_rope = _layers_with_rope(fields)
-    default = [FULL if window is None or rotated else SLIDING for rotated in has_rope]
     shared, found = mlp(fields, bias=fields.flag("mlp_bias", False)), rope(fields)
     layers = []
-    for kind, rotated in zip(layer_types(fields, default), has_rope, strict=True):
-        options = {"rope": found if rotated else None, "window": window if kind == SLIDING else None}
+    for window, rotated in zip(windows(fields, [not rotated for rotated in has_rope]), has_rope, strict=True):
+        options = {"rope": found if rotated else None, "window": window}
         layers.append(pre_norm_layer(fields, attention(fields, qkv_bias=bias, o_bias=bias, **options), shared))
     return model(fields, "smollm3", layers)
 

@@ -11,7 +11,6 @@ from typing import Any
 from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.server.engine import Engine
 from trt_kvcache.server.generate_request import GenerateChunk
-from trt_kvcache.server.http.errors import ApiError
 
 
 @dataclass
@@ -41,6 +40,13 @@ class Answer:
     prompt_logprobs: PromptScore | None = None
     finish_reason: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many tokens and log-probabilities it has."""
+        score = self.prompt_logprobs
+        tops = [*self.top_logprobs, *(score.top_logprobs or () if score is not None else ())]
+        return len(self.token_ids) + (0 if score is None else len(score.tokens)) + sum(len(top or ()) for top in tops)
 
     def add(self, chunk: GenerateChunk) -> None:
         """Add the next part of it."""
@@ -102,16 +108,9 @@ async def chunks_of(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> As
 
     Raises
     ------
-    ApiError
-        They are more than the server ever takes at once.
     KVCacheError, TimeoutError
         As ``AsyncEngine.generate``.
     """
-    most = engine.config.max_num_seqs + engine.config.max_queue
-    wanted = sum(request["sampling_options"]["n"] or 1 for request in requests)
-    if wanted > most:
-        field = "n" if len(requests) == 1 else "prompt"
-        raise ApiError(400, f"{field}: expected at most {most} answers at once, got {wanted}.", param=field)
     if len(requests) == 1:
         async with aclosing(engine.generate(requests[0])) as chunks:
             async for chunk in chunks:

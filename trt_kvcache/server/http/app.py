@@ -54,11 +54,12 @@ def make_app(engine: Engine, options: ServerOptions | None = None, *, metrics: M
         try:
             yield
         finally:
+            service.close()
             await engine.cleanup()
 
     # The pages that describe the API load programs from elsewhere; /openapi.json is there.
     app = FastAPI(title="trt_kvcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    service = Service(engine, allowed)
+    service = app.state.service = Service(engine, allowed)
     for router in (completions_route(service), chat_route(service), token_routes(service), status_routes(service, metrics or Metrics())):
         app.include_router(router)
     handle_errors(app)

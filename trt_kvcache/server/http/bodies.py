@@ -6,14 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from trt_kvcache.server.http.accepted import AcceptedFields, Body
+from trt_kvcache.server.http.accepted import AcceptedFields, Body, at_most
 
 #: Most of the most likely tokens that can be asked for.
 MAX_TOP_LOGPROBS = 20
 
+#: Most messages of a conversation, tools, variables of its template, and token ids to be made text of, if a slot holds no more.
+MAX_MESSAGES, MAX_TOOLS, MAX_VARIABLES, MAX_DETOKENIZED = 4096, 512, 64, 65536
+
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 #: A ``top_p`` that keeps the most likely token only, as 0 does in OpenAI's API.
@@ -41,9 +44,9 @@ def _form_of(prompt: Any) -> str | None:
 
 _Prompt = Annotated[
     Annotated[str, Tag("=text")]
-    | Annotated[list[str], Tag("=texts")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("=texts")]
     | Annotated[_TokenIds, Tag("=tokens")]
-    | Annotated[list[_TokenIds], Tag("=lists of tokens")],
+    | Annotated[list[_TokenIds], Field(fail_fast=True), Tag("=lists of tokens")],
     Discriminator(
         _form_of,
         custom_error_type="prompt_form",
@@ -106,10 +109,10 @@ class Sampling(Body):
     temperature: Annotated[_Finite, Field(ge=0, le=100)] | None = None
     top_p: Annotated[_Finite, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[Annotated[list[_Stop], Field(max_length=16)] | None, BeforeValidator(_in_a_list)] = None
+    stop: Annotated[Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None, BeforeValidator(_in_a_list)] = None
     presence_penalty: Annotated[_Finite, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[_Finite, Field(ge=-100, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[_Finite, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[_Finite, Field(ge=-100, le=100)]] | None, at_most(1024)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -117,7 +120,7 @@ class Sampling(Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[_Finite, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[_Finite, Field(gt=0, le=100)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
 
     @model_validator(mode="after")
@@ -190,7 +193,7 @@ class Message(Body):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | list[dict[str, Any]] | None, BeforeValidator(_checked_content)] = None
 
     @model_validator(mode="after")
@@ -200,18 +203,35 @@ class Message(Body):
         return self
 
 
+_Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class NamedFunction(Body):
+    """The name of a tool."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class NamedTool(Body):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatBody(Sampling, AcceptedFields):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: _Messages
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
@@ -220,7 +240,16 @@ class ChatBody(Sampling, AcceptedFields):
             raise ValueError("top_logprobs: expected logprobs to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: expected max_completion_tokens only, or the same value")
+        if self.must_call and not self.tools:
+            raise ValueError("tool_choice: expected tools of which one can be called")
+        if self.must_call and self.response_format is not None and self.response_format.guided is not None:
+            raise ValueError("response_format: expected none of an answer that must call a tool")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call of a tool."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def template_args(self) -> dict[str, Any]:
@@ -235,9 +264,9 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: _Messages | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
@@ -251,4 +280,4 @@ class DetokenizeBody(Body):
     """The body of ``/detokenize``."""
 
     model: str | None = None
-    tokens: list[_TokenId]
+    tokens: Annotated[list[_TokenId], Field(fail_fast=True)]

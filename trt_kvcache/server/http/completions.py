@@ -7,10 +7,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.server.http.answers import Answer, Usage, chunks_of, whole_answers
@@ -19,6 +20,7 @@ from trt_kvcache.server.http.connection import event_stream, unless_disconnected
 from trt_kvcache.server.http.errors import as_api_error
 from trt_kvcache.server.http.service import DONE, Service, as_event
 from trt_kvcache.server.http.text_places import TextPlaces
+from trt_kvcache.server.http.written import as_json
 
 #: Tokens and values of a prompt and what follows it, as the API lists them.
 _Logprobs = dict[str, list[Any]]
@@ -37,44 +39,50 @@ def completions_route(service: Service) -> APIRouter:
     APIRouter
         With ``/v1/completions``.
     """
-    router = APIRouter()
+    router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         service.check_model(body.model)
-        completion = _Completion(service, body, await _prompt_ids(service, body))
+        completion = _Completion(service, body, await _prompt_ids(service, body), request.state.client)
         if body.stream:
             return await event_stream(request, completion.events(), stalled_seconds=service.options.stalled_seconds)
-        return JSONResponse(await unless_disconnected(request, completion.document()))
+        return Response(await unless_disconnected(request, completion.document()), media_type="application/json")
 
     return router
 
 
 async def _prompt_ids(service: Service, body: CompletionBody) -> list[list[int]]:
-    found = [
-        await service.encoded(prompt, add_special_tokens=body.add_special_tokens) if isinstance(prompt, str) else prompt
-        for prompt in body.prompts
-    ]
-    return [service.checked(tokens) for tokens in found]
+    prompts = body.prompts
+    service.check_answers(len(prompts), body.n)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    tokens = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    tokens += await service.encoded(texts, add_special_tokens=body.add_special_tokens)
+    return [service.checked(prompt) for prompt in tokens]
 
 
 class _Completion:
     """One request for completions."""
 
-    def __init__(self, service: Service, body: CompletionBody, prompts: list[list[int]]) -> None:
+    def __init__(self, service: Service, body: CompletionBody, prompts: list[list[int]], client: str) -> None:
         self._service = service
         self._body = body
         self._prompts = prompts
         self._count = body.n or 1
         scored = body.logprobs if body.echo and body.logprobs is not None else None
         self._requests = [
-            body.request(tokens, max_tokens=body.max_tokens, logprobs=body.logprobs, prompt_logprobs=scored) for tokens in prompts
+            {**body.request(tokens, max_tokens=body.max_tokens, logprobs=body.logprobs, prompt_logprobs=scored), "client": client}
+            for tokens in prompts
         ]
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": service.model}
 
-    async def document(self) -> dict[str, Any]:
+    async def document(self) -> bytes:
         """Return the whole answer."""
         found, usage = await whole_answers(self._service.engine, self._requests)
+        size = sum(answer.size for answers in found for answer in answers)
+        return await self._service.away(size, lambda: as_json(self._document(found, usage)))
+
+    def _document(self, found: Sequence[Sequence[Answer]], usage: Usage) -> dict[str, Any]:
         choices = []
         for prompt, answers in enumerate(found):
             for index, answer in enumerate(answers):
@@ -134,7 +142,7 @@ class _Completion:
                     answer.add(chunk)
                     if "completion_usage" in chunk:
                         usage.add(prompt, chunk["completion_usage"])
-                    yield as_event({**head, "choices": [self._part(prompt, chunk["index"], answer, places)]})
+                    yield await self._service.away(answer.size, partial(self._event, head, prompt, chunk["index"], answer, places))
         except (GeneratorExit, asyncio.CancelledError):
             raise
         except BaseException as error:
@@ -145,6 +153,9 @@ class _Completion:
         if with_usage:
             yield as_event({**self._head, "choices": [], "usage": usage.document})
         yield DONE
+
+    def _event(self, head: dict[str, Any], prompt: int, index: int, answer: Answer, places: dict[tuple[int, int], TextPlaces]) -> bytes:
+        return as_event({**head, "choices": [self._part(prompt, index, answer, places)]})
 
     def _part(self, prompt: int, index: int, answer: Answer, places: dict[tuple[int, int], TextPlaces]) -> dict[str, Any]:
         """Return the next part of an answer; the first one repeats the prompt, if asked for."""

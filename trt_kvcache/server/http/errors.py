@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -35,7 +35,7 @@ _OPTION = re.compile(r"SamplingParams\.(\w+)[:\[]")
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-#: Complaints about one body that are shown; the others are counted.
+#: Complaints about one body that are shown.
 _SHOWN = 5
 
 
@@ -135,32 +135,29 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed; its log says why.", code="internal_error")
 
 
-def _of_body(error: RequestValidationError, content_type: str) -> ApiError:
-    """Return what a body has wrong, field by field."""
-    complaints = error.errors()
-    if complaints[0]["type"] == "json_invalid":
-        reason, place = complaints[0]["ctx"]["error"], complaints[0]["loc"][-1]
-        return ApiError(400, f"body: expected JSON, got what is none: {reason} at character {place}.", code="invalid_json")
-    if complaints[0]["loc"] == ("body",) and complaints[0]["type"] != "missing" and not _is_json(content_type):
-        got = repr(content_type[:80]) if content_type else "none"
-        return ApiError(415, f"Content-Type: expected application/json, got {got}.", code="unsupported_media_type")
-    found = [_complaint(one) for one in complaints]
-    said = [f"{place or 'body'}: {text}" for place, text in found[:_SHOWN]]
-    if len(found) > _SHOWN:
-        said.append(f"and {len(found) - _SHOWN} more")
+def of_validation(complaints: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Return what a body has wrong, field by field: the first ones.
+
+    Parameters
+    ----------
+    complaints : sequence of mapping
+        As pydantic has them.
+
+    Returns
+    -------
+    ApiError
+        The answer.
+    """
+    found = [_complaint(one) for one in complaints[:_SHOWN]]
+    said = [f"{place or 'body'}: {text}" for place, text in found] + ["and more"] * (len(complaints) > _SHOWN)
     unknown = any(one["type"] == "extra_forbidden" for one in complaints)
     return ApiError(400, "; ".join(said) + ".", param=found[0][0] or None, code="unknown_field" if unknown else "invalid_value")
 
 
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-
-
-def _complaint(complaint: dict[str, Any]) -> tuple[str, str]:
+def _complaint(complaint: Mapping[str, Any]) -> tuple[str, str]:
     """Return which field is wrong, empty for the whole body, and what is wrong with it."""
     # "=..." is not a field but the form that a value was taken for.
-    parts = [str(part) for part in complaint["loc"] if part not in ("body", "query", "path") and not str(part).startswith("=")]
+    parts = [f"{part!s:.80}" for part in complaint["loc"] if part not in ("body", "query", "path") and not str(part).startswith("=")]
     if complaint["type"] == "extra_forbidden":
         return ".".join(parts), "this field is not known"
     text = f"{complaint['msg']!s:.200}".removeprefix("Value error, ")
@@ -176,8 +173,8 @@ def _of_route(request: Request, error: Exception) -> ApiError | None:
         return None
     asked = f"{request.method} {request.url.path[:80]}"
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        return ApiError(405, f"{asked}: expected {allowed}.", code="method_not_allowed", headers=error.headers)
+        allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+        return ApiError(405, f"{asked}: expected {' or '.join(allowed)}.", code="method_not_allowed", headers={"Allow": ", ".join(allowed)})
     if error.status_code == HTTPStatus.NOT_FOUND:
         return ApiError(404, f"{asked}: expected a path of this server, such as /v1/chat/completions; /openapi.json lists them.")
     return None
@@ -188,7 +185,7 @@ def handle_errors(app: FastAPI) -> None:
 
     async def of_body(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _of_body(error, request.headers.get("content-type", "")).response
+        return of_validation(error.errors()).response
 
     async def of_any(request: Request, error: Exception) -> JSONResponse:
         return (_of_route(request, error) or as_api_error(error)).response

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
-from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trt_kvcache.server.http.clients import Clients
 from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.options import ServerOptions, is_loopback
 
 #: What needs no key: whether it is alive, and the page, which asks for one.
 _OPEN = ("/", "/health")
 
+#: A name or an address, and perhaps a port. Whatever else a parser of URLs finds a host in is none: the parser of a proxy may find another.
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.-]+)(?::[0-9]{1,5})?")
+
 
 class Guard:
-    """Lets a request through to an application, or answers it.
+    """Lets a request through to an application, or answers it. Routes find the name of its client in ``request.state.client``.
 
     Parameters
     ----------
@@ -32,6 +36,7 @@ class Guard:
         self._app = app
         self._options = options
         self._keys = [key.encode() for key in options.api_keys]
+        self._clients = Clients(options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection as ASGI has it."""
@@ -42,12 +47,16 @@ class Guard:
         if refused is not None:
             await refused.response(scope, receive, send)
             return
+        scope.setdefault("state", {})["client"] = self._clients.name(scope, self._key_number(scope))
         await self._app(scope, _LimitedBody(receive, self._options), send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        hosts = sum(name == b"host" for name, _ in scope["headers"])
+        if hosts > 1:
+            return ApiError(400, f"Host: expected one such header, got {hosts}.", code="wrong_host")
         if self._keys:
-            if scope["path"] not in _OPEN and not self._has_key(headers.get(b"authorization", b"")):
+            if scope["path"] not in _OPEN and self._key_number(scope) is None:
                 return ApiError(401, "expected a valid API key in the header Authorization: Bearer KEY.", code="invalid_api_key")
         elif not self._options.any_host and not _names_this_machine(headers.get(b"host", b"")):
             return ApiError(403, "expected a request to localhost: a server without API keys answers no other name.", code="wrong_host")
@@ -56,16 +65,17 @@ class Guard:
             return _too_long(self._options)
         return None
 
-    def _has_key(self, authorization: bytes) -> bool:
-        kind, _, given = authorization.partition(b" ")
-        return kind.lower() == b"bearer" and any(hmac.compare_digest(given.strip(), key) for key in self._keys)
+    def _key_number(self, scope: Scope) -> int | None:
+        """Return which of the keys a request has brought."""
+        kind, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        if kind.lower() != b"bearer":
+            return None
+        return next((number for number, key in enumerate(self._keys) if hmac.compare_digest(given.strip(), key)), None)
 
 
 def _names_this_machine(host: bytes) -> bool:
-    try:
-        return is_loopback(urlsplit(f"//{host.decode('ascii')}").hostname or "")
-    except ValueError:
-        return False
+    found = _HOST.fullmatch(host.decode("latin-1"))
+    return found is not None and is_loopback(found[1])
 
 
 def _too_long(options: ServerOptions) -> ApiError:

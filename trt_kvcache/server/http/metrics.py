@@ -31,6 +31,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._requests = Counter("trt_kvcache_requests", "Answers that ended", ["finish_reason"], registry=self._registry)
         self._refused = Counter("trt_kvcache_requests_refused", "Requests that found the queue full", registry=self._registry)
+        self._queue = Histogram("trt_kvcache_queue_seconds", "From a request to its slot", buckets=_FIRST_TOKEN, registry=self._registry)
         self._first = Histogram(
             "trt_kvcache_time_to_first_token_seconds", "From a request to its first token", buckets=_FIRST_TOKEN, registry=self._registry
         )
@@ -44,6 +45,8 @@ class Metrics:
     def ended(self, record: RequestRecord) -> None:
         """Count an answer that has ended, and its times."""
         self._requests.labels(record.finish_reason).inc()
+        if record.started is not None:
+            self._queue.observe(record.started - record.submitted)
         if not record.times:
             return
         self._first.observe(record.times[0] - record.submitted)
@@ -83,6 +86,7 @@ class Metrics:
             "slots": ("Slots of the cache", config.max_num_seqs),
             "slots_used": ("Slots in use", len(stats.slots)),
             "requests_waiting": ("Requests in the queue", stats.waiting),
+            "clients_waiting": ("Clients that have requests in the queue", stats.waiting_clients),
             "kv_cache_used_bytes": ("Bytes of K and V of live tokens", session.cache_bytes_live),
             "kv_cache_reserved_bytes": ("Bytes of K and V", session.cache_bytes_reserved),
             "kv_cache_used_ratio": ("Share of K and V that is used", session.cache_bytes_live / max(1, session.cache_bytes_reserved)),

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, TypeVar
 
+from trt_kvcache._util.returned_memory import return_memory
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
 from trt_kvcache.server.engine import Engine
-from trt_kvcache.server.http.bodies import Message
+from trt_kvcache.server.http.bodies import MAX_DETOKENIZED, Message
 from trt_kvcache.server.http.errors import ApiError
+from trt_kvcache.server.http.json_bodies import BodyReader
 from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.rendering import Rendering
+from trt_kvcache.server.http.tool_formats import ToolFormat, tool_format
+from trt_kvcache.server.http.written import as_json
 
-#: Characters of a text that are encoded in the event loop; longer ones in another thread.
+_T = TypeVar("_T")
+
+#: Characters or tokens of a request, or log-probabilities of an answer, that are worked on in the event loop; more of them in a thread.
 _SHORT = 2000
+
+#: The same after which memory is given back to the system, once the answer is sent.
+_LARGE = 100_000
+
+#: Tokens of which bytes and text are remembered.
+_REMEMBERED = 1 << 16
+
+#: Values of a body beside its token ids, and the most token ids that are counted on.
+_OTHER_VALUES, _MOST_TOKENS = 1 << 16, 1 << 20
+
+#: Characters that may become one of a token: normal forms of Unicode make at most four one.
+_NORMALIZED = 4
 
 
 @dataclass(frozen=True)
@@ -56,11 +76,72 @@ class Service:
             raise ConfigError("text: expected a model folder with tokenizer.json, got none. Send token ids.")
         return self.engine.tokenizer
 
-    async def encoded(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; a long one does not hold others up."""
-        if len(text) <= _SHORT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of tools, if that is known."""
+        return tool_format(self.options.tool_call_parser, self.tokenizer.chat_template or "")
+
+    @cached_property
+    def bodies(self) -> BodyReader:
+        """Reads the bodies of requests."""
+
+        def max_values() -> int:
+            config = self.engine.config
+            return _OTHER_VALUES + min(self.max_answers * config.context_length, _MOST_TOKENS)
+
+        return BodyReader(max_values)
+
+    @property
+    def max_answers(self) -> int:
+        """Answers that can run or wait at once."""
+        return self.engine.config.max_num_seqs + self.engine.config.max_queue
+
+    def check_answers(self, prompts: int, choices: int | None) -> None:
+        """Check that the answers to prompts can ever run or wait at once."""
+        wanted = prompts * (choices or 1)
+        if wanted > self.max_answers:
+            field = "n" if prompts == 1 else "prompt"
+            raise ApiError(400, f"{field}: expected at most {self.max_answers} answers at once, got {wanted}.", param=field)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt."""
+        most = self.engine.config.context_length
+        return min(self.options.max_prompt_tokens or most, most)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(2, thread_name_prefix="trt_kvcache texts")
+
+    async def away(self, size: int, work: Callable[[], _T]) -> _T:
+        """Return what a function returns: away from the event loop if there is much for it to do."""
+        if size <= _SHORT:
+            return work()
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, work)
+        finally:
+            if size > _LARGE:
+                loop.call_later(1.0, self._threads.submit, return_memory)
+
+    async def encoded(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of texts; long ones do not hold others up, and what cannot fit is refused before it is encoded.
+
+        White space that a tokenizer drops, and other texts of which it makes less than a token for so many characters, count as well.
+        """
+        tokenizer, size = self.tokenizer, sum(map(len, texts))
+        if size <= _SHORT:
+            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+        most = self.max_tokens * tokenizer.longest_token * _NORMALIZED
+        for text in texts:
+            if len(text) > most:
+                raise ApiError(
+                    400,
+                    f"prompt: expected at most {self.max_tokens} tokens, of at most {most} characters, got {len(text)} characters.",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+        return await self.away(size, lambda: tokenizer.encode_all(texts, add_special_tokens))
 
     async def conversation(
         self,
@@ -69,21 +150,41 @@ class Service:
         template_args: dict[str, Any] | None,
         *,
         add_generation_prompt: bool = True,
+        client: str,
     ) -> list[int]:
-        """Return the token ids of a conversation, as the chat template of the model writes it."""
+        """Return the token ids of a conversation of a client, as the chat template of the model writes it."""
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
             raise ConfigError("messages: expected a model with a chat template, got one without. Use /v1/completions.")
         prompt = ChatPrompt([one.model_dump(exclude_unset=True) for one in messages], tools, template_args or {})
-        text = await asyncio.to_thread(
+        render = partial(
             tokenizer.apply_chat_template, prompt.messages, add_generation_prompt, tools=prompt.tools, template_args=prompt.template_args
         )
-        return await self.encoded(text, add_special_tokens=False)
+        text = await self._rendering.run(client, render)
+        [tokens] = await self.encoded([text], add_special_tokens=False)
+        return tokens
+
+    async def decoded(self, token_ids: list[int]) -> str:
+        """Return the text of token ids, special tokens included; that of many does not hold others up."""
+        tokenizer = self.tokenizer
+        most = max(MAX_DETOKENIZED, self.engine.config.context_length)
+        if len(token_ids) > most:
+            raise ApiError(400, f"tokens: expected at most {most}, got {len(token_ids)}.", param="tokens")
+        return await self.away(len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    @cached_property
+    def _rendering(self) -> Rendering:
+        return Rendering(self.engine.config.max_queue)
+
+    def close(self) -> None:
+        """Render no conversation any more: those that are being rendered, and later ones, are refused. Idempotent."""
+        self._rendering.close()
+        if self.engine.tokenizer is not None:
+            self.engine.tokenizer.close_chat_template()
 
     def checked(self, token_ids: list[int]) -> list[int]:
         """Return a prompt that is not too long and has tokens of the model."""
-        config = self.engine.config
-        most = min(self.options.max_prompt_tokens or config.context_length, config.context_length)
+        most = self.max_tokens
         if len(token_ids) > most:
             raise ApiError(
                 400,
@@ -93,13 +194,25 @@ class Service:
             )
         if not token_ids:
             raise ApiError(400, "prompt: expected at least one token, got none.", param="prompt")
-        wrong = next((token for token in token_ids if token >= config.vocab_size), None)
+        vocab_size = self.engine.config.vocab_size
+        wrong = next((token for token in token_ids if token >= vocab_size), None)
         if wrong is not None:
-            raise ApiError(400, f"prompt: expected token ids from 0 to {config.vocab_size - 1}, got {wrong}.", param="prompt")
+            raise ApiError(400, f"prompt: expected token ids from 0 to {vocab_size - 1}, got {wrong}.", param="prompt")
         return token_ids
 
-    def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of one token, if they are known."""
+    @cached_property
+    def _known_tokens(self) -> Callable[[int], tuple[bytes | None, str]]:
+        return lru_cache(_REMEMBERED)(self._token)
+
+    def _token(self, token: int) -> tuple[bytes | None, str]:
+        """Return bytes and text of one token."""
+        found = self._token_bytes(token)
+        try:
+            return found, f"token_id:{token}" if found is None else found.decode()
+        except UnicodeDecodeError:
+            return found, f"token_id:{token}"
+
+    def _token_bytes(self, token: int) -> bytes | None:
         if self.engine.tokenizer is None:
             return None
         found = self.engine.tokenizer.token_bytes(token)
@@ -108,18 +221,18 @@ class Service:
             found = None if "\ufffd" in text else text.encode()
         return found or None
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of one token, if they are known."""
+        return self._known_tokens(token)[0]
+
     def token_text(self, token: int) -> str:
         """Return the text of one token for people and programs that compare them; bytes of a part of a character have none."""
-        found = self.token_bytes(token)
-        try:
-            return f"token_id:{token}" if found is None else found.decode()
-        except UnicodeDecodeError:
-            return f"token_id:{token}"
+        return self._known_tokens(token)[1]
 
 
 def as_event(document: dict[str, Any]) -> bytes:
     """Return a document as a server-sent event."""
-    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + as_json(document) + b"\n\n"
 
 
 #: The last event of a stream.

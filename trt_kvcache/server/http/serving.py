@@ -8,17 +8,25 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.async_engine import AsyncEngine
+from trt_kvcache.server.http.connections import Connections, default_connections
 from trt_kvcache.server.http.options import ServerOptions, is_loopback
+from trt_kvcache.server.http.protocol import HttpProtocol
+from trt_kvcache.server.http.service import Service
 
 #: Connections that may wait to be accepted.
 _BACKLOG = 2048
+
+#: Connections that are accepted before those before them are looked at: more would have descriptors that nobody has counted.
+_ACCEPTED_AT_ONCE = 16
 
 #: Seconds that an idle connection stays open for the next request.
 _KEEP_ALIVE = 65
@@ -33,6 +41,8 @@ class Server(uvicorn.Server):
         Of :func:`~trt_kvcache.server.http.app.make_app`.
     engine : AsyncEngine
         Of the application.
+    options : ServerOptions, optional
+        The limits of connections.
     drain_seconds : float
         Answers that have not ended so long after the first signal are cut off.
     on_start : callable, optional
@@ -46,19 +56,30 @@ class Server(uvicorn.Server):
         app: FastAPI,
         engine: AsyncEngine,
         *,
+        options: ServerOptions | None = None,
         drain_seconds: float = 30.0,
         on_start: Callable[[], object] | None = None,
         on_drain: Callable[[], object] | None = None,
     ) -> None:
+        allowed = options or ServerOptions()
+        others = Connections(allowed.max_connections or default_connections(), allowed.max_connections_without_headers)
+        protocol: Any = partial(HttpProtocol, options=allowed, others=others)
+        # One loop and one protocol, whatever else is installed: the limits of connections are those of these.
         config = uvicorn.Config(
             app,
+            loop="asyncio",
+            http=protocol,
+            ws="none",
+            backlog=_ACCEPTED_AT_ONCE,
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # it would trust every process of this machine; Clients reads the header of proxies
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
         )
         super().__init__(config)
+        self._service: Service = app.state.service
         self._engine = engine
         self._on_start = on_start
         self._on_drain = on_drain
@@ -66,6 +87,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then listen."""
         await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(_BACKLOG)
         if self._on_start is not None and self.started:
             self._on_start()
 
@@ -82,6 +105,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no new requests, and wait for those that were taken."""
         draining = asyncio.create_task(self._engine.drain())
+        await asyncio.sleep(0)  # from now on it refuses what comes
+        self._service.close()  # what is rendered would be refused afterwards
         await super().shutdown(sockets)
         draining.cancel()
 
@@ -113,7 +138,7 @@ def bound_socket(host: str, port: int, options: ServerOptions) -> socket.socket:
     if not options.api_keys and not options.any_host and not is_loopback(host):
         raise ConfigError(
             f"host: expected an address of this machine alone, such as 127.0.0.1, for a server without API keys, got {host!r}. "
-            "Give it a key, or allow everybody."
+            "Give it api_keys, or any_host=True."
         )
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -13,10 +14,22 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from trt_kvcache.server.http.metrics import Metrics
 from trt_kvcache.server.http.service import Service
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 _PAGE = Path(__file__).with_name("page.html")
 
 #: The page has its own styles and programs, and asks this server only.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'"
+
+
+def _readable(router: APIRouter, path: str) -> Callable[[_Function], _Function]:
+    """Return what makes a function the answer to GET and HEAD."""
+
+    def added(function: _Function) -> _Function:
+        router.add_api_route(path, function, methods=["GET", "HEAD"], include_in_schema=False)
+        return router.get(path)(function)  # never reached: for the description of the API, where two methods would need two names
+
+    return added
 
 
 def status_routes(service: Service, metrics: Metrics) -> APIRouter:
@@ -46,33 +59,31 @@ def status_routes(service: Service, metrics: Metrics) -> APIRouter:
             "max_model_len": config.context_length,
         }
 
-    @router.get("/health")
-    @router.head("/health", include_in_schema=False)
+    @_readable(router, "/health")
     async def health() -> JSONResponse:
         if service.engine.draining:
             return JSONResponse({"status": "draining"}, 503)
         return JSONResponse({"status": "ok"})
 
-    @router.get("/v1/models")
+    @_readable(router, "/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described()]}
 
-    @router.get("/v1/models/{name:path}")
+    @_readable(router, "/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return described()
 
-    @router.get("/stats")
+    @_readable(router, "/stats")
     async def stats() -> dict[str, Any]:
         return {"config": asdict(service.engine.config), **asdict(await service.engine.stats())}
 
-    @router.get("/metrics")
+    @_readable(router, "/metrics")
     async def prometheus() -> Response:
         text = metrics.text(service.engine.config, await service.engine.stats())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/")
-    @router.head("/", include_in_schema=False)
+    @_readable(router, "/")
     async def page() -> HTMLResponse:
         headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=headers)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from trt_kvcache.server.http.bodies import DetokenizeBody, TokenizeBody
+from trt_kvcache.server.http.connection import unless_disconnected
 from trt_kvcache.server.http.service import Service
+from trt_kvcache.server.http.written import as_json
 
 
 def token_routes(service: Service) -> APIRouter:
@@ -23,22 +26,28 @@ def token_routes(service: Service) -> APIRouter:
     APIRouter
         With ``/tokenize`` and ``/detokenize``.
     """
-    router = APIRouter()
+    router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         service.check_model(body.model)
         if body.messages is not None:
-            tokens = await service.conversation(
-                body.messages, body.tools, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+            conversation = service.conversation(
+                body.messages,
+                body.tools,
+                body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
+                client=request.state.client,
             )
+            tokens = await unless_disconnected(request, conversation)
         else:
-            tokens = await service.encoded(body.prompt or "", add_special_tokens=body.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.config.context_length}
+            [tokens] = await service.encoded([body.prompt or ""], add_special_tokens=body.add_special_tokens)
+        document = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.config.context_length}
+        return Response(await service.away(len(tokens), lambda: as_json(document)), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         service.check_model(body.model)
-        return {"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": await service.decoded(body.tokens)}
 
     return router

@@ -16,6 +16,7 @@ from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.http import ServerOptions, make_app
 from trt_kvcache.server.http.metrics import Metrics
+from trt_kvcache.server.http.options import ProxyHeader
 from trt_kvcache.server.ray_serve.prefix_router import PrefixRouter
 from trt_kvcache.server.ray_serve.remote_engine import RemoteEngine
 from trt_kvcache.server.ray_serve.replica import EngineReplica
@@ -129,7 +130,7 @@ class Arguments(BaseModel):
         A Hugging Face folder, an engine folder, or a name of the Hugging Face Hub.
     name : str, optional
         What clients call it; the name of its folder if left out.
-    engine : {"auto", "reference", "tensorrt", "torch"}
+    engine : {"auto", "numpy", "tensorrt", "torch"}
         What runs it.
     slots : int, optional
         Requests that run at once in a replica; 8 if left out. An engine folder has its own.
@@ -147,6 +148,10 @@ class Arguments(BaseModel):
         Memory of each replica for copies of prompts, in MiB.
     allow_anyone : bool
         Serve other machines without keys, under any name.
+    trusted_proxies : list of str
+        Addresses and networks of proxies whose header says which client a request comes from.
+    proxy_header : {"x-forwarded-for", "forwarded"}
+        That header.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -164,6 +169,8 @@ class Arguments(BaseModel):
     max_seconds: Annotated[float, Field(gt=0)] = 600
     prompt_cache: Annotated[int, Field(ge=0)] = 256
     allow_anyone: bool = False
+    trusted_proxies: list[str] = []
+    proxy_header: ProxyHeader = "x-forwarded-for"
 
 
 # Ray makes the arguments what their annotation says, if that is a class: this module does without `from __future__ import annotations`.
@@ -203,6 +210,11 @@ def application(arguments: Arguments) -> Application:
         target_requests=arguments.slots or _SLOTS,
         max_requests=arguments.requests,
         max_seconds=arguments.max_seconds,
-        options=ServerOptions(api_keys=tuple(filter(None, [os.environ.get(KEY_VARIABLE)])), any_host=arguments.allow_anyone),
+        options=ServerOptions(
+            api_keys=tuple(filter(None, [os.environ.get(KEY_VARIABLE)])),
+            any_host=arguments.allow_anyone,
+            trusted_proxies=tuple(arguments.trusted_proxies),
+            proxy_header=arguments.proxy_header,
+        ),
         actor={"num_gpus": arguments.gpus, "num_cpus": arguments.cpus},
     )

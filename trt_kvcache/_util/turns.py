@@ -1,0 +1,119 @@
+"""``Turns``: what waits for one of a few places, in a line for each client, and whose turn it is."""
+
+from collections.abc import Iterator, Mapping
+from itertools import count, islice
+from threading import Lock
+from typing import Generic, TypeVar
+
+_Item = TypeVar("_Item")
+
+
+class _Line(dict[_Item, None]):
+    """What a client has waiting, first in, first out, and when its last turn ended."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.since = since
+
+
+class Turns(Generic[_Item]):
+    """Lines of items, one for each client that has any. A free place is for the client that has the fewest places; of equals, for the one
+    whose last turn ended, or whose line began, the longest ago. Within a line, first in, first out.
+
+    A client that has left has no state here, so any number of names may come and go. No client waits for ever: those that come later stand
+    at the end, and those with more places do not overtake it. Any thread may discard.
+
+    Examples
+    --------
+    >>> from trt_kvcache._util.turns import Turns
+    >>> turns = Turns()
+    >>> for item in ("a1", "a2", "a3"):
+    ...     turns.add("a", item)
+    >>> turns.add("b", "b1")
+    >>> turns.first(3, {"a": 1})
+    ['b1', 'a1', 'a2']
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line[_Item]] = {}  # in the order of ``since``
+        self._count = 0
+        self._clock = count()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients have something in a line."""
+        return len(self._lines)
+
+    def add(self, client: str, item: _Item) -> None:
+        """Put an item, which is not there yet, at the end of a client's line."""
+        with self._lock:
+            if client not in self._lines:
+                self._lines[client] = _Line(next(self._clock))
+            self._lines[client][item] = None
+            self._count += 1
+
+    def discard(self, client: str, item: _Item) -> bool:
+        """Take an item out of its line, wherever it stands. Return whether it was there."""
+        with self._lock:
+            line = self._lines.get(client)
+            if line is None or item not in line:
+                return False
+            del line[item]
+            self._count -= 1
+            if not line:
+                del self._lines[client]
+            return True
+
+    def end_turn(self, client: str) -> None:
+        """Let clients that have as many places have their turn first: this one has just got a place, or left one."""
+        with self._lock:
+            line = self._lines.pop(client, None)
+            if line is not None:
+                line.since = next(self._clock)
+                self._lines[client] = line
+
+    def first(self, free: int, held: Mapping[str, int]) -> list[_Item]:
+        """Return the items that get the next places. They stay in their lines.
+
+        Parameters
+        ----------
+        free : int
+            Free places.
+        held : mapping of str to int
+            How many each client has; those that are left out have none.
+
+        Returns
+        -------
+        list
+            At most ``free``, in the order of their turns.
+        """
+        with self._lock:
+            return [] if free < 1 else list(islice(self._in_turn(held), free))
+
+    def _in_turn(self, held: Mapping[str, int]) -> Iterator[_Item]:
+        """Yield all items. For each only those clients are looked at that have a place, not the many that wait for their first one."""
+        has = {client: number for client, number in held.items() if number and client in self._lines}
+        since = {client: self._lines[client].since for client in has}
+        rest = {client: iter(self._lines[client]) for client in has}
+        without = (client for client in self._lines if not held.get(client))
+        turn = next(self._clock)
+        while True:
+            client = next(without, None)
+            if client is not None:
+                has[client], rest[client] = 0, iter(self._lines[client])
+            elif not rest:
+                return
+            else:
+                client = min(rest, key=lambda one: (has[one], since[one]))
+            item = next(rest[client], None)
+            if item is None:
+                del rest[client]
+                continue
+            yield item
+            has[client] += 1
+            turn += 1
+            since[client] = turn

@@ -1,0 +1,100 @@
+"""Names of options as the command line has them, in messages that have their Python names."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields
+from inspect import Parameter
+from typing import get_args
+
+from typer.models import OptionInfo
+
+from trt_kvcache.session.session_options import SessionOptions
+
+#: Arguments of the package that an option of another name gives.
+_OTHER_NAMES = {"api_keys": "api_key_file", "any_host": "allow_anyone", "compute_capabilities": "compute_capability"}
+
+#: Options of one word, which are words of other texts too: only at the beginning of a message they are the name of an option.
+_AT_BEGINNING = {field.name for field in fields(SessionOptions)} | {"host", "port"}
+
+#: The beginning of messages on a line of a file, whose fields have Python names.
+_PLACE_IN_FILE = re.compile(r"\S+:\d+: ")
+
+#: Options that are fields of a model too, which messages mean.
+_OF_MODELS = {"head_dim", "kv_heads"}
+
+_FLAGS: ContextVar[Mapping[str, str] | None] = ContextVar("flags", default=None)
+
+
+@contextmanager
+def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    """Have :func:`in_flags` use the flags of a command, while it runs.
+
+    Parameters
+    ----------
+    flags : mapping of str to str
+        As :func:`flags_of` returns them.
+    """
+    token = _FLAGS.set(flags)
+    try:
+        yield
+    finally:
+        _FLAGS.reset(token)
+
+
+def in_flags(text: str) -> str:
+    """Return a message with flags in place of the Python names of options.
+
+    Parameters
+    ----------
+    text : str
+        A message of an error of this package: it names arguments, such as ``max_sequence_length``.
+
+    Returns
+    -------
+    str
+        The same with flags, such as ``--max-sequence-length``. Names that are no option stay, and so do names in paths and values.
+
+    Examples
+    --------
+    >>> with naming_flags({"max_sequence_length": "--max-sequence-length"}):
+    ...     in_flags("max_sequence_length: expected at most 512, got 600. See /data/max_sequence_length/x.")
+    '--max-sequence-length: expected at most 512, got 600. See /data/max_sequence_length/x.'
+    """
+    flags = _FLAGS.get()
+    if flags is None or _PLACE_IN_FILE.match(text):
+        return text
+    beginning, colon, _ = text.partition(":")
+    names = beginning.split(", ")
+    if colon and all(name in flags and ("_" in name or name in _AT_BEGINNING) for name in names):
+        text = ", ".join(flags[name] for name in names) + text[len(beginning) :]
+    long = sorted((name for name in flags if "_" in name), key=len, reverse=True)
+    # Not in a path, in a longer name, or between quotation marks; ``=True`` is what a flag without a value stands for.
+    pattern = rf"(?<![\w./\\'\"-])({'|'.join(map(re.escape, long))})(?:=True\b)?(?![\w/\\'\"-]|\.\w)"
+    return re.sub(pattern, lambda found: flags[found[1]], text) if long else text
+
+
+def flags_of(parameters: Iterable[Parameter]) -> dict[str, str]:
+    """Return the flag of each option, by the name of its value.
+
+    Parameters
+    ----------
+    parameters : iterable of inspect.Parameter
+        Of a command: see :func:`~trt_kvcache.cli.options.flat_parameters`.
+
+    Returns
+    -------
+    dict of str to str
+        For an option with several flags the one that is called as its value, else the first long one.
+    """
+    flags = {}
+    for parameter in parameters:
+        option = next((one for one in (*get_args(parameter.annotation), parameter.default) if isinstance(one, OptionInfo)), None)
+        if option is not None and parameter.name not in _OF_MODELS:
+            own = f"--{parameter.name.replace('_', '-')}"
+            # typer takes the first name that is written in an annotation for a default, until it reads the signature
+            names = (option.default, *(option.param_decls or ()))
+            declared = [name.partition("/")[0] for name in names if isinstance(name, str) and name.startswith("--")]
+            flags[parameter.name] = own if own in declared or not declared else declared[0]
+    return flags | {name: flags[option] for name, option in _OTHER_NAMES.items() if option in flags}

@@ -1,0 +1,65 @@
+"""Why a model is refused, in a sentence: its name, what it has that nothing here computes, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trt_kvcache._util.shown import shown
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model.config_fields import ConfigFields
+
+EXPERTS = "has a mixture of experts (MoE)"
+
+NO_WAY_OUT = "There is no way around that yet; docs/models.md lists the checkpoints that open."
+
+_MAX_NAME = 60
+
+
+def unsupported(fields: ConfigFields, found: Mapping[str, str], *, where: str = "", way_out: str = NO_WAY_OUT) -> ConfigError:
+    """Return the error for a model with features that nothing here computes, for the caller to raise.
+
+    Parameters
+    ----------
+    fields : ConfigFields
+        The fields of ``config.json``.
+    found : mapping of str to str
+        By the field that shows it, what the model is or has, such as :data:`EXPERTS`.
+    where : str
+        Put behind the features, such as ``" in layer 0"``.
+    way_out : str
+        What the user can do.
+
+    Returns
+    -------
+    ConfigError
+        It names the fields and the model, and shows no value.
+    """
+    features = list(dict.fromkeys(found.values()))
+    listed = " and ".join([", ".join(features[:-1]), features[-1]] if len(features) > 1 else features)
+    verb = "are" if len(features) > 1 else "is"
+    return ConfigError(f"{', '.join(found)}: {named(fields)} {listed}{where}, which {verb} not supported. {way_out}")
+
+
+def named(fields: ConfigFields) -> str:
+    """Return a model as messages name it: ``Gemma3 (model_type gemma3)``.
+
+    Parameters
+    ----------
+    fields : ConfigFields
+        The fields of ``config.json``.
+
+    Returns
+    -------
+    str
+        Short, whatever the file holds.
+    """
+    architectures, model_type = fields.get("architectures"), fields.get("model_type")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    name = first.split("For")[0] if isinstance(first, str) else ""
+    return f"{name if name.isidentifier() and len(name) <= _MAX_NAME else 'this model'} (model_type {_short(model_type)})"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) and value.isprintable() else shown(value)
+    return text if len(text) <= _MAX_NAME else f"{text[:_MAX_NAME]}..."

@@ -1,0 +1,109 @@
+"""``Clients``: the name of the client that a request comes from: its key, or its address."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
+
+from starlette.types import Scope
+
+from trt_kvcache.server.http.options import ServerOptions
+
+#: Bits of an IPv6 address that a provider gives to one client, who has all addresses behind them.
+_IPV6_PREFIX = 64
+
+#: Proxies one behind another that are followed.
+_MOST_PROXIES = 16
+
+_FOR = re.compile(r'(?:^|;)\s*for="?([^;"]+)"?\s*(?:;|$)', re.IGNORECASE)
+
+_Address = IPv4Address | IPv6Address
+
+
+class Clients:
+    """Names the clients of a server.
+
+    With keys a client is who has the key, from wherever. Without, it is an address: of IPv6 the first half. Behind proxies that are trusted
+    it is the last address that they have written down and that is no proxy; what any other client writes there counts for nothing.
+
+    Parameters
+    ----------
+    options : ServerOptions
+        ``trusted_proxies`` and ``proxy_header``.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._proxies = [ip_network(proxy) for proxy in options.trusted_proxies]
+        self._header = options.proxy_header.encode()
+
+    def name(self, scope: Scope, key: int | None = None) -> str:
+        """Return the name of the client of a connection, which has the key of that number if there are keys."""
+        if key is not None:
+            return f"key {key}"
+        address = parsed_address(scope["client"][0]) if scope.get("client") else None
+        if address is None:  # a Unix socket, or a server that does not say
+            return ""
+        if self._trusts(address):
+            address = self._behind(address, scope)
+        return named(address)
+
+    def _trusts(self, address: _Address) -> bool:
+        return any(address in network for network in self._proxies)
+
+    def _behind(self, proxy: _Address, scope: Scope) -> _Address:
+        """Return the client behind a proxy. Each proxy writes at the end, so the header is read from there; an entry that is no address
+        says nothing, and neither do those before it.
+        """
+        for _, entry in zip(range(_MOST_PROXIES), self._entries(scope), strict=False):
+            address = parsed_address(entry)
+            if address is None:
+                return proxy
+            if not self._trusts(address):
+                return address
+            proxy = address
+        return proxy
+
+    def _entries(self, scope: Scope) -> Iterator[str]:
+        """Yield what the header of proxies says of clients, the last one first."""
+        lines = [value.decode("latin-1") for name, value in scope["headers"] if name == self._header]
+        for line in reversed(lines):
+            while line:
+                line, _, entry = line.rpartition(",")
+                if self._header == b"forwarded":
+                    found = _FOR.search(entry)
+                    entry = found[1] if found else ""
+                yield entry
+
+
+def named(address: _Address) -> str:
+    """Return the name of a client that has an address.
+
+    Examples
+    --------
+    >>> named(ip_address("192.0.2.7")), named(ip_address("2001:db8::1:2:3:4"))
+    ('192.0.2.7', '2001:db8::/64')
+    """
+    if isinstance(address, IPv6Address):
+        return str(IPv6Network((int(address), _IPV6_PREFIX), strict=False))
+    return str(address)
+
+
+def parsed_address(text: str) -> _Address | None:
+    """Return an address as headers have it, with a port or without; None for anything else.
+
+    Examples
+    --------
+    >>> [str(parsed_address(text)) for text in ("192.0.2.7:80", "[2001:db8::1]:80", "2001:db8::1", "::ffff:192.0.2.7", "unknown")]
+    ['192.0.2.7', '2001:db8::1', '2001:db8::1', '192.0.2.7', 'None']
+    """
+    text = text.strip()
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        text = text.partition(":")[0]
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address

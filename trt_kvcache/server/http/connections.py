@@ -1,0 +1,112 @@
+"""``Connections``: which connections a server keeps when there are too many."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+from trt_kvcache.server.http.clients import named, parsed_address
+
+#: Descriptors that a process keeps for what are no connections: files, pipes of its workers, connections that are about to be closed.
+_OTHER_DESCRIPTORS = 128
+
+#: Connections where the system has no limit that counts.
+_MOST = 4096
+
+_LEAST = 16
+
+
+class Waits(Enum):
+    """What a connection waits for. When there are too many, those of the first kind are closed first."""
+
+    NEXT = "for another request"
+    LINGERING = "for its client to stop sending"
+    HEADERS = "for the headers of a request"
+    FRESH = "for the same, of which nobody has looked whether they are there"
+    BODY = "for the body of a request"
+    ANSWER = "for an answer, and is never closed for others"
+
+
+class Closable(Protocol):
+    """A connection."""
+
+    address: str
+
+    def make_room(self, reason: str, *, at_once: bool) -> None:
+        """Close it, for that reason. It has been forgotten."""
+
+
+class Connections:
+    """The open connections of a server, by what they wait for, in the order in which they began to.
+
+    Parameters
+    ----------
+    most : int
+        Open at once. A further one closes the oldest one of the first kind of ``Waits`` that there is; if all have answers to come, itself.
+    most_without_headers : int
+        Of one address, waiting for headers. A further one closes the oldest of them, and never itself: nobody is kept out by others at the
+        same address, such as that of a proxy.
+    """
+
+    def __init__(self, most: int, most_without_headers: int) -> None:
+        self._most = most
+        self._most_without_headers = most_without_headers
+        self._waiting: dict[Waits, dict[Closable, None]] = {kind: {} for kind in Waits}
+        self._without_headers: dict[str, dict[Closable, None]] = {}
+        self._kinds: dict[Closable, Waits] = {}
+
+    def set(self, connection: Closable, kind: Waits) -> None:
+        """Note what a connection waits for from now on, and make room if it is a further one."""
+        is_known = connection in self._kinds
+        self.discard(connection)
+        if kind is Waits.HEADERS:
+            same = self._without_headers.get(_network(connection.address), {})
+            if len(same) >= self._most_without_headers:
+                self._close(
+                    next(iter(same)), f"{self._most_without_headers} of one address that have not sent their headers", at_once=False
+                )
+        if not is_known and len(self._kinds) >= self._most:
+            oldest = next((next(iter(found)) for one, found in self._waiting.items() if found and one is not Waits.ANSWER), connection)
+            self._close(oldest, f"{self._most} at once", at_once=True)
+            if oldest is connection:
+                return
+        self._kinds[connection] = kind
+        self._waiting[kind][connection] = None
+        if kind is Waits.HEADERS:
+            self._without_headers.setdefault(_network(connection.address), {})[connection] = None
+
+    def discard(self, connection: Closable) -> None:
+        """Forget a connection, if it is known."""
+        kind = self._kinds.pop(connection, None)
+        if kind is None:
+            return
+        del self._waiting[kind][connection]
+        if kind is Waits.HEADERS:
+            network = _network(connection.address)
+            del self._without_headers[network][connection]
+            if not self._without_headers[network]:
+                del self._without_headers[network]
+
+    def _close(self, connection: Closable, most: str, *, at_once: bool) -> None:
+        self.discard(connection)
+        connection.make_room(f"connections: expected at most {most}, got one more. Try again later.", at_once=at_once)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._kinds)
+
+
+def _network(address: str) -> str:
+    """Return what one client has: an address, or of IPv6 the first half of it."""
+    found = parsed_address(address)
+    return address if found is None else named(found)  # a socket of the file system has none
+
+
+def default_connections() -> int:
+    """Return how many connections the limit of descriptors of this process has room for."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return _MOST
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else max(_LEAST, min(_MOST, soft - _OTHER_DESCRIPTORS))

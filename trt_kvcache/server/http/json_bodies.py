@@ -1,0 +1,188 @@
+"""Bodies of requests, read within bounds and away from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import pydantic_core
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from trt_kvcache._util.returned_memory import return_memory
+from trt_kvcache.server.http.connection import CLIENT_CLOSED_REQUEST
+from trt_kvcache.server.http.errors import ApiError, of_validation
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+#: Bytes of a body that is read in the event loop; it takes a millisecond or two.
+_SHORT = 16 << 10
+
+#: Lists and objects in one body, and members of all its objects. Each takes as long to read as twenty numbers.
+MAX_CONTAINERS, MAX_MEMBERS = 16384, 32768
+
+#: Bytes of a body after which memory is given back to the system.
+_LARGE = 256 << 10
+
+_QUOTE = ord('"')
+
+
+class BodyReader:
+    """Reads bodies: short ones at once, longer ones one after the other in a thread of its own.
+
+    Parameters
+    ----------
+    max_values : callable
+        Return how many values a body may have.
+    """
+
+    def __init__(self, max_values: Callable[[], int]) -> None:
+        self._max_values = max_values
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trt_kvcache bodies")
+
+    async def read(self, request: Request, kind: type[_Model]) -> _Model:
+        """Return the body of a request.
+
+        Parameters
+        ----------
+        request : Request
+            Its body has not been read.
+        kind : type
+            Of the body.
+
+        Returns
+        -------
+        BaseModel
+            The body.
+
+        Raises
+        ------
+        ApiError
+            It is no such body, or its client has gone away.
+        """
+        _check_headers(request)
+        parts = []
+        try:
+            async for part in request.stream():
+                parts.append(part)
+        except ClientDisconnect:
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client has gone away.") from None
+        content = b"".join(parts).removeprefix(b"\xef\xbb\xbf")
+        del parts
+        if len(content) <= _SHORT:
+            return parsed(content, kind, max_values=self._max_values())
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, lambda: parsed(content, kind, max_values=self._max_values()))
+        finally:
+            if len(content) > _LARGE:
+                loop.call_later(0.05, self._thread.submit, return_memory)
+
+    def route(self) -> type[APIRoute]:
+        """Return a class of routes whose bodies are read here."""
+        read = self.read
+
+        class BodyRoute(APIRoute):
+            """A route with a body, which FastAPI gets as what it is to become: it would read it in the event loop."""
+
+            def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+                handle = super().get_route_handler()
+                assert self.body_field is not None
+                kind: Any = self.body_field.field_info.annotation
+
+                async def read_and_handle(request: Request) -> Response:
+                    return await handle(_Read(request, await read(request, kind)))
+
+                return read_and_handle
+
+        return BodyRoute
+
+
+class _Read(Request):
+    """A request whose body has been read."""
+
+    def __init__(self, request: Request, found: BaseModel) -> None:
+        super().__init__(request.scope, request.receive)
+        self._body = b"read"
+        self._found = found
+
+    async def json(self) -> Any:
+        """Return what was read."""
+        return self._found
+
+
+def _check_headers(request: Request) -> None:
+    kind = request.headers.get("content-type", "")
+    if not _is_json(kind):
+        got = repr(kind[:80]) if kind else "none"
+        advice = "Send the header Content-Type: application/json."
+        raise ApiError(415, f"Content-Type: expected application/json, got {got}. {advice}", code="unsupported_media_type")
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise ApiError(415, f"Content-Encoding: expected none, got {coding[:80]!r}. Send the body as it is.", code="unsupported_media_type")
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def parsed(content: bytes, kind: type[_Model], *, max_values: int) -> _Model:
+    """Return a body that has been received.
+
+    Parameters
+    ----------
+    content : bytes
+        JSON.
+    kind : type
+        Of the body.
+    max_values : int
+        How many values it may have.
+
+    Returns
+    -------
+    BaseModel
+        The body.
+
+    Raises
+    ------
+    ApiError
+        It is no JSON, has too many values, or is no such body.
+    """
+    if not content:
+        raise ApiError(400, "body: expected a JSON object, got nothing.", code="invalid_json")
+    for what, count, most in _sizes(content, max_values):
+        if count > most:
+            raise ApiError(400, f"body: expected at most {most} {what}, got {count}.", code="body_too_large")
+    try:
+        document = pydantic_core.from_json(content)
+    except ValueError as error:
+        raise ApiError(400, f"body: expected JSON, got what is none: {error}.", code="invalid_json") from None
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise of_validation(error.errors(include_url=False, include_input=False)) from None
+
+
+def _sizes(content: bytes, max_values: int) -> list[tuple[str, int, int]]:
+    """Return how many values, members, and lists and objects a document has at least, and how many it may have.
+
+    What stands in texts is told apart only if that matters.
+    """
+
+    def sizes(count: Callable[[bytes], int]) -> list[tuple[str, int, int]]:
+        containers = count(b"[") + count(b"{")
+        values, members = count(b",") + containers, count(b":")
+        return [("lists and objects", containers, MAX_CONTAINERS), ("members", members, MAX_MEMBERS), ("values", values, max_values)]
+
+    rough = sizes(content.count)
+    if all(count <= most for _, count, most in rough):
+        return rough
+    codes = np.frombuffer(content.replace(rb"\\", b"  ").replace(rb"\"", b"  "), np.uint8)
+    outside = ~np.logical_xor.accumulate(codes == _QUOTE)
+    return sizes(lambda byte: int(np.count_nonzero(outside & (codes == ord(byte)))))

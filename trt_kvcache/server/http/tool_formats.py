@@ -1,0 +1,300 @@
+"""The forms in which models write calls of tools: how to know a model's, and how to read one call.
+
+Sources: the chat templates of Qwen 2.5 and 3 (which have it from Hermes), Qwen3-Coder, Llama 3.1 to 3.3, and Mistral.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, Protocol
+
+#: Names of the parsers, as vLLM has them.
+ToolParserName = Literal["hermes", "llama3_json", "mistral"]
+
+#: What a template has whose model writes calls so; the first that fits.
+_MARKERS: tuple[tuple[str, ToolParserName], ...] = (
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
+    ('{"name": function name, "parameters":', "llama3_json"),
+)
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_PYTHON = "<|python_tag|>"
+
+#: Characters between the tag and the arguments of a call, at most.
+_LONGEST_HEAD = 400
+
+_JSON_SIGN = re.compile(r'["{}\[\]]')
+_STRING_SIGN = re.compile(r'["\\]')
+_NAME_BEFORE_OBJECT = re.compile(r"\s*([^\s\[\]{}\"<>]{1,256})(?:\[CALL_ID\][^\s\[\]{}]{0,64})?(?:\[ARGS\])?\s*\Z")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that a model wrote.
+
+    Parameters
+    ----------
+    name : str
+        Of the function.
+    arguments : str
+        A JSON object.
+    """
+
+    name: str
+    arguments: str
+
+
+class MalformedCallError(Exception):
+    """What began like a call is none."""
+
+
+#: Of each tool the types of its parameters, as far as its description says.
+ParameterTypes = Mapping[str, Mapping[str, Any]]
+
+
+class Reader(Protocol):
+    """Reads what follows one tag."""
+
+    def read(self, text: str, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
+        """Return how many characters the calls take, and the calls; None until there is more of the text. It is the same text, grown."""
+
+
+class _Json:
+    """The end of a JSON object or array in a text that grows."""
+
+    def __init__(self, start: int) -> None:
+        self.start = self._at = start
+        self._depth, self._in_string = 0, False
+        self._end: int | None = None
+
+    def end(self, text: str) -> int | None:
+        """Return the place after it; None if it is not there yet."""
+        if self._end is not None:
+            return self._end
+        while (sign := (_STRING_SIGN if self._in_string else _JSON_SIGN).search(text, self._at)) is not None:
+            if sign[0] == "\\":
+                if sign.end() == len(text):
+                    self._at = sign.start()
+                    return None
+                self._at = sign.end() + 1
+                continue
+            self._at = sign.end()
+            if sign[0] == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += 1 if sign[0] in "{[" else -1
+                if self._depth <= 0:
+                    self._end = self._at
+                    return self._end
+        self._at = len(text)
+        return None
+
+
+class _Hermes:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or in it ``<function=NAME><parameter=KEY>VALUE</parameter>...``."""
+
+    def __init__(self, types: ParameterTypes) -> None:
+        self._types = types
+        self._json: _Json | None = None
+        self._seen = 0
+
+    def read(self, text: str, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
+        start = _first_sign(text, 0)
+        if start == len(text):
+            return None
+        if text[start] == "{":
+            return self._object(text, start, ended=ended)
+        if not text.startswith("<function="[: len(text) - start], start):
+            raise MalformedCallError
+        end = text.find(_CLOSE, max(start, self._seen - len(_CLOSE)))
+        self._seen = len(text)
+        return None if end < 0 else (end + len(_CLOSE), [_call_in_tags(text[start:end].strip(), self._types)])
+
+    def _object(self, text: str, start: int, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
+        self._json = self._json or _Json(start)
+        end = self._json.end(text)
+        if end is None:
+            return None
+        closing = _first_sign(text, end)
+        if text.startswith(_CLOSE, closing):
+            return closing + len(_CLOSE), [_call(_parsed(text[start:end]))]
+        if _CLOSE.startswith(text[closing:]) and not ended:
+            return None
+        if closing == len(text) or text.startswith(_OPEN, closing) or _CLOSE.startswith(text[closing:]):
+            return len(text) if ended else end, [_call(_parsed(text[start:end]))]
+        raise MalformedCallError
+
+
+class _Llama:
+    """``{"name": ..., "parameters": {...}}``."""
+
+    def __init__(self) -> None:
+        self._json: _Json | None = None
+
+    def read(self, text: str, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
+        del ended
+        start = _first_sign(text, 0)
+        if start == len(text):
+            return None
+        if text[start] != "{":
+            raise MalformedCallError
+        self._json = self._json or _Json(start)
+        end = self._json.end(text)
+        return None if end is None else (end, [_call(_parsed(text[start:end]), needs_arguments=True)])
+
+
+class _Mistral:
+    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]NAME[ARGS]{...}``."""
+
+    def __init__(self) -> None:
+        self._json: _Json | None = None
+
+    def read(self, text: str, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
+        del ended
+        start = _first_sign(text, 0)
+        if start == len(text):
+            return None
+        if self._json is None:
+            if text[start] != "[":
+                start = text.find("{")
+                if start < 0 and len(text) <= _LONGEST_HEAD:
+                    return None
+            if start < 0 or start > _LONGEST_HEAD:
+                raise MalformedCallError
+            self._json = _Json(start)
+        head, end = text[: self._json.start], self._json.end(text)
+        name = _NAME_BEFORE_OBJECT.match(head)
+        if name is None and head.strip():
+            raise MalformedCallError
+        if end is None:
+            return None
+        value = _parsed(text[self._json.start : end])
+        if name is not None:
+            return end, [_call({"name": name[1], "arguments": value})]
+        if not isinstance(value, list) or not value:
+            raise MalformedCallError
+        return end, [_call(one) for one in value]
+
+
+def _first_sign(text: str, start: int) -> int:
+    """Return the place of the first character that is no white space."""
+    return len(text) - len(text[start:].lstrip())
+
+
+def _no_constant(_: str) -> NoReturn:
+    raise ValueError
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise MalformedCallError from None
+
+
+def _call(value: Any, *, needs_arguments: bool = False) -> ToolCall:
+    """Return a call that is written as an object."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise MalformedCallError
+    given = next((value[key] for key in ("arguments", "parameters") if key in value), None if needs_arguments else {})
+    arguments = _parsed(given) if isinstance(given, str) else given
+    if not isinstance(arguments, dict) or not _is_text(value["name"]):
+        raise MalformedCallError
+    written = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(value["name"], written if _is_text(written) else json.dumps(arguments))
+
+
+def _is_text(text: str) -> bool:
+    """Tell whether UTF-8 has all characters: not lone surrogates, which JSON can write."""
+    return text.encode("utf-8", "ignore").decode() == text
+
+
+def _call_in_tags(text: str, types: ParameterTypes) -> ToolCall:
+    """Return a call that is written in tags. A parameter is a text if its type is, else JSON where it can be."""
+    name, _, body = text.removeprefix("<function=").partition(">")
+    if not text.startswith("<function=") or not body.rstrip().endswith("</function>"):
+        raise MalformedCallError
+    before, *parts = body.rstrip().removesuffix("</function>").split("<parameter=")
+    if before.strip():
+        raise MalformedCallError
+    arguments: dict[str, Any] = {}
+    for part in parts:
+        key, _, rest = part.partition(">")
+        value, closing, after = rest.rpartition("</parameter>")
+        if not closing or after.strip():
+            raise MalformedCallError
+        value = value.removeprefix("\n").removesuffix("\n")
+        schema = types.get(name.strip(), {}).get(key.strip())
+        if not (isinstance(schema, Mapping) and schema.get("type") == "string"):
+            with suppress(ValueError, RecursionError):  # then it is a text
+                value = json.loads(value, parse_constant=_no_constant)
+        arguments[key.strip()] = value
+    return _call({"name": name.strip(), "arguments": arguments})
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls of tools.
+
+    Parameters
+    ----------
+    name : {"hermes", "llama3_json", "mistral"}
+        What it is called.
+    opening : str
+        The tag in front of a call.
+    tags : tuple of str
+        All tags, of which some may be special tokens.
+    bare : bool
+        Whether an answer may begin with a call without a tag.
+    names_before_arguments : bool
+        Of Mistral: the newer one of its two forms.
+    """
+
+    name: ToolParserName
+    opening: str
+    tags: tuple[str, ...]
+    bare: bool = False
+    names_before_arguments: bool = False
+
+    def reader(self, types: ParameterTypes) -> Reader:
+        """Return what reads one call, behind its tag."""
+        return _Hermes(types) if self.name == "hermes" else _Llama() if self.name == "llama3_json" else _Mistral()
+
+
+def tool_format(name: ToolParserName | None, template: str) -> ToolFormat | None:
+    """Return how a model writes calls of tools.
+
+    Parameters
+    ----------
+    name : {"hermes", "llama3_json", "mistral"}, optional
+        Its name. If left out, it is known by what the chat template writes.
+    template : str
+        The chat template.
+
+    Returns
+    -------
+    ToolFormat or None
+        None if the template does not say.
+
+    Examples
+    --------
+    >>> tool_format(None, "{{ '<tool_call>' }}").name
+    'hermes'
+    >>> tool_format(None, "{{ messages[0].content }}") is None
+    True
+    """
+    name = name or next((name for marker, name in _MARKERS if marker in template), None)
+    if name == "hermes":
+        return ToolFormat(name, _OPEN, (_OPEN, _CLOSE))
+    if name == "llama3_json":
+        return ToolFormat(name, _PYTHON, (_PYTHON,), bare=True)
+    if name == "mistral":
+        return ToolFormat(name, _CALLS, (_CALLS, _ARGS, _CALL_ID), names_before_arguments=_ARGS in template)
+    return None
