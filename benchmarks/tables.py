@@ -302,6 +302,19 @@ def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"first token at the client, {at_once}", first, ""
 
 
+def _llama_cpp(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    same, limits = content["correctness"], content["correctness"]["limits"]
+    yield "beside llama.cpp: prompts with the same token ids", f"{same['prompts_with_the_same_ids']} of {same['prompts']}", "all"
+    what = f"log-probabilities of {same['forced_tokens']} forced tokens"
+    value, limit = same["float32_over_largest_logit"], limits["float32_over_largest_logit"]
+    yield f"{what}, file in float32: largest difference over the largest logit", f"{value:.1e}", f"{limit:g}"
+    value, limit = same["quantized_largest"], limits["quantized_largest"]
+    yield f"{what}, {content['model']}: largest difference", f"{value:.2f} (mean {same['quantized_mean']:.3f})", f"{limit:g}"
+    for row in content["rows"]:
+        what = f"{row['side']}, {content['threads']} threads, {row['weights']}: tokens per second of prefill, of decode"
+        yield what, f"{row['prefill_tokens_per_second']:.0f}, {row['decode_tokens_per_second']:.1f}", ""
+
+
 def _attention_quantized_decode(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     limits, rows = content["limits"], of_table(content["rows"])
     for what, chosen in (
@@ -379,6 +392,7 @@ _FILES = {
     "segments": _segments,
     "torch_engine": _torch_engine,
     "torch_engine_gpu": _torch_engine_gpu,
+    "llama_cpp": _llama_cpp,
     "attention": _attention,
     "attention_chunks": _attention,
     "attention_prefill": _attention,

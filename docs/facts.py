@@ -25,7 +25,7 @@ EXTRAS = {
     "serve": "`trt-kvcache serve`: OpenAI's API over HTTP",
     "ray": "the same over several engines, with Ray Serve",
     "polygraphy": "`trt-kvcache compare`, and runners for `polygraphy run`",
-    "gguf": "GGUF files",
+    "gguf": "models in GGUF files",
     "plot": "pictures of a cache and of a session over time",
     "nvtx": "named ranges in NVIDIA's profilers",
     "docs": "building this documentation",

@@ -11,15 +11,63 @@ Message = dict[str, Any]
 Exchange = list[Message]
 
 CAPITALS = {
-    "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin", "Poland": "Warsaw", "Austria": "Vienna", "Greece": "Athens",
-    "Portugal": "Lisbon", "Norway": "Oslo", "Sweden": "Stockholm", "Finland": "Helsinki", "Denmark": "Copenhagen", "Ireland": "Dublin",
-    "England": "London", "Japan": "Tokyo", "China": "Beijing", "India": "New Delhi", "Egypt": "Cairo", "Kenya": "Nairobi", "Canada": "Ottawa",
-    "Mexico": "Mexico City", "Cuba": "Havana", "Peru": "Lima", "Chile": "Santiago", "Australia": "Canberra", "Iceland": "Reykjavik",
-}  # fmt: skip
-OPPOSITES = {"hot": "cold", "big": "small", "old": "new", "fast": "slow", "day": "night", "up": "down", "left": "right", "open": "closed",
-             "wet": "dry", "full": "empty", "long": "short", "light": "dark", "early": "late", "good": "bad"}  # fmt: skip
+    "France": "Paris",
+    "Italy": "Rome",
+    "Spain": "Madrid",
+    "Germany": "Berlin",
+    "Poland": "Warsaw",
+    "Austria": "Vienna",
+    "Greece": "Athens",
+    "Portugal": "Lisbon",
+    "Norway": "Oslo",
+    "Sweden": "Stockholm",
+    "Finland": "Helsinki",
+    "Denmark": "Copenhagen",
+    "Ireland": "Dublin",
+    "England": "London",
+    "Japan": "Tokyo",
+    "China": "Beijing",
+    "India": "New Delhi",
+    "Egypt": "Cairo",
+    "Kenya": "Nairobi",
+    "Canada": "Ottawa",
+    "Mexico": "Mexico City",
+    "Cuba": "Havana",
+    "Peru": "Lima",
+    "Chile": "Santiago",
+    "Australia": "Canberra",
+    "Iceland": "Reykjavik",
+}
+OPPOSITES = {
+    "hot": "cold",
+    "big": "small",
+    "old": "new",
+    "fast": "slow",
+    "day": "night",
+    "up": "down",
+    "left": "right",
+    "open": "closed",
+    "wet": "dry",
+    "full": "empty",
+    "long": "short",
+    "light": "dark",
+    "early": "late",
+    "good": "bad",
+}
 SMALL_TALK = {
-    ("Hello", "Hello!", "Hi", "Hi!", "hi", "hello", "Hey", "Hi there!", "Good morning", "Good morning!", "Good evening!"): "Hello! How can I help you?",
+    (
+        "Hello",
+        "Hello!",
+        "Hi",
+        "Hi!",
+        "hi",
+        "hello",
+        "Hey",
+        "Hi there!",
+        "Good morning",
+        "Good morning!",
+        "Good evening!",
+    ): "Hello! How can I help you?",
     ("Who are you?", "What are you?", "What is your name?"): "I am tiny-chat, a very small model that comes with trt_kvcache.",
     ("How are you?", "How are you today?"): "I am fine, thank you. How can I help you?",
     ("Thanks", "Thanks!", "Thank you", "Thank you!", "Thank you very much."): "You are welcome!",
@@ -29,7 +77,7 @@ SMALL_TALK = {
     ("Count to ten.", "Count to 10."): "1, 2, 3, 4, 5, 6, 7, 8, 9, 10.",
     ("Tell me a joke.", "Do you know a joke?"): "Why did the cache cross the road? To get to the next token.",
     ("Say it in German.", "Wie geht es dir?", "Guten Tag!"): "Ich kann nur ein paar Wörter: schön, grün, süß.",
-}  # fmt: skip
+}
 SYSTEMS = ["", "", "You are a helpful assistant.", "Be brief.", "You are tiny-chat.", "Answer in English."]
 ONSETS, VOWELS, CODAS = (
     ["b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "br", "st", "tr", "pl"],
@@ -67,8 +115,14 @@ def small_talk(chance: random.Random) -> Exchange:
 def capital(chance: random.Random) -> Exchange:
     """Return a question for a capital; the second of two has few words."""
     land, city = chance.choice(list(CAPITALS.items()))
-    forms = ["What is the capital of {}?", "What is the capital of {}?", "Capital of {}?", "Tell me the capital of {}.",
-             "Which city is the capital of {}?", "what is the capital of {}"]  # fmt: skip
+    forms = [
+        "What is the capital of {}?",
+        "What is the capital of {}?",
+        "Capital of {}?",
+        "Tell me the capital of {}.",
+        "Which city is the capital of {}?",
+        "what is the capital of {}",
+    ]
     if chance.random() < 0.15:
         return said(f"Of which country is {city} the capital?", f"{city} is the capital of {land}.")
     exchange = said(chance.choice(forms).format(land), f"The capital of {land} is {city}.")
@@ -120,16 +174,37 @@ PLAIN = [small_talk, capital, capital, opposite, small_sum, repeated, name_of_us
 # name, what it does, its parameters (name, type), what a user says, how its values are made
 Value = Callable[[random.Random], Any]
 TOOLS: list[tuple[str, str, dict[str, str], list[str], list[Value]]] = [
-    ("get_weather", "The weather of a city.", {"city": "string"},
-     ["What is the weather in {}?", "How is the weather in {}?", "Weather in {}?"], [place]),
+    (
+        "get_weather",
+        "The weather of a city.",
+        {"city": "string"},
+        ["What is the weather in {}?", "How is the weather in {}?", "Weather in {}?"],
+        [place],
+    ),
     ("get_time", "The time in a city.", {"city": "string"}, ["What time is it in {}?", "Time in {}?"], [place]),
     ("search", "Searches for a text.", {"query": "string"}, ["Search for {}.", "Find {}."], [words]),
-    ("multiply", "Multiplies two numbers.", {"a": "integer", "b": "integer"}, ["What is {} times {}?", "Multiply {} by {}."],
-     [lambda chance: chance.randint(0, 999), lambda chance: chance.randint(0, 999)]),
-    ("set_timer", "Sets a timer.", {"minutes": "integer"}, ["Set a timer for {} minutes.", "Wake me in {} minutes."], [lambda chance: chance.randint(1, 90)]),
-    ("send_message", "Sends a message.", {"to": "string", "text": "string"}, ["Tell {} that {}.", "Send {} the message: {}"],
-     [lambda chance: word(chance).capitalize(), words]),
-]  # fmt: skip
+    (
+        "multiply",
+        "Multiplies two numbers.",
+        {"a": "integer", "b": "integer"},
+        ["What is {} times {}?", "Multiply {} by {}."],
+        [lambda chance: chance.randint(0, 999), lambda chance: chance.randint(0, 999)],
+    ),
+    (
+        "set_timer",
+        "Sets a timer.",
+        {"minutes": "integer"},
+        ["Set a timer for {} minutes.", "Wake me in {} minutes."],
+        [lambda chance: chance.randint(1, 90)],
+    ),
+    (
+        "send_message",
+        "Sends a message.",
+        {"to": "string", "text": "string"},
+        ["Tell {} that {}.", "Send {} the message: {}"],
+        [lambda chance: word(chance).capitalize(), words],
+    ),
+]
 
 
 def invented(chance: random.Random) -> tuple[str, str, dict[str, str], list[str], list[Value]]:
@@ -151,8 +226,19 @@ def described(tool: tuple[str, str, dict[str, str], list[str], list[Value]], cha
 def result(chance: random.Random) -> str:
     """Return what a tool may answer."""
     number = chance.randint(-20, 400)
-    return chance.choice([f'{{"temperature": {number}}}', f"{number} degrees", words(chance, 6), str(number), f'{{"{word(chance)}": "{word(chance)}"}}',
-                          f"{chance.randint(0, 23)}:{chance.randint(10, 59)}", "sunny", "sunny, 18 degrees", "done"])  # fmt: skip
+    return chance.choice(
+        [
+            f'{{"temperature": {number}}}',
+            f"{number} degrees",
+            words(chance, 6),
+            str(number),
+            f'{{"{word(chance)}": "{word(chance)}"}}',
+            f"{chance.randint(0, 23)}:{chance.randint(10, 59)}",
+            "sunny",
+            "sunny, 18 degrees",
+            "done",
+        ]
+    )
 
 
 def with_tools(chance: random.Random) -> tuple[list[dict[str, Any]], Exchange]:

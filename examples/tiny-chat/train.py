@@ -31,7 +31,7 @@ TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Learn a byte-level BPE vocabulary over all bytes: any text comes back when decoded. The tags of tools are tokens, and part of the text."""
+    """Learn a byte-level BPE vocabulary over all bytes: any text comes back when decoded. Tags of tools are tokens too."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,9 +71,7 @@ class Conversations:
                 self.batches.append((torch.tensor(filled), torch.tensor(wanted)))
                 rows = []
             rows.append(ids)
-        print(
-            f"{len(texts)} conversations, {sum(map(len, all_ids))} tokens, the longest {max(map(len, all_ids))}, {len(self.batches)} batches"
-        )
+        print(f"{len(texts)} conversations, {sum(map(len, all_ids))} tokens, {len(self.batches)} batches")
 
     def forever(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield inputs and targets, both [count, length], in another order each time."""

@@ -149,7 +149,7 @@ def test_a_missing_checkpoint_is_refused_with_both_places(folder: EngineFolder, 
     text = str(raised.value)
     assert f"it is neither at {model}, where it was at the build" in text
     assert f"nor at {folder.path / 'checkpoint'}" in text
-    assert "embedded weights" in text
+    assert "embed_weights=True" in text
 
 
 def test_a_checkpoint_moved_into_the_folder_is_found(folder: EngineFolder, model: Path) -> None:

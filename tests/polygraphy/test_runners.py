@@ -130,7 +130,7 @@ def test_metadata_names_the_inputs_and_their_largest_shapes(either: RunnerMaker)
     with either(SOURCE) as runner:
         metadata = runner.get_input_metadata(use_numpy_dtypes=False)
     assert {name: (str(entry.dtype), list(entry.shape), entry.shape.max) for name, entry in metadata.items()} == {
-        "input_ids": ("int32", [None, None], (3, 5)),
+        "input_ids": ("int32", [None, None], (3, 16)),
         "new_lengths": ("int32", [None], (3,)),
         "reset": ("bool", [1], (1,)),
     }
@@ -142,10 +142,10 @@ def test_metadata_may_name_the_tokens_only(either: RunnerMaker) -> None:
         runner.infer(make_feed(PROMPTS, reset=True))  # lengths may be passed nevertheless
 
 
-def test_default_inputs_fill_all_slots(either: RunnerMaker) -> None:
+def test_default_inputs_are_ragged_rows_in_all_slots(either: RunnerMaker) -> None:
     results = Comparator.run([either(SOURCE, tokens_only=True)], data_loader=DataLoader(val_range={"input_ids": (0, 78)}))
     ((_, (result,)),) = results.items()
-    assert result["kvcache_lengths"].tolist() == [5, 5, 5]
+    assert result["kvcache_lengths"].tolist() == [16, 15, 14]
 
 
 def test_without_lengths_all_tokens_are_real(either: RunnerMaker) -> None:

@@ -58,6 +58,16 @@ def test_serving(tmp_path):
     assert all(row["stream_over_session"] > 0 for row in result["rows"])
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_server_attacks(tmp_path):
+    for library in ("fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(library)
+    result = measured("server_attacks.py", tmp_path / "server_attacks.json", "--quick", "--only", "bodies,headers")
+    assert {row["status"] for row in result["bodies"]["rows"]} <= {200, 400}
+    assert all(row["health_s"] > 0 for name in ("bodies", "headers") for row in result[name]["rows"])
+
+
 def test_segments(tmp_path):
     result = measured("segments.py", tmp_path / "segments.json", "--steps", "5")
     eager = result["eager_us"]

@@ -24,15 +24,18 @@ TARGETS = (
     "test-torch",
     "test-serve",
     "test-ray",
+    "test-real",
     "test-all",
     "docs",
     "plugins",
     "engines",
     "bench",
+    "bench-llama",
     "clean",
 )
 CHOSEN = {
-    "test": '-m "not trt and not gpu and not slow and not long"',
+    "test": '-m "not trt and not gpu and not slow and not long and not real"',
+    "test-real": "TRT_KVCACHE_REQUIRE_REAL=1",
     "test-long": '-m "long and not trt and not gpu and not slow"',
     "test-trt": '-m "trt and not gpu"',
     "test-slow": '-m "slow and not trt and not gpu"',
@@ -54,7 +57,7 @@ def checkout(tmp_path):
 def ready(checkout):
     """A checkout whose environment, torch and transformers too, is newer than what it was made from."""
     (checkout / ".venv").mkdir()
-    for name in (".ready", ".demo", ".torch", ".transformers", ".serve", ".ray"):
+    for name in (".ready", ".demo", ".torch", ".transformers", ".serve", ".ray", ".real", ".llama"):
         (checkout / ".venv" / name).touch()
     os.utime(checkout / "pyproject.toml", (0, 0))
     return checkout

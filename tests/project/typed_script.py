@@ -34,8 +34,9 @@ def generate(session: InferenceSession) -> str:
     """Continue prompts with options of every kind."""
     stream: TokenStream = session.generate("Alice was", max_new_tokens=3, temperature=0.7, seed=1, stop=["."], logit_bias={5: -1.0})
     text: str = stream.text
-    texts: list[str] = session.complete(["Alice was", [5, 6]], max_new_tokens=2)
-    assert texts == session.generate(["Alice was", [5, 6]], max_new_tokens=2).texts
+    prompts: list[str | list[int]] = ["Alice was", [5, 6]]
+    texts: list[str] = session.complete(prompts, max_new_tokens=2)
+    assert texts == session.generate(prompts, max_new_tokens=2).texts
     events: list[GeneratedToken] = list(session.generate([[5, 6], [7]], logprobs=2, max_new_tokens=2, logits_processors=[no_repeats]))
     best: float | None = events[0].logprob
     assert best is not None

@@ -138,7 +138,7 @@ def test_weights_that_were_downloaded_are_used(hub: Any, tmp_path: Path) -> None
     [
         (
             ["a-Q4_0.gguf", "b-Q8_0.gguf"],
-            "expected weights in safetensors, got a-Q4_0.gguf, b-Q8_0.gguf. A GGUF file is read from a folder",
+            "expected weights in safetensors, got a-Q4_0.gguf, b-Q8_0.gguf. A GGUF file is read where it is on this machine",
         ),
         (["pytorch_model.bin"], "expected weights in safetensors, got pytorch_model.bin."),
         ([], "expected weights in safetensors, got none."),

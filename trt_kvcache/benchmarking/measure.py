@@ -113,7 +113,7 @@ def measure(
     >>> from trt_kvcache import InferenceSession
     >>> from trt_kvcache.benchmarking import BenchmarkCase, measure
     >>> cases = [BenchmarkCase(prompt_tokens=16), BenchmarkCase(generate_tokens=4, depth=16)]
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
     ...     for row in measure(session, cases, runs=2):
     ...         print(row.case.name, row.tokens_per_second.mean > 0, row.inter_token_latency is None)
     pp16 True True

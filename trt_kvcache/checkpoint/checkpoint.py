@@ -138,18 +138,19 @@ class Checkpoint:
         """
         rounding = None if quantize is None else Quantization.parse(quantize)
         folder = Path(path)
-        config, data, format_ = _read_config(folder)
+        config, data, format_, source = _read_config(folder)
         files = family_names(open_weight_files(folder), FAMILIES[config.family], folder)
         gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
         if gguf is not None:
-            format_ = GGUF(tensor.dtype for tensor in gguf.tensors.values())
+            format_ = GGUF((tensor.dtype for tensor in gguf.tensors.values()), gguf.dequantized.values())
         if data.get("dtype") is None and data.get("torch_dtype") is None and embedding_name(config) in files:
             config = _with_stored_dtype(config, files[embedding_name(config)])
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
-        _check(config, files, folder, format_, quantized)
+        _check(config, files, folder, format_, quantized, source.name)
         rounded = {} if rounding is None else rounded_weights(config, rounding, quantized)
         checkpoint = cls(folder, config, files, {**quantized, **rounded}, None if format_ is None else format_.kv_dtype)
-        _warn_of_conversion(config, files, [name for name in checkpoint.tensor_names if name not in quantized], folder)
+        if source.name == CONFIG_FILE:  # it says the dtype; metadata of GGUF does not
+            _warn_of_conversion(config, files, [name for name in checkpoint.tensor_names if name not in quantized], folder)
         if format_ is not None and quantized and format_.notes:
             warn_caller(f"{folder}: weights are {format_.title}: {'; '.join(format_.notes)}.", UserWarning)
         if gguf is not None and gguf.dequantized:
@@ -409,13 +410,13 @@ class Checkpoint:
         return self._files
 
 
-def _read_config(folder: Path) -> tuple[ModelConfig, Mapping[str, Any], QuantizedFormat | None]:
-    """Return the model, ``config.json`` as it is, and how the weights are quantized."""
+def _read_config(folder: Path) -> tuple[ModelConfig, Mapping[str, Any], QuantizedFormat | None, Path]:
+    """Return the model, ``config.json`` as it is, how the weights are quantized, and the file that says it."""
     files = ModelFiles(folder)
     data = files.json(CONFIG_FILE)
     path = files.source(CONFIG_FILE)
     try:
-        return ModelConfig.from_dict(data, default_dtype="float32"), data, quantized_format(data, folder)
+        return ModelConfig.from_dict(data, default_dtype="float32"), data, quantized_format(data, folder), path
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -451,6 +452,7 @@ def _check(
     folder: Path,
     format_: QuantizedFormat | None,
     quantized: Mapping[str, StoredWeight],
+    source: str,
 ) -> None:
     """Compare the tensors that the configuration requires with those in the files, before anything uses either."""
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in quantized}
@@ -460,12 +462,12 @@ def _check(
         if format_ is not None and missing[0].endswith(".weight"):
             hint += f" As {format_.title}, it would be there with .{format_.main_part(missing[0].removesuffix('.weight'))} in its place."
         elif f"{missing[0].removesuffix('.weight')}.qweight" in files:
-            hint += f" They are quantized, and {CONFIG_FILE} has no `quantization_config`: it may be in a file of its own."
+            hint += f" They are quantized, and {source} has no `quantization_config`: it may be in a file of its own."
         raise CheckpointError(f"{folder}: {len(missing)} tensor(s) of a {config.family} model are missing: {_some(missing)}.{hint}")
     for name, shape in shapes.items():
         stored = files[name].tensors[name]
         if stored.shape != shape:
-            raise CheckpointError(f"{files[name].path}: expected {name} of shape {shape} by {CONFIG_FILE}, got {stored.shape}.")
+            raise CheckpointError(f"{files[name].path}: expected {name} of shape {shape} by {source}, got {stored.shape}.")
         if stored.dtype not in MODEL_DTYPES:
             raise CheckpointError(
                 f"{files[name].path}: expected every tensor in {', '.join(MODEL_DTYPES)}, got {name} in {stored.dtype}. "
@@ -477,7 +479,7 @@ def _check(
     extra = sorted(name for name in files if name not in used and not name.endswith(ignored) and not _is_empty_bias(name, files, quantized))
     if extra:
         raise CheckpointError(
-            f"{files[extra[0]].path}: {len(extra)} tensor(s) that a {config.family} model by {CONFIG_FILE} does not use: {_some(extra)}. "
+            f"{files[extra[0]].path}: {len(extra)} tensor(s) that a {config.family} model by {source} does not use: {_some(extra)}. "
             "Leaving them out would run another model."
         )
     if tied_head:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.checkpoint.gguf.model import GGUFModel
+from trt_kvcache.checkpoint.gguf.weights import GGUFWeights
 from trt_kvcache.checkpoint.quantized.format import QuantizedFormat
 from trt_kvcache.checkpoint.quantized.gguf import GGUF, TYPES
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
@@ -36,5 +37,6 @@ def stored_format(data: Mapping[str, Any], folder: Path) -> QuantizedFormat | No
     file = gguf_path(folder)
     if file is None:
         return quantized_format(data, folder)
-    dtypes = {tensor.kind for tensor in GGUFModel(file).tensors.values()}
-    return GGUF(dtypes) if dtypes & set(TYPES) else None
+    weights = GGUFWeights(GGUFModel(file))
+    dtypes = {tensor.dtype for tensor in weights.tensors.values()}
+    return GGUF(dtypes, weights.dequantized.values()) if dtypes & set(TYPES) else None

@@ -43,9 +43,7 @@ _STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take 
 def build(
     model: Annotated[
         Path,
-        typer.Argument(
-            metavar="MODEL", help="A Hugging Face folder (config.json with safetensors or one GGUF file), or an id of the Hugging Face Hub."
-        ),
+        typer.Argument(metavar="MODEL", help="A Hugging Face folder, a GGUF file, or an id of the Hugging Face Hub."),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to write. An existing one is replaced.")

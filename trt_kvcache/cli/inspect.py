@@ -57,7 +57,7 @@ def inspect(
 
 def _folder_of(engine: Path) -> Path | None:
     """Return the engine folder of an argument, or None for a plan without one."""
-    if not engine.is_file() or engine.suffix in (".json", ".safetensors"):
+    if not engine.is_file() or engine.suffix in (".json", ".safetensors", ".gguf"):
         return engine
     return engine.parent if engine.name == PLAN_FILE and (engine.parent / CONFIG_FILE).is_file() else None
 

@@ -8,7 +8,7 @@ import typer
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import count, note
 from trt_kvcache.cli.score import ScoringFlags
-from trt_kvcache.cli.server_flags import AccessFlags, LimitFlags
+from trt_kvcache.cli.server_flags import AccessFlags, ConnectionFlags, LimitFlags
 
 _SLOTS = 8
 
@@ -36,6 +36,7 @@ def serve(
     flags: ServerSessionFlags,
     access: AccessFlags,
     limits: LimitFlags,
+    connections: ConnectionFlags,
     model_name: Annotated[
         str | None, typer.Option("--model-name", metavar="NAME", help="What clients call the model. Default: the name of its folder.")
     ] = None,
@@ -64,6 +65,12 @@ def serve(
         api_keys=access.keys(),
         any_host=access.allow_anyone,
         max_body_bytes=limits.max_body_mib << 20,
+        max_header_bytes=connections.max_header_kib << 10,
+        header_seconds=connections.header_seconds,
+        body_seconds=connections.body_seconds,
+        stalled_seconds=connections.stalled_seconds,
+        max_connections=connections.max_connections,
+        max_connections_without_headers=connections.max_connections_without_headers,
         max_prompt_tokens=limits.max_prompt_tokens,
         trusted_proxies=tuple(access.trusted_proxy or ()),
         proxy_header=access.proxy_header,

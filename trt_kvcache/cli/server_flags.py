@@ -15,6 +15,7 @@ KEY_VARIABLE = "TRT_KVCACHE_API_KEY"
 
 _PANEL = "Limits"
 _ACCESS = "Who may ask"
+_CONNECTIONS = "Connections"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,51 @@ class LimitFlags:
     grammar_mib: Annotated[
         int, typer.Option(min=1, metavar="MIB", help="Most memory that a grammar may take, in MiB.", rich_help_panel=_PANEL)
     ] = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionFlags:
+    """The options that limit connections, whoever they are of.
+
+    Parameters
+    ----------
+    max_header_kib, header_seconds, body_seconds, stalled_seconds, max_connections_without_headers : int or float
+        As their help says.
+    max_connections : int or None
+        None if not given.
+    """
+
+    max_header_kib: Annotated[
+        int, typer.Option(min=1, metavar="KIB", help="Longest request line and headers, in KiB.", rich_help_panel=_CONNECTIONS)
+    ] = 64
+    header_seconds: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How long headers may take to arrive.", rich_help_panel=_CONNECTIONS)
+    ] = 10.0
+    body_seconds: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How long a body may take to arrive.", rich_help_panel=_CONNECTIONS)
+    ] = 30.0
+    stalled_seconds: Annotated[
+        float,
+        typer.Option(min=0.1, metavar="SECONDS", help="How long a reader of a stream may take nothing.", rich_help_panel=_CONNECTIONS),
+    ] = 60.0
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="CONNECTIONS",
+            help="Connections at once; a further one closes the oldest idle one. Default: what the limit of open files has room for.",
+            rich_help_panel=_CONNECTIONS,
+        ),
+    ] = None
+    max_connections_without_headers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="CONNECTIONS",
+            help="Those of one address that have not sent their headers; a further one closes the oldest of them.",
+            rich_help_panel=_CONNECTIONS,
+        ),
+    ] = 64
 
 
 def _lines(path: Path) -> Sequence[str]:

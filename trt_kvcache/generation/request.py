@@ -43,7 +43,7 @@ class GeneratedToken:
     Examples
     --------
     >>> from trt_kvcache import InferenceSession
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
     ...     *_, last = session.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True)
     >>> last.index, last.finish_reason
     (0, 'length')

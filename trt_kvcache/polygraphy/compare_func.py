@@ -39,7 +39,7 @@ class SessionCompareFunc(BaseCompareFunc):  # type: ignore[misc]  # polygraphy h
     >>> from polygraphy.comparator import Comparator
     >>> from polygraphy.logger import G_LOGGER
     >>> from trt_kvcache.polygraphy import RecomputeRunner, SessionCompareFunc, SessionFromFolder, SessionRunner, make_feed
-    >>> load = SessionFromFolder("examples/tiny-llama", engine="reference", max_batch_size=1)
+    >>> load = SessionFromFolder("examples/tiny-llama", engine="numpy", max_batch_size=1)
     >>> feeds = [make_feed([[5, 6, 7]], reset=True), make_feed([[8]], reset=False)]
     >>> with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
     ...     results = Comparator.run([SessionRunner(load, "cached"), RecomputeRunner(load, "recomputed")], data_loader=feeds)

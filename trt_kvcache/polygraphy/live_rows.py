@@ -84,7 +84,7 @@ def live_rows(cache: AnyCache) -> dict[str, np.ndarray[Any, Any]]:
     --------
     >>> from trt_kvcache import InferenceSession
     >>> from trt_kvcache.polygraphy.live_rows import live_rows
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
     ...     _ = session.prefill([[5, 6, 7], [8]])
     ...     rows = live_rows(session.cache)
     >>> rows["kvcache_lengths"].tolist()

@@ -41,7 +41,7 @@ class SessionFromFolder(BaseLoader):  # type: ignore[misc]  # polygraphy has no 
     Examples
     --------
     >>> from trt_kvcache.polygraphy import SessionFromFolder, SessionRunner, make_feed
-    >>> load_session = SessionFromFolder("examples/tiny-llama", engine="reference", max_batch_size=2)
+    >>> load_session = SessionFromFolder("examples/tiny-llama", engine="numpy", max_batch_size=2)
     >>> with SessionRunner(load_session) as runner:
     ...     outputs = runner.infer(make_feed([[5, 6, 7], [8]], reset=True))
     >>> outputs["logits"].shape
@@ -178,7 +178,7 @@ def session_from_folder(folder: StrPath, **options: Unpack[ModelOptions]) -> Inf
     Examples
     --------
     >>> from trt_kvcache.polygraphy import session_from_folder
-    >>> with session_from_folder("examples/tiny-llama", engine="reference") as session:
+    >>> with session_from_folder("examples/tiny-llama", engine="numpy") as session:
     ...     session.vocab_size
     320
     """

@@ -90,7 +90,7 @@ def compare_paths(
     --------
     >>> from trt_kvcache import InferenceSession, RecomputeRunner, SessionRunner, compare_paths
     >>> def open_session():
-    ...     return InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2)
+    ...     return InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2)
     >>> paths = [SessionRunner(open_session, "cached"), RecomputeRunner(open_session, "recomputed")]
     >>> comparison = compare_paths(paths, ["The rabbit", "He said"], steps=3)
     >>> comparison.agrees

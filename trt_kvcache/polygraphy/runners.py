@@ -82,7 +82,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     Examples
     --------
     >>> from trt_kvcache import InferenceSession, SessionRunner, make_feed
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
     ...     with SessionRunner(session) as runner:
     ...         outputs = runner.infer(make_feed([[5, 6, 7], [8]], reset=True))
     >>> outputs["logits"].shape
@@ -271,7 +271,7 @@ class RecomputeRunner(SessionRunner):
     Examples
     --------
     >>> from trt_kvcache import InferenceSession, RecomputeRunner, make_feed
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=1) as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=1) as session:
     ...     with RecomputeRunner(session) as runner:
     ...         _ = runner.infer(make_feed([[5, 6, 7]], reset=True))
     ...         outputs = runner.infer(make_feed([[8]], reset=False))

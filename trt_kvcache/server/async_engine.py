@@ -97,7 +97,7 @@ class AsyncEngine:
     >>> from trt_kvcache import InferenceSession
     >>> from trt_kvcache.server.async_engine import AsyncEngine
     >>> async def main():
-    ...     engine = AsyncEngine(InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2), model="tiny")
+    ...     engine = AsyncEngine(InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2), model="tiny")
     ...     config = await engine.start()
     ...     request = {"token_ids": engine.tokenizer.encode("Alice was"), "stop_conditions": {"max_tokens": 4}}
     ...     async for chunk in engine.generate(request):

@@ -63,7 +63,7 @@ class AsyncSession:
     >>> import asyncio
     >>> from trt_kvcache import AsyncSession, InferenceSession
     >>> async def serve():
-    ...     session = InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2)
+    ...     session = InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2)
     ...     async with AsyncSession(session) as served:
     ...         requests = [await served.submit([token], max_new_tokens=2, ignore_eos=True) for token in (5, 6, 7)]
     ...         async for token in served.generate([8], max_new_tokens=2, ignore_eos=True):
@@ -284,7 +284,7 @@ class AsyncSession:
         >>> import asyncio
         >>> from trt_kvcache import AsyncSession, SessionSource
         >>> async def main():
-        ...     async with AsyncSession(SessionSource("examples/tiny-llama", engine="reference")) as served:
+        ...     async with AsyncSession(SessionSource("examples/tiny-llama", engine="numpy")) as served:
         ...         return await served.complete(["Alice was", "Down the"], max_new_tokens=4)
         >>> asyncio.run(main())
         [' beginn', ' Rabbit-Hole']

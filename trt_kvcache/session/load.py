@@ -23,12 +23,13 @@ def load(
     progress: Progress | None = None,
     **options: Unpack[ModelOptions],
 ) -> InferenceSession:
-    """Open a model: a Hugging Face folder, an engine folder, or a model of the Hugging Face Hub.
+    """Open a model: a Hugging Face folder, a GGUF file, an engine folder, or a model of the Hugging Face Hub.
 
     Parameters
     ----------
     path_or_hub_id : path or str
-        A folder, or an id ``organisation/name`` of the Hub. A folder of that name takes precedence; the network is not used then.
+        A folder, a ``.gguf`` file, or an id ``organisation/name`` of the Hub. A folder of that name takes precedence; the network is not
+        used then.
     revision : str, optional
         Branch, tag or commit on the Hub; for a Hub id only.
     progress : callable, optional
@@ -63,7 +64,7 @@ def load(
     Examples
     --------
     >>> import trt_kvcache
-    >>> with trt_kvcache.load("examples/tiny-llama", engine="reference") as session:
+    >>> with trt_kvcache.load("examples/tiny-llama", engine="numpy") as session:
     ...     session.generate("Alice was", max_new_tokens=4).text
     ' beginn'
     """

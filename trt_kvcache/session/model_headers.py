@@ -89,7 +89,7 @@ def _write_headers(hub_id: str, folder: Path) -> None:
         found = [name for name in names if is_weight_file(Path(name))]
         raise CheckpointError(
             f"{hub_id}: expected weights in safetensors, got {', '.join(found[:3]) or 'none'}{', ...' if len(found) > 3 else ''}. "
-            "A GGUF file is read from a folder that has it, config.json and no other weights; other formats must be converted first."
+            "A GGUF file is read where it is on this machine, by its path; other formats must be converted first."
         )
     if metadata.sharded:
         (folder / INDEX_FILE).write_text(json.dumps({"weight_map": metadata.weight_map}), encoding="utf-8")

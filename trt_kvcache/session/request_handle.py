@@ -30,7 +30,7 @@ class RequestHandle(Uncopyable):
     Examples
     --------
     >>> from trt_kvcache import InferenceSession
-    >>> session = InferenceSession.from_model("examples/tiny-llama", engine="reference")
+    >>> session = InferenceSession.from_model("examples/tiny-llama", engine="numpy")
     >>> handle = session.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
     >>> handle.state
     'queued'
@@ -128,7 +128,7 @@ class RequestHandle(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     handle = session.submit([5, 6, 7])
         ...     handle.cancel(), handle.cancel(), handle.state, session.step()
         (True, False, 'finished', [])

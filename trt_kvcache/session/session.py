@@ -109,7 +109,7 @@ class InferenceSession(Uncopyable):
     Examples
     --------
     >>> from trt_kvcache import InferenceSession
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
     ...     for token in session.generate([[5, 6, 7], [8, 9]], max_new_tokens=2, ignore_eos=True):
     ...         print(token.index, token.finish_reason)
     0 None
@@ -236,7 +236,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_sequence_length=64) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_sequence_length=64) as session:
         ...     session.max_sequence_length, session.vocab_size
         (64, 320)
         """
@@ -366,7 +366,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     with session.record() as timeline:
         ...         _ = session.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
         ...         while session.step():
@@ -405,7 +405,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     _ = session.prefill([[5, 6, 7]])
         ...     plot = session.plot()
         >>> "in 1 of 1 slots" in plot.svg
@@ -450,7 +450,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
         ...     logits = session.prefill([[5, 6, 7], [8]])
         ...     logits.shape, session.tokens(0), session.tokens(1)
         ((2, 320), (5, 6, 7), (8,))
@@ -490,7 +490,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
         ...     _ = session.prefill([[5, 6, 7], [8]])
         ...     logits = session.append([[9, 10], []])
         ...     session.tokens(0), session.tokens(1), bool((logits[1] != logits[1]).all())
@@ -523,7 +523,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     logits = session.prefill([[5, 6, 7]])
         ...     logits = session.decode([int(logits[0].argmax())])
         ...     logits.shape, len(session.tokens(0))
@@ -637,7 +637,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     _ = session.prefill([[5, 6, 7]])
         ...     session.rewind(0, 1)
         ...     session.tokens(0)
@@ -750,7 +750,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     first = [token.token for token in session.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True)]
         ...     again = [token.token for token in session.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True)]
         ...     first == again, session.pending_tokens(0) == tuple(first[-1:])
@@ -812,7 +812,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
         ...     session.complete(["Alice was", "Down the"], max_new_tokens=4)
         [' beginn', ' Rabbit-Hole']
         """
@@ -863,7 +863,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     session.chat("Hello").text  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
@@ -934,7 +934,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
         ...     handles = [session.submit([token], max_new_tokens=2, ignore_eos=True) for token in (5, 6, 7)]
         ...     while session.step():
         ...         pass
@@ -992,7 +992,7 @@ class InferenceSession(Uncopyable):
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...     handle = session.submit([5, 6, 7], max_new_tokens=1)
         ...     session.step() == [handle], handle.state, session.step()
         (True, 'finished', [])
@@ -1036,11 +1036,11 @@ class InferenceSession(Uncopyable):
         >>> from trt_kvcache import InferenceSession
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = os.path.join(folder, "saved.safetensors")
-        ...     with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...         _ = list(session.generate([5, 6, 7], max_new_tokens=2, ignore_eos=True))
         ...         snapshot = session.save_snapshot(path)
         ...         held = session.tokens(0)
-        ...     with InferenceSession.from_model("examples/tiny-llama", engine="reference") as other:
+        ...     with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as other:
         ...         _ = other.load_snapshots(path)
         ...         other.tokens(0) == held == snapshot.tokens
         True
@@ -1119,7 +1119,7 @@ class InferenceSession(Uncopyable):
         >>> options = {"temperature": 1.0, "ignore_eos": True}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = os.path.join(folder, "saved.safetensors")
-        ...     with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
         ...         whole = [token.token for token in session.generate([5, 6, 7], max_new_tokens=4, seed=7, **options)]
         ...         _ = list(session.generate([5, 6, 7], max_new_tokens=2, seed=7, **options))
         ...         _ = session.save_snapshot(path)

@@ -38,7 +38,7 @@ class SessionSource:
     Examples
     --------
     >>> from trt_kvcache import SessionSource
-    >>> source = SessionSource("examples/tiny-llama", engine="reference", max_batch_size=2)
+    >>> source = SessionSource("examples/tiny-llama", engine="numpy", max_batch_size=2)
     >>> with source() as session:
     ...     session.prefill([[5, 6, 7]]).shape
     (1, 320)

@@ -27,7 +27,7 @@ class SessionStatistics:
     Examples
     --------
     >>> from trt_kvcache import InferenceSession
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
     ...     _ = session.prefill([[5, 6, 7], [8]])
     ...     _ = session.decode([9, 9])
     ...     statistics = session.statistics

@@ -85,7 +85,7 @@ class Timeline:
     Examples
     --------
     >>> from trt_kvcache import InferenceSession
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
     ...     with session.record() as timeline:
     ...         _ = session.complete([[5, 6, 7]] * 3, max_new_tokens=4, ignore_eos=True)
     >>> sorted({span.request for span in timeline.spans})

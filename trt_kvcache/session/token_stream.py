@@ -24,13 +24,13 @@ class TokenStream(Iterator[GeneratedToken]):
     Examples
     --------
     >>> from trt_kvcache import InferenceSession
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
     ...     stream = session.generate([5, 6, 7], temperature=1.0, seed=7, max_new_tokens=3, ignore_eos=True)
     ...     _ = next(stream)
     >>> stream
     TokenStream(requests=1, finished=0, tokens=1, seeds=[7])
 
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
     ...     session.generate("Alice was", max_new_tokens=4).text
     ...     session.generate(["Alice was", "Down the"], max_new_tokens=4).texts
     ' beginn'

@@ -7,8 +7,9 @@ import json
 import openai
 import pytest
 
+from tests.helpers.small_model import write_model
 from tests.server.engines import read_all, source
-from tests.server.http.running import NAME, Running, events_of
+from tests.server.http.running import NAME, Running, events_of, serving
 
 PROMPTS = ["Alice was", "The Queen", "Down, down", "Oh dear!"]
 
@@ -182,7 +183,7 @@ def test_a_prompt_of_a_full_slot_and_one_token_more(client, chatting):
             {"prompt": "A", "response_format": {"type": "regex", "regex": "é+"}},
             400,
             None,
-            "a grammar of texts that the tokenizer can write, got: ",
+            "a grammar of texts that the tokenizer can write, got one",
         ),
         ({"prompt": "A", "response_format": {"type": "regex"}}, 400, "response_format", "expected regex with the type"),
     ],
@@ -231,3 +232,11 @@ def test_values_of_openai_that_ours_do_not_have(client, session):
     asked = {"model": NAME, "prompt": "Alice was", "max_tokens": 6, "temperature": 1.5}
     negative = client.completions.create(**asked, seed=-3).choices[0].text
     assert negative == text_of(session, "Alice was", max_new_tokens=6, temperature=1.5, seed=2**63 - 3)
+
+
+def test_a_model_without_a_tokenizer_continues_token_ids(tmp_path):
+    folder = write_model(tmp_path / "model")
+    with serving(1, folder=folder, max_sequence_length=32) as server, server.client() as client:
+        found = [client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}) for prompt in ([5, 6], "text")]
+    assert [answer.status_code for answer in found] == [200, 400]
+    assert "expected a model folder with tokenizer.json, got none. Send token ids." in found[1].json()["error"]["message"]

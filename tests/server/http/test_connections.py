@@ -92,9 +92,15 @@ def test_request_line_and_headers_have_a_limit_to_the_byte(where, length, status
         assert connection.recv(100).startswith(b"HTTP/1.1 %d " % status)
 
 
+@pytest.mark.parametrize(("lines", "status"), [(500, 200), (501, 431)])
+def test_headers_have_a_limit_of_lines(server, lines, status):
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + b"a:\r\n" * (lines - 3) + b"\r\n"
+    assert answer(server, head).startswith(b"HTTP/1.1 %d " % status)
+
+
 def test_headers_that_are_too_long_are_refused_before_they_end(server):
     found = answer(server, b"GET / HTTP/1.1\r\n", *[b"X: %s\r\n" % (b"x" * 1000)] * 70)
-    assert "at most 65536 bytes of request line and headers" in error(found, 431)
+    assert "at most 65536 bytes and 500 lines of request line and headers" in error(found, 431)
 
 
 def test_a_second_request_has_the_same_limit(server):

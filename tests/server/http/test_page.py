@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.paths import ROOT
 from tests.server.http.running import Running, serving
 from trt_kvcache.server.http.options import ServerOptions
 
 #: Browsers that playwright can run, of those that a system may have.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"properties": {"city": {"type": "string"}}}}}
 
 
 def needed_browser() -> str:
@@ -72,14 +76,12 @@ def test_a_prompt_is_answered(page: Any, chatting: Running):
     assert page.title() == "tiny · trt_kvcache"
     assert "4 slots of 128 tokens" in page.inner_text("#model")
     page.uncheck("#chat")
+    page.fill("#prompt", "Alice was")
     page.fill("#tokens", "8")
     page.click("#send")
     shows(page, "speed", re.compile("^8 tokens"))
     assert page.text_content("#answer") == " beginning to get very"
-    page.check("#chat")
-    page.click("#send")
-    shows(page, "speed", re.compile("^8 tokens"))
-    assert page.text_content("#answer") != " beginning to get very"
+    assert not page.is_visible("#talk")
 
 
 def test_what_runs_is_shown_and_can_be_stopped(page: Any):
@@ -116,6 +118,90 @@ def test_an_error_is_shown_as_text(page: Any, chatting: Running):
     page.click("#send")
     shows(page, "speed", re.compile("tokens in"))
     assert page.query_selector("#answer img") is None
+
+
+@pytest.fixture(scope="module")
+def talking() -> Iterator[Running]:
+    with serving(2, folder=ROOT / "examples" / "tiny-chat", max_sequence_length=512) as server:
+        yield server
+
+
+def says(page: Any, text: str, answer: str) -> None:
+    """Say something, and wait for the whole answer."""
+    from playwright.sync_api import expect
+
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    expect(page.locator("#talk article:last-child p")).to_have_text(answer, timeout=60_000)
+    shows(page, "speed", re.compile("tokens in"))
+    page.wait_for_selector("#stop:disabled")
+
+
+def test_a_conversation_goes_on(page: Any, talking: Running):
+    page.goto(talking.url)
+    page.wait_for_selector("#talk", state="attached")
+    page.wait_for_selector("#new")
+    says(page, "What is the capital of France?", "The capital of France is Paris.")
+    says(page, "And of Italy?", "The capital of Italy is Rome.")
+    assert page.input_value("#prompt") == ""
+    assert page.locator("#talk article").count() == 4
+    page.click("#new")
+    assert page.locator("#talk article").count() == 0
+    page.fill("#prompt", "Hello")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.click("#send")
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "Hello"}]
+
+
+def test_a_call_of_a_tool_is_shown_and_its_result_answered(page: Any, talking: Running):
+    page.goto(talking.url)
+    page.wait_for_selector("#new")
+    page.click("#more summary")
+    page.fill("#system", "Be brief.")
+    page.fill("#tools", json.dumps([WEATHER]))
+    says(page, "What is the weather in Paris?", 'get_weather({"city": "Paris"})')
+    says(page, "sunny, 18 degrees", "The tool says: sunny, 18 degrees")
+
+
+def test_what_was_said_is_text(page: Any, talking: Running):
+    page.goto(talking.url)
+    page.wait_for_selector("#new")
+    html = "<img src=x onerror=document.title='bad'>"
+    page.fill("#prompt", f"Say: {html}")
+    page.press("#prompt", "Enter")
+    shows(page, "speed", re.compile("tokens in"))
+    assert html in page.text_content("#talk article:first-child p")
+    assert page.query_selector("#talk img") is None
+
+
+def test_a_refused_message_can_be_sent_again(page: Any, talking: Running):
+    page.goto(talking.url)
+    page.wait_for_selector("#new")
+    says(page, "Hello", "Hello! How can I help you?")
+    long = "<b>" * 1000
+    page.fill("#prompt", long)
+    page.press("#prompt", "Enter")
+    page.wait_for_selector("#talk .error")
+    assert "expected at most 512 tokens" in page.text_content("#talk .error")
+    assert page.input_value("#prompt") == long
+    says(page, "What is 3 plus 4?", "3 plus 4 is 7.")
+    assert page.locator("#talk article").count() == 4
+
+
+def test_a_stopped_answer_stays(page: Any):
+    from playwright.sync_api import expect
+
+    with serving(1, folder=ROOT / "examples" / "tiny-chat", max_sequence_length=512) as server:
+        server.pace.slow(0.2)
+        page.goto(server.url)
+        page.wait_for_selector("#new")
+        page.fill("#prompt", "Count to ten.")
+        page.press("#prompt", "Enter")
+        expect(page.locator("#talk article:last-child p")).to_contain_text("1, 2", timeout=60_000)
+        page.click("#stop")
+        shows(page, "speed", "stopped")
+        assert page.locator("#talk article").count() == 2
+        server.wait_until_idle()
 
 
 def test_a_key_is_asked_for(page: Any):

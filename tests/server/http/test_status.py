@@ -46,6 +46,9 @@ def test_metrics_count_requests_tokens_and_times(chatting: Running):
     assert grown["trt_kvcache_prompt_cache_hits_total"] == 1
     assert grown["trt_kvcache_decode_tokens_total"] == 2 * 5
     assert grown["trt_kvcache_time_to_first_token_seconds_count"] == 2
+    assert grown["trt_kvcache_queue_seconds_count"] == 2
+    assert after["trt_kvcache_queue_seconds_sum"] <= after["trt_kvcache_time_to_first_token_seconds_sum"]
+    assert after["trt_kvcache_clients_waiting"] == 0
     assert grown["trt_kvcache_inter_token_latency_seconds_count"] == 2 * 5
     assert after["trt_kvcache_time_to_first_token_seconds_sum"] <= after["trt_kvcache_request_seconds_sum"]
     assert (after["trt_kvcache_slots"], after["trt_kvcache_requests_waiting"]) == (4, 0)

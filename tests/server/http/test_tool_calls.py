@@ -13,6 +13,7 @@ from tests.paths import ROOT
 from tests.server.http.running import NAME, Running, serving
 from trt_kvcache import Tokenizer
 from trt_kvcache.checkpoint import StreamDecoder
+from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.engine_stats import EngineConfig
 from trt_kvcache.server.http import ServerOptions, make_app
 from trt_kvcache.server.http.tool_choice import forced_calls
@@ -164,7 +165,8 @@ class Scripted:
             has_chat_template=True,
             scores_prompts=False,
         )
-        self.tokenizer, self.pieces, self.reason = tokenizer, pieces, reason
+        self.tokenizer = Tokenizer.open(tokenizer.path)  # a server closes it
+        self.pieces, self.reason = pieces, reason
         self.draining = False
 
     async def start(self):
@@ -269,6 +271,26 @@ def test_several_answers_with_log_probabilities(with_special_tags):
             one for event in events if event["index"] == choice["index"] and event["logprobs"] for one in event["logprobs"]["content"]
         ]
         assert streamed == choice["logprobs"]["content"]
+
+
+def test_a_stop_text_ends_a_call(client):
+    [choice] = client.chat.completions.create(**asks("What is the weather in Paris?", stop="Paris")).choices
+    assert choice.message.content == '<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
+    assert choice.finish_reason == "stop"
+
+
+def test_a_huge_schema_costs_its_own_request(server):
+    properties = {f"p{index}": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]} for index in range(3000)}
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": properties}}}
+    with server.client() as client:
+        answer = client.post("/v1/chat/completions", json={**asks("Hello", tool_choice="required"), "tools": [tool]})
+        assert answer.status_code == 400
+        assert client.post("/v1/chat/completions", json=asks("Hello")).status_code == 200
+
+
+def test_a_parser_that_is_not_known():
+    with pytest.raises(ConfigError, match="tool_call_parser: expected"):
+        ServerOptions(tool_call_parser="other")
 
 
 def test_a_model_whose_form_is_not_known(with_special_tags):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -53,6 +54,7 @@ CASES = {
         [ToolCall("look", '{"at": 1}')],
     ),
     "not a number": ("hermes", '<tool_call>{"name": "a", "arguments": {"n": NaN}}</tool_call>', None),
+    "too large": ("hermes", '<tool_call>{"name": "a", "arguments": {"n": 1e999}}</tool_call>', None),
     "deep": ("hermes", '<tool_call>{"name": "a", "arguments": ' + '{"a":' * 40 + "1" + "}" * 41 + "</tool_call>", "call"),
     "tags": (
         "hermes",
@@ -124,6 +126,18 @@ def test_lone_surrogates_can_be_sent():
 def test_long_answers_take_their_length(text):
     for name in ("hermes", "mistral", "llama3_json"):
         assert taken(name, text, range(3, len(text), 3))
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"a": ' * 3000, '<tool_call>{"a": ' * 3000 + "}" * 3000, "<tool_call><function=a>" * 3000])
+def test_calls_that_never_end_are_content(text):
+    before = time.monotonic()
+    assert taken("hermes", text) == [text.rstrip() + text[len(text.rstrip()) :]]
+    assert time.monotonic() - before < 20
+
+
+def test_very_deep_arguments_are_no_failure():
+    text = '<tool_call>{"name": "a", "arguments": ' + '{"a":' * 900 + "1" + "}" * 901 + "</tool_call>"
+    assert len(taken("hermes", text)) == 1
 
 
 @pytest.mark.parametrize(

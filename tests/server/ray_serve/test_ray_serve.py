@@ -75,6 +75,23 @@ def test_prompts_of_one_request_are_answered_together(cluster, session):
     assert [one["text"] for one in answer["choices"]] == [read_all(session, text, {"max_new_tokens": 6})[1] for text in prompts]
 
 
+def test_clients_take_turns_in_each_replica(cluster):
+    """Without names there would be one client in each of two queues."""
+
+    def ask(number: int) -> int:
+        transport = httpx.HTTPTransport(local_address=f"127.0.0.{1 + number % 2}")
+        with httpx.Client(base_url=cluster.url, transport=transport, timeout=120) as client:
+            return client.post("/v1/completions", json={**LONG, "prompt": f"{number} hats", "max_tokens": 100}).status_code
+
+    seen = 0
+    with ThreadPoolExecutor(24) as pool:
+        tasks = [pool.submit(ask, number) for number in range(24)]
+        while not all(task.done() for task in tasks):
+            seen = max(seen, cluster.stats()["waiting_clients"])
+        assert {task.result() for task in tasks} == {200}
+    assert seen > 2
+
+
 def most_slots(cluster: Cluster) -> int:
     """Send more requests than there are slots, and return the most slots that were seen in use."""
     seen = 0

@@ -142,7 +142,7 @@ class GGUFHeader:
             self.fields = dict(self._field() for _ in range(field_count))
             self._check_names("field", field_count, len(self.fields))
             self.tensors = self._tensors(tensor_count)
-        except (struct.error, IndexError):
+        except (struct.error, OverflowError):  # beyond its end, or beyond any
             raise self._damaged("its header ends early") from None
 
     def _damaged(self, reason: str) -> CheckpointError:

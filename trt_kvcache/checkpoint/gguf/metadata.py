@@ -109,6 +109,13 @@ class Metadata:
         found: list[Any] = value.tolist()
         return found
 
+    def count_of_texts(self, key: str) -> int:
+        """Return how many texts an array has."""
+        value = self.header.fields.get(key)
+        if not isinstance(value, Texts):
+            raise self.refusal(key, "an array of texts")
+        return len(value)
+
     def texts(self, key: str) -> list[str]:
         """Return an array of texts."""
         value = self.header.fields.get(key)

@@ -10,6 +10,7 @@ from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.gguf.metadata import Metadata
 from trt_kvcache.checkpoint.gguf.tokenizer_files import end_token_ids, has_tokenizer, token_id
 from trt_kvcache.errors import CheckpointError
+from trt_kvcache.memory.shapes import MAX_LAYERS
 
 Config = dict[str, Any]
 
@@ -212,6 +213,8 @@ def window(metadata: Metadata) -> int | None:
 def num_layers(metadata: Metadata) -> int:
     """Return the number of layers of the decoder. Those that draft tokens follow them in a file, and are not read."""
     own, integer = metadata.own, metadata.integer
+    if integer(own("block_count")) > MAX_LAYERS:
+        raise metadata.refusal(own("block_count"), f"at most {MAX_LAYERS} layers")
     return max(integer(own("block_count")) - integer(own("nextn_predict_layers"), 0), 0)
 
 

@@ -52,7 +52,7 @@ def token_id(metadata: Metadata, name: str) -> int | None:
     if key not in metadata:
         return None
     value = metadata.integer(key)
-    return value if value < len(metadata.header.fields[f"{_KEY}tokens"]) else None
+    return value if value < metadata.count_of_texts(f"{_KEY}tokens") else None
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:

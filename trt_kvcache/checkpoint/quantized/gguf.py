@@ -43,13 +43,17 @@ class GGUF(QuantizedFormat):
     ----------
     dtypes : iterable of str
         The types of the tensors of the file.
+    dequantized : iterable of str, optional
+        Those of them that are dequantized when they are read.
     """
 
     name = "GGUF"
     kinds = tuple(TYPES.values())
 
-    def __init__(self, dtypes: Iterable[str]) -> None:
-        self.title = " and ".join(f"GGUF {name}" for name in sorted(set(dtypes) & set(TYPES))) or "GGUF"
+    def __init__(self, dtypes: Iterable[str], dequantized: Iterable[str] = ()) -> None:
+        packed = " and ".join(f"GGUF {name}" for name in sorted(set(dtypes) & set(TYPES))) or "GGUF"
+        others = ", ".join(sorted(set(dequantized)))
+        self.title = f"{packed}, {others} dequantized" if others else packed
         self._kinds: dict[int, str] = {_SCALE_BYTES + BLOCK: "int8", _SCALE_BYTES + BLOCK // 2: "int4"}
 
     def main_part(self, module: str) -> str:

@@ -54,7 +54,7 @@ class Guidance(Closable):
     --------
     >>> from trt_kvcache import InferenceSession
     >>> from trt_kvcache.server.guidance import Guidance
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
     ...     with Guidance(session.tokenizer, session.vocab_size, [0]) as guidance:
     ...         only = guidance.processor({"choice": ["cat", "hat"]})
     ...         text = "".join(token.text for token in session.generate("A", logits_processors=[only], stop_token_ids=[0]))

@@ -164,8 +164,8 @@ class WorkerPool:
     -----
     Short jobs share a worker. When one turns out to be long, the others go on in another worker, where their grammars are compiled
     again and consume the tokens so far: both give what they gave before. So a worker that ends costs nobody a request but the one whose job
-    it did; and if something else has ended it, not that one either. The first worker starts with the first job, and one is kept from then
-    on; the others end when there is no work for them.
+    it did; and if something else has ended it, not that one either. The first worker starts with the first job, and one is kept from
+    then on; the others end when there is no work for them.
     """
 
     def __init__(self, opening: Opening, options: GuidanceOptions, *, max_texts: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -42,7 +43,7 @@ def make_app(engine: Engine, options: ServerOptions | None = None, *, metrics: M
     >>> from trt_kvcache import SessionSource
     >>> from trt_kvcache.server import AsyncEngine
     >>> from trt_kvcache.server.http import make_app
-    >>> app = make_app(AsyncEngine(SessionSource("examples/tiny-llama", engine="reference"), model="tiny"))
+    >>> app = make_app(AsyncEngine(SessionSource("examples/tiny-llama", engine="numpy"), model="tiny"))
     >>> "/v1/completions" in app.openapi()["paths"]
     True
     """
@@ -51,6 +52,7 @@ def make_app(engine: Engine, options: ServerOptions | None = None, *, metrics: M
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start()
+        await asyncio.to_thread(service.prepare)
         try:
             yield
         finally:

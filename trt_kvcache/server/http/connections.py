@@ -22,8 +22,8 @@ class Waits(Enum):
     NEXT = "for another request"
     LINGERING = "for its client to stop sending"
     HEADERS = "for the headers of a request"
-    FRESH = "for the same, of which nobody has looked whether they are there"
     BODY = "for the body of a request"
+    FRESH = "for headers, of which nobody has looked yet whether they are there"
     ANSWER = "for an answer, and is never closed for others"
 
 

@@ -17,8 +17,14 @@ from trt_kvcache.server.http.connections import Connections, Waits
 from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.options import ServerOptions
 
+#: Lines of request line and headers: each takes as long to read as a kilobyte.
+_MOST_LINES = 500
+
 #: Seconds after which a connection without headers is one that does not send them.
 _FRESH = 0.05
+
+#: Seconds in which a client that has its answer may send the rest of a body that nobody reads, to go on with the same connection.
+_REST = 5.0
 
 #: Seconds in which a client that was refused may read why, while what it sends is thrown away.
 _LINGER = 1.0
@@ -41,10 +47,12 @@ class _Parser(h11.Connection):
 
     def next_event(self) -> Any:
         """Return the next event, or raise."""
-        before = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
+        before = self.trailing_data[0] if self.their_state is h11.IDLE else b""
         try:
+            if before.partition(b"\r\n\r\n")[0].count(b"\n") >= _MOST_LINES:
+                raise h11.RemoteProtocolError("too many lines", error_status_hint=431)
             event = super().next_event()
-            if isinstance(event, h11.Request) and before - len(self.trailing_data[0]) > self._most:
+            if isinstance(event, h11.Request) and len(before) - len(self.trailing_data[0]) > self._most:
                 raise h11.RemoteProtocolError("too long", error_status_hint=431)
         except h11.RemoteProtocolError as error:
             self.error = error
@@ -61,7 +69,7 @@ class HttpProtocol(H11Protocol):
 
     Parameters
     ----------
-    config, server_state, app_state, _loop
+    config, server_state, app_state, _loop : object
         As uvicorn has them.
     options : ServerOptions
         The limits.
@@ -141,7 +149,8 @@ class HttpProtocol(H11Protocol):
         """Refuse what is no request."""
         error = self.conn.error
         if error is not None and error.error_status_hint == 431:
-            self._refuse(431, f"headers: expected at most {self._options.max_header_bytes} bytes of request line and headers, got more.")
+            most = f"{self._options.max_header_bytes} bytes and {_MOST_LINES} lines"
+            self._refuse(431, f"headers: expected at most {most} of request line and headers, got more.")
         else:
             reason = str(error or msg).partition(": bytearray")[0].removesuffix(".")
             self._refuse(400, f"request: expected one of HTTP/1.1, got what is none: {reason:.200}.")
@@ -167,7 +176,7 @@ class HttpProtocol(H11Protocol):
         elif waits is Waits.NEXT:
             self._timer = self.loop.call_later(self.timeout_keep_alive, self._end_unless_read, self.transport.get_write_buffer_size())
         elif waits is Waits.LINGERING:
-            self._timer = self.loop.call_later(_LINGER if self._refused else self._options.body_seconds, self.transport.abort)
+            self._timer = self.loop.call_later(_LINGER if self._refused else min(_REST, self._options.body_seconds), self.transport.abort)
         self._others.set(self, waits)
 
     def _end_unless_read(self, unsent: int) -> None:

@@ -28,6 +28,9 @@ _T = TypeVar("_T")
 #: Characters or tokens of a request, or log-probabilities of an answer, that are worked on in the event loop; more of them in a thread.
 _SHORT = 2000
 
+#: As many of them are as much to do as a message.
+_MESSAGE = 50
+
 #: The same after which memory is given back to the system, once the answer is sent.
 _LARGE = 100_000
 
@@ -113,6 +116,11 @@ class Service:
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(2, thread_name_prefix="trt_kvcache texts")
 
+    def prepare(self) -> None:
+        """Find out what takes long the first time, once the engine has started."""
+        if self.engine.tokenizer is not None:
+            _ = self.engine.tokenizer.longest_token
+
     async def away(self, size: int, work: Callable[[], _T]) -> _T:
         """Return what a function returns: away from the event loop if there is much for it to do."""
         if size <= _SHORT:
@@ -129,6 +137,8 @@ class Service:
 
         White space that a tokenizer drops, and other texts of which it makes less than a token for so many characters, count as well.
         """
+        if not texts:  # a model may have no tokenizer
+            return []
         tokenizer, size = self.tokenizer, sum(map(len, texts))
         if size <= _SHORT:
             return [tokenizer.encode(text, add_special_tokens) for text in texts]
@@ -156,7 +166,10 @@ class Service:
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
             raise ConfigError("messages: expected a model with a chat template, got one without. Use /v1/completions.")
-        prompt = ChatPrompt([one.model_dump(exclude_unset=True) for one in messages], tools, template_args or {})
+        prompt = await self.away(
+            _MESSAGE * len(messages),
+            lambda: ChatPrompt([one.model_dump(exclude_unset=True) for one in messages], tools, template_args or {}),
+        )
         render = partial(
             tokenizer.apply_chat_template, prompt.messages, add_generation_prompt, tools=prompt.tools, template_args=prompt.template_args
         )

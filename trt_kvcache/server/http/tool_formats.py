@@ -30,6 +30,7 @@ _PYTHON = "<|python_tag|>"
 #: Characters between the tag and the arguments of a call, at most.
 _LONGEST_HEAD = 400
 
+_SIGN = re.compile(r"\S")
 _JSON_SIGN = re.compile(r'["{}\[\]]')
 _STRING_SIGN = re.compile(r'["\\]')
 _NAME_BEFORE_OBJECT = re.compile(r"\s*([^\s\[\]{}\"<>]{1,256})(?:\[CALL_ID\][^\s\[\]{}]{0,64})?(?:\[ARGS\])?\s*\Z")
@@ -185,7 +186,8 @@ class _Mistral:
 
 def _first_sign(text: str, start: int) -> int:
     """Return the place of the first character that is no white space."""
-    return len(text) - len(text[start:].lstrip())
+    sign = _SIGN.search(text, start)
+    return len(text) if sign is None else sign.start()
 
 
 def _no_constant(_: str) -> NoReturn:
@@ -203,12 +205,15 @@ def _call(value: Any, *, needs_arguments: bool = False) -> ToolCall:
     """Return a call that is written as an object."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise MalformedCallError
-    given = next((value[key] for key in ("arguments", "parameters") if key in value), None if needs_arguments else {})
+    given: Any = next((value[key] for key in ("arguments", "parameters") if key in value), None if needs_arguments else {})
     arguments = _parsed(given) if isinstance(given, str) else given
     if not isinstance(arguments, dict) or not _is_text(value["name"]):
         raise MalformedCallError
-    written = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(value["name"], written if _is_text(written) else json.dumps(arguments))
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 has no number
+        return ToolCall(value["name"], written if _is_text(written) else json.dumps(arguments))
+    except (ValueError, RecursionError):
+        raise MalformedCallError from None
 
 
 def _is_text(text: str) -> bool:

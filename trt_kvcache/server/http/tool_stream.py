@@ -12,6 +12,10 @@ from trt_kvcache.server.http.tool_formats import MalformedCallError, ParameterTy
 Part = str | ToolCall
 
 
+#: What begins like a call and is none is read once more behind its tag: so often at most, because each time may read to the end.
+_MOST_FAILURES = 64
+
+
 class ToolStream:
     """Takes an answer apart. White space around calls is no content. What only begins like a call is content.
 
@@ -44,7 +48,7 @@ class ToolStream:
         self._space = ""
         self._opening = ""
         self._reader: Reader | None = None
-        self._calls = 0
+        self._calls = self._failures = 0
         self._may_be_bare = form.bare
 
     def push(self, text: str) -> list[Part]:
@@ -85,7 +89,7 @@ class ToolStream:
                 return True
             self._may_be_bare = False
         place = self._text.find(self._form.opening)
-        if place >= 0:
+        if place >= 0 and self._failures < _MOST_FAILURES:
             before, self._text = self._text[:place], self._text[place + len(self._form.opening) :]
             self._add(parts, before)
             self._begin(parts, self._form.opening, "")
@@ -111,6 +115,7 @@ class ToolStream:
                 return False
         self._reader = None
         if found is None:
+            self._failures += 1
             # The tag alone is content: what follows may have a call.
             self._may_be_bare = False
             whole, self._text = self._opening or self._text[:1], self._text if self._opening else self._text[1:]
