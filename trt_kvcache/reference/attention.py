@@ -218,6 +218,9 @@ def write_rows(cache: npt.NDArray[Any], rows: Float32, start: npt.NDArray[np.int
     """
     width, capacity = rows.shape[1], cache.shape[2]
     stored = rows.transpose(0, 2, 1, 3).astype(cache.dtype)
+    if width == 1 and start.max() < capacity:
+        cache[np.arange(len(start)), :, start] = stored[:, :, 0]
+        return
     for slot, first in enumerate(start):
         kept = max(0, min(width, capacity - int(first)))
         cache[slot, :, first : first + kept] = stored[slot, :, :kept]
@@ -251,15 +254,17 @@ def attend(q: Float32, keys: Float32, values: Float32, first: int, *, window: in
     kv_heads, rows, _ = keys.shape
     grouped = q.reshape(width, kv_heads, query_heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
     result = np.empty_like(grouped)
+    sees_all = width == 1 and rows == first + 1 and (window is None or rows <= window)
     for begin in range(0, width, _QUERY_BLOCK):
         block = slice(begin, min(begin + _QUERY_BLOCK, width))
-        behind = first + np.arange(block.start, block.stop)[:, None] - np.arange(rows)
-        seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-        mask = np.where(seen, np.float32(0), np.float32(-np.inf))
         scores = grouped[:, :, block] @ keys[:, None].swapaxes(-1, -2)
         if softcap is not None:
             scores = softcapped(scores, softcap)
-        result[:, :, block] = softmax(scores + mask) @ values[:, None]
+        if not sees_all:
+            behind = first + np.arange(block.start, block.stop)[:, None] - np.arange(rows)
+            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            scores += np.where(seen, np.float32(0), np.float32(-np.inf))
+        result[:, :, block] = softmax(scores) @ values[:, None]
     ungrouped: Float32 = result.transpose(2, 0, 1, 3).reshape(q.shape)
     return ungrouped
 
