@@ -31,9 +31,9 @@ def test_the_engine_and_why(log, monkeypatch):
     InferenceSession.from_model(MODEL, engine="reference", max_sequence_length=64).close()
     opened = f"opened {MODEL}: ReferenceEngine, 1 slots of 64 tokens in float16, 0 MiB of K and V, 0 MiB of weights in float16"
     assert [(one.name, one.message) for one in log.records] == [
-        ("trt_kvcache.session", "engine: reference, because there is no GPU here; and torch is not installed"),
+        ("trt_kvcache.session", "engine: numpy, because there is no GPU here; and torch is not installed"),
         ("trt_kvcache.session", opened),
-        ("trt_kvcache.session", "engine: reference, as asked for"),
+        ("trt_kvcache.session", "engine: numpy, as asked for"),
         ("trt_kvcache.session", opened),
     ]
 

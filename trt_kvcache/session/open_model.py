@@ -293,7 +293,7 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
         _LOGGER.info("engine: torch, because %s", reason)
         warn_caller(f"running the PyTorch engine: {reason}", EngineFallbackWarning)
     else:
-        _LOGGER.info("engine: reference, because %s; and %s", reason, no_torch)
+        _LOGGER.info("engine: numpy, because %s; and %s", reason, no_torch)
         warn_caller(f"running the NumPy reference engine: {reason.removesuffix('.')}; {no_torch}", EngineFallbackWarning)
 
 
