@@ -177,9 +177,9 @@ def test_keys_from_the_environment_and_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--host", "0.0.0.0"], "error: host: expected an address of this machine alone"),
-        (["--host", "no-such-name.invalid"], "error: host: expected"),
-        (["--api-key", ""], "error: api_keys: expected keys of visible ASCII characters"),
+        (["--host", "0.0.0.0"], "error: --host: expected an address of this machine alone"),
+        (["--host", "no-such-name.invalid"], "error: --host: expected"),
+        (["--api-key", ""], "error: --api-key-file: expected keys of visible ASCII characters"),
         (["--api-key-file", os.devnull], "expected a key in each line, got none"),
     ],
 )

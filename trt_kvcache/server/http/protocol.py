@@ -32,8 +32,9 @@ _LINGER = 1.0
 #: Seconds after which a client that has closed its sending side is first asked whether it still reads, and at most between two times.
 _FIRST_PROBE, _LONGEST_PROBE = 0.02, 2.0
 
-#: Where uvicorn writes what clients do wrong; their faults are no lines of the log.
-_LOGGER = logging.getLogger("trt_kvcache.server.connection")
+#: The logger of uvicorn's connections. Faults of clients are no lines of the log.
+CONNECTION_LOG = "trt_kvcache.server.connection"
+_LOGGER = logging.getLogger(CONNECTION_LOG)
 _LOGGER.setLevel(logging.ERROR)
 
 

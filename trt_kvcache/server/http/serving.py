@@ -19,7 +19,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.async_engine import AsyncEngine
 from trt_kvcache.server.http.connections import Connections, default_connections
 from trt_kvcache.server.http.options import ServerOptions, is_loopback
-from trt_kvcache.server.http.protocol import HttpProtocol
+from trt_kvcache.server.http.protocol import CONNECTION_LOG, HttpProtocol
 from trt_kvcache.server.http.service import Service
 
 #: Connections that may wait to be accepted.
@@ -96,7 +96,8 @@ class Server(uvicorn.Server):
         """Take a signal: SIGTERM or SIGINT."""
         if self.should_exit:
             self.force_exit = True
-            logging.getLogger("uvicorn.error").disabled = True  # that answers are cut off now is no error
+            for name in ("uvicorn.error", CONNECTION_LOG):  # that answers are cut off now is no error
+                logging.getLogger(name).disabled = True
             return
         self.should_exit = True
         if self._on_drain is not None:
