@@ -123,7 +123,7 @@ class HttpProtocol(H11Protocol):
         if self._refused or not waits or self.conn.their_http_version != b"1.1":
             return False
         cycle.keep_alive = False
-        self._probe(_FIRST_PROBE)
+        self._timer = self.loop.call_later(_FIRST_PROBE, self._probe, 2 * _FIRST_PROBE)
         return True
 
     def _probe(self, seconds: float) -> None:
