@@ -155,7 +155,8 @@ class _Completion:
         yield DONE
 
     def _event(self, head: dict[str, Any], prompt: int, index: int, answer: Answer, places: dict[tuple[int, int], TextPlaces]) -> bytes:
-        return as_event({**head, "choices": [self._part(prompt, index, answer, places)]})
+        document = {**head, "choices": [self._part(prompt, index, answer, places)]}
+        return as_event(document, is_long=answer.prompt_logprobs is not None)
 
     def _part(self, prompt: int, index: int, answer: Answer, places: dict[tuple[int, int], TextPlaces]) -> dict[str, Any]:
         """Return the next part of an answer; the first one repeats the prompt, if asked for."""

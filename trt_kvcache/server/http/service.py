@@ -21,7 +21,7 @@ from trt_kvcache.server.http.json_bodies import BodyReader
 from trt_kvcache.server.http.options import ServerOptions
 from trt_kvcache.server.http.rendering import Rendering
 from trt_kvcache.server.http.tool_formats import ToolFormat, tool_format
-from trt_kvcache.server.http.written import as_json
+from trt_kvcache.server.http.written import as_json, dumped
 
 _T = TypeVar("_T")
 
@@ -243,9 +243,10 @@ class Service:
         return self._known_tokens(token)[1]
 
 
-def as_event(document: dict[str, Any]) -> bytes:
-    """Return a document as a server-sent event."""
-    return b"data: " + as_json(document) + b"\n\n"
+def as_event(document: dict[str, Any], *, is_long: bool = False) -> bytes:
+    """Return a document as a server-sent event, written in pieces if it is long."""
+    text = as_json(document) if is_long else dumped(document).encode("utf-8", "replace")
+    return b"data: " + text + b"\n\n"
 
 
 #: The last event of a stream.

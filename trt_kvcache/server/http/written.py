@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+#: Writes what is short at once: a text.
+dumped = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
 #: Elements of a list that are written at once, and levels down to which a document is written member by member.
 _AT_ONCE, _LEVELS = 32, 4
 
@@ -33,10 +36,10 @@ def as_json(document: Any) -> bytes:
 
 def _pieces(value: Any, levels: int) -> Iterator[str]:
     if not value or not levels or not isinstance(value, dict | list):
-        yield _dumped(value)
+        yield dumped(value)
     elif isinstance(value, dict):
         for index, (name, member) in enumerate(value.items()):
-            yield f"{',' if index else '{'}{_dumped(name)}:"
+            yield f"{',' if index else '{'}{dumped(name)}:"
             yield from _pieces(member, levels - 1)
         yield "}"
     elif isinstance(value[0], dict) and len(value) <= _AT_ONCE**2:
@@ -46,9 +49,5 @@ def _pieces(value: Any, levels: int) -> Iterator[str]:
         yield "]"
     else:
         for begin in range(0, len(value), _AT_ONCE):
-            yield f"{',' if begin else '['}{_dumped(value[begin : begin + _AT_ONCE])[1:-1]}"
+            yield f"{',' if begin else '['}{dumped(value[begin : begin + _AT_ONCE])[1:-1]}"
         yield "]"
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
