@@ -135,6 +135,7 @@ bench: $(TRANSFORMERS_READY)  ## Measure what needs no GPU: host time of a step,
 	$(BIN)/python benchmarks/build_estimate.py
 	$(BIN)/python benchmarks/segments.py
 	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python benchmarks/server_attacks.py
 	$(BIN)/python benchmarks/torch_engine.py
 	$(BIN)/python benchmarks/tables.py
 

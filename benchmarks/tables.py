@@ -315,6 +315,28 @@ def _llama_cpp(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield what, f"{row['prefill_tokens_per_second']:.0f}, {row['decode_tokens_per_second']:.1f}", ""
 
 
+def _server_attacks(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name, what in (("bodies", "bodies of 4 MiB"), ("headers", "long headers and 300 connections"), ("grammars", "hostile grammars")):
+        rows = [row for row in content[name]["rows"] if "health_s" in row]
+        longest = max(row["health_s"] for row in rows)
+        yield (
+            f"{what}, {len(rows)} attacks: longest wait of `/health`",
+            f"{longest * 1e3:.0f} ms",
+            f"{content[name]['limits']['health_s'] * 1e3:.0f} ms",
+        )
+    left, limit = content["bodies"]["memory_left_mib"], content["bodies"]["limits"]["memory_left_mib"]
+    yield "memory that all bodies together leave behind", f"{left} MiB", f"{limit} MiB"
+    slow = next(row for row in content["grammars"]["rows"] if row.get("beside") == "three slow grammars")
+    yield (
+        "tokens of others beside three slow grammars: time over that alone",
+        f"{slow['ratio']:.2f}",
+        f"{content['grammars']['limits']['beside_slow']}",
+    )
+    row = content["fairness"]["rows"][0]
+    what = f"requests of a client with {row['requests']} that end before another's one"
+    yield what, f"{row['ended_before']}", f"{content['fairness']['limits']['ended_before']}"
+
+
 def _attention_quantized_decode(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     limits, rows = content["limits"], of_table(content["rows"])
     for what, chosen in (
@@ -383,6 +405,7 @@ _FILES = {
     "sampling": _sampling,
     "sampling_gpu": _sampling_gpu,
     "serving": _serving,
+    "server_attacks": _server_attacks,
     "build": _build,
     "build_packed": _build_packed,
     "build_estimate": _build_estimate,

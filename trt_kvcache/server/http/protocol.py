@@ -117,11 +117,13 @@ class HttpProtocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Take that no more will come; True keeps the connection open for the answer."""
-        whole = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
-        if self._refused or not whole or self.conn.their_http_version != b"1.1":
+        cycle = self.cycle
+        # In the middle of an answer it is taken for an end of both sides: an interim response cannot ask any more.
+        waits = cycle is not None and not cycle.more_body and not cycle.response_started
+        if self._refused or not waits or self.conn.their_http_version != b"1.1":
             return False
-        self.cycle.keep_alive = False
-        self._probe(_FIRST_PROBE)
+        cycle.keep_alive = False
+        self._timer = self.loop.call_later(_FIRST_PROBE, self._probe, 2 * _FIRST_PROBE)
         return True
 
     def _probe(self, seconds: float) -> None:
