@@ -57,7 +57,7 @@ coverage: $(READY)  ## Measure branch coverage: host tests, then those on the em
 	@rm -f .coverage
 	$(BIN)/pytest -q $(WORKERS) -m "$(FAST)" --cov --cov-report=
 	$(BIN)/python tests/simt/run.py -q $(WORKERS) -m "device and $(FAST)" --cov --cov-append --cov-report=
-	$(BIN)/pytest -q $(WORKERS) -m "trt and not gpu" --cov --cov-append --cov-report=
+	$(BIN)/pytest -q $(WORKERS) -m "trt and not gpu and not slow and not real" --cov --cov-append --cov-report=
 	$(BIN)/coverage report --fail-under=92
 
 .PHONY: test-long
@@ -66,11 +66,11 @@ test-long: $(READY)  ## Run the tests that take ten seconds and more, but for th
 
 .PHONY: test-slow
 test-slow: $(READY)  ## Run the tests that take minutes, and those that repeat others with more inputs
-	$(BIN)/pytest $(WORKERS) -m "slow and not trt and not gpu"
+	$(BIN)/pytest $(WORKERS) -m "slow and not gpu"
 
 .PHONY: test-trt
 test-trt: $(READY)  ## Build engines with TensorRT for RTX (no GPU needed)
-	$(BIN)/pytest $(WORKERS) -m "trt and not gpu"
+	$(BIN)/pytest $(WORKERS) -m "trt and not gpu and not slow and not real"
 
 # The bindings of each release are 1 MB, come from the package index and are kept in build/bindings; gcc makes the libraries behind them.
 .PHONY: test-bindings

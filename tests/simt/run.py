@@ -126,8 +126,8 @@ def is_chosen(name: str, forms: Sequence[str] = FORMS) -> bool:
     return not name.startswith("attention") or element_and_head_dim in forms
 
 
-def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS) -> Path:
-    """Return the folder with the kernels of plugins/, compiled for the emulator: those of attention in these forms."""
+def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS, only: Sequence[str] = ()) -> Path:
+    """Return the folder with the kernels of plugins/, compiled for the emulator: those of attention in these forms, or only some."""
     from trt_kvcache.kernels import attention_tiles
     from trt_kvcache.kernels.source_variants import variant_macros
     from trt_kvcache.kernels.sources import cubin_name, source_files, source_folder, source_names, source_path
@@ -140,11 +140,10 @@ def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS) -> Path:
 
         build_device()
         with ThreadPoolExecutor() as pool:
-            list(pool.map(build, [name for name in source_names() if is_chosen(name, forms)]))
+            list(pool.map(build, only or [name for name in source_names() if is_chosen(name, forms)]))
 
-    return once(
-        "-".join(["cubins", sanitizer, *forms, tiles]), [*own_sources(), sizes, *(source_folder() / path for path in source_files())], make
-    )
+    sources = [*own_sources(), sizes, *(source_folder() / path for path in source_files())]
+    return once("-".join(["cubins", sanitizer, *forms, *only, tiles]), sources, make)
 
 
 def build_kernels(

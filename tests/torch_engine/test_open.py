@@ -63,7 +63,7 @@ class TestWithoutAGpu:
             pytest.warns(EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}; import of "),
         ):
             InferenceSession.from_model(GOLDEN / "llama").close()
-        assert f"engine: reference, because {NO_GPU}; and " in caplog.text
+        assert f"engine: numpy, because {NO_GPU}; and " in caplog.text
 
     @pytest.mark.parametrize("kind", [ImportError, OSError])
     def test_a_torch_that_lacks_a_library_is_an_error_that_says_so(self, monkeypatch, kind):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.sweeps import each_once
 from tests.paths import GOLDEN
 from tests.reference.rig import Rig, golden
 from trt_kvcache.cache.recurrent_states import StateKind
@@ -144,8 +145,7 @@ def assert_near(actual, expected, tolerance):
     np.testing.assert_allclose(actual.astype(np.float32), expected, rtol=0, atol=tolerance * max(1, np.abs(expected).max(initial=0)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("model", "attention"), MODELS_AND_ATTENTIONS)
+@pytest.mark.parametrize(("model", "attention", "dtype"), each_once(MODELS_AND_ATTENTIONS, ("float32", "float16", "bfloat16")))
 def test_computes_what_hugging_face_and_the_reference_engine_do(define, model, dtype, attention):
     network, reference = runners(define(model, dtype=dtype, attention=attention), model)
     logits = run(network, *tokens_of(model))

@@ -18,6 +18,7 @@ from tests.builder.network.test_network_values import LOGITS_TOLERANCE, ROWS_TOL
 from tests.helpers.golden_models import attentions_of
 from tests.helpers.quantized_models import ALL_CASES, FP4_CASES, FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_quantized
 from tests.helpers.small_model import write_model
+from tests.helpers.sweeps import each_once
 from tests.paths import GOLDEN
 from tests.reference import rig
 from trt_kvcache.builder.definition import define_decoder
@@ -72,8 +73,7 @@ def assert_computes_what_the_reference_engine_does(rtx: Any, folder: Path, dtype
     return defined
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("case", ALL_CASES)
+@pytest.mark.parametrize(("case", "dtype"), each_once([(case,) for case in ALL_CASES], ("float32", "float16", "bfloat16")))
 def test_every_format(rtx: Any, tmp_path: Path, case: str, dtype: str) -> None:
     quantize, config = ALL_CASES[case]
     write_quantized(tmp_path / "model", "llama", quantize, config)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.golden_models import attentions_of
+from tests.helpers.sweeps import each_once
 from tests.reference.rig import MODELS, golden
 from trt_kvcache.builder.definition import define_constants, define_segments
 from trt_kvcache.builder.options import BuildOptions
@@ -76,8 +77,7 @@ class Segments:
         return known["logits"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dtype"), each_once([(model,) for model in MODELS], ("float32", "float16")))
 def test_segments_compute_the_logits_of_hugging_face_and_of_the_whole_network(rtx, define, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
     for cache in segments.combined:

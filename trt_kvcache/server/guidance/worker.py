@@ -169,8 +169,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         write_frame(answers, {"missing": error.name})
         return
-    except ValueError as error:
-        write_frame(answers, {"refused": str(error)[:300]})
+    except Exception as error:  # noqa: BLE001 - whatever a tokenizer, or another version of the library, causes
+        write_frame(answers, {"refused": f"{type(error).__name__}: {str(error)[:300]}"})
         return
     write_frame(answers, {})
     _lower_priority()
