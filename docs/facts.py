@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 
-#: What each extra is for. Extras of the project's own work are last.
+#: The use of each extra. Extras for work on the project itself are last.
 EXTRAS = {
     "models": "model folders and the Hugging Face Hub, sessions, the command line",
     "torch": "the PyTorch engine, on a CPU or, with `cuda`, on a GPU",

@@ -48,7 +48,7 @@ print(json.dumps({"longest": longest, "answered": answered, "failed": failed}))
 
 
 class Health:
-    """What a client that asks for ``/health`` over and over has seen: filled when the block of ``watched`` ends."""
+    """Waiting times of a client that polls ``/health``: filled when the block of ``watched`` ends."""
 
     longest = 0.0
     answered = failed = 0

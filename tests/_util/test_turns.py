@@ -1,4 +1,4 @@
-"""Whose turn it is: the client with the fewest places, then the one that waits longest; and what leaves a line leaves nothing behind."""
+"""``Turns``: a place is for the client with the fewest places, then for the one that waits longest; clients that left have no state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What caches show of themselves in an interactive session."""
+"""Reprs of caches: kind, sizes, dtype and slots in use."""
 
 from __future__ import annotations
 
