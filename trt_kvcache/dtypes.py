@@ -15,17 +15,7 @@ from trt_kvcache.errors import DTypeError
 
 @dataclass(frozen=True)
 class DType:
-    """One row of the table.
-
-    Parameters
-    ----------
-    name : str
-        Our name.
-    numpy : numpy.dtype
-        Of NumPy or ml_dtypes.
-    dlpack_code : int
-        ``DLDataTypeCode``; the bits follow from the size.
-    """
+    """One row of the table."""
 
     name: str
     numpy: np.dtype[Any]
@@ -76,18 +66,7 @@ MODEL_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def dtype_in_full(name: Any) -> Any:
-    """Return the name of a dtype that a user gives: in full where it is a short one, else what was given.
-
-    Parameters
-    ----------
-    name : object
-        A name, or something else that is refused where it is checked.
-
-    Examples
-    --------
-    >>> dtype_in_full("fp8"), dtype_in_full("bf16"), dtype_in_full("int8")
-    ('float8_e4m3fn', 'bfloat16', 'int8')
-    """
+    """Return the name of a dtype that a user gives: in full where it is a short one, else what was given."""
     return DTYPE_SHORT_NAMES.get(name, name) if isinstance(name, str) else name
 
 
@@ -99,46 +78,22 @@ def _row(name: str) -> DType:
 
 
 def itemsize(name: str) -> int:
-    """Return the bytes of one element, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown name.
-
-    Parameters
-    ----------
-    name : str
-        A dtype of the table.
-    """
+    """Return the bytes of one element, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown name."""
     return _row(name).numpy.itemsize
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy (or ml_dtypes) dtype of a name, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown one.
-
-    Parameters
-    ----------
-    name : str
-        A dtype of the table.
-    """
+    """Return the NumPy (or ml_dtypes) dtype of a name, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown one."""
     return _row(name).numpy
 
 
 def dlpack_code(name: str) -> int:
-    """Return the DLPack type code of a name, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown one.
-
-    Parameters
-    ----------
-    name : str
-        A dtype of the table.
-    """
+    """Return the DLPack type code of a name, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown one."""
     return _row(name).dlpack_code
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return our name of a NumPy dtype, or raise :class:`~trt_kvcache.errors.DTypeError` for one that the table does not have.
-
-    Parameters
-    ----------
-    dtype : dtype_like
-        A NumPy or ml_dtypes dtype.
-    """
+    """Return our name of a NumPy dtype, or raise :class:`~trt_kvcache.errors.DTypeError` for one that the table does not have."""
     name = _NAME_OF_NUMPY.get(np.dtype(dtype))
     if name is None:
         raise DTypeError(f"dtype: expected one of {', '.join(_TABLE)}, got NumPy dtype {np.dtype(dtype)}.")

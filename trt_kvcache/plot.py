@@ -116,23 +116,7 @@ class Plot:
 
 
 def format_of(path: Path) -> str:
-    """Return the format that a file is to have.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    str
-        One of :data:`FORMATS`.
-
-    Raises
-    ------
-    ConfigError
-        The suffix is none of them.
-    """
+    """Return the format that a file is to have."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in FORMATS:
         raise ConfigError(f"{path}: expected a file name that ends with {', '.join(f'.{one}' for one in FORMATS)}.")
@@ -140,45 +124,14 @@ def format_of(path: Path) -> str:
 
 
 def check_can_draw(path: Path) -> None:
-    """Check that a plot can be drawn and saved under a name, before the work that it will show.
-
-    Parameters
-    ----------
-    path : Path
-        Where the plot is to be saved.
-
-    Raises
-    ------
-    ConfigError
-        The name has another ending than those of :data:`FORMATS`.
-    ModuleNotFoundError
-        matplotlib is not installed.
-    """
+    """Check that a plot can be drawn and saved under a name, before the work that it will show."""
     format_of(path)
     with naming_the_extra():
         import matplotlib.figure  # noqa: F401
 
 
 def draw(height: float, paint: Callable[[Any], object], *, width: float = 9.0) -> Plot:
-    """Return a plot.
-
-    Parameters
-    ----------
-    height, width : float
-        Size in inches.
-    paint : callable
-        Called as ``paint(figure)`` with an empty figure.
-
-    Returns
-    -------
-    Plot
-        What ``paint`` has drawn.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        matplotlib is not installed.
-    """
+    """Return a plot."""
     with naming_the_extra():
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -191,18 +144,7 @@ def draw(height: float, paint: Callable[[Any], object], *, width: float = 9.0) -
 
 
 def size_text(nbytes: int) -> str:
-    """Return a number of bytes as people read it.
-
-    Parameters
-    ----------
-    nbytes : int
-        Bytes.
-
-    Returns
-    -------
-    str
-        With four digits and a binary unit, such as ``"1.5 MiB"``.
-    """
+    """Return a number of bytes as people read it."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.4g} {unit}"
@@ -210,19 +152,7 @@ def size_text(nbytes: int) -> str:
 
 
 def paint_sizes(axes: Any, sizes: Sequence[tuple[str, int]], colours: Sequence[str], texts: Sequence[str] | None = None) -> None:
-    """Draw a bar for each of some sizes in bytes.
-
-    Parameters
-    ----------
-    axes : matplotlib.axes.Axes
-        Where to draw.
-    sizes : sequence of (str, int)
-        Name and bytes of each bar, from the top.
-    colours : sequence of str
-        Of the bars.
-    texts : sequence of str, optional
-        What stands behind the bars; the sizes if left out.
-    """
+    """Draw a bar for each of some sizes in bytes."""
     rows = range(len(sizes))
     axes.barh(rows, [nbytes for _, nbytes in sizes], color=colours, height=0.78, linewidth=0)
     axes.set_yticks(rows, [name for name, _ in sizes])

@@ -1,7 +1,12 @@
-"""Docstrings of the package: their examples run, and all have the form of numpydoc."""
+"""Docstrings of the package: numpydoc at its border, two lines inside, and no summary that begins with a question word.
 
+The border is what users import and read: the names that ``docs/_ext/public_api.py`` lists, with their public members, and protocols.
+"""
+
+import ast
 import doctest
 import enum
+import importlib
 import inspect
 import re
 import warnings
@@ -17,8 +22,14 @@ from tests.project.optional_modules import imported
 
 PACKAGE = ROOT / "trt_kvcache"
 
-#: The forms of each kernel: :mod:`trt_kvcache.kernels.backend` describes what both do.
-KERNEL_FORMS = ("trt_kvcache.kernels.cuda", "trt_kvcache.kernels.host")
+#: Lines with text in a docstring inside.
+MAX_LINES_INSIDE = 2
+
+#: A summary names a thing, or begins with a verb.
+QUESTION_WORDS = ("What", "Whatever", "Who", "Whose", "Which", "That", "How", "Where", "When", "Whether")
+
+#: Polygraphy makes the titles of its options from these docstrings, and wants an empty first line.
+WRITTEN_FOR_POLYGRAPHY = "polygraphy/command_line_args.py"
 
 #: What numpydoc checks in every docstring (``numpydoc.validate.ERROR_MSGS`` describes each code). Not checked is what a short
 #: docstring may do without: an extended summary, See Also, examples, and a Returns section if the summary says it all. A parameter or
@@ -43,23 +54,71 @@ def module_names(text=""):
     return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files]
 
 
-def is_public(name):
-    return not any(part.startswith("_") for part in name.split(".")) and not name.startswith(KERNEL_FORMS)
-
-
-def public_objects(module):
-    """Return the public classes and functions that a module defines, and the public methods and properties of the classes."""
+@cache
+def border():
+    """Return the public names of the package as ``{(module, qualified name): object}``, with the public members of classes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs" / "_ext"))
+        names = importlib.import_module("public_api").public_names()
     found = {}
-    for name, value in vars(module).items():
-        is_ours = getattr(value, "__module__", None) == module.__name__
-        if name.startswith("_") or not is_ours or not (inspect.isclass(value) or inspect.isfunction(value)):
-            continue
-        found[f"{module.__name__}.{name}"] = value
-        for member, attribute in vars(value).items() if inspect.isclass(value) else ():
-            is_method = inspect.isfunction(attribute) or isinstance(attribute, (classmethod, staticmethod, property))
-            if is_method and not member.startswith("_"):
-                found[f"{module.__name__}.{name}.{member}"] = attribute
+    for value in (one.value for one in names):
+        if inspect.isclass(value) or inspect.isroutine(value):
+            found[value.__module__, value.__qualname__] = value
+        for base in value.__mro__ if inspect.isclass(value) else ():
+            if base.__module__.startswith("trt_kvcache"):
+                found |= {(base.__module__, f"{base.__qualname__}.{name}"): member for name, member in public_members(base)}
     return found
+
+
+def public_members(cls):
+    """Yield the public methods and properties that a class defines itself."""
+    for name, member in vars(cls).items():
+        is_method = inspect.isfunction(member) or isinstance(member, (classmethod, staticmethod, property))
+        if is_method and not name.startswith("_"):
+            yield name, member
+
+
+def protocols(module):
+    """Yield the public protocols that a module defines, and their members, with their qualified names."""
+    for name, value in vars(module).items():
+        is_protocol = inspect.isclass(value) and value.__module__ == module.__name__ and getattr(value, "_is_protocol", False)
+        if is_protocol and not name.startswith("_"):
+            yield name, value
+            yield from ((f"{name}.{member}", attribute) for member, attribute in public_members(value))
+
+
+def docstrings(source):
+    """Yield qualified name, text, line, and whether it is of a protocol, of each docstring of a module; the module's own has no name."""
+
+    def walk(node, qualified, in_protocol):
+        text = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else None
+        if text is not None:
+            yield qualified, text, getattr(node, "lineno", 1), in_protocol
+        for child in ast.iter_child_nodes(node):
+            name = getattr(child, "name", None) if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else None
+            inner = qualified if name is None else f"{qualified}.{name}".lstrip(".")
+            starts = isinstance(child, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in child.bases)
+            yield from walk(child, inner, (starts or in_protocol) and not (name or "").startswith("_"))
+
+    yield from walk(ast.parse(source), "", False)
+
+
+def too_long_inside(module, source):
+    """Return the docstrings of a module that are not at the border and longer than allowed."""
+    at_border = {qualified for place, qualified in border() if place == module}
+    return [
+        f"{module}.{name} (line {line}): {count} lines inside; expected at most {MAX_LINES_INSIDE}"
+        for name, text, line, in_protocol in docstrings(source)
+        if name and not in_protocol and name not in at_border
+        if (count := sum(bool(one.strip()) for one in text.splitlines())) > MAX_LINES_INSIDE
+    ]
+
+
+def begins_with_a_question_word(source):
+    """Return the docstrings of a module whose summary begins with a question word."""
+    return [
+        f"line {line}: {text.splitlines()[0]}" for _, text, line, _ in docstrings(source) if text.split()[0].rstrip(",:") in QUESTION_WORDS
+    ]
 
 
 @cache
@@ -104,11 +163,62 @@ def test_examples_run(name, monkeypatch):
     assert result.failed == 0, "see the captured output"
 
 
-@pytest.mark.parametrize("name", [name for name in module_names() if is_public(name)])
-def test_docstrings_have_the_form_of_numpydoc(name):
-    objects = public_objects(imported(name))
+@pytest.mark.parametrize("name", module_names())
+def test_docstrings_at_the_border_have_the_form_of_numpydoc(name):
+    objects = {f"{name}.{qualified}": value for (place, qualified), value in border().items() if place == name}
+    objects |= {f"{name}.{qualified}": value for qualified, value in protocols(imported(name))}
     wrong = [f"{place}: {complaint}" for place, value in objects.items() for complaint in complaints(place, value)]
     assert not wrong, "\n".join(wrong)
+
+
+SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).as_posix() != WRITTEN_FOR_POLYGRAPHY]
+
+
+def module_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_docstrings_inside_have_two_lines_at_most():
+    wrong = [line for path in SOURCES for line in too_long_inside(module_of(path), path.read_text(encoding="utf-8"))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_docstring_begins_with_a_question_word():
+    found = {path: begins_with_a_question_word(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    wrong = [f"{path.relative_to(ROOT)}, {line}" for path, lines in found.items() for line in lines]
+    assert not wrong, "\n".join(wrong)
+
+
+THREE_LINES = '"""One.\n\n    Two.\n    Three.\n    """'
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        (f"def inner():\n    {THREE_LINES}\n", ["inner"]),
+        (f"class Inner:\n    def method(self):\n        {THREE_LINES}\n", ["Inner.method"]),
+        (f"def outer():\n    def _nested():\n        {THREE_LINES}\n", ["outer._nested"]),
+        (f"class Engine(Protocol):\n    {THREE_LINES}\n    def run(self):\n        {THREE_LINES}\n", []),
+        (f"class Engine(Protocol):\n    def _run(self):\n        {THREE_LINES}\n", ["Engine._run"]),
+        ('def inner():\n    """One.\n\n    Two.\n    """\n', []),
+        (f"{THREE_LINES}\n", []),
+    ],
+)
+def test_a_long_docstring_inside_is_found(source, found):
+    assert [line.split()[0] for line in too_long_inside("trt_kvcache.sample", source)] == [f"trt_kvcache.sample.{name}" for name in found]
+
+
+def test_a_long_docstring_of_an_exported_name_is_none():
+    source = f"class KVCacheConfig:\n    {THREE_LINES}\n    def _inner(self):\n        {THREE_LINES}\n"
+    (found,) = too_long_inside("trt_kvcache.cache.config", source)
+    assert "KVCacheConfig._inner" in found
+
+
+@pytest.mark.parametrize("summary", ["What it does.", "Whose it is.", "Which one.", "That of a slot.", "How many."])
+def test_a_summary_that_begins_with_a_question_word_is_found(summary):
+    assert begins_with_a_question_word(f'def f():\n    """{summary}"""\n') == [f"line 1: {summary}"]
+    assert begins_with_a_question_word(f'"""{summary}"""\n') == [f"line 1: {summary}"]
+    assert begins_with_a_question_word(f'def f():\n    """Number of slots. {summary}"""\n') == []
 
 
 def documented(docstring):

@@ -10,18 +10,7 @@ from typing import BinaryIO
 
 
 def check_target(target: Path) -> None:
-    """Check that a file can be made, before the work that it is to hold.
-
-    Parameters
-    ----------
-    target : Path
-        Where the file is to be.
-
-    Raises
-    ------
-    OSError
-        ``target`` is a folder, or its own folder is missing or cannot be written to.
-    """
+    """Check that a file can be made, before the work that it is to hold."""
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     parent = target.absolute().parent
@@ -34,22 +23,7 @@ def check_target(target: Path) -> None:
 
 
 def about(target: Path, error: OSError, temporary: Path) -> OSError:
-    """Return an error that names what was to be written, where it names nothing (a full disk) or what nobody knows.
-
-    Parameters
-    ----------
-    target : Path
-        What was to be written.
-    error : OSError
-        Raised meanwhile.
-    temporary : Path
-        The name that it had until then.
-
-    Returns
-    -------
-    OSError
-        Of the same kind; ``error`` itself if it names something else.
-    """
+    """Return an error that names what was to be written, where it names nothing (a full disk) or what nobody knows."""
     if error.errno is None or error.filename not in (None, str(temporary), temporary):
         return error
     return OSError(error.errno, error.strerror, str(target))
@@ -57,26 +31,7 @@ def about(target: Path, error: OSError, temporary: Path) -> OSError:
 
 @contextmanager
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
-    """Yield an empty file that becomes ``target`` when the block ends and its bytes are on disk.
-
-    The file is written beside ``target`` under another name. If ``target`` exists, it is replaced at the end. If the block raises,
-    the new file is removed and the old one is as it was.
-
-    Parameters
-    ----------
-    target : Path
-        Where the file is to be.
-
-    Yields
-    ------
-    BinaryIO
-        The file, open for writing.
-
-    Raises
-    ------
-    OSError
-        No file can be written there, or ``target`` is a folder.
-    """
+    """Yield an empty file that becomes ``target`` when the block ends and its bytes are on disk."""
     check_target(target)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
     try:

@@ -17,27 +17,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes ``target`` when the block ends.
-
-    The folder is made beside ``target`` under another name. If ``target`` exists, it is replaced at the end: on Linux in one step, so
-    that a whole folder is there even if the process is killed. If the block raises, the new folder is removed and the old one is as it
-    was. A link is followed, and stays.
-
-    Parameters
-    ----------
-    target : Path
-        Where the folder is to be, or a link to there. Its parents are made.
-
-    Yields
-    ------
-    Path
-        The folder to fill.
-
-    Raises
-    ------
-    OSError
-        No folder can be made there.
-    """
+    """Yield an empty folder that becomes ``target`` when the block ends."""
     given, target = target, Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _sibling(target, "new")

@@ -10,31 +10,14 @@ DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 class BackgroundHash:
-    """SHA-256 of chunks, in their order, computed in a separate thread. A context manager.
-
-    A disk and the hash are about equally fast, so doing both at once halves the time.
-
-    Examples
-    --------
-    >>> with BackgroundHash() as digest:
-    ...     digest.update(b"a key, ")
-    ...     digest.update(b"a value")
-    ...     digest.digest().hex()[:16]
-    '39eec1bf73f0ea18'
-    """
+    """SHA-256 of chunks, in their order, computed in a separate thread. A context manager."""
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()
         self._thread = ThreadPoolExecutor(1)
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Add a chunk of bytes, which must not change until :meth:`digest` returns.
-
-        Parameters
-        ----------
-        chunk : bytes or memoryview
-            The bytes.
-        """
+        """Add a chunk of bytes, which must not change until :meth:`digest` returns."""
         self._thread.submit(self._sha256.update, chunk)
 
     def digest(self) -> bytes:

@@ -8,19 +8,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Issue a warning at the innermost line outside this package.
-
-    Parameters
-    ----------
-    message : str
-        Text of the warning.
-    category : type of Warning
-        Its class.
-
-    Notes
-    -----
-    What ``skip_file_prefixes`` of :func:`warnings.warn` does from Python 3.12 on.
-    """
+    """Issue a warning at the innermost line outside this package."""
     frame, level = sys._getframe(1), 2  # 1 is this function
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1

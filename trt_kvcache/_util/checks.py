@@ -11,22 +11,7 @@ from trt_kvcache.errors import ConfigError, KVCacheError, LayerIndexError, Range
 
 
 def as_int(what: str, value: Any, *, error: type[KVCacheError] = RangeError) -> int:
-    """Return an integer as an int.
-
-    Parameters
-    ----------
-    what : str
-        What the value is, for the message.
-    value : object
-        What a caller gave.
-    error : type
-        The class to raise.
-
-    Raises
-    ------
-    error
-        The value is a bool, a float, or anything else that is not an integer.
-    """
+    """Return an integer as an int."""
     if isinstance(value, bool):
         raise error(f"{what}: expected an integer, got {shown(value)}.")
     try:
@@ -36,24 +21,7 @@ def as_int(what: str, value: Any, *, error: type[KVCacheError] = RangeError) -> 
 
 
 def int_in_range(what: str, value: Any, low: int, high: int | None = None, *, error: type[KVCacheError] = RangeError) -> int:
-    """Return an integer of a range as an int.
-
-    Parameters
-    ----------
-    what : str
-        What the value is, for the message.
-    value : object
-        What a caller gave.
-    low, high : int
-        The smallest and largest value; None for no largest one.
-    error : type
-        The class to raise.
-
-    Raises
-    ------
-    error
-        The value is not an integer, or not in the range.
-    """
+    """Return an integer of a range as an int."""
     number = value if type(value) is int else as_int(what, value, error=error)
     if number < low or (high is not None and number > high):
         expected = f"at least {low}" if high is None else f"an integer from {low} to {high}"
@@ -62,45 +30,13 @@ def int_in_range(what: str, value: Any, low: int, high: int | None = None, *, er
 
 
 def one_of(what: str, value: Any, known: Collection[str], *, error: type[KVCacheError] = ConfigError) -> None:
-    """Check that a value is one of the known names.
-
-    Parameters
-    ----------
-    what : str
-        What the value is, for the message.
-    value : object
-        What a caller gave.
-    known : collection of str
-        The names.
-    error : type
-        The class to raise.
-
-    Raises
-    ------
-    error
-        It is not.
-    """
+    """Check that a value is one of the known names."""
     if not isinstance(value, str) or value not in known:
         raise error(f"{what}: expected one of {', '.join(known)}, got {shown(value)}.")
 
 
 def slot_index(slot: Any, count: int, *, of: str = "batch slots") -> int:
-    """Return a slot as an int.
-
-    Parameters
-    ----------
-    slot : object
-        What a caller gave.
-    count : int
-        How many slots there are.
-    of : str
-        What they are, for the message.
-
-    Raises
-    ------
-    SlotError
-        It is not an integer, or not ``0 <= slot < count``.
-    """
+    """Return a slot as an int."""
     number = as_int("slot", slot, error=SlotError)
     if not 0 <= number < count:
         raise SlotError(f"slot {shown(number)}: expected 0 <= slot < {count} ({of}). Slots never wrap.")
@@ -108,22 +44,7 @@ def slot_index(slot: Any, count: int, *, of: str = "batch slots") -> int:
 
 
 def layer_index(index: Any, count: int, *, name: str = "attn_layer_idx") -> int:
-    """Return a layer index as an int.
-
-    Parameters
-    ----------
-    index : object
-        What a caller gave.
-    count : int
-        How many layers there are.
-    name : str
-        Name of the argument, for the message.
-
-    Raises
-    ------
-    LayerIndexError
-        It is not an integer, or not ``0 <= index < count``.
-    """
+    """Return a layer index as an int."""
     number = as_int(name, index, error=LayerIndexError)
     if not 0 <= number < count:
         raise LayerIndexError(f"{name} {shown(number)}: expected 0 <= {name} < {count}. Indices never wrap.")
@@ -131,40 +52,13 @@ def layer_index(index: Any, count: int, *, name: str = "attn_layer_idx") -> int:
 
 
 def positive_number(what: str, value: Any, *, error: type[KVCacheError] = ConfigError) -> None:
-    """Check that a value is a finite number greater than 0.
-
-    Parameters
-    ----------
-    what : str
-        What the value is, for the message.
-    value : object
-        What a caller gave.
-    error : type
-        The class to raise.
-
-    Raises
-    ------
-    error
-        It is a bool, no number, not positive, or too large for a float.
-    """
+    """Check that a value is a finite number greater than 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise error(f"{what}: expected a finite number > 0, got {shown(value)}.")
 
 
 def option_meant(name: str, known: Collection[str], other_names: Mapping[str, str], *, cutoff: float = 0.7) -> str | None:
-    """Return the option that an unknown name was probably meant for, or None.
-
-    Parameters
-    ----------
-    name : str
-        What a caller gave.
-    known : collection of str
-        The options.
-    other_names : mapping of str to str
-        What other projects call some of them.
-    cutoff : float
-        How similar the name has to be, from 0 to 1.
-    """
+    """Return the option that an unknown name was probably meant for, or None."""
     return other_names.get(name) or next(iter(get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
 
@@ -176,26 +70,7 @@ def option_names(
     *,
     error: type[KVCacheError] = ConfigError,
 ) -> None:
-    """Check that options exist.
-
-    Parameters
-    ----------
-    what : str
-        What takes them, for the message.
-    given : iterable of str
-        Names that a caller gave.
-    known : collection of str
-        The options, in the order in which a message lists them.
-    other_names : mapping of str to str
-        What other projects call some of them.
-    error : type
-        The class to raise.
-
-    Raises
-    ------
-    error
-        A name is none of them. The message has the one that was probably meant, and all that there are.
-    """
+    """Check that options exist."""
     unknown = sorted(set(given) - set(known))
     if unknown:
         meant = [option_meant(name, known, other_names) for name in unknown]

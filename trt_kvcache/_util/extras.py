@@ -28,36 +28,14 @@ _EXTRA_OF = {
 
 
 def missing_library(error: ModuleNotFoundError) -> str | None:
-    """Return what to do about a library that is not installed.
-
-    Parameters
-    ----------
-    error : ModuleNotFoundError
-        What its import raised.
-
-    Returns
-    -------
-    str or None
-        The library and the extra to install; None if it belongs to no extra.
-
-    Examples
-    --------
-    >>> missing_library(ModuleNotFoundError("No module named 'rich'", name="rich"))
-    "rich is not installed. Run: pip install 'trt-kvcache[models]'"
-    """
+    """Return what to do about a library that is not installed."""
     extra = _EXTRA_OF.get((error.name or "").partition(".")[0])
     return None if extra is None else f"{error.name} is not installed. Run: pip install 'trt-kvcache[{extra}]'"
 
 
 @contextmanager
 def naming_the_extra() -> Iterator[None]:
-    """Have the import of a library that is not installed name the extra that it belongs to.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        With the text of :func:`missing_library`.
-    """
+    """Have the import of a library that is not installed name the extra that it belongs to."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -6,11 +6,7 @@ from functools import cache
 
 
 def give_back_freed_memory() -> None:
-    """Return the pages of freed blocks to the operating system, where the C library keeps them.
-
-    The C library of GNU keeps freed blocks of up to 32 MB for later ones. TensorRT dequantizes packed weights one by one while it builds,
-    and what it frees would add up to all of them. A call takes a fraction of a millisecond; elsewhere it does nothing.
-    """
+    """Return the pages of freed blocks to the operating system, where the C library keeps them."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

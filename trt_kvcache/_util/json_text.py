@@ -12,23 +12,7 @@ class JSONTextError(ValueError):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Parameters
-    ----------
-    text : str or bytes
-        The text; bytes are UTF-8.
-
-    Returns
-    -------
-    object
-        The value.
-
-    Raises
-    ------
-    JSONTextError
-        It is not UTF-8 or not JSON, values are nested more than ``MAX_DEPTH`` deep, or an integer has more digits than Python converts.
-    """
+    """Parse a JSON text."""
     try:
         value = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except json.JSONDecodeError as error:

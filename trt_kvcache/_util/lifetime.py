@@ -25,13 +25,7 @@ class Uncopyable:
 
 
 class Closable(Uncopyable, ABC):
-    """An object that can be used until it is closed. It is a context manager, which closes it at the end of the block.
-
-    Parameters
-    ----------
-    cache : Closable, optional
-        The cache that this object works on. Once that is closed, this object cannot be used either.
-    """
+    """An object that can be used until it is closed. It is a context manager, which closes it at the end of the block."""
 
     def __init__(self, *, cache: "Closable | None" = None) -> None:
         self._closed = False

@@ -4,15 +4,7 @@ import mmap
 
 
 def release_pages(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
-    """Let the operating system take pages of a file that is mapped for reading. What is read there later is read from the file again.
-
-    Parameters
-    ----------
-    mapping : mmap
-        A mapping without pages that were written to.
-    offset, nbytes : int
-        Which part of it. Pages that it shares with others are released too, which costs reading them again and nothing else.
-    """
+    """Let the operating system take pages of a file that is mapped for reading. What is read there later is read from the file again."""
     if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
         start = offset - offset % mmap.PAGESIZE
         mapping.madvise(mmap.MADV_DONTNEED, start, offset + nbytes - start)

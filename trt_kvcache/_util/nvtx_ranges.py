@@ -24,19 +24,7 @@ _DOMAIN = _domain()
 
 
 def nvtx_range(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator that puts each call of a function into a named range.
-
-    Parameters
-    ----------
-    name : str
-        What the profiler shows.
-
-    Returns
-    -------
-    callable
-        The decorator. Where no profiler is attached when this package is imported, it returns the function itself, so that nothing is
-        added to a call.
-    """
+    """Return a decorator that puts each call of a function into a named range."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if _DOMAIN is None:

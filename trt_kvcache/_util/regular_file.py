@@ -15,27 +15,7 @@ _KINDS = (
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Links are followed.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    BinaryIO
-        Without a buffer.
-
-    Raises
-    ------
-    OSError
-        There is none, it cannot be read, or it is a folder, a pipe or a device. Opening one of those neither waits nor reads.
-
-    Notes
-    -----
-    The open descriptor is asked, not the name, so that the file cannot be exchanged in between.
-    """
+    """Open a regular file for reading. Links are followed."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
     descriptor = os.open(path, flags)
     try:
@@ -50,25 +30,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    limit : int
-        The most bytes that such a file may have.
-
-    Returns
-    -------
-    bytes
-        All of it.
-
-    Raises
-    ------
-    OSError
-        As for :func:`open_regular`; or the file is larger.
-    """
+    """Return the bytes of a regular file."""
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > limit:

@@ -9,27 +9,7 @@ T = TypeVar("T")
 
 
 def config_from_dict(kind: type[T], data: Mapping[str, Any], **readers: Callable[[Any], Any]) -> T:
-    """Return a configuration made from its stored form.
-
-    Parameters
-    ----------
-    kind : type
-        The class of the configuration.
-    data : mapping
-        Names and stored values of its fields.
-    **readers : callable
-        For fields that are stored in another form: a function from the stored value to the value of the field.
-
-    Returns
-    -------
-    object
-        Of class ``kind``.
-
-    Raises
-    ------
-    ConfigError
-        A field is missing, unknown or wrong.
-    """
+    """Return a configuration made from its stored form."""
     name = kind.__name__
     try:
         values = dict(data)

@@ -10,24 +10,7 @@ _MAX_OBJECT = 60
 
 
 def shown(value: Any) -> str:
-    """Return the ``repr`` of a value for an error message.
-
-    Parameters
-    ----------
-    value : object
-        Anything that a caller or a file gave.
-
-    Returns
-    -------
-    str
-        At most a few hundred characters. Of a long mapping only its size. The name of the type where there is no ``repr``: Python refuses
-        to print an integer of more than 4300 digits, and lists that are nested too deeply.
-
-    Examples
-    --------
-    >>> shown("float16"), shown(10**5000), shown({"depth": 32}), shown(dict.fromkeys(range(99)))
-    ("'float16'", 'an int that is too large to print', "{'depth': 32}", 'an object with 99 fields')
-    """
+    """Return the ``repr`` of a value for an error message."""
     try:
         text = repr(value)
     except RecursionError:

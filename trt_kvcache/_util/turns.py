@@ -17,22 +17,7 @@ class _Line(dict[_Item, None]):
 
 
 class Turns(Generic[_Item]):
-    """Lines of items, one for each client that has any. A free place is for the client that has the fewest places; of equals, for the one
-    whose last turn ended, or whose line began, the longest ago. Within a line, first in, first out.
-
-    A client that has left has no state here, so any number of names may come and go. No client waits for ever: those that come later stand
-    at the end, and those with more places do not overtake it. Any thread may discard.
-
-    Examples
-    --------
-    >>> from trt_kvcache._util.turns import Turns
-    >>> turns = Turns()
-    >>> for item in ("a1", "a2", "a3"):
-    ...     turns.add("a", item)
-    >>> turns.add("b", "b1")
-    >>> turns.first(3, {"a": 1})
-    ['b1', 'a1', 'a2']
-    """
+    """Round-robin queues by client: a free place goes to the client with the fewest places, of equals to the one that waits longest."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[_Item]] = {}  # in the order of ``since``
@@ -77,20 +62,7 @@ class Turns(Generic[_Item]):
                 self._lines[client] = line
 
     def first(self, free: int, held: Mapping[str, int]) -> list[_Item]:
-        """Return the items that get the next places. They stay in their lines.
-
-        Parameters
-        ----------
-        free : int
-            Free places.
-        held : mapping of str to int
-            How many each client has; those that are left out have none.
-
-        Returns
-        -------
-        list
-            At most ``free``, in the order of their turns.
-        """
+        """Return the items that get the next places. They stay in their lines."""
         with self._lock:
             return [] if free < 1 else list(islice(self._in_turn(held), free))
 

@@ -6,13 +6,7 @@ from pathlib import Path
 
 
 def user_cache_folder() -> Path:
-    """Return the folder of this package among the user's caches.
-
-    Returns
-    -------
-    Path
-        In ``XDG_CACHE_HOME`` if that is set, else where the operating system keeps caches. It may not exist yet.
-    """
+    """Return the folder of this package among the user's caches."""
     given = os.environ.get("XDG_CACHE_HOME")
     if given:
         return Path(given) / "trt_kvcache"

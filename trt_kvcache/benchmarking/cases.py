@@ -64,22 +64,7 @@ class BenchmarkCase:
 
 
 def check_cases(cases: Sequence[BenchmarkCase], *, max_batch_size: int, max_sequence_length: int) -> None:
-    """Check that cases fit into a cache.
-
-    Parameters
-    ----------
-    cases : sequence of BenchmarkCase
-        What is to be measured.
-    max_batch_size, max_sequence_length : int
-        Of the cache.
-
-    Raises
-    ------
-    ConfigError
-        There is no case.
-    CapacityError
-        A case needs more slots, or longer ones.
-    """
+    """Check that cases fit into a cache."""
     if not cases:
         raise ConfigError("cases: expected at least one, got none.")
     for case in cases:

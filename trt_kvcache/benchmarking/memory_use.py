@@ -28,18 +28,7 @@ class MemoryUse:
 
 
 def memory_use(memory: Memory) -> MemoryUse | None:
-    """Return how much memory is in use.
-
-    Parameters
-    ----------
-    memory : Memory
-        Where the model runs.
-
-    Returns
-    -------
-    MemoryUse or None
-        None on a system that does not tell.
-    """
+    """Return how much memory is in use."""
     if not memory.is_host:
         free, total = free_and_total(memory)
         return MemoryUse(total - free, "device")

@@ -32,21 +32,7 @@ from trt_kvcache.trt.module import TensorRT, load
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedBuild:
-    """A build that nothing which is checked before it stands against.
-
-    Parameters
-    ----------
-    options : BuildOptions
-        All of them, with their defaults, and GPUs that have the types of quantized weights.
-    tensorrt : TensorRT or None
-        The imported TensorRT; None only in a dry run without it.
-    checkpoint : Checkpoint
-        Open.
-    quantized : QuantizedKV or None
-        How K and V are quantized.
-    rounding : str or None
-        How weights are rounded, as it is recorded.
-    """
+    """A build that nothing which is checked before it stands against."""
 
     options: BuildOptions
     tensorrt: TensorRT | None
@@ -74,43 +60,7 @@ def checked_build(
     kv_dtype: str | None = None,
     kv_scales: str | None = None,
 ) -> CheckedBuild:
-    """Check a build, and open its checkpoint.
-
-    Parameters
-    ----------
-    model_path : path
-        As for :func:`~trt_kvcache.build_engine`.
-    engine_path : path or None
-        As there; None in a dry run that is of no certain place.
-    dry_run : bool
-        Whether neither TensorRT nor weights are needed. Without weight files in any format the checkpoint has none to read.
-    max_batch_size, max_sequence_length, max_prefill_length : int
-        As there.
-    max_logits_per_slot : int or "all"
-        As there.
-    dtype, attention : str, optional
-        As there.
-    flavour : str
-        As there.
-    compute_capabilities : sequence of str, optional
-        As there.
-    builder_optimization_level : int, optional
-        As there.
-    timing_cache : path, optional
-        As there.
-    quantize, kv_dtype, kv_scales : str, optional
-        As there.
-
-    Returns
-    -------
-    CheckedBuild
-        With a checkpoint to close. Nothing is written, and of the weights only names, dtypes and shapes are read.
-
-    Raises
-    ------
-    ConfigError, CheckpointError, BuildError
-        As ``build_engine`` does. In a dry run without TensorRT, what it alone knows is not checked.
-    """
+    """Check a build, and open its checkpoint."""
     rounding = None if quantize is None else str(Quantization.parse(quantize))
     model = Path(model_path)
     length = default_sequence_length(Checkpoint.read_config(model)) if max_sequence_length is None else max_sequence_length
@@ -155,13 +105,7 @@ def checked_build(
 
 
 def installed_tensorrt(flavour: str) -> TensorRT | None:
-    """Return TensorRT, or None if it is not there.
-
-    Parameters
-    ----------
-    flavour : str
-        As for ``trt_kvcache.trt.module.load``.
-    """
+    """Return TensorRT, or None if it is not there."""
     try:
         return load(flavour, error=BuildError)
     except BuildError:
@@ -169,23 +113,7 @@ def installed_tensorrt(flavour: str) -> TensorRT | None:
 
 
 def open_checkpoint(model: Path, rounding: str | None, *, needs_weights: bool) -> Checkpoint:
-    """Open a checkpoint, or what ``config.json`` alone says of it.
-
-    Parameters
-    ----------
-    model : Path
-        The model folder.
-    rounding : str or None
-        How weights are rounded.
-    needs_weights : bool
-        False where names, shapes and dtypes are enough. In a folder that has no weights, and none that are quantized, they are those of
-        ``config.json``.
-
-    Raises
-    ------
-    CheckpointError, ConfigError
-        As ``Checkpoint.open`` does.
-    """
+    """Open a checkpoint, or what ``config.json`` alone says of it."""
     if needs_weights or has_weight_files(model) or quantized_format(ModelFiles(model).json(CONFIG_FILE), model) is not None:
         return Checkpoint.open(model, quantize=rounding)
     config = Checkpoint.read_config(model)

@@ -16,32 +16,7 @@ FIRST_CAPABILITY = {"int4": "8.0", "float8_e4m3fn": "8.9", "float4_e2m1fn": "12.
 
 
 def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | None, *, rounded: bool = False) -> BuildOptions:
-    """Return options that name GPUs which have the types of quantized weights.
-
-    TensorRT for RTX builds for GPUs without a type too if none are named, and such an engine fails where it is loaded.
-
-    Parameters
-    ----------
-    options : BuildOptions
-        Options of the build.
-    kinds : iterable of str
-        What codes of weights are: :attr:`trt_kvcache.checkpoint.Checkpoint.code_kinds`.
-    tensorrt : TensorRT or None
-        The imported TensorRT. Full TensorRT builds for the GPU that it runs on, and knows what that has. None where there is none: then
-        GPUs that are named are checked, and none are chosen.
-    rounded : bool
-        Whether the build rounds the weights, and could round them to another type; for the message.
-
-    Returns
-    -------
-    BuildOptions
-        As given where that needs nothing.
-
-    Raises
-    ------
-    ConfigError
-        A compute capability is named that does not have a type, or is not written as one.
-    """
+    """Return options that name GPUs which have the types of quantized weights."""
     types = sorted({CONSTANT_TYPES[kind] for kind in kinds} & set(FIRST_CAPABILITY))
     is_rtx = options.flavour != "tensorrt" if tensorrt is None else tensorrt.is_rtx
     if not types or not is_rtx:
@@ -63,20 +38,7 @@ def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | 
 
 
 def are_native(capabilities: Sequence[str] | None, *, is_rtx: bool = True) -> bool:
-    """Return whether all GPUs of a build have FP4, so that it need not be stored as int8.
-
-    Parameters
-    ----------
-    capabilities : sequence of str or None
-        The compute capabilities that are built for; None for all.
-    is_rtx : bool
-        False for full TensorRT, which builds for the GPU that it runs on.
-
-    Raises
-    ------
-    ConfigError
-        A compute capability is not written as one.
-    """
+    """Return whether all GPUs of a build have FP4, so that it need not be stored as int8."""
     first = _number(FIRST_CAPABILITY["float4_e2m1fn"])
     return is_rtx and capabilities is not None and all(_number(name) >= first for name in capabilities)
 

@@ -30,29 +30,7 @@ from trt_kvcache.trt.plugin import can_add_plugins
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderDefinition:
-    """A decoder, or a segment of one, as a TensorRT network that is not built yet.
-
-    Keep it until the build is done: TensorRT points at weights that it owns.
-
-    Parameters
-    ----------
-    builder : IBuilder
-        What made the network.
-    network : INetworkDefinition
-        What TensorRT builds.
-    graph : Graph
-        Owner of the arrays that ``network`` points at.
-    cache : KVCacheConfig or HybridCacheConfig
-        The cache that the engine will run on.
-    names : TensorNames
-        Names of the whole engine's inputs and outputs.
-    tensors : tuple of TensorSpec
-        Inputs and outputs of this network; codes of quantized K and V in words.
-    profiles : tuple of EngineProfile
-        Optimisation profiles to build with.
-    attention : tuple of AttentionLayerConfig
-        How the attention of each layer of the decoder is built.
-    """
+    """A decoder, or a segment of one, as a TensorRT network that is not built yet."""
 
     builder: Any
     network: Any
@@ -73,36 +51,7 @@ def define_decoder(
     *,
     quantized: QuantizedKV | None = None,
 ) -> DecoderDefinition:
-    """Make the network of a checkpoint.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Open; its weights are read.
-    options : BuildOptions
-        Options of the build.
-    tensorrt : TensorRT
-        The imported TensorRT.
-    messages : Messages
-        An open collection of TensorRT's log.
-    names : TensorNames
-        Names of the inputs and outputs.
-    quantized : QuantizedKV, optional
-        How K and V are quantized; with plugin attention.
-
-    Returns
-    -------
-    DecoderDefinition
-        The network of the whole decoder, not built yet, with the cache, tensors and profiles that it is for. Keep it until the build is
-        done.
-
-    Raises
-    ------
-    ConfigError
-        The options do not fit the model or this TensorRT, or they request plugin attention from a TensorRT without plugin layers.
-    BuildError
-        TensorRT has no form for a quantized weight, or refused a layer, which is named.
-    """
+    """Make the network of a checkpoint."""
     options.check_tensorrt(tensorrt)
     model = checkpoint.config
     cache, dtype = options.cache_for(model, quantized), options.dtype or model.dtype
@@ -145,35 +94,7 @@ def define_segments(
     *,
     quantized: QuantizedKV | None = None,
 ) -> tuple[DecoderDefinition, ...]:
-    """Make the networks of a checkpoint's segments.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        As for :func:`define_decoder`.
-    options : BuildOptions
-        As for :func:`define_decoder`.
-    tensorrt : TensorRT
-        As for :func:`define_decoder`.
-    messages : Messages
-        As for :func:`define_decoder`.
-    names : TensorNames
-        As for :func:`define_decoder`.
-    quantized : QuantizedKV, optional
-        How K and V are quantized.
-
-    Returns
-    -------
-    tuple of DecoderDefinition
-        One for each segment, in order; each with the tensors of its segment.
-
-    Raises
-    ------
-    ConfigError
-        The options do not fit the model.
-    BuildError
-        TensorRT has no form for a quantized weight, or refused a layer, which is named.
-    """
+    """Make the networks of a checkpoint's segments."""
     model = checkpoint.config
     cache, dtype = options.cache_for(model, quantized), options.dtype or model.dtype
     builder, create_network = _network_factory(model, tensorrt, messages)
@@ -203,24 +124,7 @@ def define_segments(
 
 
 def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype: str | None = None) -> list[Any]:
-    """Return the constants of an engine in segments.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        The open checkpoint.
-    cache : KVCacheConfig or HybridCacheConfig
-        The cache that the engine will run on.
-    dtype : str, optional
-        What it computes in; the dtype of the cache if left out.
-
-    Returns
-    -------
-    list of buffer
-        What a safetensors file with the embedding table and the cosines and sines of RoPE consists of: see
-        :func:`~trt_kvcache.engine_folder.decoder_segments.decoder_constants`. A table that is stored in this dtype is over the memory of
-        the checkpoint.
-    """
+    """Return the constants of an engine in segments."""
     table = Weights(checkpoint, dtype or cache.dtype)(embedding_name(checkpoint.config))
     angles = {name: cos_sin(kind, length=cache.max_sequence_length) for kind, name in cos_sin_names(checkpoint.config).items()}
     return safetensors_buffers({EMBEDDING: table, **angles})

@@ -30,15 +30,7 @@ _DEQUANTIZED = 9.2
 
 @dataclass(frozen=True)
 class PackedBytes:
-    """A packed weight in an engine.
-
-    Parameters
-    ----------
-    nbytes : int
-        Of codes and scales.
-    type : str
-        The dtype of the codes in TensorRT.
-    """
+    """A packed weight in an engine."""
 
     nbytes: int
     type: str
@@ -46,19 +38,7 @@ class PackedBytes:
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """The weights of an engine: what each takes, and what the host holds of them in a build.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Whose weights they are.
-    sizes : mapping of str to int
-        Bytes of each weight.
-    packed : mapping of str to PackedBytes
-        Those that the plan has packed.
-    constants : mapping of str to PackedBytes or None
-        The weights beside the plan, which are there as they are: how they are packed in the checkpoint, or None.
-    """
+    """The weights of an engine: what each takes, and what the host holds of them in a build."""
 
     model: ModelConfig
     sizes: Mapping[str, int]

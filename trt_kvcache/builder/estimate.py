@@ -163,13 +163,7 @@ def estimate_build(
 
 
 def estimate_checked(checked: CheckedBuild) -> BuildEstimate:
-    """Estimate a build that was checked.
-
-    Parameters
-    ----------
-    checked : CheckedBuild
-        With an open checkpoint, of which no weights are read.
-    """
+    """Estimate a build that was checked."""
     options = checked.options
     is_native = are_native(options.compute_capabilities, is_rtx=options.flavour != "tensorrt")
     return PackedModel.of(checked.checkpoint, is_native=is_native).estimate(options, checked.quantized)
@@ -177,30 +171,14 @@ def estimate_checked(checked: CheckedBuild) -> BuildEstimate:
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A model and the bytes of its packed weights: all that an estimate needs of a checkpoint.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Of the checkpoint.
-    packed : mapping of str to PackedBytes
-        The weights that the engine has packed, by name.
-    """
+    """A model and the bytes of its packed weights: all that an estimate needs of a checkpoint."""
 
     model: ModelConfig
     packed: Mapping[str, PackedBytes]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, is_native: bool) -> PackedModel:
-        """Return what a checkpoint has.
-
-        Parameters
-        ----------
-        checkpoint : Checkpoint
-            Open. No weights are read.
-        is_native : bool
-            Whether FP4 is stored as it is; else it takes the bytes of int8.
-        """
+        """Return what a checkpoint has."""
         shapes = tensor_shapes(checkpoint.config)
         types = CONSTANT_TYPES | (NATIVE_TYPES if is_native else {})
         packed = {}
@@ -211,13 +189,7 @@ class PackedModel:
         return cls(checkpoint.config, packed)
 
     def rounded(self, quantize: str) -> PackedModel:
-        """Return a model in 16 or 32 bits with rounded weights.
-
-        Parameters
-        ----------
-        quantize : str
-            As for :func:`estimate_build`, with its errors.
-        """
+        """Return a model in 16 or 32 bits with rounded weights."""
         shapes, schemes = tensor_shapes(self.model), rounding_schemes(self.model, Quantization.parse(quantize))
         packed = {
             name: PackedBytes(rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, self.model.dtype), f"int{SCHEMES[scheme][0]}")
@@ -226,20 +198,7 @@ class PackedModel:
         return replace(self, packed=packed)
 
     def estimate(self, options: BuildOptions, quantized: QuantizedKV | None = None) -> BuildEstimate:
-        """Return the bytes of a build: see :func:`estimate_build`.
-
-        Parameters
-        ----------
-        options : BuildOptions
-            All of them.
-        quantized : QuantizedKV, optional
-            How K and V are quantized.
-
-        Raises
-        ------
-        ConfigError
-            The model cannot be built with these options.
-        """
+        """Return the bytes of a build: see :func:`estimate_build`."""
         model, computed = self.model, options.dtype or self.model.dtype
         cache = options.cache_for(model, quantized)
         options.check_kernels(model)

@@ -37,18 +37,7 @@ DEFAULT_MAX_PREFILL_LENGTH = 512
 
 
 def default_sequence_length(model: ModelConfig) -> int:
-    """Return how many tokens a slot can hold where nothing is said.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        The model.
-
-    Returns
-    -------
-    int
-        The positions that the model was made for; at most 2048 where it keeps something of each token.
-    """
+    """Return how many tokens a slot can hold where nothing is said."""
     limit = model.max_position_embeddings
     return min(limit, DEFAULT_MAX_SEQUENCE_LENGTH) if model.attention_layers else limit
 
@@ -295,17 +284,6 @@ class BuildOptions:
 
 
 def known_compute_capabilities(tensorrt: TensorRT) -> dict[str, object]:
-    """Return the GPUs that TensorRT for RTX can build for.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        TensorRT for RTX.
-
-    Returns
-    -------
-    dict of str to ComputeCapability
-        By name, such as ``"8.6"`` for ``ComputeCapability.SM86``.
-    """
+    """Return the GPUs that TensorRT for RTX can build for."""
     members = tensorrt.module.ComputeCapability.__members__
     return {f"{name[2:-1]}.{name[-1]}": member for name, member in members.items() if name.startswith("SM")}

@@ -16,29 +16,7 @@ class _Phase:
 
 
 class BuildProgress:
-    """Turns TensorRT's nested phases into a fraction that only grows.
-
-    TensorRT calls it from its own threads, where an exception would be lost. An exception that ``report`` raises, such as a
-    KeyboardInterrupt, is therefore kept, and TensorRT is told to stop the build.
-
-    Parameters
-    ----------
-    report : callable
-        Called as ``report(fraction)``.
-
-    Attributes
-    ----------
-    interruption : BaseException or None
-        What ``report`` raised; raise it again after the build has returned.
-
-    Examples
-    --------
-    >>> progress = BuildProgress(lambda done: print(f"{done:.0%}"))
-    >>> progress.start("build", parent=None, steps=2)
-    >>> progress.step("build", 0)
-    50%
-    True
-    """
+    """Turns TensorRT's nested phases into a fraction that only grows."""
 
     def __init__(self, report: Callable[[float], object]) -> None:
         self.interruption: BaseException | None = None
@@ -48,35 +26,12 @@ class BuildProgress:
         self._lock = threading.Lock()
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
-        """Begin a phase, within the current step of its parent.
-
-        Parameters
-        ----------
-        phase : str
-            Name of the phase.
-        parent : str or None
-            Name of the phase around it.
-        steps : int
-            Number of its steps.
-        """
+        """Begin a phase, within the current step of its parent."""
         with self._lock:
             self._phases[phase] = _Phase(parent, max(steps, 1))
 
     def step(self, phase: str, step: int) -> bool:
-        """Note that a step of a phase is done, and report the progress.
-
-        Parameters
-        ----------
-        phase : str
-            Name of the phase.
-        step : int
-            Number of the step, from 0.
-
-        Returns
-        -------
-        bool
-            Whether the build should go on.
-        """
+        """Note that a step of a phase is done, and report the progress."""
         with self._lock:
             if phase in self._phases:
                 self._phases[phase].done = step + 1
@@ -84,13 +39,7 @@ class BuildProgress:
         return self.interruption is None
 
     def finish(self, phase: str) -> None:
-        """End a phase.
-
-        Parameters
-        ----------
-        phase : str
-            Name of the phase.
-        """
+        """End a phase."""
         with self._lock:
             self._phases.pop(phase, None)
 
@@ -116,20 +65,7 @@ class BuildProgress:
 
 
 def make_monitor(module: Any, progress: BuildProgress) -> Any:
-    """Return a progress monitor for a build.
-
-    Parameters
-    ----------
-    module : module
-        ``tensorrt`` or ``tensorrt_rtx``.
-    progress : BuildProgress
-        It receives the phases and steps.
-
-    Returns
-    -------
-    IProgressMonitor
-        For ``IBuilderConfig.progress_monitor``. After each step it also gives memory that TensorRT has freed back to the system.
-    """
+    """Return a progress monitor for a build."""
 
     class Monitor(module.IProgressMonitor):  # type: ignore[misc]  # TensorRT is not imported when this is checked
         def __init__(self) -> None:

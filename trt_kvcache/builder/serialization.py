@@ -17,29 +17,7 @@ from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins
 
 
 def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages) -> Any:
-    """Return the builder configuration of a network: optimisation profiles, GPUs, and flags.
-
-    Parameters
-    ----------
-    definition : DecoderDefinition
-        The network to build.
-    options : BuildOptions
-        Variant of attention, compute capabilities, optimisation level and timing cache are used.
-    tensorrt : TensorRT
-        The imported TensorRT.
-    messages : Messages
-        An open collection of TensorRT's log.
-
-    Returns
-    -------
-    IBuilderConfig
-        TF32 is off, so that float32 is computed in float32.
-
-    Raises
-    ------
-    BuildError
-        TensorRT refused a profile or a compute capability; the text is what it logged.
-    """
+    """Return the builder configuration of a network: optimisation profiles, GPUs, and flags."""
     config = require(definition.builder.create_builder_config, messages, "TensorRT cannot make a builder configuration")
     for profile in definition.profiles:
         _add_profile(definition, config, profile, messages, slots=definition.profiles[0].max_batch)
@@ -66,31 +44,7 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
 def serialize(
     definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
 ) -> Any:
-    """Build a network.
-
-    Parameters
-    ----------
-    definition : DecoderDefinition
-        The network to build.
-    options : BuildOptions
-        Options of the build.
-    tensorrt : TensorRT
-        The imported TensorRT.
-    messages : Messages
-        An open collection of TensorRT's log.
-    progress : callable
-        Called with the fraction that is done. An exception that it raises stops the build and is raised by this function.
-
-    Returns
-    -------
-    IHostMemory
-        The serialised engine, as a buffer.
-
-    Raises
-    ------
-    BuildError
-        TensorRT refused a profile or the network; the text is what it logged.
-    """
+    """Build a network."""
     config = make_config(definition, options, tensorrt, messages)
     build_progress = BuildProgress(progress)
     config.progress_monitor = make_monitor(tensorrt.module, build_progress)

@@ -10,41 +10,13 @@ from trt_kvcache.trt.log import Messages
 
 
 def check_timing_cache(path: Path) -> None:
-    """Check that a timing cache can be written, before a long build.
-
-    Parameters
-    ----------
-    path : Path
-        The file, which need not exist.
-
-    Raises
-    ------
-    ConfigError
-        Its folder does not exist, or it is a folder itself.
-    """
+    """Check that a timing cache can be written, before a long build."""
     if not path.parent.is_dir() or path.is_dir():
         raise ConfigError(f"timing_cache: expected a file in a folder that exists, got {path}.")
 
 
 def read_timing_cache(config: Any, path: Path, messages: Messages) -> None:
-    """Have a build use the measurements in a file. If there is no file, it begins with none.
-
-    Parameters
-    ----------
-    config : IBuilderConfig
-        Of the build.
-    path : Path
-        The file.
-    messages : Messages
-        An open collection of TensorRT's log.
-
-    Raises
-    ------
-    BuildError
-        The file is of another GPU or release of TensorRT, or no timing cache; the text is what TensorRT logged.
-    OSError
-        It cannot be read.
-    """
+    """Have a build use the measurements in a file. If there is no file, it begins with none."""
     data = path.read_bytes() if path.exists() else b""
     warnings = len(messages.warnings)
     cache = require(config.create_timing_cache, messages, f"{path}: the timing cache cannot be read", data)
@@ -55,20 +27,7 @@ def read_timing_cache(config: Any, path: Path, messages: Messages) -> None:
 
 
 def write_timing_cache(config: Any, path: Path) -> None:
-    """Write what a build has measured, and what it read, to a file. An existing one is replaced once the new one is complete.
-
-    Parameters
-    ----------
-    config : IBuilderConfig
-        Of a build that has ended.
-    path : Path
-        The file; its folder exists.
-
-    Raises
-    ------
-    OSError
-        It cannot be written.
-    """
+    """Write what a build has measured, and what it read, to a file. An existing one is replaced once the new one is complete."""
     cache = config.get_timing_cache()
     if cache is not None:
         with atomic_file(path) as file:

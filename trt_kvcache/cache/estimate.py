@@ -15,23 +15,7 @@ AnyCacheConfig = KVCacheConfig | CacheConfig | MambaCacheConfig | HybridCacheCon
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of a cache.
-
-    Parameters
-    ----------
-    bytes_per_token : int
-        K and V of one token over all layers, and its scales if tokens have them.
-    bytes_per_sequence : int
-        The same of one slot at ``max_sequence_length``, and its states, without padding.
-    bytes_per_layer : tuple of int
-        K and V as allocated, padding included, one entry per attention layer.
-    scales_nbytes : int
-        Scales as allocated, static or by token; 0 for a dtype without scales.
-    states_nbytes : int
-        Recurrent and conv states as allocated, both buffers of ``ping_pong``; 0 without recurrent layers.
-    nbytes : int
-        All of it as allocated: equal to ``config.nbytes``.
-    """
+    """Bytes of a cache."""
 
     bytes_per_token: int
     bytes_per_sequence: int
@@ -154,15 +138,7 @@ def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
 
 
 def largest_number(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest n from 0 to ``limit`` with ``fits(n)``, for a condition that holds up to some n and then no more.
-
-    Parameters
-    ----------
-    limit : int
-        The largest number that is tried.
-    fits : callable
-        Called as ``fits(n)`` with about log2 of ``limit`` numbers, none of them 0.
-    """
+    """Return the largest n from 0 to ``limit`` with ``fits(n)``, for a condition that holds up to some n and then no more."""
     low, high = 0, limit + 1
     while low + 1 < high:
         middle = (low + high) // 2

@@ -101,24 +101,7 @@ def _scale(name: str, value: Any) -> float:
 
 
 def check_scales(owner: str, scales: Any, dtype: str, layers: Sequence[KVLayerConfig]) -> str | None:
-    """Return which scales a cache has, after checking that its layers fit them.
-
-    Parameters
-    ----------
-    owner : str
-        The configuration, for messages.
-    scales : object
-        What a caller gave: one of :data:`~trt_kvcache.dtypes.KV_SCALES`, or None.
-    dtype : str
-        Of K and V.
-    layers : sequence of KVLayerConfig
-        All layers.
-
-    Raises
-    ------
-    ConfigError
-        It is none of these, or does not fit the dtype or the layers.
-    """
+    """Return which scales a cache has, after checking that its layers fit them."""
     if dtype not in SCALED_KV_DTYPES:
         if scales is not None:
             raise ConfigError(f"{owner}.scales: expected None for K and V in {dtype}, got {shown(scales)}.")

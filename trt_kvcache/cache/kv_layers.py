@@ -34,19 +34,7 @@ class LayerPlace(NamedTuple):
 
 
 class KVLayers:
-    """K and V of all attention layers, one part of a cache: :class:`~trt_kvcache.cache.slot_contents.SlotContents`.
-
-    Parameters
-    ----------
-    config : KVCacheConfig
-        The layers.
-    places : sequence of LayerPlace
-        Where each layer is, in bytes that were allocated with ``resources``.
-    resources : Resources
-        The cache's. Scales and layer infos are allocated with it.
-    stream : cuda.core.Stream
-        They are written on it.
-    """
+    """K and V of all attention layers, one part of a cache: :class:`~trt_kvcache.cache.slot_contents.SlotContents`."""
 
     is_recurrent = False
 

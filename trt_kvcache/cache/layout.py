@@ -27,23 +27,7 @@ class KVLayout(Enum):
 
 @dataclass(frozen=True)
 class KVLayerStorage:
-    """Where K and V of one layer lie inside that layer's bytes. Strides count elements.
-
-    Parameters
-    ----------
-    max_batch_size, num_kv_heads, max_sequence_length, head_dim : int
-        B, H, S, D.
-    dtype : str
-        Of K and V.
-    layout : KVLayout
-        Which of the two layouts.
-    slot_stride : int
-        Elements from one slot to the next.
-    kv_stride : int
-        Elements from K to V.
-    nbytes : int
-        Bytes of the layer, padded to :data:`~trt_kvcache.memory.shapes.ALIGNMENT`.
-    """
+    """Where K and V of one layer lie inside that layer's bytes. Strides count elements."""
 
     max_batch_size: int
     num_kv_heads: int
@@ -89,30 +73,7 @@ class KVLayerStorage:
 def kv_layer_storage(
     *, max_batch_size: int, num_kv_heads: int, max_sequence_length: int, head_dim: int, dtype: str, layout: KVLayout
 ) -> KVLayerStorage:
-    """Return where K and V of one layer lie. K, V (SEPARATE) and the layer start at multiples of ``ALIGNMENT`` bytes.
-
-    Parameters
-    ----------
-    max_batch_size, num_kv_heads, max_sequence_length, head_dim : int
-        B, H, S, D.
-    dtype : str
-        Of K and V.
-    layout : KVLayout
-        Which of the two layouts.
-
-    Returns
-    -------
-    KVLayerStorage
-        Strides and bytes.
-
-    Examples
-    --------
-    >>> sizes = {"max_batch_size": 4, "num_kv_heads": 2, "max_sequence_length": 256, "head_dim": 64, "dtype": "float16"}
-    >>> kv_layer_storage(**sizes, layout=KVLayout.COMBINED).combined_strides
-    (65536, 32768, 16384, 64, 1)
-    >>> kv_layer_storage(**sizes, layout=KVLayout.SEPARATE).combined_strides
-    (32768, 131072, 16384, 64, 1)
-    """
+    """Return where K and V of one layer lie. K, V (SEPARATE) and the layer start at multiples of ``ALIGNMENT`` bytes."""
     slot_kv = num_kv_heads * max_sequence_length * head_dim
     size = itemsize(dtype)
     if layout is KVLayout.COMBINED:
@@ -137,17 +98,7 @@ def kv_layer_storage(
 
 @dataclass(frozen=True, kw_only=True)
 class StateStorage:
-    """Where the states of one kind lie in one buffer: a contiguous tensor ``[B, ...]`` per layer, one layer after another.
-
-    Parameters
-    ----------
-    num_layers : int
-        Recurrent layers.
-    shape : tuple of int
-        Of one layer: B, then the state of one slot.
-    dtype : str
-        Of the states.
-    """
+    """Where the states of one kind lie in one buffer: a contiguous tensor ``[B, ...]`` per layer, one layer after another."""
 
     num_layers: int
     shape: tuple[int, ...]

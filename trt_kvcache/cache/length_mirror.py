@@ -11,32 +11,7 @@ from trt_kvcache.errors import CapacityError, LengthsUnknown, MappingError, Rang
 
 
 class LengthMirror(NamedTuple):
-    """The lengths of the active slots as the host knows them, and the checks of every change to them.
-
-    A mirror is immutable. ``after_...`` checks a change and returns the mirror as it is after the change, so that the caller
-    can launch the kernel in between: if a check or the launch fails, the old mirror is still the right one.
-
-    Parameters
-    ----------
-    max_batch_size, max_sequence_length : int
-        Slots, B, and tokens that a slot can hold, S. Both are at least 1.
-    upper_bounds : tuple of int (A,)
-        For each active slot a number of tokens that its length does not exceed.
-    exact : tuple of bool (A,)
-        For each active slot whether the bound is its length. It is not after a change by values that only the device has.
-
-    Examples
-    --------
-    >>> mirror = LengthMirror(max_batch_size=4, max_sequence_length=16).after_reset([3, 0])
-    >>> mirror.after_commit([2, 2]).lengths
-    (5, 2)
-    >>> mirror.after_commit([2, 2], exact=False).upper_bounds
-    (5, 2)
-    >>> mirror.after_commit([14, 0])
-    Traceback (most recent call last):
-    ...
-    trt_kvcache.errors.CapacityError: slot 0 holds 3 tokens; committing 14 more exceeds max_sequence_length=16. Nothing was changed.
-    """
+    """The lengths of the active slots as the host knows them, and the checks of every change to them."""
 
     max_batch_size: int
     max_sequence_length: int
@@ -50,13 +25,7 @@ class LengthMirror(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths of the active slots.
-
-        Raises
-        ------
-        LengthsUnknown
-            Only the device knows the length of some slot.
-        """
+        """The lengths of the active slots."""
         if not all(self.exact):
             self._raise_unknown([slot for slot, exact in enumerate(self.exact) if not exact])
         return self.upper_bounds
@@ -67,51 +36,22 @@ class LengthMirror(NamedTuple):
         return not any(self.upper_bounds)
 
     def slot_index(self, slot: Any) -> int:
-        """Return ``slot`` as an int, or raise :class:`~trt_kvcache.errors.SlotError` if it is not an active slot.
-
-        Parameters
-        ----------
-        slot : int
-            An active slot.
-        """
+        """Return ``slot`` as an int, or raise :class:`~trt_kvcache.errors.SlotError` if it is not an active slot."""
         return slot_index(slot, len(self.upper_bounds), of="active slots")
 
     def length_of(self, slot: Any) -> int:
-        """Return the length of one active slot, or raise :class:`~trt_kvcache.errors.LengthsUnknown` as :attr:`lengths` does.
-
-        Parameters
-        ----------
-        slot : int
-            An active slot.
-        """
+        """Return the length of one active slot, or raise :class:`~trt_kvcache.errors.LengthsUnknown` as :attr:`lengths` does."""
         index = self.slot_index(slot)
         if not self.exact[index]:
             self._raise_unknown([index])
         return self.upper_bounds[index]
 
     def is_exact(self, slot: Any) -> bool:
-        """Whether the host knows the length of an active slot, and not only an upper bound.
-
-        Parameters
-        ----------
-        slot : int
-            An active slot.
-        """
+        """Whether the host knows the length of an active slot, and not only an upper bound."""
         return self.exact[self.slot_index(slot)]
 
     def after_reset(self, lengths: Sequence[int]) -> LengthMirror:
-        """Return the mirror after ``len(lengths)`` slots were made active with these lengths.
-
-        Parameters
-        ----------
-        lengths : sequence of int
-            One length per slot, from slot 0 on.
-
-        Raises
-        ------
-        RangeError
-            There are more lengths than slots, or one is not from 0 to S.
-        """
+        """Return the mirror after ``len(lengths)`` slots were made active with these lengths."""
         if len(lengths) > self.max_batch_size:
             raise RangeError(f"reuse_lengths: expected at most max_batch_size={self.max_batch_size} lengths, got {len(lengths)}.")
         if lengths and not 0 <= min(lengths) <= max(lengths) <= self.max_sequence_length:
@@ -120,24 +60,7 @@ class LengthMirror(NamedTuple):
         return self._with(tuple(lengths), (True,) * len(lengths))
 
     def after_commit(self, increments: Sequence[int], *, exact: bool = True) -> LengthMirror:
-        """Return the mirror after these numbers of tokens were added to the lengths of the active slots.
-
-        Parameters
-        ----------
-        increments : sequence of int (A,)
-            Tokens added to each active slot; with ``exact=False`` the most that may have been added.
-        exact : bool
-            False if the increments are only upper bounds. Then so are all lengths from now on.
-
-        Raises
-        ------
-        ShapeError
-            There is not one increment for each active slot.
-        RangeError
-            An increment is negative.
-        CapacityError
-            A slot would exceed S tokens.
-        """
+        """Return the mirror after these numbers of tokens were added to the lengths of the active slots."""
         if len(increments) != len(self.upper_bounds):
             raise ShapeError(f"increment: expected one value for each of {len(self.upper_bounds)} active slots, got {len(increments)}.")
         if increments and min(increments) < 0:
@@ -149,51 +72,17 @@ class LengthMirror(NamedTuple):
         return self._with(after, self.exact if exact else (False,) * len(after))
 
     def after_resize(self, active_batch_size: Any) -> LengthMirror:
-        """Return the mirror after the first slots were kept, or empty ones were added.
-
-        Parameters
-        ----------
-        active_batch_size : int
-            Active slots afterwards.
-
-        Raises
-        ------
-        RangeError
-            ``active_batch_size`` is not from 0 to B.
-        """
+        """Return the mirror after the first slots were kept, or empty ones were added."""
         count = int_in_range("active batch size", active_batch_size, 0, self.max_batch_size)
         added = count - len(self.upper_bounds)
         return self._with(self.upper_bounds[:count] + (0,) * added, self.exact[:count] + (True,) * added)
 
     def after_clear(self, slot: Any) -> LengthMirror:
-        """Return the mirror after an active slot was emptied.
-
-        Parameters
-        ----------
-        slot : int
-            An active slot.
-        """
+        """Return the mirror after an active slot was emptied."""
         return self._with_one(self.slot_index(slot), 0)
 
     def after_rewind(self, slot: Any, length: Any) -> LengthMirror:
-        """Return the mirror after an active slot was shortened to ``length`` tokens.
-
-        Parameters
-        ----------
-        slot : int
-            An active slot.
-        length : int
-            Tokens to keep.
-
-        Raises
-        ------
-        SlotError
-            The slot is not active.
-        LengthsUnknown
-            Only the device knows the length of the slot.
-        RangeError
-            The slot holds fewer than ``length`` tokens, or ``length`` is negative.
-        """
+        """Return the mirror after an active slot was shortened to ``length`` tokens."""
         index = self.slot_index(slot)
         held = self.upper_bounds[index]
         if not self.exact[index]:
@@ -204,66 +93,27 @@ class LengthMirror(NamedTuple):
         return self._with_one(index, wanted)
 
     def check_old_batch(self, old_batch: Any) -> int:
-        """Return ``old_batch`` of a compaction as an int, or raise :class:`MappingError` if it is not the active batch size.
-
-        Parameters
-        ----------
-        old_batch : int
-            What a caller gave.
-        """
+        """Return ``old_batch`` of a compaction as an int, or raise :class:`MappingError` if it is not the active batch size."""
         number = as_int("old_batch", old_batch)
         if number != len(self.upper_bounds):
             raise MappingError(f"compact_batch: expected old_batch={len(self.upper_bounds)}, the active batch size, got {number}.")
         return number
 
     def after_compaction(self, mapping: Iterable[int], new_batch: int) -> LengthMirror:
-        """Return the mirror after the slots were moved.
-
-        Parameters
-        ----------
-        mapping : iterable of int (A,)
-            New slot of each old slot, or -1. It was checked: its survivors fill ``0..new_batch-1``.
-        new_batch : int
-            Active slots afterwards.
-        """
+        """Return the mirror after the slots were moved."""
         source_of = {int(new): old for old, new in enumerate(mapping)}
         sources = [source_of[slot] for slot in range(new_batch)]
         return self._with(tuple(self.upper_bounds[old] for old in sources), tuple(self.exact[old] for old in sources))
 
     def after_device_compaction(self, new_batch: Any) -> LengthMirror:
-        """Return the mirror after a compaction by a mapping that only the device knows, and that keeps the order of the slots.
-
-        The slot that is now in ``slot`` was one of those from ``slot`` to ``slot + dropped``, so the largest of their bounds
-        holds for it.
-
-        Parameters
-        ----------
-        new_batch : int
-            Active slots afterwards.
-
-        Raises
-        ------
-        RangeError
-            ``new_batch`` is not from 0 to A.
-        """
+        """Return the mirror after a compaction by a mapping that only the device knows, and that keeps the order of the slots."""
         count = int_in_range("new_batch", new_batch, 0, len(self.upper_bounds))
         dropped = len(self.upper_bounds) - count
         bounds = tuple(max(self.upper_bounds[slot : slot + dropped + 1]) for slot in range(count))
         return self._with(bounds, (False,) * count)
 
     def after_sync(self, lengths: Sequence[int]) -> LengthMirror:
-        """Return the mirror after the lengths were read from the device.
-
-        Parameters
-        ----------
-        lengths : sequence of int (A,)
-            What the device holds.
-
-        Raises
-        ------
-        LengthsUnknown
-            A length is not from 0 to S.
-        """
+        """Return the mirror after the lengths were read from the device."""
         for slot, length in enumerate(lengths):
             if not 0 <= length <= self.max_sequence_length:
                 raise LengthsUnknown(

@@ -112,15 +112,7 @@ def _paint_slots(axes: Any, config: KVCacheConfig | HybridCacheConfig, lengths: 
 
 
 def paint_layers(axes: Any, config: KVCacheConfig | HybridCacheConfig) -> None:
-    """Draw the bytes of the layers, where neighbours of one shape share a bar.
-
-    Parameters
-    ----------
-    axes : matplotlib.axes.Axes
-        Where to draw.
-    config : KVCacheConfig or HybridCacheConfig
-        The cache.
-    """
+    """Draw the bytes of the layers, where neighbours of one shape share a bar."""
     layers = layer_runs(config)
     total = sum(count * nbytes for _, count, nbytes in layers)
     texts = [size_text(nbytes) if count == 1 else f"{count} layers of {size_text(nbytes)}" for _, count, nbytes in layers]
@@ -139,20 +131,7 @@ def _token_ticks(longest: int) -> list[int]:
 
 
 def layer_runs(config: KVCacheConfig | HybridCacheConfig) -> list[tuple[str, int, int]]:
-    """Return the runs of neighbouring attention layers that have one shape, and all layers with states as one run.
-
-    Attention layers are counted among themselves.
-
-    Parameters
-    ----------
-    config : KVCacheConfig or HybridCacheConfig
-        The cache.
-
-    Returns
-    -------
-    list of (str, int, int)
-        Of each run its name, number of layers, and the bytes of one of them as allocated.
-    """
+    """Return the runs of neighbouring attention layers that have one shape, and all layers with states as one run."""
     sizes = estimate_memory(config).bytes_per_layer
     layers = () if config.kv is None else config.kv.layers
     shapes = [(layer.num_kv_heads, layer.head_dim, nbytes) for layer, nbytes in zip(layers, sizes, strict=True)]

@@ -26,17 +26,7 @@ def state_storages(config: MambaCacheConfig) -> dict[StateKind, StateStorage]:
 
 
 class StateBuffer:
-    """One buffer of one kind: a contiguous tensor ``[B, ...]`` per recurrent layer, all in one allocation.
-
-    Parameters
-    ----------
-    storage : StateStorage
-        Shapes, dtype and sizes.
-    resources : Resources
-        The cache's. The buffer, as zeros, and the infos for kernels are allocated with it.
-    stream : cuda.core.Stream
-        They are written on it.
-    """
+    """One buffer of one kind: a contiguous tensor ``[B, ...]`` per recurrent layer, all in one allocation."""
 
     def __init__(self, storage: StateStorage, resources: Resources, *, stream: Any) -> None:
         allocation = resources.allocate(storage.nbytes, stream=stream)
@@ -55,20 +45,7 @@ class StateBuffer:
 
 
 class RecurrentStates:
-    """States of all recurrent layers, one part of a cache: :class:`~trt_kvcache.cache.slot_contents.SlotContents`.
-
-    Of the two buffers of ``ping_pong``, ``parity`` (0 or 1) says which is current: what the next enqueue reads. Everything
-    here acts on the current one.
-
-    Parameters
-    ----------
-    config : MambaCacheConfig
-        The layers.
-    resources : Resources
-        The cache's, with which the buffers are allocated.
-    stream : cuda.core.Stream
-        They are zeroed on it.
-    """
+    """States of all recurrent layers, one part of a cache: :class:`~trt_kvcache.cache.slot_contents.SlotContents`."""
 
     is_recurrent = True
 

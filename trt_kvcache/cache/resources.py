@@ -13,44 +13,19 @@ _Part = TypeVar("_Part", bound=_HasClose)
 
 
 class Resources:
-    """Allocations and other parts of a cache, closed in the reverse of the order in which they were made.
-
-    Parameters
-    ----------
-    memory : Memory
-        Where the cache lives.
-    """
+    """Allocations and other parts of a cache, closed in the reverse of the order in which they were made."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self._parts: list[_HasClose] = []
 
     def add(self, part: _Part) -> _Part:
-        """Return ``part``, which :meth:`close` closes.
-
-        Parameters
-        ----------
-        part : object with a ``close`` method
-            What to close.
-        """
+        """Return ``part``, which :meth:`close` closes."""
         self._parts.append(part)
         return part
 
     def allocate(self, nbytes: int, *, stream: Any) -> Allocation:
-        """Return ``nbytes`` bytes of zeros, allocated on ``stream``, which :meth:`close` releases.
-
-        Parameters
-        ----------
-        nbytes : int
-            How many.
-        stream : cuda.core.Stream
-            The allocation and the zeros are ordered on it.
-
-        Raises
-        ------
-        CapacityError
-            The memory has no room.
-        """
+        """Return ``nbytes`` bytes of zeros, allocated on ``stream``, which :meth:`close` releases."""
         return self.add(self.memory.allocate(nbytes, zeroed=True, stream=stream))
 
     def close(self) -> None:

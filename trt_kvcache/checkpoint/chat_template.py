@@ -25,34 +25,7 @@ _LOGGER = logging.getLogger("trt_kvcache.checkpoint")
 
 
 class ChatTemplate:
-    """A chat template. It is rendered in processes of its own, which a template that takes too long or too much memory cannot leave.
-
-    Parameters
-    ----------
-    text : str
-        The template in Jinja, as Hugging Face's templates are written.
-    source : Path
-        The file that it comes from; error messages name it.
-
-    Attributes
-    ----------
-    text : str
-        The template.
-
-    Raises
-    ------
-    CheckpointError
-        The text is not a valid template.
-
-    Examples
-    --------
-    >>> from pathlib import Path
-    >>> from trt_kvcache.checkpoint.chat_template import ChatTemplate
-    >>> text = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-    >>> template = ChatTemplate(text, Path("chat_template.jinja"))
-    >>> template.render([{"role": "user", "content": "Hello"}], {"eos_token": "</s>"}, add_generation_prompt=False)
-    'user: Hello</s>'
-    """
+    """A chat template. It is rendered in processes of its own, which a template that takes too long or too much memory cannot leave."""
 
     def __init__(self, text: str, source: Path) -> None:
         with naming_the_extra():
@@ -72,34 +45,7 @@ class ChatTemplate:
         self._processes = TemplateProcesses(text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
-        """Return the text of a conversation.
-
-        Parameters
-        ----------
-        messages : sequence of mapping
-            ``{"role": ..., "content": ...}``, oldest first. The role ``developer``, which OpenAI's newer API has for
-            ``system``, becomes that for a template that does not know it: many would leave the message out.
-        variables : mapping of str to object
-            The other variables of the template, as JSON has them: texts of the special tokens (``"bos_token"``, ``"eos_token"``, ...),
-            ``"tools"``, and those that this template alone knows.
-        add_generation_prompt : bool
-            Whether the text ends with the opening of the assistant's turn.
-
-        Returns
-        -------
-        str
-            The rendered text, special tokens included.
-
-        Raises
-        ------
-        ConfigError
-            The template rejects the messages (roles out of order, ...), or fails on them; it was stopped, because it took longer than
-            10 s or too much memory; or the messages are no plain JSON values.
-        CheckpointError
-            The template is not valid: it uses a filter that Jinja does not have, ...
-        ClosedError
-            After :meth:`close`.
-        """
+        """Return the text of a conversation."""
         if not self._knows_developers:
             messages = [{**one, "role": "system"} if one.get("role") == _DEVELOPER else one for one in messages]
         known = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -120,27 +66,7 @@ class ChatTemplate:
 
 
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config_file: Path) -> ChatTemplate | None:
-    """Find and compile the chat template of a model folder.
-
-    Parameters
-    ----------
-    folder : Path
-        The model folder. Its ``chat_template.jinja`` takes precedence if there is one.
-    tokenizer_config : mapping of str to object
-        The parsed ``tokenizer_config.json``. Its ``chat_template`` is a text, or a list of named texts of which ``default`` is used.
-    config_file : Path
-        The file that ``tokenizer_config`` was read from; error messages name it.
-
-    Returns
-    -------
-    ChatTemplate or None
-        None if the folder has no template.
-
-    Raises
-    ------
-    CheckpointError
-        The template has the wrong type, is not valid, or its file cannot be read.
-    """
+    """Find and compile the chat template of a model folder."""
     file = folder / TEMPLATE_FILE
     if file.exists():
         return ChatTemplate(read_text(file, _MAX_NBYTES), file)

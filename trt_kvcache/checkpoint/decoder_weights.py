@@ -23,15 +23,7 @@ ArrayT = TypeVar("ArrayT")
 
 @dataclass(frozen=True)
 class Projection(Generic[ArrayT]):
-    """A linear map.
-
-    Parameters
-    ----------
-    weight : array ``[out, in]``
-        The matrix.
-    bias : array ``[out]``, or None
-        Added to every row, if there is one.
-    """
+    """A linear map."""
 
     weight: ArrayT
     bias: ArrayT | None
@@ -39,18 +31,7 @@ class Projection(Generic[ArrayT]):
 
 @dataclass(frozen=True)
 class LayerWeights(Generic[ArrayT]):
-    """One decoder layer: see :class:`~trt_kvcache.model.LayerConfig`.
-
-    Parameters
-    ----------
-    parts : mapping of str to array
-        By what they are for, as :func:`~trt_kvcache.model.weight_parts.layer_parts` lists them.
-
-    Notes
-    -----
-    Norms that the layer does not have are None. Those of the hidden state are ``[hidden]``, those of q and k ``[head_dim]``, or as wide
-    as q and k.
-    """
+    """One decoder layer: see :class:`~trt_kvcache.model.LayerConfig`."""
 
     parts: Mapping[str, ArrayT]
 
@@ -143,21 +124,7 @@ class DecoderWeights(Generic[ArrayT]):
 
 
 def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> DecoderWeights[ArrayT]:
-    """Collect the weights of a model.
-
-    Parameters
-    ----------
-    config : ModelConfig
-        The model. It says which biases and norms there are.
-    tensor : callable
-        Called once with the name of each tensor, as Hugging Face transformers names it; returns the array.
-
-    Returns
-    -------
-    DecoderWeights
-        Of what ``tensor`` returned; a weight that shares a tensor with others is a view of its rows, or a copy where
-        they lie apart.
-    """
+    """Collect the weights of a model."""
     family = FAMILIES[config.family]
     embedding = tensor(family.embedding)
     layers = tuple(layer_weights(config, index, tensor) for index in range(config.num_layers))
@@ -179,22 +146,7 @@ def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], Array
 
 
 class RoundedTensors:
-    """The tensors of a checkpoint, rounded to a dtype, one by one.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        An open checkpoint.
-    dtype : {"float16", "bfloat16", "float32"}
-        The precision of the engine.
-    progress : callable, optional
-        Called as ``progress(done_bytes, total_bytes)`` with each tensor.
-
-    Attributes
-    ----------
-    dtype : numpy.dtype
-        What values are rounded to.
-    """
+    """The tensors of a checkpoint, rounded to a dtype, one by one."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, progress: Callable[[int, int], object] | None = None) -> None:
         self._checkpoint = checkpoint
@@ -203,24 +155,7 @@ class RoundedTensors:
         self._done, self._total = 0, checkpoint.nbytes
 
     def __call__(self, name: str) -> npt.NDArray[Any]:
-        """Return one tensor.
-
-        Parameters
-        ----------
-        name : str
-            As Hugging Face transformers names it.
-
-        Returns
-        -------
-        ndarray
-            Read-only, in the dtype, or in a narrower one that is stored and that the dtype holds exactly. Not copied where the
-            stored values need no rounding.
-
-        Raises
-        ------
-        CheckpointError
-            The tensor has no finite value in the dtype.
-        """
+        """Return one tensor."""
         stored = self._checkpoint.tensor(name)
         values = self._rounded(name, stored)
         self._done += self._checkpoint.nbytes_of(name)

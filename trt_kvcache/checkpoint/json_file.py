@@ -15,25 +15,7 @@ MAX_JSON_NBYTES = 1 << 26
 
 
 def read_text(path: Path, limit: int = MAX_TEXT_NBYTES) -> str:
-    """Return the text of a UTF-8 file.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    limit : int
-        The most bytes that it may have.
-
-    Returns
-    -------
-    str
-        Its text.
-
-    Raises
-    ------
-    CheckpointError
-        The file is missing, cannot be read, is too large, or is not a regular file (a pipe, a device, ...).
-    """
+    """Return the text of a UTF-8 file."""
     try:
         return read_regular(path, limit).decode("utf-8")
     except FileNotFoundError:
@@ -43,23 +25,7 @@ def read_text(path: Path, limit: int = MAX_TEXT_NBYTES) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    dict
-        The parsed object.
-
-    Raises
-    ------
-    CheckpointError
-        The file is missing, cannot be read, is not JSON, or holds a JSON value other than an object.
-    """
+    """Return the JSON object in a file."""
     text = read_text(path, MAX_JSON_NBYTES)
     try:
         value = parse_json(text)
@@ -72,21 +38,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_present(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file that may be missing.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    dict
-        The parsed object; empty if there is no such file.
-
-    Raises
-    ------
-    CheckpointError
-        The file cannot be read, is not JSON, or holds a JSON value other than an object.
-    """
+    """Return the JSON object in a file that may be missing."""
     return read_json(path) if path.exists() else {}

@@ -20,27 +20,7 @@ _NAMES = ("model.layers.{layer}.self_attn.{side}_scale", "model.layers.{layer}.s
 
 
 def read_kv_scales(model: ModelConfig, files: Mapping[str, WeightFile], folder: Path) -> tuple[LayerScales, ...]:
-    """Return the static scales of each attention layer.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    files : mapping of str to WeightFile
-        The file of each tensor.
-    folder : path
-        For messages.
-
-    Returns
-    -------
-    tuple of pair
-        The scale of K and that of V of each attention layer; empty if no layer has one.
-
-    Raises
-    ------
-    CheckpointError
-        Some layers have none, or a scale is not a finite number above 0, or not one for each head.
-    """
+    """Return the static scales of each attention layer."""
     names = [[_name(files, layer, side) for side in "kv"] for layer in model.attention_indices]
     if all(name is None for pair in names for name in pair):
         return ()

@@ -21,18 +21,7 @@ _OF_TOKENIZER = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
 
 
 class ModelFiles:
-    """The text files of a model, by name.
-
-    Parameters
-    ----------
-    place : Path
-        A model folder, or a GGUF file.
-
-    Attributes
-    ----------
-    place : Path
-        The folder or the file.
-    """
+    """The text files of a model, by name."""
 
     def __init__(self, place: Path) -> None:
         if not place.exists():

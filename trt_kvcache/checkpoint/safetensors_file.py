@@ -35,19 +35,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor is in its file.
-
-    Parameters
-    ----------
-    dtype : str
-        A name of :mod:`trt_kvcache.dtypes`; any other dtype has its name in safetensors.
-    shape : tuple of int
-        Number of elements along each dimension.
-    offset : int
-        Position of the first byte, from the start of the file.
-    nbytes : int
-        Size in bytes.
-    """
+    """Where one tensor is in its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,18 +44,7 @@ class StoredTensor:
 
 
 def safetensors_buffers(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
-    """Return what a safetensors file consists of, in order, without copying a tensor that is contiguous.
-
-    Parameters
-    ----------
-    tensors : mapping of str to ndarray
-        In float16, bfloat16 or float32, by name.
-
-    Returns
-    -------
-    list of buffer
-        The header, and the bytes of each tensor, wider elements first. ``safetensors.numpy.save`` would hold all of them twice.
-    """
+    """Return what a safetensors file consists of, in order, without copying a tensor that is contiguous."""
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that all are aligned
     codes = {ours: code for code, ours in _DTYPES.items()}
     entries, end = {}, 0
@@ -81,30 +58,7 @@ def safetensors_buffers(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
 
 
 class SafetensorsFile:
-    """A safetensors file whose tensors are read-only arrays over one memory mapping.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Attributes
-    ----------
-    path : Path
-        The file.
-    tensors : dict of str to StoredTensor
-        The tensors in the file by name.
-
-    Raises
-    ------
-    CheckpointError
-        The file is missing, or is not a complete safetensors file.
-
-    Notes
-    -----
-    The safetensors library opens the file first: it checks the header, the size of every tensor and the size of the file. But its
-    NumPy interface copies each tensor, so the arrays are made over a mapping of our own.
-    """
+    """A safetensors file whose tensors are read-only arrays over one memory mapping."""
 
     def __init__(self, path: Path) -> None:
         with naming_the_extra():
@@ -134,33 +88,11 @@ class SafetensorsFile:
         return (self.path,)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Give tensors other names.
-
-        Parameters
-        ----------
-        names : mapping of str to str
-            For each of :attr:`tensors` the name that it has from now on; they differ from each other.
-        """
+        """Give tensors other names."""
         self.tensors = {names[name]: stored for name, stored in self.tensors.items()}
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor as a read-only array.
-
-        Parameters
-        ----------
-        name : str
-            One of :attr:`tensors`.
-
-        Returns
-        -------
-        ndarray
-            In the stored dtype. It keeps the mapping alive. It is a copy only if the tensor is not aligned in the file.
-
-        Raises
-        ------
-        KeyError
-            The file has no such tensor.
-        """
+        """Return a tensor as a read-only array."""
         stored = self.tensors[name]
         dtype = _PACKED_DTYPES.get(stored.dtype) or numpy_dtype(stored.dtype)
         count = stored.nbytes // dtype.itemsize
@@ -171,13 +103,7 @@ class SafetensorsFile:
         return array
 
     def release(self, name: str) -> None:
-        """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again.
-
-        Parameters
-        ----------
-        name : str
-            One of :attr:`tensors`.
-        """
+        """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again."""
         stored = self.tensors[name]
         release_pages(self._map, stored.offset, stored.nbytes)
 

@@ -13,27 +13,7 @@ from trt_kvcache.checkpoint.weight_files import gguf_path
 
 
 def stored_format(data: Mapping[str, Any], folder: Path) -> QuantizedFormat | None:
-    """Return how the weights of a model folder are quantized: as ``config.json`` says, or as its GGUF file has them.
-
-    Parameters
-    ----------
-    data : mapping of str to object
-        The parsed ``config.json``.
-    folder : path
-        Where it is. No weights are read.
-
-    Returns
-    -------
-    QuantizedFormat or None
-        None for weights as they are.
-
-    Raises
-    ------
-    ConfigError
-        The weights are quantized in a way that is not read.
-    CheckpointError
-        There are several GGUF files, or the one that is there is damaged.
-    """
+    """Return how the weights of a model folder are quantized: as ``config.json`` says, or as its GGUF file has them."""
     file = gguf_path(folder)
     if file is None:
         return quantized_format(data, folder)

@@ -30,15 +30,7 @@ MAX_LENGTH = 1 << 24
 
 
 class TemplateFailure(Exception):
-    """A template gave no text. The message says why, without a full stop.
-
-    Parameters
-    ----------
-    message : str
-        Why.
-    cannot_be_read : bool
-        Whether the template itself is at fault, whatever it is rendered with.
-    """
+    """A template gave no text. The message says why, without a full stop."""
 
     def __init__(self, message: str, *, cannot_be_read: bool = False) -> None:
         super().__init__(message)
@@ -46,13 +38,7 @@ class TemplateFailure(Exception):
 
 
 class TemplateProcess:
-    """A template, and the process that renders it: started when it is first needed, and stopped with this object. Thread-safe.
-
-    Parameters
-    ----------
-    text : str
-        The template.
-    """
+    """A template, and the process that renders it: started when it is first needed, and stopped with this object. Thread-safe."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -62,27 +48,7 @@ class TemplateProcess:
         self._killed = False
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Return the text of a template.
-
-        Parameters
-        ----------
-        values : mapping of str to object
-            What the template may use: plain JSON values. Any mapping counts as an object, any sequence as a list.
-
-        Returns
-        -------
-        str
-            The text.
-
-        Raises
-        ------
-        TemplateFailure
-            The template cannot be read or fails on the values, or was stopped because it took too long or too much memory.
-        TypeError, ValueError
-            The values are no JSON.
-        OSError
-            No process can be started.
-        """
+        """Return the text of a template."""
         line = json.dumps(values, default=_plain)
         with self._lock:
             if self._process is None or self._owner != getpid() or self._process.poll() is not None:

@@ -17,13 +17,7 @@ _PATIENCE = 0.05
 
 
 class TemplateProcesses:
-    """A template, and up to ``MOST_PROCESSES`` processes that render it: a further one is started when the others are busy. Thread-safe.
-
-    Parameters
-    ----------
-    text : str
-        The template.
-    """
+    """A template, and up to ``MOST_PROCESSES`` processes that render it: a further one is started when the others are busy. Thread-safe."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -33,15 +27,7 @@ class TemplateProcesses:
         self._closed = False
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Return the text of a template: see :meth:`TemplateProcess.render`.
-
-        Raises
-        ------
-        ClosedError
-            It is closed, or was while it rendered.
-        TemplateFailure, TypeError, ValueError
-            As there.
-        """
+        """Return the text of a template: see :meth:`TemplateProcess.render`."""
         process = self._take()
         try:
             return process.render(values)

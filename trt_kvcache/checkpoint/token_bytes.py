@@ -24,13 +24,7 @@ def _alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Knows how the pieces of a vocabulary stand for bytes.
-
-    Parameters
-    ----------
-    backend : tokenizers.Tokenizer
-        Its decoder says in which of the two common ways: byte-level BPE, or SentencePiece's with or without bytes.
-    """
+    """Knows how the pieces of a vocabulary stand for bytes."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -40,18 +34,7 @@ class TokenBytes:
         self._is_sentencepiece = bool(kinds & {"ByteFallback", "Metaspace"})
 
     def of(self, token: int) -> bytes | None:
-        """Return the bytes of a token.
-
-        Parameters
-        ----------
-        token : int
-            Its id.
-
-        Returns
-        -------
-        bytes or None
-            None if no token has this id, or the tokenizer writes its pieces in another way.
-        """
+        """Return the bytes of a token."""
         if token in self._added:
             return str(self._added[token].content).encode()
         piece = self._backend.id_to_token(token)

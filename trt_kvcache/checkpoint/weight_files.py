@@ -22,50 +22,17 @@ _ENDINGS = tuple(
 
 
 def has_weight_files(folder: Path) -> bool:
-    """Return whether a model has weights, or says that it has: then they can be checked.
-
-    Parameters
-    ----------
-    folder : Path
-        The model folder, or a GGUF file.
-    """
+    """Return whether a model has weights, or says that it has: then they can be checked."""
     return folder.is_file() or any(map(is_weight_file, folder.iterdir()))
 
 
 def is_weight_file(path: Path) -> bool:
-    """Return whether a file has weights, or is an index of such files, by its name.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    """
+    """Return whether a file has weights, or is an index of such files, by its name."""
     return path.name.endswith(_ENDINGS)
 
 
 def open_weight_files(folder: Path) -> dict[str, WeightFile]:
-    """Map all weight files of a model folder into memory.
-
-    Parameters
-    ----------
-    folder : Path
-        The model folder.
-
-    Returns
-    -------
-    dict of str to WeightFile
-        The file that holds each tensor, by the tensor's name.
-
-    Raises
-    ------
-    CheckpointError
-        There are no weights in safetensors or one GGUF file, a file is missing or damaged, or index and shards contradict each other.
-
-    Warns
-    -----
-    UserWarning
-        There are weights in safetensors, which are read, and GGUF files, which are not.
-    """
+    """Map all weight files of a model folder into memory."""
     if folder.is_file():
         return _open_gguf(folder)
     single, ggufs = folder / SINGLE_FILE, sorted(folder.glob("*.gguf"))
@@ -89,23 +56,7 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
 
 
 def gguf_path(folder: Path) -> Path | None:
-    """Return the GGUF file that the weights of a model are in; None if they are in safetensors, or if there are none.
-
-    Parameters
-    ----------
-    folder : Path
-        The model folder, or the file itself.
-
-    Returns
-    -------
-    Path or None
-        Of a split model its first file.
-
-    Raises
-    ------
-    CheckpointError
-        There are several.
-    """
+    """Return the GGUF file that the weights of a model are in; None if they are in safetensors, or if there are none."""
     if folder.is_file():
         return folder
     if any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
@@ -122,27 +73,7 @@ def gguf_path(folder: Path) -> Path | None:
 
 
 def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) -> dict[str, WeightFile]:
-    """Give the tensors of a model the names of its family, and leave out those that the family ignores.
-
-    Parameters
-    ----------
-    files : mapping of str to WeightFile
-        What :func:`open_weight_files` returned. The files are changed.
-    family : Family
-        It says how names may begin.
-    folder : Path
-        The model folder, for messages.
-
-    Returns
-    -------
-    dict of str to WeightFile
-        The file that holds each tensor, by the name that the family has for it.
-
-    Raises
-    ------
-    CheckpointError
-        Two tensors have the same name then.
-    """
+    """Give the tensors of a model the names of its family, and leave out those that the family ignores."""
     names: dict[str, str] = {}
     for stored in files:
         prefix = next((prefix for prefix in family.renamed if stored.startswith(prefix)), "")

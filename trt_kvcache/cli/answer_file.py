@@ -14,31 +14,7 @@ from trt_kvcache.errors import ConfigError
 
 
 class AnswerFile:
-    """A file of answers, as it is before a run.
-
-    Parameters
-    ----------
-    path : Path
-        ``-`` is stdout.
-    continued : bool
-        Whether answers that it has are kept.
-    overwrite : bool
-        Whether answers that it has are replaced.
-
-    Attributes
-    ----------
-    finished : dict of int to dict
-        The answers that are kept, by the index of their prompt.
-
-    Raises
-    ------
-    typer.BadParameter
-        The options contradict each other, or the file has answers and neither option says what becomes of them.
-    ConfigError
-        The file is to be continued, and a line of it is no answer.
-    OSError
-        It cannot be read.
-    """
+    """A file of answers, as it is before a run."""
 
     def __init__(self, path: Path, *, continued: bool, overwrite: bool) -> None:
         self.path = path
@@ -70,20 +46,7 @@ class AnswerFile:
             self._kept_nbytes += len(line)
 
     def check(self, prompts_path: Path, prompts: Sequence[FilePrompt]) -> None:
-        """Check that the answers that the file has are answers to these prompts.
-
-        Parameters
-        ----------
-        prompts_path : Path
-            Where the prompts were read.
-        prompts : sequence of FilePrompt
-            All of them.
-
-        Raises
-        ------
-        ConfigError
-            An answer belongs to another prompt.
-        """
+        """Check that the answers that the file has are answers to these prompts."""
         for index, answer in self.finished.items():
             belongs = isinstance(index, int) and 0 <= index < len(prompts)
             if not belongs or any(answer.get(name) != value for name, value in prompts[index].metadata.items()):

@@ -26,15 +26,7 @@ _PANEL = "What is measured"
 
 @dataclass(frozen=True, kw_only=True)
 class CaseFlags:
-    """The options that say which cases are measured, as texts with commas.
-
-    Parameters
-    ----------
-    prompt_tokens, generate_tokens, batch_size, depth : str
-        Numbers.
-    prompt_and_generate : str or None
-        Pairs of numbers; None if not given.
-    """
+    """The options that say which cases are measured, as texts with commas."""
 
     prompt_tokens: Annotated[
         str, typer.Option("--prompt-tokens", "-p", metavar="N,...", help="Lengths of prompts; 0 for none.", rich_help_panel=_PANEL)
@@ -57,13 +49,7 @@ class CaseFlags:
     ] = "0"
 
     def cases(self) -> list[BenchmarkCase]:
-        """Return the cases: for each batch size and depth, the prompts, the decode steps, and both together.
-
-        Raises
-        ------
-        typer.BadParameter
-            A text is not a list of numbers, or they say that nothing is measured.
-        """
+        """Return the cases: for each batch size and depth, the prompts, the decode steps, and both together."""
         pairs = [(prompt, 0) for prompt in _numbers("--prompt-tokens", self.prompt_tokens) if prompt]
         pairs += [(0, steps) for steps in _numbers("--generate-tokens", self.generate_tokens) if steps]
         pairs += _pairs("--pg", self.prompt_and_generate or "")
@@ -116,11 +102,7 @@ def bench(
         bool, typer.Option("--csv", help="Print one line of CSV for each row on stdout; everything else goes to stderr.")
     ] = False,
 ) -> None:
-    """Measure how fast a model runs.
-
-    Each row is a prompt (pp512), decode steps (tg128) or both, named as llama-bench does. Prompts are random tokens. What is measured is
-    generation as a whole: the choice of tokens and their text are included. Numbers are given with commas: -p 512,2048 -b 1,8.
-    """
+    """Measure how fast a model runs."""
     if json and csv:
         raise WrongUsage("expected --json or --csv, got both.")
     cases = case_flags.cases()

@@ -19,29 +19,7 @@ _NUMBERS = ("batch", "tokens/s", "first ms", "token ms", "p95", "p99", "limit")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """What stands beside the rows.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        What was measured.
-    folder : Path
-        As given.
-    dtype : str
-        Of the weights.
-    limit : MemoryLimit
-        What decode steps were compared with.
-    weights_format : str
-        How the weights are stored, if they are quantized; else ``dtype``.
-    environment : dict
-        Of :func:`~trt_kvcache.benchmarking.environment.describe_environment`.
-    params : SamplingParams
-        How tokens were chosen.
-    seed : int
-        Of the prompts.
-    makes_text : bool
-        Whether the session has a tokenizer.
-    """
+    """What stands beside the rows."""
 
     model: ModelConfig
     folder: Path

@@ -39,33 +39,7 @@ _DONE, _FAILED, _ENDED = "done", "failed", "ended"
 
 
 def build_in_child(*arguments: Any, progress: Progress, on_interrupt: Callable[[], object], **options: Any) -> BuildReport:
-    """Call ``build_engine`` in a child process.
-
-    Parameters
-    ----------
-    *arguments
-        As those of :func:`~trt_kvcache.builder.build_engine.build_engine`.
-    progress : callable
-        Called in this process as ``progress(stage, fraction)``.
-    on_interrupt : callable
-        Called without arguments at the first Ctrl-C. The build stops when TensorRT next reports; a second Ctrl-C ends it at once.
-    **options
-        As those of ``build_engine``.
-
-    Returns
-    -------
-    BuildReport
-        What ``build_engine`` returned.
-
-    Raises
-    ------
-    KVCacheError, OSError
-        What ``build_engine`` raised.
-    BuildError
-        The child ended without a result: it was killed, or crashed.
-    KeyboardInterrupt
-        There was a Ctrl-C. Nothing was written.
-    """
+    """Call ``build_engine`` in a child process."""
     request = (BUILDER, logging.getLogger("trt_kvcache").getEffectiveLevel(), arguments, options)
     with held_interrupts() as interrupts, _Child() as child:
         child.send(sys.path)

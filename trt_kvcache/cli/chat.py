@@ -48,11 +48,7 @@ def chat(
     sampling: ChatSamplingFlags,
     flags: SessionFlags,
 ) -> None:
-    """Talk to a model.
-
-    In each turn only what is new is run: the cache keeps the conversation so far. A model without a chat template continues your text.
-    Type /help for the commands.
-    """
+    """Talk to a model."""
     options = sampling.options()
     folder = session_flags.located(folder)
     if folder.is_dir() and not ModelFiles(folder).has(TOKENIZER_FILE):
@@ -70,19 +66,7 @@ def _check_family(folder: Path) -> None:
 
 
 class Chat:
-    """A chat on slot 0 of a session.
-
-    Parameters
-    ----------
-    session : InferenceSession
-        With a tokenizer. Stays its owner's to close.
-    template : Template or None
-        Of the model; None continues texts.
-    options : dict
-        Sampling options of each answer.
-    reader : LineReader
-        Where the lines come from.
-    """
+    """A chat on slot 0 of a session."""
 
     def __init__(self, session: InferenceSession, template: Template | None, options: dict[str, Any], reader: LineReader) -> None:
         self._session = session

@@ -42,24 +42,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFlags:
-    """The options of a command line that say how texts become conversations.
-
-    Parameters
-    ----------
-    raw : bool
-        Whether texts are continued as they are.
-    system : str or None
-        The system message.
-    template_args : list of str or None
-        As given: ``name=value``.
-    tools : Path or None
-        A JSON file.
-
-    Raises
-    ------
-    typer.BadParameter
-        The options contradict each other, or a template argument has no name.
-    """
+    """The options of a command line that say how texts become conversations."""
 
     raw: Raw = False
     system: System = None
@@ -81,23 +64,7 @@ class ChatFlags:
         return [name for name, value in given.items() if value]
 
     def template(self, tokenizer: Tokenizer | None) -> "Template | None":
-        """Return how conversations are rendered, or None if texts are continued as they are.
-
-        Parameters
-        ----------
-        tokenizer : Tokenizer or None
-            Of the model.
-
-        Returns
-        -------
-        Template or None
-            What makes prompts of texts and conversations.
-
-        Raises
-        ------
-        ConfigError
-            An option needs a chat template and the model has none, or the file of tools is not a JSON list.
-        """
+        """Return how conversations are rendered, or None if texts are continued as they are."""
         if tokenizer is None or not tokenizer.has_chat_template:
             if self._needs_template:
                 raise ConfigError(f"{', '.join(self._needs_template)}: expected a model with a chat template, this one has none.")
@@ -110,19 +77,7 @@ class ChatFlags:
 
 @dataclass(frozen=True)
 class Template:
-    """The chat template of a model, with the options of a command line.
-
-    Parameters
-    ----------
-    tokenizer : Tokenizer
-        With a chat template.
-    system : str or None
-        The system message of conversations that have none.
-    tools : list or None
-        Descriptions of tools.
-    arguments : dict of str to object
-        Further variables of the template.
-    """
+    """The chat template of a model, with the options of a command line."""
 
     tokenizer: Tokenizer
     system: str | None
@@ -134,23 +89,7 @@ class Template:
         return self.tokens([{"role": "user", "content": prompt}]) if isinstance(prompt, str) else prompt
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation that the model is to answer.
-
-        Parameters
-        ----------
-        messages : sequence of mapping
-            Oldest first. If the first is no system message, that of the command line comes before it.
-
-        Returns
-        -------
-        list of int
-            With the opening of the answer.
-
-        Raises
-        ------
-        ConfigError
-            The template refuses the messages.
-        """
+        """Return the token ids of a conversation that the model is to answer."""
         first = [] if self.system is None or messages[0].get("role") == "system" else [{"role": "system", "content": self.system}]
         text = self.tokenizer.apply_chat_template([*first, *messages], tools=self.tools, template_args=self.arguments)
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -54,13 +54,7 @@ def compare(
     kv_scales: session_flags.KVScalesOption = None,
     json: Json = False,
 ) -> None:
-    """Check that several ways to run a model agree.
-
-    They run the same tokens, and logits and live cache rows are compared. The ways are the NumPy reference engine, recomputing everything
-    at each step, and TensorRT if a supported GPU is present, or PyTorch with --engine torch. Each runs with TensorRT's attention and with
-    the plugin's, unless --attention names one; over quantized K and V with the plugin's alone. At a difference, the first step, layer,
-    slot and head are named, and the exit code is 3. For an engine folder, the engine with the other attention is built from its checkpoint.
-    """
+    """Check that several ways to run a model agree."""
     from trt_kvcache.polygraphy.comparison import comparison_lines
     from trt_kvcache.polygraphy.path_comparison import TOLERANCES, compare_paths
     from trt_kvcache.polygraphy.runners import RecomputeRunner, SessionRunner

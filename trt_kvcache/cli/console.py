@@ -80,18 +80,7 @@ def _print(console: Console, text: Text) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
-    """Show the stages of long work in this process as progress bars, if stderr is a terminal.
-
-    Yields
-    ------
-    callable
-        To be called as ``progress(stage, fraction)``.
-
-    Notes
-    -----
-    Before the first stage, and while TensorRT builds, Ctrl-C is held back until the next report: see
-    :func:`~trt_kvcache.cli.interrupt.held_interrupts`.
-    """
+    """Show the stages of long work in this process as progress bars, if stderr is a terminal."""
     with held_interrupts() as interrupts, progress_display() as show:
 
         def report(stage: str, done: float | None) -> None:
@@ -104,13 +93,7 @@ def progress_bar() -> Iterator[ProgressCallback]:
 
 @contextmanager
 def progress_display() -> Iterator[ProgressCallback]:
-    """Show the stages of long work as progress bars, if stderr is a terminal; Ctrl-C is left alone.
-
-    Yields
-    ------
-    callable
-        To be called as ``progress(stage, fraction)``.
-    """
+    """Show the stages of long work as progress bars, if stderr is a terminal; Ctrl-C is left alone."""
     console = messages()
     if is_quiet() or not console.is_terminal:
         yield _ignore

@@ -11,38 +11,14 @@ from trt_kvcache.errors import ConfigError
 
 
 class Conversation:
-    """What was said so far: perhaps a system message, then questions and answers in turn.
-
-    Parameters
-    ----------
-    system : str or None
-        The system message.
-
-    Attributes
-    ----------
-    system : str or None
-        The system message; it may be replaced at any time.
-    turns : list of (str, str)
-        What was asked, and what was answered.
-    """
+    """What was said so far: perhaps a system message, then questions and answers in turn."""
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
         self.turns: list[tuple[str, str]] = []
 
     def messages(self, question: str | None = None) -> list[dict[str, str]]:
-        """Return all messages, oldest first, and a new question as the last.
-
-        Parameters
-        ----------
-        question : str, optional
-            What is asked now.
-
-        Returns
-        -------
-        list of dict
-            Objects with ``role`` and ``content``.
-        """
+        """Return all messages, oldest first, and a new question as the last."""
         said = [] if self.system is None else [_message("system", self.system)]
         for asked, answered in self.turns:
             said += [_message("user", asked), _message("assistant", answered)]
@@ -58,20 +34,7 @@ class Conversation:
             file.write(json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2).encode() + b"\n")
 
     def load(self, path: Path) -> None:
-        """Replace the conversation by that of a file of :meth:`save`.
-
-        Parameters
-        ----------
-        path : Path
-            The file, or one with just the list of messages.
-
-        Raises
-        ------
-        ConfigError
-            It holds something else. The conversation is as before.
-        OSError
-            It cannot be read.
-        """
+        """Replace the conversation by that of a file of :meth:`save`."""
         try:
             found = parse_json(path.read_bytes())
         except JSONTextError as error:

@@ -29,13 +29,7 @@ _FLAGS: ContextVar[Mapping[str, str] | None] = ContextVar("flags", default=None)
 
 @contextmanager
 def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
-    """Have :func:`in_flags` use the flags of a command, while it runs.
-
-    Parameters
-    ----------
-    flags : mapping of str to str
-        As :func:`flags_of` returns them.
-    """
+    """Have :func:`in_flags` use the flags of a command, while it runs."""
     token = _FLAGS.set(flags)
     try:
         yield
@@ -44,24 +38,7 @@ def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
 
 
 def in_flags(text: str) -> str:
-    """Return a message with flags in place of the Python names of options.
-
-    Parameters
-    ----------
-    text : str
-        A message of an error of this package: it names arguments, such as ``max_sequence_length``.
-
-    Returns
-    -------
-    str
-        The same with flags, such as ``--max-sequence-length``. Names that are no option stay, and so do names in paths and values.
-
-    Examples
-    --------
-    >>> with naming_flags({"max_sequence_length": "--max-sequence-length"}):
-    ...     in_flags("max_sequence_length: expected at most 512, got 600. See /data/max_sequence_length/x.")
-    '--max-sequence-length: expected at most 512, got 600. See /data/max_sequence_length/x.'
-    """
+    """Return a message with flags in place of the Python names of options."""
     flags = _FLAGS.get()
     if flags is None or _PLACE_IN_FILE.match(text):
         return text
@@ -76,18 +53,7 @@ def in_flags(text: str) -> str:
 
 
 def flags_of(parameters: Iterable[Parameter]) -> dict[str, str]:
-    """Return the flag of each option, by the name of its value.
-
-    Parameters
-    ----------
-    parameters : iterable of inspect.Parameter
-        Of a command: see :func:`~trt_kvcache.cli.options.flat_parameters`.
-
-    Returns
-    -------
-    dict of str to str
-        For an option with several flags the one that is called as its value, else the first long one.
-    """
+    """Return the flag of each option, by the name of its value."""
     flags = {}
     for parameter in parameters:
         option = next((one for one in (*get_args(parameter.annotation), parameter.default) if isinstance(one, OptionInfo)), None)

@@ -44,11 +44,7 @@ def generate(
     json: Json = False,
     statistics: Statistics = True,
 ) -> None:
-    """Answer or continue prompts.
-
-    A model with a chat template answers; without one, or with --raw, it continues the text. The text of one prompt is printed as it is
-    generated, that of several at the end, one after another.
-    """
+    """Answer or continue prompts."""
     if resume and (prompt or prompt_ids):
         raise WrongUsage("expected prompts or --resume, got both.")
     given = [] if resume else read_prompts(prompt, prompt_ids)
@@ -90,15 +86,7 @@ def generate(
 
 
 class _Answer:
-    """What is known of the answer to one prompt.
-
-    Parameters
-    ----------
-    prompt : prompt
-        As given.
-    echo : bool
-        Whether the prompt is printed.
-    """
+    """What is known of the answer to one prompt."""
 
     def __init__(self, prompt: Prompt, *, echo: bool) -> None:
         self.prompt = prompt

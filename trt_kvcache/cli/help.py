@@ -67,15 +67,7 @@ class Command(TyperCommand):
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and the groups of options.
-
-        Parameters
-        ----------
-        ctx : click.Context
-            The command and its width.
-        formatter : click.HelpFormatter
-            Receives the text.
-        """
+        """Write the arguments and the groups of options."""
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], _FIRST_GROUP: []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)

@@ -30,17 +30,7 @@ class Interrupts:
 
 @contextmanager
 def held_interrupts() -> Iterator[Interrupts]:
-    """Hold Ctrl-C back as long as the yielded object says so. One that is still held at the end is raised then.
-
-    Yields
-    ------
-    Interrupts
-        Set ``hold`` to say whether Ctrl-C is held back; call ``check`` where it may be raised.
-
-    Notes
-    -----
-    An import may turn a ``KeyboardInterrupt`` into an ``ImportError``, and TensorRT, which runs Python in callbacks only, swallows it.
-    """
+    """Hold Ctrl-C back as long as the yielded object says so. One that is still held at the end is raised then."""
     interrupts = Interrupts()
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

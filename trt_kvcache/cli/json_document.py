@@ -11,18 +11,7 @@ from trt_kvcache.model import ModelConfig
 
 
 def as_json(value: Any) -> Any:
-    """Return a value in the types of JSON.
-
-    Parameters
-    ----------
-    value : object
-        Dataclasses, mappings and sequences of them, enums, paths, numbers, texts.
-
-    Returns
-    -------
-    object
-        A dataclass is an object with its fields; a model has equal layers once. NaN and infinity, which JSON does not have, are null.
-    """
+    """Return a value in the types of JSON."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, ModelConfig):

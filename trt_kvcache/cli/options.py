@@ -22,24 +22,7 @@ class WrongUsage(typer.BadParameter):
 
 
 def choice(kind: Any, *names: str, aliases: Mapping[str, str] | None = None, **options: Any) -> Any:
-    """Return an option that takes one of a few words.
-
-    Parameters
-    ----------
-    kind : Literal
-        The words.
-    *names : str
-        The names of the option.
-    aliases : mapping of str to str, optional
-        Other names of some words, which help and messages do not list.
-    **options
-        As those of ``typer.Option``.
-
-    Returns
-    -------
-    typer option
-        Another word is wrong usage, in the same words as everywhere in this package.
-    """
+    """Return an option that takes one of a few words."""
     aliases = {} if aliases is None else aliases
     words = [word for word in get_args(kind) if word not in aliases]
 
@@ -53,18 +36,7 @@ def choice(kind: Any, *names: str, aliases: Mapping[str, str] | None = None, **o
 
 
 def logits_per_slot(**options: Any) -> Any:
-    """Return the option ``--max-logits-per-slot``, which takes a number of tokens or ``all``.
-
-    Parameters
-    ----------
-    **options
-        As those of ``typer.Option``.
-
-    Returns
-    -------
-    typer option
-        Its value is an int or ``"all"``. Anything else is wrong usage.
-    """
+    """Return the option ``--max-logits-per-slot``, which takes a number of tokens or ``all``."""
 
     def parse(text: str) -> int | str:
         if text == "all":
@@ -81,18 +53,7 @@ def logits_per_slot(**options: Any) -> Any:
 
 
 def flat_parameters(command: Callable[..., object]) -> list[Parameter]:
-    """Return the parameters of a command for typer: those whose type is a dataclass are replaced by its fields.
-
-    Parameters
-    ----------
-    command : callable
-        With annotations that typer understands, or dataclasses whose fields have them.
-
-    Returns
-    -------
-    list of inspect.Parameter
-        In the order of the command's, all of them keyword-only.
-    """
+    """Return the parameters of a command for typer: those whose type is a dataclass are replaced by its fields."""
     hints = get_type_hints(command, include_extras=True)
     flat = []
     for name, parameter in inspect.signature(command).parameters.items():
@@ -109,15 +70,7 @@ def flat_parameters(command: Callable[..., object]) -> list[Parameter]:
 
 
 def call_with_flat(command: Callable[..., None], values: Mapping[str, Any]) -> None:
-    """Call a command with the values of its :func:`flat_parameters`. In paths, ``~`` is the home folder.
-
-    Parameters
-    ----------
-    command : callable
-        The command.
-    values : mapping of str to object
-        What typer read, by name.
-    """
+    """Call a command with the values of its :func:`flat_parameters`. In paths, ``~`` is the home folder."""
     left = {name: _expanded(value) for name, value in values.items()}
     hints = get_type_hints(command)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if name != "return" and is_dataclass(kind)}

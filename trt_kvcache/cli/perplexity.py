@@ -40,12 +40,7 @@ def perplexity(
     json: Json = False,
     statistics: Statistics = True,
 ) -> None:
-    """Print how well a model predicts a text.
-
-    A text of any length runs in windows that overlap, and each token is scored once, in the first window that has it. Numbers of models can
-    be compared where tokens, window and stride are the same: with --quantize and without it, or of two checkpoints of a model. For
-    TensorRT an engine folder must be built with --max-logits-per-slot.
-    """
+    """Print how well a model predicts a text."""
     given = _read(text)
     source = flags.source(session_flags.located(folder), slots=1)
     with session_flags.open_session(source) as session:

@@ -20,21 +20,7 @@ OPTION_FIELDS = frozenset(field.name for field in fields(SamplingParams)) - {"lo
 
 @dataclass(frozen=True)
 class FilePrompt:
-    """A prompt of a file.
-
-    Parameters
-    ----------
-    place : str
-        File and line, for error messages.
-    prompt : prompt
-        As it is in the file; the session checks it. Empty if there are messages.
-    options : dict
-        Fields of :class:`~trt_kvcache.generation.sampling.SamplingParams` for this prompt alone; not checked.
-    messages : list of dict or None
-        A conversation to answer, instead of a prompt.
-    metadata : dict
-        All other fields. They come back with the answer.
-    """
+    """A prompt of a file."""
 
     place: str
     prompt: Prompt
@@ -44,27 +30,7 @@ class FilePrompt:
 
 
 def read_prompt_file(path: Path) -> list[FilePrompt]:
-    """Return the prompts of a file. Lines of white space are skipped.
-
-    Parameters
-    ----------
-    path : Path
-        ``.jsonl``: each line is a text, a list of token ids, or an object with one of them as ``prompt``, or a conversation as
-        ``messages``, with sampling options and other fields. Any other file: each line is a prompt. ``-`` is stdin: JSON if each line
-        begins with ``{``, else text.
-
-    Returns
-    -------
-    list of FilePrompt
-        At least one.
-
-    Raises
-    ------
-    ConfigError
-        The file is not UTF-8, a line is not JSON or not a prompt, or there is no prompt.
-    OSError
-        The file cannot be read.
-    """
+    """Return the prompts of a file. Lines of white space are skipped."""
     stdin = str(path) == "-"
     name = "stdin" if stdin else str(path)
     try:

@@ -18,23 +18,7 @@ PromptIds = Annotated[
 
 
 def read_prompts(texts: Sequence[str] | None, ids: Sequence[str] | None) -> list[Prompt]:
-    """Return all prompts that were given, texts first.
-
-    Parameters
-    ----------
-    texts, ids : sequence of str, or None
-        Values of ``--prompt`` and of ``--prompt-ids``. The text ``-`` stands for stdin, without the line feed at its end.
-
-    Returns
-    -------
-    list of prompts
-        At least one: the texts as str, then the token ids as lists of int.
-
-    Raises
-    ------
-    typer.BadParameter
-        There is none, a text is not UTF-8, or token ids are not integers: wrong usage.
-    """
+    """Return all prompts that were given, texts first."""
     if texts is not None and texts.count("-") > 1:
         raise WrongUsage("expected --prompt - once, as stdin can be read once.")
     prompts: list[Prompt] = [*(_text(text) for text in texts or ()), *(_token_ids(text) for text in ids or ())]

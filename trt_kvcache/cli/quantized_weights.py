@@ -9,18 +9,7 @@ from trt_kvcache.errors import CheckpointError, ConfigError
 
 
 def weights_format(folder: Path) -> str | None:
-    """Return how the weights of a model folder are quantized, or None if they are not, or if it is an engine folder.
-
-    Parameters
-    ----------
-    folder : Path
-        A folder that exists.
-
-    Raises
-    ------
-    CheckpointError
-        They are quantized in a way that is not read.
-    """
+    """Return how the weights of a model folder are quantized, or None if they are not, or if it is an engine folder."""
     files = ModelFiles(folder)
     if is_engine_folder(folder) or not files.has(CONFIG_FILE):
         return None

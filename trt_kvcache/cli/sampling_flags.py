@@ -99,25 +99,7 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue past the
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """The sampling options of a command line. The model's defaults hold for those that were not given.
-
-    Parameters
-    ----------
-    max_new_tokens : int
-        As in :class:`~trt_kvcache.generation.sampling.SamplingParams`, like all that follow.
-    temperature, top_p, min_p : float or None
-        None if not given.
-    top_k, seed : int or None
-        None if not given.
-    stop : list of str or None
-        None if not given.
-    ignore_eos : bool
-        False if not given.
-    repetition_penalty, presence_penalty, frequency_penalty : float or None
-        None if not given.
-    logit_bias : list of str or None
-        As given: ``id=bias``.
-    """
+    """The sampling options of a command line. The model's defaults hold for those that were not given."""
 
     max_new_tokens: MaxNewTokens = 128
     temperature: Temperature = None
@@ -133,13 +115,7 @@ class SamplingFlags:
     logit_bias: LogitBias = None
 
     def options(self) -> dict[str, Any]:
-        """Return the options that were given, by field name of ``SamplingParams``.
-
-        Raises
-        ------
-        typer.BadParameter
-            A value is out of range: wrong usage.
-        """
+        """Return the options that were given, by field name of ``SamplingParams``."""
         given = {name: value for name, value in asdict(self).items() if value not in (None, []) and value is not False}
         if "stop" in given:
             given["stop"] = tuple(given["stop"])
@@ -175,15 +151,7 @@ def with_drawn_seed(params: SamplingParams) -> SamplingParams:
 
 
 def note_unused(options: Mapping[str, Any], defaults: SamplingParams) -> None:
-    """Print which options of a command line change nothing, as the most likely token is always taken.
-
-    Parameters
-    ----------
-    options : mapping of str to object
-        Those that were given: see :meth:`SamplingFlags.options`.
-    defaults : SamplingParams
-        The model's.
-    """
+    """Print which options of a command line change nothing, as the most likely token is always taken."""
     unused = [f"--{name.replace('_', '-')}" for name in _OF_DRAWING if name in options]
     if unused and options.get("temperature", defaults.temperature) == 0:
         note(f"{' and '.join(unused)}: without effect at temperature 0, which takes the most likely token. Give --temperature.")

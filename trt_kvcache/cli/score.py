@@ -72,11 +72,7 @@ def score(
     json: Json = False,
     statistics: Statistics = True,
 ) -> None:
-    """Print how likely a model finds texts.
-
-    Their log-probabilities, of each token if asked for, and their perplexity. Texts are scored as they are, without the chat template. An
-    engine folder that TensorRT runs must be built with --max-logits-per-slot.
-    """
+    """Print how likely a model finds texts."""
     if top and not (tokens or json):
         raise typer.BadParameter("expected --tokens or --json with it, which show them.", param_hint="--top")
     given = _given(texts, prompt, prompt_ids)

@@ -51,11 +51,7 @@ def serve(
         typer.Option("--tool-call-parser", help="How the model writes calls of tools. Default: what its chat template says."),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's API.
-
-    Completions, chats and their streams, metrics, and a page that shows what runs. Ctrl-C or SIGTERM lets answers that have begun end; a
-    second one ends at once. Needs the extra serve.
-    """
+    """Serve a model over HTTP, with OpenAI's API."""
     from trt_kvcache.server import AsyncEngine, GuidanceOptions
     from trt_kvcache.server.http import ServerOptions, make_app
     from trt_kvcache.server.http.metrics import Metrics

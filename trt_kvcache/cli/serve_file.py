@@ -76,11 +76,7 @@ def serve_file(
     ] = None,
     statistics: Statistics = True,
 ) -> None:
-    """Answer or continue all prompts of a file.
-
-    As one ends, the next takes its slot. Each answer is written when it ends, with the index of its prompt. A model with a chat template
-    answers; without one, or with --raw, it continues the text.
-    """
+    """Answer or continue all prompts of a file."""
     options = sampling.options()
     wanted = read_prompt_file(prompts)
     _warn_of_misspelt_options(wanted)

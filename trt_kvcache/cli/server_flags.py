@@ -20,25 +20,7 @@ _CONNECTIONS = "Connections"
 
 @dataclass(frozen=True, kw_only=True)
 class AccessFlags:
-    """The options that say who may ask, and where.
-
-    Parameters
-    ----------
-    host : str
-        Where it listens.
-    port : int
-        Where it listens.
-    api_key : list of str or None
-        Keys.
-    api_key_file : Path or None
-        A file with keys.
-    allow_anyone : bool
-        Serve other machines without keys.
-    trusted_proxy : list of str or None
-        Addresses of proxies.
-    proxy_header : str
-        What they write clients into.
-    """
+    """The options that say who may ask, and where."""
 
     host: Annotated[str, typer.Option(metavar="NAME", help="Address to listen at.", rich_help_panel=_ACCESS)] = "127.0.0.1"
     port: Annotated[
@@ -73,18 +55,7 @@ class AccessFlags:
     ] = "x-forwarded-for"
 
     def keys(self) -> tuple[str, ...]:
-        """Return the keys that were given.
-
-        Returns
-        -------
-        tuple of str
-            Empty if none were.
-
-        Raises
-        ------
-        ConfigError
-            The file has none.
-        """
+        """Return the keys that were given."""
         found = [*(self.api_key or ()), *filter(None, [os.environ.get(KEY_VARIABLE)])]
         if self.api_key_file is not None:
             of_file = _lines(self.api_key_file)
@@ -96,21 +67,7 @@ class AccessFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitFlags:
-    """The options that limit requests.
-
-    Parameters
-    ----------
-    queue, max_body_mib : int
-        As their help says.
-    max_prompt_tokens : int or None
-        None if not given.
-    max_seconds, drain_seconds : float
-        As their help says.
-    grammar_seconds, mask_seconds : float
-        As their help says.
-    grammar_mib : int
-        As its help says.
-    """
+    """The options that limit requests."""
 
     queue: Annotated[
         int,
@@ -151,15 +108,7 @@ class LimitFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionFlags:
-    """The options that limit connections, whoever they are of.
-
-    Parameters
-    ----------
-    max_header_kib, header_seconds, body_seconds, stalled_seconds, max_connections_without_headers : int or float
-        As their help says.
-    max_connections : int or None
-        None if not given.
-    """
+    """The options that limit connections, whoever they are of."""
 
     max_header_kib: Annotated[
         int, typer.Option(min=1, metavar="KIB", help="Longest request line and headers, in KiB.", rich_help_panel=_CONNECTIONS)

@@ -83,19 +83,7 @@ KVScalesOption = Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-s
 
 @dataclass(frozen=True, kw_only=True)
 class SessionFlags:
-    """The options of a command line that say which session to open.
-
-    Parameters
-    ----------
-    engine, flavour : str
-        As in :class:`~trt_kvcache.session.session_options.SessionOptions`, like all that follow.
-    cuda_graphs : bool
-        True if not given.
-    max_batch_size, max_sequence_length : int or None
-        None if not given.
-    dtype, attention, quantize, kv_dtype, kv_scales : str or None
-        None if not given.
-    """
+    """The options of a command line that say which session to open."""
 
     engine: EngineOption = "auto"
     flavour: FlavourOption = "auto"
@@ -109,22 +97,7 @@ class SessionFlags:
     kv_scales: KVScalesOption = None
 
     def source(self, folder: Path, *, slots: int, prompt_cache_bytes: int = 0) -> SessionSource:
-        """Return where the session comes from.
-
-        Parameters
-        ----------
-        folder : Path
-            An engine folder or a Hugging Face folder.
-        slots : int
-            How many slots the command needs: the batch size for a model folder if none was given.
-        prompt_cache_bytes : int
-            Memory for copies of prompts, in bytes.
-
-        Returns
-        -------
-        SessionSource
-            Nothing is opened yet; :func:`open_session` opens a session from it.
-        """
+        """Return where the session comes from."""
         max_batch_size = self.max_batch_size if is_engine_folder(folder) else self.max_batch_size or slots
         return SessionSource(
             folder,
@@ -143,25 +116,7 @@ class SessionFlags:
 
 
 def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
-    """Return the folder that an argument names; a model of the Hugging Face Hub is downloaded first.
-
-    Parameters
-    ----------
-    folder : Path
-        A folder, or what was typed as ``organisation/name``.
-    files : sequence of str
-        Which files of it are needed.
-
-    Returns
-    -------
-    Path
-        A folder that exists.
-
-    Raises
-    ------
-    CheckpointError
-        There is no such folder, and the Hub has no such model or cannot be reached.
-    """
+    """Return the folder that an argument names; a model of the Hugging Face Hub is downloaded first."""
     if folder.exists():
         return folder
     _quieten_downloads()
@@ -169,13 +124,7 @@ def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
 
 
 def located_headers(folder: Path) -> AbstractContextManager[Path]:
-    """Return a context manager of the folder that an argument names, where names and shapes of weights are enough.
-
-    Parameters
-    ----------
-    folder : Path
-        As for :func:`located`, with its errors. Of a model of the Hub the weights are not downloaded.
-    """
+    """Return a context manager of the folder that an argument names, where names and shapes of weights are enough."""
     if not folder.exists():
         _quieten_downloads()
     return model_headers(folder.as_posix())

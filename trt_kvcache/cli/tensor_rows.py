@@ -12,30 +12,7 @@ _OF_A_LAYER = re.compile(r"(.*\D)(\d+)")
 
 
 def tensor_rows(tensors: Iterable[TensorSpec], *, grouped: bool) -> Iterator[Row]:
-    """Yield the rows of a table of tensors.
-
-    Parameters
-    ----------
-    tensors : iterable of TensorSpec
-        Inputs and outputs.
-    grouped : bool
-        Whether tensors of layers that follow one another, and are alike but for the number of the layer, share a row:
-        ``k_cache_{0..23}``.
-
-    Yields
-    ------
-    tuple of str
-        In the order of the first tensor of each row.
-
-    Examples
-    --------
-    >>> from trt_kvcache.engine.protocol import TensorMode
-    >>> tensors = [
-    ...     TensorSpec(name=f"k_cache_{i}", shape=(-1, 2, 64, 16), dtype="float16", mode=TensorMode.INPUT) for i in range(24)
-    ... ]
-    >>> list(tensor_rows(tensors, grouped=True))
-    [('k_cache_{0..23}', 'input', 'float16', '[?, 2, 64, 16]', '')]
-    """
+    """Yield the rows of a table of tensors."""
     groups: dict[tuple[str, ...], list[tuple[int, TensorSpec]]] = {}
     for spec in tensors:
         stem, layer = _split(spec.name) if grouped else (spec.name, -1)

@@ -33,20 +33,7 @@ def is_quiet() -> bool:
 
 @contextmanager
 def chosen_verbosity(*, quiet: bool, verbose: int) -> Iterator[None]:
-    """Print as much as was asked for until the end of the ``with`` block.
-
-    Parameters
-    ----------
-    quiet : bool
-        Whether notes and warnings are left out.
-    verbose : int
-        How often ``-v`` was given: 1 for the log at level INFO, 2 for DEBUG.
-
-    Raises
-    ------
-    typer.BadParameter
-        Both were given.
-    """
+    """Print as much as was asked for until the end of the ``with`` block."""
     if quiet and verbose:
         raise WrongUsage("expected --quiet or --verbose, got both.")
     logger = logging.getLogger("trt_kvcache")

@@ -26,23 +26,7 @@ ATTENTION_VARIANTS: tuple[AttentionName, ...] = get_args(AttentionName)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionVariant:
-    """One variant of attention.
-
-    Parameters
-    ----------
-    name : str
-        ``"native"``: TensorRT's attention layer with a causal mask that is aligned to the lower right, and key lengths.
-        ``"mask"``: TensorRT's attention layer with an explicit mask.
-        ``"plugin"``: the attention of this package, as a plugin layer or between segments.
-    layout : KVLayout
-        Layout of the cache that it works on.
-    first_tensorrt : tuple of int
-        First release of full TensorRT, ``(major, minor)``, that has what it needs.
-    first_rtx : tuple of int
-        The same for TensorRT for RTX.
-    needs : str
-        What that release has, for messages.
-    """
+    """One variant of attention."""
 
     name: AttentionName
     layout: KVLayout
@@ -75,95 +59,22 @@ _VARIANTS = {variant.name: variant for variant in (_NATIVE, _MASK, _PLUGIN)}
 
 
 def attention_variant(name: str) -> AttentionVariant:
-    """Return a variant by its name.
-
-    Parameters
-    ----------
-    name : str
-        One of :data:`ATTENTION_VARIANTS`.
-
-    Returns
-    -------
-    AttentionVariant
-        The cache layout that the variant works on, and the TensorRT that it needs.
-
-    Raises
-    ------
-    KeyError
-        There is no such variant.
-
-    Examples
-    --------
-    >>> attention_variant("mask").first_release
-    '10.15'
-    >>> attention_variant("plugin").layout.value
-    'combined'
-    """
+    """Return a variant by its name."""
     return _VARIANTS[name]  # type: ignore[index]  # other names are refused by this very look-up
 
 
 def cache_layout(name: str) -> KVLayout:
-    """Return the layout of the cache that a variant of attention works on.
-
-    Parameters
-    ----------
-    name : str
-        One of :data:`ATTENTION_VARIANTS`.
-
-    Returns
-    -------
-    KVLayout
-        ``SEPARATE`` for native and mask, ``COMBINED`` for plugin.
-
-    Raises
-    ------
-    KeyError
-        There is no such variant.
-    """
+    """Return the layout of the cache that a variant of attention works on."""
     return attention_variant(name).layout
 
 
 def window_in_cache(mixer: AttentionConfig, max_sequence_length: int) -> int | None:
-    """Return the window of an attention over a cache.
-
-    Parameters
-    ----------
-    mixer : AttentionConfig
-        The attention.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-
-    Returns
-    -------
-    int or None
-        Tokens that a token attends to; None without a window, and with one that no sequence in the cache exceeds.
-    """
+    """Return the window of an attention over a cache."""
     return mixer.window if mixer.window is not None and mixer.window < max_sequence_length else None
 
 
 def why_not_native(model: ModelConfig, max_sequence_length: int) -> str | None:
-    """Return why TensorRT's attention cannot be used without an explicit mask.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        The model.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-
-    Returns
-    -------
-    str or None
-        The first place in the model with a window that is smaller than S, or with a soft cap of scores; None if there is none.
-
-    Examples
-    --------
-    >>> import json
-    >>> from pathlib import Path
-    >>> model = ModelConfig.from_dict(json.loads(Path("examples/tiny-llama/config.json").read_text()))
-    >>> print(why_not_native(model, 256))
-    None
-    """
+    """Return why TensorRT's attention cannot be used without an explicit mask."""
     for index, layer in enumerate(model.layers):
         mixer = layer.mixer
         if not isinstance(mixer, AttentionConfig):
@@ -177,38 +88,13 @@ def why_not_native(model: ModelConfig, max_sequence_length: int) -> str | None:
 
 
 def default_attention(model: ModelConfig, max_sequence_length: int) -> AttentionName:
-    """Return the variant of attention for a TensorRT engine that no one was chosen for.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        The model.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-
-    Returns
-    -------
-    str
-        ``"native"``, or ``"mask"`` for a model that :func:`why_not_native` has something to say of.
-    """
+    """Return the variant of attention for a TensorRT engine that no one was chosen for."""
     return "native" if why_not_native(model, max_sequence_length) is None else "mask"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayerConfig:
-    """How the attention of one layer is built.
-
-    Parameters
-    ----------
-    layer : int
-        Index of the layer.
-    variant : str
-        One of :data:`ATTENTION_VARIANTS`.
-    decomposable : bool
-        Whether TensorRT may use several plain layers instead of a fused kernel (``IAttention.decomposable``).
-    reason : str
-        Why it may; empty where the kernel is fused.
-    """
+    """How the attention of one layer is built."""
 
     layer: int
     variant: str

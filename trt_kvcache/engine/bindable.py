@@ -8,28 +8,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def check_bindable(spec: TensorSpec, tensor: DeviceTensor, memory: Memory) -> None:
-    """Check that ``tensor`` can be bound as ``spec`` to an engine in ``memory``. Its shape is not looked at.
-
-    Parameters
-    ----------
-    spec : TensorSpec
-        The input or output of the engine.
-    tensor : DeviceTensor
-        What is to be bound.
-    memory : Memory
-        Where the engine runs.
-
-    Raises
-    ------
-    BindingError
-        The tensor is in another memory, or has another dtype.
-    LayoutError
-        The tensor is not contiguous, or its address is not a multiple of 256 bytes.
-
-    Notes
-    -----
-    ``IExecutionContext.setTensorAddress`` requires the alignment.
-    """
+    """Check that ``tensor`` can be bound as ``spec`` to an engine in ``memory``. Its shape is not looked at."""
     if tensor.memory is not memory:
         raise BindingError(f"`{spec.name}`: expected a tensor in the engine's memory ({memory.device}), got {tensor!r} in another.")
     if tensor.dtype != spec.dtype:

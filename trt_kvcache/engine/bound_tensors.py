@@ -13,19 +13,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class BoundTensors:
-    """Addresses and input shapes of one profile. Keeps the bound tensors alive.
-
-    Parameters
-    ----------
-    tensors : mapping of str to TensorSpec
-        Inputs and outputs of the engine by name.
-    profile : EngineProfile
-        Range of the input shapes.
-    names : TensorNames
-        Names of the engine's inputs and outputs.
-    memory : Memory
-        Memory that bound tensors must be in.
-    """
+    """Addresses and input shapes of one profile. Keeps the bound tensors alive."""
 
     def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, names: TensorNames, memory: Memory) -> None:
         self._tensors = tensors
@@ -56,25 +44,13 @@ class BoundTensors:
         self._shapes[name] = given
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that was set for an input.
-
-        Raises
-        ------
-        EngineError
-            No shape was set.
-        """
+        """Return the shape that was set for an input."""
         if name not in self._shapes:
             raise EngineError(f"`{name}`: no shape was set for profile {self._profile.name!r}. Call set_input_shape first.")
         return self._shapes[name]
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> DeviceTensor:
-        """Return the memory bound to ``name`` as a tensor of ``shape`` over the same bytes.
-
-        Raises
-        ------
-        EngineError
-            Nothing is bound, the bound tensor is too small, or an output that updates an input in place is bound elsewhere.
-        """
+        """Return the memory bound to ``name`` as a tensor of ``shape`` over the same bytes."""
         tensor = self._bound_tensor(name)
         if dense_nbytes(shape, tensor.dtype) > tensor.nbytes:
             raise EngineError(f"`{name}`: a step of shape {shape} needs more than the {tensor.nbytes} bytes bound, {tensor!r}.")

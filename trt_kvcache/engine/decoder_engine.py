@@ -37,27 +37,7 @@ from trt_kvcache.model.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StepTensors:
-    """What is bound for one step of A slots by s new tokens, in the shapes of that step.
-
-    Parameters
-    ----------
-    input_ids : DeviceTensor int32 ``[A, s]``
-        New tokens, right-padded.
-    start : DeviceTensor int32 ``[A]``
-        Tokens that each slot holds already.
-    last : DeviceTensor int32 ``[A, m]``
-        Indices of the tokens whose logits are wanted.
-    logits : DeviceTensor float32 ``[A, vocab]`` or ``[A, m, vocab]``
-        Where they go.
-    caches : sequence of sequence of DeviceTensor
-        By attention layer: one combined tensor ``[A, 2, H, S, D]``, or K and V ``[A, H, S, D]``.
-    new_lengths : DeviceTensor int32 ``[A]`` or None
-        New tokens of each slot, without padding. None for a model without states.
-    states : sequence of mapping
-        By layer with states: each kind of state that it has, before and after the step ``[A, ...]``.
-    scales : sequence of DeviceTensor
-        By attention layer: the scales of quantized K and V, ``[2, H]`` or ``[A, 2, H, S']`` float32; empty if they are not quantized.
-    """
+    """What is bound for one step of A slots by s new tokens, in the shapes of that step."""
 
     input_ids: DeviceTensor
     start: DeviceTensor
@@ -70,33 +50,7 @@ class StepTensors:
 
 
 class DecoderEngine(Uncopyable):
-    """Tensors, profiles and bindings of an engine that runs a checkpoint. A subclass adds weights and ``enqueue``.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        The model.
-    kv : KVCacheConfig or HybridCacheConfig
-        The cache that will be bound; its dtype is the engine's unless K and V are quantized, which plugin attention takes.
-    dtype : str, optional
-        What is computed in, if K and V are quantized; else the dtype of the cache.
-    max_prefill_length : int
-        The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
-    attention : {"native", "mask", "plugin"}
-        ``"plugin"`` is for COMBINED caches, the others are for SEPARATE ones.
-    max_logits_per_slot : int or "all"
-        The most new tokens per slot whose logits one step returns, ``1 <= max_logits_per_slot <= max_prefill_length``: see
-        :func:`~trt_kvcache.engine.decoder_tensors.decoder_tensors`. ``"all"`` stands for ``max_prefill_length``.
-    names : TensorNames
-        Names of inputs and outputs.
-    memory : Memory
-        Memory that bound tensors must be in.
-
-    Raises
-    ------
-    ConfigError
-        The cache does not fit the model, or an argument is out of range.
-    """
+    """Tensors, profiles and bindings of an engine that runs a checkpoint. A subclass adds weights and ``enqueue``."""
 
     def __init__(
         self,

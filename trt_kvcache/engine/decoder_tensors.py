@@ -45,34 +45,7 @@ def cache_config(
     attention: str = "native",
     quantized: QuantizedKV | None = None,
 ) -> KVCacheConfig:
-    """Return the configuration of the cache that an engine of ``model`` runs on.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    max_batch_size : int
-        Slots, B.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-    dtype : str
-        What the engine computes in; the cache has the same unless it is quantized.
-    attention : str
-        The variant of attention, which decides the layout.
-    quantized : QuantizedKV, optional
-        How K and V are quantized; plugin attention alone takes them so.
-
-    Returns
-    -------
-    KVCacheConfig
-        One attention layer for each layer of the model, with its K/V heads and head dimension. A layer with a window has as many rows as
-        the others. Nothing is allocated.
-
-    Raises
-    ------
-    ConfigError
-        The model has layers with states: see :func:`decoder_cache_config`.
-    """
+    """Return the configuration of the cache that an engine of ``model`` runs on."""
     if model.recurrent_layers:
         raise ConfigError(f"{model.family}: expected a model that keeps K and V only, got one with states. Use decoder_cache_config.")
     sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
@@ -88,34 +61,7 @@ def decoder_cache_config(
     attention: str = "native",
     quantized: QuantizedKV | None = None,
 ) -> DecoderCacheConfig:
-    """Return the configuration of the cache that an engine of ``model`` runs on, whatever its layers keep.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    max_batch_size : int
-        Slots, B.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-    dtype : str
-        What the engine computes in; conv states have the same, and K and V unless they are quantized. Recurrent states are float32.
-    attention : str
-        The variant of attention, which decides the layout of K and V.
-    quantized : QuantizedKV, optional
-        How K and V are quantized; plugin attention alone takes them so.
-
-    Returns
-    -------
-    KVCacheConfig or HybridCacheConfig
-        :func:`cache_config` for a model of attention layers. Else a layer for each one of the model that keeps something, with two buffers
-        of states: a step that is not committed has then left those before it as they were.
-
-    Raises
-    ------
-    ConfigError
-        The layers with states differ in their states.
-    """
+    """Return the configuration of the cache that an engine of ``model`` runs on, whatever its layers keep."""
     sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
     if not model.recurrent_layers:
         return cache_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized)
@@ -126,23 +72,7 @@ def decoder_cache_config(
 
 
 def decoder_cache_from_dict(data: Mapping[str, Any]) -> DecoderCacheConfig:
-    """Return the configuration of a cache that its ``to_dict`` wrote.
-
-    Parameters
-    ----------
-    data : mapping
-        Field names and JSON values.
-
-    Returns
-    -------
-    KVCacheConfig or HybridCacheConfig
-        The latter if the layers have kinds.
-
-    Raises
-    ------
-    ConfigError
-        A field is missing, unknown or wrong.
-    """
+    """Return the configuration of a cache that its ``to_dict`` wrote."""
     return HybridCacheConfig.from_dict(data) if "layer_types" in data else KVCacheConfig.from_dict(data)
 
 
@@ -177,18 +107,7 @@ def _states_config(model: ModelConfig, *, max_batch_size: int, max_sequence_leng
 
 
 def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
-    """Return what a layer with states keeps of each slot.
-
-    Parameters
-    ----------
-    mixer : ShortConvConfig, Mamba2Config or GatedDeltaNetConfig
-        Mixer of a layer.
-
-    Returns
-    -------
-    dict of str to int
-        Fields of a :class:`~trt_kvcache.cache.mamba_config.MambaCacheConfig`.
-    """
+    """Return what a layer with states keeps of each slot."""
     convolution = {"conv_dim": mixer.channels, "conv_kernel": mixer.kernel}
     if mixer.state_shape is None:
         return convolution
@@ -196,44 +115,14 @@ def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
 
 
 def cache_layer(mixer: AttentionConfig) -> KVLayerConfig:
-    """Return what attention keeps of each token.
-
-    Parameters
-    ----------
-    mixer : AttentionConfig
-        Attention of a layer.
-
-    Returns
-    -------
-    KVLayerConfig
-        Its K/V heads and head dimension.
-    """
+    """Return what attention keeps of each token."""
     return KVLayerConfig(num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim)
 
 
 def decoder_tensors(
     model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1
 ) -> tuple[TensorSpec, ...]:
-    """Return the inputs and outputs of an engine.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    cache : KVCacheConfig or HybridCacheConfig
-        The cache that the engine runs on. In the COMBINED layout a layer has one cache tensor, else one for K and one for V; and a tensor
-        of scales if it is quantized. States that are updated in place share memory; those with two buffers do not.
-    names : TensorNames
-        Names of the engine's inputs and outputs.
-    max_logits_per_slot : int
-        Most new tokens per slot whose logits one enqueue returns. With 1, ``last_token_ids`` is ``[B, 1]`` and ``logits`` ``[B, vocab]``;
-        with more they are ``[B, m]`` and ``[B, m, vocab]``, with m from 1 to that number.
-
-    Returns
-    -------
-    tuple of TensorSpec
-        The inputs, then the outputs; ``-1`` for sizes that are known at run time only.
-    """
+    """Return the inputs and outputs of an engine."""
     last_token_ids, logits = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
     inputs = [
         TensorSpec.input(names.input_ids, (-1, -1), "int32"),
@@ -258,22 +147,7 @@ def decoder_tensors(
 
 
 def kv_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return the tensors of K and V of a layer.
-
-    Parameters
-    ----------
-    kv : KVCacheConfig
-        The attention layers of the engine's cache.
-    names : TensorNames
-        Names of the engine's inputs and outputs.
-    index : int
-        Index of the layer among those with attention.
-
-    Returns
-    -------
-    inputs, outputs : list of TensorSpec
-        One cache tensor in the COMBINED layout, else one for K and one for V; then those of :func:`scale_tensors`.
-    """
+    """Return the tensors of K and V of a layer."""
     layer, combined = kv.layers[index], kv.layout is KVLayout.COMBINED
     shape = (-1, *((2,) if combined else ()), layer.num_kv_heads, kv.max_sequence_length, layer.head_dim)
     pairs = names.layer_pairs(index, combined=combined)
@@ -285,23 +159,7 @@ def kv_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[list[
 
 
 def scale_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[TensorSpec, ...]:
-    """Return the tensors of the scales of a layer.
-
-    Parameters
-    ----------
-    kv : KVCacheConfig
-        The attention layers of the engine's cache.
-    names : TensorNames
-        Names of the engine's inputs and outputs.
-    index : int
-        Index of the layer among those with attention.
-
-    Returns
-    -------
-    tuple of TensorSpec
-        An input ``[2, H]`` of static scales; an input ``[B, 2, H, S']`` of those by token, and the output that shares its memory; or
-        nothing if K and V are not quantized.
-    """
+    """Return the tensors of the scales of a layer."""
     if not kv.has_scales:
         return ()
     past, present = names.scales_pair(index)
@@ -313,22 +171,7 @@ def scale_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[Te
 
 
 def state_tensors(mamba: MambaCacheConfig, names: TensorNames, index: int) -> dict[StateKind, tuple[TensorSpec, TensorSpec]]:
-    """Return the tensors of the states of a layer.
-
-    Parameters
-    ----------
-    mamba : MambaCacheConfig
-        The states of the engine's cache.
-    names : TensorNames
-        Names of the engine's inputs and outputs.
-    index : int
-        Index of the layer among those with states.
-
-    Returns
-    -------
-    dict of StateKind to tuple of TensorSpec
-        The input before a step and the output after it, of each kind of state that the layers have: recurrent states first.
-    """
+    """Return the tensors of the states of a layer."""
     found = {}
     for kind, storage in state_storages(mamba).items():
         past, present = names.state_pair(kind, index)
@@ -339,18 +182,7 @@ def state_tensors(mamba: MambaCacheConfig, names: TensorNames, index: int) -> di
 
 
 def indices_in_kind(model: ModelConfig) -> tuple[int | None, ...]:
-    """Return which of the caches a layer has.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-
-    Returns
-    -------
-    tuple of int or None
-        For each layer its index among the layers of attention, or among those with states; None without a mixer.
-    """
+    """Return which of the caches a layer has."""
     attention, recurrent = count(), count()
     return tuple(
         None if layer.mixer is None else next(attention if isinstance(layer.mixer, AttentionConfig) else recurrent)
@@ -359,22 +191,7 @@ def indices_in_kind(model: ModelConfig) -> tuple[int | None, ...]:
 
 
 def logits_tensors(model: ModelConfig, names: TensorNames, *, max_logits_per_slot: int) -> tuple[TensorSpec, TensorSpec]:
-    """Return the input that says of which new tokens the logits are wanted, and the output of these logits.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    names : TensorNames
-        Names of the engine's inputs and outputs.
-    max_logits_per_slot : int
-        As for :func:`decoder_tensors`.
-
-    Returns
-    -------
-    last_token_ids, logits : TensorSpec
-        As for :func:`decoder_tensors`.
-    """
+    """Return the input that says of which new tokens the logits are wanted, and the output of these logits."""
     last, many = ((-1, 1), ()) if max_logits_per_slot == 1 else ((-1, -1), (-1,))
     return (
         TensorSpec.input(names.last_token_ids, last, "int32"),
@@ -383,23 +200,7 @@ def logits_tensors(model: ModelConfig, names: TensorNames, *, max_logits_per_slo
 
 
 def check_logits_per_slot(wanted: int | Literal["all"]) -> int | Literal["all"]:
-    """Return a number of logits per slot as it was asked for, checked as far as it can be without the length of a prefill.
-
-    Parameters
-    ----------
-    wanted : int or "all"
-        As a build or a session is asked for it.
-
-    Returns
-    -------
-    int or "all"
-        At least 1.
-
-    Raises
-    ------
-    ConfigError
-        It is neither.
-    """
+    """Return a number of logits per slot as it was asked for, checked as far as it can be without the length of a prefill."""
     if wanted == "all":
         return wanted
     if isinstance(wanted, str):
@@ -408,25 +209,7 @@ def check_logits_per_slot(wanted: int | Literal["all"]) -> int | Literal["all"]:
 
 
 def logits_per_slot(wanted: int | Literal["all"], *, max_prefill_length: int) -> int:
-    """Return how many new tokens per slot an engine is to have logits of in one enqueue.
-
-    Parameters
-    ----------
-    wanted : int or "all"
-        As a build or a session is asked for it.
-    max_prefill_length : int
-        Most new tokens per slot in one enqueue.
-
-    Returns
-    -------
-    int
-        From 1 to ``max_prefill_length``, which ``"all"`` stands for.
-
-    Raises
-    ------
-    ConfigError
-        It is out of range.
-    """
+    """Return how many new tokens per slot an engine is to have logits of in one enqueue."""
     found = check_logits_per_slot(wanted)
     if found == "all":
         return max_prefill_length
@@ -439,65 +222,13 @@ def logits_per_slot(wanted: int | Literal["all"], *, max_prefill_length: int) ->
 
 
 def default_logits_per_slot(model: ModelConfig, *, max_batch_size: int, max_prefill_length: int) -> int:
-    """Return how many new tokens per slot an engine without a plan has the logits of, where nobody asked for a number.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    max_batch_size : int
-        Slots, B.
-    max_prefill_length : int
-        Most new tokens per slot in one enqueue.
-
-    Returns
-    -------
-    int
-        2 to 64, so that texts can be scored; as many as take 64 MiB of logits. 1 if ``max_prefill_length`` is 1.
-
-    Examples
-    --------
-    >>> from trt_kvcache.checkpoint import Checkpoint
-    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
-    ...     [default_logits_per_slot(checkpoint.config, max_batch_size=slots, max_prefill_length=512) for slots in (1, 1024, 2**20)]
-    [64, 51, 2]
-    """
+    """Return how many new tokens per slot an engine without a plan has the logits of, where nobody asked for a number."""
     fitting = _DEFAULT_LOGITS_NBYTES // (max_batch_size * model.vocab_size * itemsize("float32"))
     return min(max(fitting, 2), _DEFAULT_LOGITS_PER_SLOT, max_prefill_length)
 
 
 def decoder_profiles(*, max_batch_size: int, max_prefill_length: int, max_logits_per_slot: int = 1) -> tuple[EngineProfile, ...]:
-    """Return the optimisation profiles of an engine.
-
-    Parameters
-    ----------
-    max_batch_size : int
-        Slots, B.
-    max_prefill_length : int
-        Most new tokens per slot in one enqueue.
-    max_logits_per_slot : int
-        Most new tokens per slot whose logits one enqueue returns; at most ``max_prefill_length``.
-
-    Returns
-    -------
-    prefill : EngineProfile
-        Profile 0: 1 to ``max_prefill_length`` new tokens per slot, and the logits of 1 to ``max_logits_per_slot`` of them.
-    decode : EngineProfile
-        Profile 1: one new token per slot. With one slot it accepts two slots as well: of a profile whose shapes are all fixed, TensorRT
-        keeps a copy of the weights of its own, which makes the plan half as large again.
-    verify : EngineProfile
-        Profile 2, where more logits than one per slot were asked for: up to 17 new tokens per slot, and the logits of all of them, for the
-        verification of drafts. It is left out where it would equal the first one.
-
-    Examples
-    --------
-    >>> prefill, decode = decoder_profiles(max_batch_size=8, max_prefill_length=512)
-    >>> prefill.accepts(batch=8, width=512), decode.accepts(batch=8, width=2)
-    (True, False)
-    >>> profiles = decoder_profiles(max_batch_size=8, max_prefill_length=512, max_logits_per_slot=128)
-    >>> [(profile.name, profile.max_width, profile.max_logits) for profile in profiles]
-    [('prefill', 512, 128), ('decode', 1, 1), ('verify', 17, 17)]
-    """
+    """Return the optimisation profiles of an engine."""
     profile = partial(EngineProfile, min_batch=MIN_BATCH_SIZE, min_width=1)
     profiles = (
         profile(name="prefill", max_batch=max_batch_size, max_width=max_prefill_length, max_logits=max_logits_per_slot),
@@ -510,52 +241,12 @@ def decoder_profiles(*, max_batch_size: int, max_prefill_length: int, max_logits
 
 
 def shape_at(shape: Sequence[int], batch: int, width: int) -> tuple[int, ...]:
-    """Return the shape of a tensor in an enqueue of ``batch`` slots by ``width`` new tokens.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        The first ``-1`` is the batch, the second one the width.
-    batch, width : int
-        Slots, and new tokens per slot.
-
-    Returns
-    -------
-    tuple of int
-        ``shape`` with ``batch`` in place of the first ``-1`` and ``width`` in place of the second; other sizes stay.
-
-    Examples
-    --------
-    >>> shape_at((-1, -1, 4, 64), batch=8, width=1)
-    (8, 1, 4, 64)
-    """
+    """Return the shape of a tensor in an enqueue of ``batch`` slots by ``width`` new tokens."""
     sizes = iter((batch, width))
     return tuple(next(sizes) if size < 0 else size for size in shape)
 
 
 def step_shape(spec: TensorSpec, names: TensorNames, *, batch: int, width: int, logits: int) -> tuple[int, ...]:
-    """Return the shape of an input or output of an engine in an enqueue.
-
-    Parameters
-    ----------
-    spec : TensorSpec
-        Of the engine, or of one of its segments.
-    names : TensorNames
-        Names of the engine's inputs and outputs.
-    batch, width, logits : int
-        Slots, new tokens per slot, and of how many of these the logits are wanted.
-
-    Returns
-    -------
-    tuple of int
-        The second size of ``last_token_ids`` and of ``logits``, where it is known at run time only, is ``logits``; of others ``width``.
-
-    Examples
-    --------
-    >>> from trt_kvcache.engine.names import DEFAULT_NAMES
-    >>> logits = TensorSpec.output("logits", (-1, -1, 320), "float32")
-    >>> step_shape(logits, DEFAULT_NAMES, batch=8, width=17, logits=5)
-    (8, 5, 320)
-    """
+    """Return the shape of an input or output of an engine in an enqueue."""
     per_slot = logits if spec.name in (names.last_token_ids, names.logits) else width
     return shape_at(spec.shape, batch, per_slot)

@@ -11,27 +11,7 @@ from trt_kvcache.errors import ConfigError
 
 
 def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | None) -> QuantizedKV | None:
-    """Return how K and V are quantized.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        The model, perhaps with static scales.
-    kv_dtype : {"fp8", "float8_e4m3fn", "int8"} or None
-        None: they are not. The first two are the same.
-    kv_scales : {"tensor", "head", "token"} or None
-        None: static ones if the checkpoint has them for this dtype, else by token.
-
-    Raises
-    ------
-    ConfigError
-        There are scales without a dtype; or static scales are asked for, and the checkpoint has none of this dtype.
-
-    Warns
-    -----
-    UserWarning
-        K and V are not quantized, and the checkpoint describes static scales for them.
-    """
+    """Return how K and V are quantized."""
     if kv_dtype is None:
         if kv_scales is not None:
             raise ConfigError(f"kv_scales: expected kv_dtype with it, fp8 or int8, got {kv_scales} alone.")

@@ -17,27 +17,7 @@ StaticScales = Sequence[tuple[float | Sequence[float], float | Sequence[float]]]
 
 @dataclass(frozen=True)
 class QuantizedKV:
-    """How the K and V of an engine are quantized.
-
-    Parameters
-    ----------
-    dtype : str
-        ``"float8_e4m3fn"`` (or ``"fp8"``) or ``"int8"``.
-    scales : str
-        ``"token"``, or static ones by ``"tensor"`` or ``"head"``.
-    static : sequence of pair, optional
-        Static scales of each attention layer: of K and of V, a number or one for each head. With static scales only, and always.
-
-    Raises
-    ------
-    ConfigError
-        A value is none of those listed; or there are static scales with ``"token"``, or none without.
-
-    Examples
-    --------
-    >>> QuantizedKV("fp8", "token").dtype
-    'float8_e4m3fn'
-    """
+    """How the K and V of an engine are quantized."""
 
     dtype: str
     scales: str = "token"
@@ -60,13 +40,7 @@ class QuantizedKV:
         return cls(kv.dtype, kv.scales, () if kv.scales_by_token else [(layer.k_scale, layer.v_scale) for layer in kv.layers])
 
     def layers(self, layers: Sequence[KVLayerConfig]) -> tuple[KVLayerConfig, ...]:
-        """Return the layers of a cache with their static scales, if there are some.
-
-        Raises
-        ------
-        ConfigError
-            There are static scales, and not of so many layers or heads.
-        """
+        """Return the layers of a cache with their static scales, if there are some."""
         if not self.static:
             return tuple(layers)
         if len(self.static) != len(layers):

@@ -14,53 +14,7 @@ _DeviceAndHost = tuple[DeviceTensor, np.ndarray[Any, Any]]
 
 
 class StepBuffers:
-    """Device tensors for the inputs of a step that are not caches, and for ``logits``, each with a host buffer.
-
-    The host buffers are page-locked if the memory is that of a GPU. A host buffer must not be written before the copy that reads it is
-    done; callers therefore wait once per step, in :meth:`read_logits`.
-
-    Parameters
-    ----------
-    memory : Memory
-        Where the engine runs.
-    max_batch_size, max_width : int
-        Slots, and new tokens per slot, of the largest enqueue.
-    vocab_size : int
-        Width of the logits.
-    index_dtypes : tuple of str
-        Dtypes of ``input_ids`` and ``last_token_ids``: ``"int32"`` or ``"int64"``.
-    logits_dtype : str
-        Dtype of the logits.
-    max_logits_per_slot : int
-        Most new tokens per slot whose logits one enqueue returns.
-    has_states : bool
-        Whether the engine has states, and so takes the number of new tokens of each slot.
-
-    Attributes
-    ----------
-    input_ids : DeviceTensor (max_batch_size * max_width,)
-    last_token_ids : DeviceTensor (max_batch_size, max_logits_per_slot)
-    start_index : DeviceTensor (max_batch_size,) int32
-    new_lengths : DeviceTensor (max_batch_size,) int32, or None
-        None for an engine without states.
-    logits : DeviceTensor (max_batch_size * max_logits_per_slot, vocab_size)
-
-    Raises
-    ------
-    CapacityError
-        The memory could not be allocated.
-
-    Examples
-    --------
-    >>> from trt_kvcache import HostMemory
-    >>> memory = HostMemory()
-    >>> buffers = StepBuffers(
-    ...     memory, max_batch_size=2, max_width=4, vocab_size=8, index_dtypes=("int32", "int32"), logits_dtype="float32"
-    ... )
-    >>> buffers.write_rows([[5, 6, 7], [8]], width=3, stream=memory.create_stream())
-    >>> buffers.input_ids[:6].numpy().tolist(), buffers.last_token_ids.numpy().tolist()
-    ([5, 6, 7, 8, 0, 0], [[2], [0]])
-    """
+    """Device tensors for the inputs of a step that are not caches, and for ``logits``, each with a host buffer."""
 
     def __init__(
         self,
@@ -106,34 +60,14 @@ class StepBuffers:
         return DeviceTensor(allocation, shape=shape, dtype=dtype)
 
     def write_one_token_each(self, tokens: Sequence[int], *, stream: Any) -> None:
-        """Upload one new token per slot: the inputs of a decode step.
-
-        Parameters
-        ----------
-        tokens : sequence of int
-            One for each slot of the enqueue.
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call does not wait.
-        """
+        """Upload one new token per slot: the inputs of a decode step."""
         ids, host_ids = self._ids_of(len(tokens), 1)
         host_ids[:, 0] = tokens
         self._memory.upload(ids, host_ids, stream=stream)
         self._write_last([0] * len(tokens), stream)
 
     def write_rows(self, rows: Sequence[Sequence[int]], width: int, *, stream: Any, every_logit: bool = False) -> None:
-        """Upload the new tokens of each slot, right-padded with 0.
-
-        Parameters
-        ----------
-        rows : sequence of sequences of int
-            The new tokens of each slot of the enqueue; a row may be empty.
-        width : int
-            Tokens per slot after padding.
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call does not wait.
-        every_logit : bool
-            Whether the logits of all ``width`` tokens are wanted, those of padding included, instead of the last of each slot.
-        """
+        """Upload the new tokens of each slot, right-padded with 0."""
         ids, host_ids = self._ids_of(len(rows), width)
         host_ids[...] = 0
         for padded, row in zip(host_ids, rows, strict=True):
@@ -150,28 +84,12 @@ class StepBuffers:
             self._last = last
 
     def write_start_index(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Upload the lengths of slots that do not start at slot 0; the others are read where the cache has them.
-
-        Parameters
-        ----------
-        lengths : sequence of int
-            Committed tokens of each slot of the enqueue.
-        stream : cuda.core.Stream
-            The copy is ordered on it; the call does not wait.
-        """
+        """Upload the lengths of slots that do not start at slot 0; the others are read where the cache has them."""
         self._host_start[: len(lengths)] = lengths
         self._memory.upload(self.start_index[: len(lengths)], self._host_start[: len(lengths)], stream=stream)
 
     def write_new_lengths(self, new_lengths: Sequence[int], *, stream: Any) -> None:
-        """Upload the number of new tokens of each slot, unless they are those of the step before.
-
-        Parameters
-        ----------
-        new_lengths : sequence of int
-            For each slot of the enqueue, without padding.
-        stream : cuda.core.Stream
-            The copy is ordered on it; the call does not wait.
-        """
+        """Upload the number of new tokens of each slot, unless they are those of the step before."""
         assert self.new_lengths is not None
         assert self._host_new is not None
         new = list(new_lengths)
@@ -182,20 +100,7 @@ class StepBuffers:
             self._new = new
 
     def read_logits(self, count: int, *, stream: Any) -> np.ndarray[Any, Any]:
-        """Download logits. Waits for ``stream``.
-
-        Parameters
-        ----------
-        count : int
-            Slots of the enqueue, times the number of tokens per slot whose logits were wanted.
-        stream : cuda.core.Stream
-            The stream of the enqueue.
-
-        Returns
-        -------
-        ndarray (count, vocab_size)
-            Slot by slot. In the engine's dtype, in a host buffer that the next call overwrites.
-        """
+        """Download logits. Waits for ``stream``."""
         views = self._logits_views.get(count)
         if views is None:
             views = self._logits_views[count] = (self.logits[:count], self._host_logits[:count])
@@ -204,20 +109,7 @@ class StepBuffers:
         return views[1]
 
     def device_views(self, count: int) -> tuple[DeviceTensor, DeviceTensor]:
-        """Return the ids and the logits of an enqueue of one token for each of ``count`` slots, where the engine has them.
-
-        Parameters
-        ----------
-        count : int
-            Slots of the enqueue.
-
-        Returns
-        -------
-        DeviceTensor (count,)
-            Of :attr:`input_ids`.
-        DeviceTensor (count, vocab_size)
-            Of :attr:`logits`.
-        """
+        """Return the ids and the logits of an enqueue of one token for each of ``count`` slots, where the engine has them."""
         views = self._device_views.get(count)
         if views is None:
             views = self._device_views[count] = (self.input_ids[:count], self.logits[:count])

@@ -26,39 +26,7 @@ FORMAT = 7
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that a runtime needs to know of an engine.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Of the checkpoint; its ``dtype`` is that of the stored weights.
-    cache : KVCacheConfig or HybridCacheConfig
-        The cache that the engine runs on.
-    names : TensorNames
-        Names of the inputs and outputs.
-    tensors : tuple of TensorSpec
-        The inputs, then the outputs.
-    profiles : tuple of EngineProfile
-        For prefill, decode and perhaps verification of drafts: see :func:`trt_kvcache.engine.decoder_tensors.decoder_profiles`.
-    attention_variant : str
-        The variant of attention that it was built with: ``"native"``, ``"mask"`` or ``"plugin"``.
-    attention : tuple of AttentionLayerConfig
-        How the attention of each layer that has one was built.
-    tensorrt_flavour, tensorrt_version : str
-        The TensorRT that built it.
-    compute_capabilities : tuple of str or None
-        GPUs that it was built for; None where none were named.
-    plan : FileRecord
-        The file of the serialised engine, or of the plans of all segments.
-    checkpoint : CheckpointRecord
-        What it was built from.
-    segments : SegmentsRecord or None
-        None for an engine in one piece.
-    computed_dtype : str or None
-        What the engine computes in, if its K and V are quantized; else None, and it is the dtype of the cache.
-    package_version : str
-        Version of this package at the build.
-    """
+    """Everything that a runtime needs to know of an engine."""
 
     model: ModelConfig
     cache: DecoderCacheConfig
@@ -113,23 +81,7 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:
-        """Read what :meth:`to_dict` wrote.
-
-        Parameters
-        ----------
-        data : mapping
-            Plain JSON values.
-
-        Returns
-        -------
-        EngineConfig
-            Checked, and equal to the one that was written.
-
-        Raises
-        ------
-        EngineError
-            The format is not the one of this package; a field is missing, unknown or of another type; or two fields disagree.
-        """
+        """Read what :meth:`to_dict` wrote."""
         _check_format(data)
         try:
             capabilities = data["compute_capabilities"]

@@ -21,18 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_consistency(config: EngineConfig) -> None:
-    """Compare the fields of a configuration with each other. Model and sizes of the cache decide what the others must be.
-
-    Parameters
-    ----------
-    config : EngineConfig
-        What to check.
-
-    Raises
-    ------
-    EngineError
-        Two fields disagree; the text names the field, and what it is expected to be.
-    """
+    """Compare the fields of a configuration with each other. Model and sizes of the cache decide what the others must be."""
     cache, names = config.cache, config.names
     _check_attention(config)
     quantized = cache.kv is not None and cache.kv.has_scales

@@ -21,112 +21,38 @@ RopeKind = tuple[RopeConfig, int]
 
 
 def hidden_state_name(layer: int) -> str:
-    """Return the name of the hidden state ``[B, s, hidden]`` that enters a layer.
-
-    Parameters
-    ----------
-    layer : int
-        Index of the layer.
-
-    Returns
-    -------
-    str
-        ``"hidden_0"`` for the first layer.
-    """
+    """Return the name of the hidden state ``[B, s, hidden]`` that enters a layer."""
     return f"hidden_{layer}"
 
 
 def embedding_output_name(model: ModelConfig) -> str:
-    """Return the name of what the embedding gives.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-
-    Returns
-    -------
-    str
-        The hidden state that enters the first layer, or ``"embedded"`` where the first segment multiplies that first.
-    """
+    """Return the name of what the embedding gives."""
     return hidden_state_name(0) if model.embedding_multiplier == 1 else "embedded"
 
 
 def attention_tensor_names(layer: int) -> tuple[str, str, str, str]:
-    """Return the names of a layer's q, k and v, and of the result of its attention.
-
-    Parameters
-    ----------
-    layer : int
-        Index of the layer.
-
-    Returns
-    -------
-    tuple of str
-        Each names a tensor ``[B, s, heads, D]``.
-    """
+    """Return the names of a layer's q, k and v, and of the result of its attention."""
     return f"q_{layer}", f"k_{layer}", f"v_{layer}", f"attended_{layer}"
 
 
 def output_gate_name(layer: int) -> str:
-    """Return the name of the gate ``[B, s, heads * D]`` of what the attention of a layer returns, before its sigmoid.
-
-    Parameters
-    ----------
-    layer : int
-        Index of the layer.
-
-    Returns
-    -------
-    str
-        ``"output_gate_0"`` for the first layer.
-    """
+    """Return the name of the gate ``[B, s, heads * D]`` of what the attention of a layer returns, before its sigmoid."""
     return f"output_gate_{layer}"
 
 
 def rope_kind(mixer: AttentionConfig) -> RopeKind | None:
-    """Return what the angles of a layer depend on, or None if it has no RoPE.
-
-    Parameters
-    ----------
-    mixer : AttentionConfig
-        Attention of the layer.
-    """
+    """Return what the angles of a layer depend on, or None if it has no RoPE."""
     return None if mixer.rope is None else (mixer.rope, mixer.head_dim)
 
 
 def cos_sin_names(model: ModelConfig) -> dict[RopeKind, str]:
-    """Return the names of the tables of cosines and sines.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-
-    Returns
-    -------
-    dict of RopeKind to str
-        One for each kind of RoPE, in the order in which the layers first have them.
-    """
+    """Return the names of the tables of cosines and sines."""
     kinds = dict.fromkeys(map(rope_kind, model.attention_layers))
     return {kind: f"{COS_SIN}_{index}" if index else COS_SIN for index, kind in enumerate(filter(None, kinds))}
 
 
 def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int) -> dict[str, int | float]:
-    """Return what the attention of a layer is created with, as :class:`~trt_kvcache.ops.attention_op.AttentionOp` takes it.
-
-    Parameters
-    ----------
-    mixer : AttentionConfig
-        Attention of the layer.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-
-    Returns
-    -------
-    dict of str to int or float
-        Sizes, and what differs from the operation's defaults.
-    """
+    """Return what the attention of a layer is created with, as :class:`~trt_kvcache.ops.attention_op.AttentionOp` takes it."""
     attributes: dict[str, int | float] = {
         "num_heads": mixer.num_heads,
         "num_kv_heads": mixer.num_kv_heads,
@@ -142,23 +68,7 @@ def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int)
 
 
 def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig, *, dtype: str | None = None) -> tuple[TensorSpec, ...]:
-    """Return the constants that the stages of a decoder read.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    cache : KVCacheConfig or HybridCacheConfig
-        The cache that the engine runs on.
-    dtype : str, optional
-        What the engine computes in; that of the cache if left out.
-
-    Returns
-    -------
-    tuple of TensorSpec
-        The embedding table ``[vocab, hidden]`` in that dtype, and for each kind of RoPE cosines and sines, float32
-        ``[S, 2, rotary_dim / 2]``.
-    """
+    """Return the constants that the stages of a decoder read."""
     table = TensorSpec.input(EMBEDDING, (model.vocab_size, model.hidden_size), dtype or cache.dtype)
     angles = (
         TensorSpec.input(name, (cache.max_sequence_length, 2, rope.rotary_dim(head_dim) // 2), "float32")
@@ -170,26 +80,7 @@ def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig, *, dtype: s
 def decoder_stages(
     model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1, dtype: str | None = None
 ) -> tuple[Stage, ...]:
-    """Return the stages of an engine of ``model`` over a combined cache.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    cache : KVCacheConfig or HybridCacheConfig
-        K and V are in the COMBINED layout.
-    names : TensorNames
-        Names of the engine's inputs and outputs.
-    max_logits_per_slot : int
-        Most new tokens per slot whose logits one enqueue returns.
-    dtype : str, optional
-        What the engine computes in; that of the cache if left out.
-
-    Returns
-    -------
-    tuple of Segment or CustomOpNode
-        In the order in which they run: the embedding, then for each layer that is cut a segment and its operation, then the last segment.
-    """
+    """Return the stages of an engine of ``model`` over a combined cache."""
     computed = dtype or cache.dtype
     table, *_ = decoder_constants(model, cache, dtype=computed)
     embedded = embedding_output_name(model)

@@ -45,56 +45,20 @@ _KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CONSTANTS_FILE, CHECKPOINT_F
 
 
 def is_engine_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds an engine: whether it has an ``engine.plan``.
-
-    Parameters
-    ----------
-    path : path
-        The folder.
-
-    Examples
-    --------
-    >>> is_engine_folder("examples/tiny-llama")
-    False
-    """
+    """Return whether a folder holds an engine: whether it has an ``engine.plan``."""
     return (Path(path) / PLAN_FILE).is_file()
 
 
 @dataclass(frozen=True)
 class EngineFolder:
-    """An engine folder that was read and checked. Made by :meth:`open`.
-
-    Parameters
-    ----------
-    path : Path
-        The folder.
-    config : EngineConfig
-        Its ``config.json``.
-    """
+    """An engine folder that was read and checked. Made by :meth:`open`."""
 
     path: Path
     config: EngineConfig
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> EngineFolder:
-        """Read and check a folder. Needs neither TensorRT nor a GPU, and does not read the plan.
-
-        Parameters
-        ----------
-        path : path
-            The folder.
-
-        Returns
-        -------
-        EngineFolder
-            Its configuration is read and checked; no file stays open.
-
-        Raises
-        ------
-        EngineError
-            A file is missing or is not JSON, the format is newer than this package, fields of the configuration disagree, or a file has
-            another size than recorded.
-        """
+        """Read and check a folder. Needs neither TensorRT nor a GPU, and does not read the plan."""
         folder = Path(path)
         if not folder.is_dir():
             raise EngineError(f"{folder}: expected an engine folder, got {'a file' if folder.exists() else 'nothing there'}.")
@@ -130,33 +94,11 @@ class EngineFolder:
         return self.path / CHECKPOINT_FOLDER
 
     def read_plan(self) -> mmap.mmap:
-        """Return the serialised engine, after comparing it with its recorded hash.
-
-        Returns
-        -------
-        mmap
-            A read-only memory map of the file.
-
-        Raises
-        ------
-        EngineError
-            The file was changed since the build.
-        """
+        """Return the serialised engine, after comparing it with its recorded hash."""
         return _read_file(self.plan_path, self.config.plan)
 
     def read_constants(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the constants of an engine in segments.
-
-        Returns
-        -------
-        dict of str to ndarray
-            Read-only arrays, by name.
-
-        Raises
-        ------
-        EngineError
-            The file was changed since the build, or its tensors are not those of the model.
-        """
+        """Return the constants of an engine in segments."""
         assert self.config.segments is not None
         path = self.path / CONSTANTS_FILE
         _read_file(path, self.config.segments.constants).close()
@@ -173,23 +115,7 @@ class EngineFolder:
         return next((place for place in (self.checkpoint_path, Path(self.config.checkpoint.path)) if place.exists()), None)
 
     def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:
-        """Open the checkpoint that the engine was built from: the embedded copy if there is one, else the original.
-
-        Parameters
-        ----------
-        progress : callable, optional
-            Called as ``progress(done_bytes, total_bytes)`` while the weights are hashed.
-
-        Returns
-        -------
-        Checkpoint
-            Open; close it after use.
-
-        Raises
-        ------
-        CheckpointError
-            It is in neither place, is damaged, or was changed since the build.
-        """
+        """Open the checkpoint that the engine was built from: the embedded copy if there is one, else the original."""
         record, found_at = self.config.checkpoint, self.find_checkpoint()
         if found_at is None:
             raise CheckpointError(
@@ -227,24 +153,7 @@ def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
 
 
 def check_target(engine_path: Path, model_path: Path) -> None:
-    """Check that an engine folder can be made, before the work of building the engine.
-
-    Parameters
-    ----------
-    engine_path : Path
-        The folder to make; an engine folder of this name may be replaced.
-    model_path : Path
-        The checkpoint.
-
-    Raises
-    ------
-    ConfigError
-        Something else is at ``engine_path``, the model is in the folder that would be replaced, or the place cannot be written to.
-
-    Notes
-    -----
-    Of a link, what it leads to is checked: that is where the folder will be.
-    """
+    """Check that an engine folder can be made, before the work of building the engine."""
     place = Path(os.path.realpath(engine_path))
     if place.is_symlink():
         raise ConfigError(f"engine path {engine_path}: expected a folder to make or an engine folder to replace, got a link to itself.")
@@ -268,26 +177,7 @@ def check_target(engine_path: Path, model_path: Path) -> None:
 def write_engine_folder(
     target: Path, *, config: EngineConfig, plans: Sequence[Any], checkpoint: Checkpoint, constants: Sequence[Any] | None = None
 ) -> EngineFolder:
-    """Write an engine folder, which appears complete or not at all. A folder of this name is replaced.
-
-    Parameters
-    ----------
-    target : Path
-        The folder to make.
-    config : EngineConfig
-        Its ``config.json``; ``config.checkpoint.embedded`` says whether to copy the checkpoint.
-    plans : sequence of buffers
-        What ``engine.plan`` consists of, in order.
-    checkpoint : Checkpoint
-        Where tokenizer files and embedded weights are copied from.
-    constants : sequence of buffers, optional
-        What the safetensors file of an engine in segments consists of, in order.
-
-    Returns
-    -------
-    EngineFolder
-        The complete folder at ``target``, with ``config`` as its configuration.
-    """
+    """Write an engine folder, which appears complete or not at all. A folder of this name is replaced."""
     with atomic_folder(target) as folder:
         for name, chunks in ((PLAN_FILE, plans), (CONSTANTS_FILE, constants)):
             if chunks is not None:

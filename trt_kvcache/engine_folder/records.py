@@ -17,38 +17,14 @@ PLAN_ALIGNMENT = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """Size and hash of a file in an engine folder.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size in bytes.
-    sha256 : str
-        SHA-256 of the file, in hex.
-
-    Examples
-    --------
-    >>> FileRecord.of([b"two ", b"buffers"]).nbytes
-    11
-    """
+    """Size and hash of a file in an engine folder."""
 
     nbytes: int
     sha256: str
 
     @classmethod
     def of(cls, chunks: Iterable[Any]) -> FileRecord:
-        """Return the record of a file that consists of these buffers.
-
-        Parameters
-        ----------
-        chunks : iterable of buffers
-            Anything that ``memoryview`` takes, in the order of the file.
-
-        Returns
-        -------
-        FileRecord
-            Size in bytes and SHA-256 of all buffers, one after another.
-        """
+        """Return the record of a file that consists of these buffers."""
         nbytes, digest = 0, hashlib.sha256()
         for chunk in chunks:
             nbytes += memoryview(chunk).nbytes
@@ -58,23 +34,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """The checkpoint that an engine was built from.
-
-    Parameters
-    ----------
-    path : str
-        Absolute path of its folder at the time of the build.
-    fingerprint : str
-        Hash of its contents: :meth:`trt_kvcache.checkpoint.Checkpoint.fingerprint`.
-    nbytes : int
-        Size of its weights in bytes.
-    embedded : bool
-        Whether the engine folder holds a copy.
-    weights : str
-        How the weights of the engine are stored: see :class:`~trt_kvcache.checkpoint.weights_summary.WeightsSummary`.
-    quantize : str
-        How weights were rounded at the build: see ``docs/quantization.md``. Empty if none were.
-    """
+    """The checkpoint that an engine was built from."""
 
     path: str
     fingerprint: str
@@ -86,17 +46,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentsRecord:
-    """An engine in segments.
-
-    Parameters
-    ----------
-    stages : tuple of Segment or CustomOpNode
-        In the order in which they run.
-    plans : tuple of int
-        Size in bytes of the plan of each segment.
-    constants : FileRecord
-        The file of constants.
-    """
+    """An engine in segments."""
 
     stages: tuple[Stage, ...]
     plans: tuple[int, ...]
@@ -124,23 +74,7 @@ class SegmentsRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SegmentsRecord:
-        """Read what :meth:`to_dict` wrote.
-
-        Parameters
-        ----------
-        data : mapping
-            Plain JSON values.
-
-        Returns
-        -------
-        SegmentsRecord
-            Equal to the one that was written. Whether its operations are registered is not checked here.
-
-        Raises
-        ------
-        KeyError, TypeError, ValueError
-            A field is missing, unknown or of another kind.
-        """
+        """Read what :meth:`to_dict` wrote."""
         segments = [step for step in data["steps"] if "tensors" in step]
         return cls(
             stages=tuple(map(_stage_from_dict, data["steps"])),
@@ -150,23 +84,7 @@ class SegmentsRecord:
 
 
 def tensor_from_dict(data: Mapping[str, Any]) -> TensorSpec:
-    """Read one tensor.
-
-    Parameters
-    ----------
-    data : mapping
-        Plain JSON values.
-
-    Returns
-    -------
-    TensorSpec
-        With its shape as a tuple and its mode as a :class:`~trt_kvcache.engine.protocol.TensorMode`.
-
-    Raises
-    ------
-    KeyError, TypeError, ValueError
-        A field is missing, unknown or of another kind.
-    """
+    """Read one tensor."""
     return TensorSpec(**{**data, "shape": tuple(data["shape"]), "mode": TensorMode(data["mode"])})
 
 
@@ -178,18 +96,7 @@ def _stage_from_dict(data: Mapping[str, Any]) -> Stage:
 
 
 def with_padding(plans: Sequence[Any]) -> list[Any]:
-    """Return the buffers that ``engine.plan`` consists of: the plans, with padding between them.
-
-    Parameters
-    ----------
-    plans : sequence of buffers
-        Serialised engines, in order.
-
-    Returns
-    -------
-    list of buffers
-        The plans themselves, none of them copied, and the padding that :attr:`SegmentsRecord.spans` expects.
-    """
+    """Return the buffers that ``engine.plan`` consists of: the plans, with padding between them."""
     chunks: list[Any] = []
     for plan in plans:
         nbytes = sum(memoryview(chunk).nbytes for chunk in chunks)

@@ -36,17 +36,7 @@ _LARGEST_NUMBER = 2**64 - 1
 
 @dataclass(frozen=True)
 class SampledToken:
-    """What was chosen for one slot.
-
-    Parameters
-    ----------
-    token : int
-        Token id; -1 with an error.
-    error : KVCacheError or None
-        What ``Request.choose`` would have raised; the slot's counter and counts are as before.
-    logprobs : TokenLogprobs or None
-        With ``SamplingParams.logprobs``.
-    """
+    """What was chosen for one slot."""
 
     token: int
     error: KVCacheError | None = None
@@ -60,18 +50,7 @@ class SampledTokens:
         self._results, self._logprobs, self._tops, self._done = results, logprobs, tops, done
 
     def read(self) -> list[SampledToken]:
-        """Wait for this step alone, and return its tokens.
-
-        Returns
-        -------
-        list of SampledToken (batch,)
-            One for each slot; -1 without an error for one that is not active.
-
-        Raises
-        ------
-        CudaError
-            Some of the work failed.
-        """
+        """Wait for this step alone, and return its tokens."""
         if self._done is not None:
             try:
                 self._done.sync()
@@ -94,47 +73,7 @@ class SampledTokens:
 
 
 class DeviceSampler(Uncopyable):
-    """Parameters, random numbers, penalties and bias of the slots of a batch, in device memory.
-
-    Parameters
-    ----------
-    memory : Memory
-        Of the logits.
-    max_batch_size : int
-        Slots.
-    vocab_size : int
-        Logits of a slot, at most ``2**20``.
-    stream : cuda.core.Stream
-        The memory is allocated on it.
-
-    Raises
-    ------
-    RangeError
-        A size is out of range.
-    CapacityError, CaptureError
-        The memory could not be allocated.
-
-    Notes
-    -----
-    A step is :meth:`sample`, then :meth:`download`; :meth:`SampledTokens.read` waits for that step alone, so the next one may run
-    meanwhile. The tokens are those of ``Request.choose`` for the same logits. When a slot first asks for penalties, or for bias,
-    ``max_batch_size * vocab_size * 4`` bytes are allocated for each, and as many for the logits after them.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from trt_kvcache import HostMemory, SamplingParams
-    >>> from trt_kvcache.generation.device_sampler import DeviceSampler
-    >>> memory = HostMemory()
-    >>> stream = memory.create_stream()
-    >>> sampler = DeviceSampler(memory, max_batch_size=2, vocab_size=4, stream=stream)
-    >>> sampler.set_slot(0, SamplingParams(temperature=0.5), seed=7, counter=0, stream=stream)
-    >>> logits = memory.to_device(np.log(np.array([[1, 2, 3, 4], [1, 1, 1, 1]], np.float32)), stream=stream)
-    >>> tokens = memory.to_device(np.zeros(2, np.int32), stream=stream)
-    >>> sampler.sample(logits, tokens, stream=stream)
-    >>> [one.token for one in sampler.download(2, stream=stream).read()]
-    [3, -1]
-    """
+    """Parameters, random numbers, penalties and bias of the slots of a batch, in device memory."""
 
     def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, stream: Any) -> None:
         int_in_range("max_batch_size", max_batch_size, 1)
@@ -158,18 +97,7 @@ class DeviceSampler(Uncopyable):
 
     @staticmethod
     def check(params: SamplingParams) -> None:
-        """Check that a request can be sampled on the device.
-
-        Parameters
-        ----------
-        params : SamplingParams
-            Of the request.
-
-        Raises
-        ------
-        ConfigError
-            It has ``logits_processors``, which are Python functions, or asks for more than 20 ``logprobs``. ``Request.choose`` takes it.
-        """
+        """Check that a request can be sampled on the device."""
         if params.logits_processors:
             raise ConfigError("sampling on the device: expected no logits_processors, got some. They are called on the host.")
         if (params.logprobs or 0) > MAX_TOP_LOGPROBS:
@@ -200,32 +128,7 @@ class DeviceSampler(Uncopyable):
         generated: Tokens = (),
         stream: Any,
     ) -> None:
-        """Begin a request in a slot, or continue one that was elsewhere before.
-
-        Parameters
-        ----------
-        slot : int
-            Which one; whatever it held is replaced.
-        params : SamplingParams
-            How its tokens are chosen. ``seed`` and ``counter`` of it are not looked at.
-        seed, counter : int
-            Of the request's ``Sampler``: the random numbers, and how many of them were used.
-        prompt : sequence of int, or ndarray
-            Token ids in front of the generated ones, each once or more often: ``repetition_penalty`` makes them less likely.
-        generated : sequence of int, or ndarray
-            Token ids that were generated so far, each as often as it was, in any order: all penalties count them.
-        stream : cuda.core.Stream
-            All of it is ordered on it; the call does not wait. It may allocate.
-
-        Raises
-        ------
-        ConfigError
-            See :meth:`check`. Nothing was changed.
-        SlotError, RangeError
-            An argument is out of range. Nothing was changed.
-        CapacityError, CaptureError
-            Memory for counts or bias could not be allocated.
-        """
+        """Begin a request in a slot, or continue one that was elsewhere before."""
         index = slot_index(slot, len(self._tops))
         self.check(params)
         params.check_vocabulary(self._vocab_size)
@@ -250,26 +153,7 @@ class DeviceSampler(Uncopyable):
         self._tops[index] = -1 if params.logprobs is None else params.logprobs
 
     def rewind(self, slot: int, params: SamplingParams, *, seed: int, counter: int, removed: Sequence[int], stream: Any) -> None:
-        """Take tokens back that were chosen last.
-
-        Parameters
-        ----------
-        slot : int
-            Which one.
-        params, seed : SamplingParams, int
-            Those of :meth:`set_slot`.
-        counter : int
-            That of the sampler before the first of these tokens.
-        removed : sequence of int
-            The tokens: they are no longer counted.
-        stream : cuda.core.Stream
-            All of it is ordered on it; the call does not wait. It may allocate.
-
-        Raises
-        ------
-        SlotError, RangeError
-            An argument is out of range. Nothing was changed.
-        """
+        """Take tokens back that were chosen last."""
         index = slot_index(slot, len(self._tops))
         tokens = self._token_ids("removed", removed)
         row = _row_of(params, seed, counter)
@@ -279,41 +163,13 @@ class DeviceSampler(Uncopyable):
         self._set_row(index, row, stream)
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
-        """Let a slot be idle: it gets no token until :meth:`set_slot`.
-
-        Parameters
-        ----------
-        slot : int
-            Which one.
-        stream : cuda.core.Stream
-            The launch is ordered on it; the call neither waits nor allocates.
-
-        Raises
-        ------
-        SlotError
-            There is no such slot.
-        """
+        """Let a slot be idle: it gets no token until :meth:`set_slot`."""
         index = slot_index(slot, len(self._tops))
         backend_of(self._memory).set_row(self._rows, index, [0] * (ROW_PARAMS.itemsize // 8), stream)
         self._tops[index] = None
 
     def compact(self, moves: AnyCompactionPlan, mapping: Sequence[int], *, stream: Any) -> None:
-        """Move the kept slots, as the cache moves them.
-
-        Parameters
-        ----------
-        moves : CompactionPlan
-            That of the cache.
-        mapping : sequence of int
-            What the plan was made from: the new slot of each old slot, or -1. Slots that are not kept become idle.
-        stream : cuda.core.Stream
-            The launches are ordered on it; the call neither waits nor allocates.
-
-        Raises
-        ------
-        MappingError, ShapeError, PlaceError, ClosedError
-            The plan does not fit. Nothing was changed.
-        """
+        """Move the kept slots, as the cache moves them."""
         compact_rows(self._infos, moves, stream=stream)
         tops = list(self._tops)
         kept = {new for new in mapping if new >= 0}
@@ -325,22 +181,7 @@ class DeviceSampler(Uncopyable):
                 self.clear_slot(slot, stream=stream)
 
     def sample(self, logits: DeviceTensor, tokens: DeviceTensor, *, stream: Any) -> None:
-        """Choose the next token of each active slot, and count it.
-
-        Parameters
-        ----------
-        logits : DeviceTensor (B, vocab) float32
-            Of the slots 0 to B - 1, as the model gave them. Not changed.
-        tokens : DeviceTensor (B,) int32
-            The tokens, such as the next ``input_ids``; 0 for a slot with an error. Slots that are not active keep what is there.
-        stream : cuda.core.Stream or GraphBuilder
-            One launch, two with log-probabilities. The call neither waits nor allocates, and can be captured in a graph.
-
-        Raises
-        ------
-        ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
-            An argument does not fit. Nothing was changed.
-        """
+        """Choose the next token of each active slot, and count it."""
         batch, rows = len(logits), self._rows
         if batch > len(self._tops) or logits.shape[1:] != (self._vocab_size,):
             raise ShapeError(f"logits: expected [B, {self._vocab_size}] with B up to {len(self._tops)}, got {list(logits.shape)}.")
@@ -352,25 +193,7 @@ class DeviceSampler(Uncopyable):
             token_logprobs(logits, rows, self._logprobs[:batch], workspace=self._workspace, stream=stream)
 
     def download(self, batch: int, *, stream: Any) -> SampledTokens:
-        """Send the tokens that were chosen last to the host.
-
-        Parameters
-        ----------
-        batch : int
-            Of so many slots: those of the :meth:`sample` before, which may have been the replay of a graph.
-        stream : cuda.core.Stream
-            The copies, into page-locked memory, are ordered on it; the call neither waits nor allocates on the device.
-
-        Returns
-        -------
-        SampledTokens
-            To be read before the second next call of this method overwrites it.
-
-        Raises
-        ------
-        RangeError
-            There are not so many slots.
-        """
+        """Send the tokens that were chosen last to the host."""
         int_in_range("batch", batch, 1, len(self._tops))
         results, logprobs = (page[:batch] for page in self._pages[self._page])
         self._page = (self._page + 1) % _PAGES

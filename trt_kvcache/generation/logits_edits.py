@@ -13,21 +13,7 @@ from trt_kvcache.kernels.host.scratch import scratch
 
 
 class LogitsEdits:
-    """The steps of :class:`SamplingParams` between the logits of the model and the temperature, for one request.
-
-    Parameters
-    ----------
-    params : SamplingParams
-        Of the request.
-    prompt : sequence of int (n,)
-        Token ids in front of the generated ones.
-    generated : int
-        How many tokens at the end of ``prompt`` an earlier part of the request has generated: they count for all penalties.
-
-    Notes
-    -----
-    A request that asks for none of these steps costs nothing: its logits are not copied and its tokens not counted.
-    """
+    """The steps of :class:`SamplingParams` between the logits of the model and the temperature, for one request."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], *, generated: int = 0) -> None:
         self._params = params
@@ -46,15 +32,7 @@ class LogitsEdits:
         return bool(self._deferred)
 
     def ready(self, tokens: Sequence[int], seconds: float = 0.0) -> bool:
-        """Have logits processors begin with the token behind those generated so far, and tell whether :meth:`apply` would not wait.
-
-        Parameters
-        ----------
-        tokens : sequence of int
-            As for :meth:`apply`.
-        seconds : float
-            Wait so long for each at most.
-        """
+        """Have logits processors begin with the token behind those generated so far, and tell whether :meth:`apply` would not wait."""
         if not self._deferred:
             return True
         held = (*self._prompt, *tokens)
@@ -62,13 +40,7 @@ class LogitsEdits:
         return all(found)
 
     def set_prompt(self, prompt: Sequence[int]) -> None:
-        """Take another prompt, before the first token is generated: what the slot holds, if that is more than the request knew.
-
-        Parameters
-        ----------
-        prompt : sequence of int (n,)
-            Token ids in front of the generated ones.
-        """
+        """Take another prompt, before the first token is generated: what the slot holds, if that is more than the request knew."""
         if not self.active:
             return
         self._prompt = tuple(prompt)
@@ -93,30 +65,7 @@ class LogitsEdits:
             self._counts.add(token)
 
     def apply(self, logits: npt.NDArray[np.float32], tokens: Sequence[int]) -> tuple[npt.NDArray[np.float32], int]:
-        """Return the logits to choose from, and the most likely token.
-
-        Parameters
-        ----------
-        logits : ndarray (vocab,) float32
-            On the host. Not changed.
-        tokens : sequence of int
-            Generated so far, after the prompt.
-
-        Returns
-        -------
-        edited : ndarray (vocab,) float32
-            Valid until the next call of this thread; ``logits`` itself if there is nothing to change. None is NaN.
-        best : int
-            The largest of them, which is finite; of equal ones the first.
-
-        Raises
-        ------
-        EngineError
-            A logit is NaN, or no logit is finite, before any change.
-        ProcessorError
-            A logits processor raised, or what it returned are not logits: the message names it. Or bias and penalties leave no token, or
-            exceed the range of float32.
-        """
+        """Return the logits to choose from, and the most likely token."""
         if not self.active:
             return logits, check_logits(logits)
         if self._params.logits_processors:

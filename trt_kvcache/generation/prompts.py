@@ -20,45 +20,14 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 class PromptReader:
-    """Turns the prompts for one model into token ids.
-
-    Parameters
-    ----------
-    tokenizer : Tokenizer or None
-        Without one, text is refused.
-    vocab_size : int
-        Token ids are from 0 to ``vocab_size - 1``.
-    """
+    """Turns the prompts for one model into token ids."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
     def rows(self, prompts: Sequence[AnyPrompt], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each prompt.
-
-        Parameters
-        ----------
-        prompts : sequence of prompts (n,)
-            Text or token ids, mixed freely.
-        add_special_tokens : bool
-            Put the special tokens that begin a text in front of text; False for text that continues another. A conversation has those that
-            its template writes.
-
-        Returns
-        -------
-        list of list of int (n,)
-            New lists.
-
-        Raises
-        ------
-        ShapeError
-            Not a sequence of prompts.
-        RangeError
-            A token id is not an integer from 0 to ``vocab_size - 1``.
-        ConfigError
-            Text without a tokenizer, or a conversation that continues another text, without a chat template, or refused by it.
-        """
+        """Return the token ids of each prompt."""
         check_sequence(prompts)
         return [self._row(f"prompts[{index}]", prompt, add_special_tokens) for index, prompt in enumerate(prompts)]
 
@@ -86,27 +55,7 @@ class PromptReader:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def tokens(self, what: str, tokens: Sequence[int]) -> list[int]:
-        """Return checked token ids as a new list.
-
-        Parameters
-        ----------
-        what : str
-            Name of the argument, for error messages.
-        tokens : sequence of int
-            Token ids.
-
-        Returns
-        -------
-        list of int
-            The ids as Python integers, in the same order.
-
-        Raises
-        ------
-        ShapeError
-            Not a sequence.
-        RangeError
-            A token id is not an integer from 0 to ``vocab_size - 1``.
-        """
+        """Return checked token ids as a new list."""
         if isinstance(tokens, _BYTES):
             raise ShapeError(f"{what}: expected text or token ids, got {type(tokens).__name__}. Make it a text: prompt.decode().")
         if isinstance(tokens, str) or not isinstance(tokens, _SEQUENCE):
@@ -120,36 +69,13 @@ class PromptReader:
 
 
 def check_sequence(prompts: Sequence[AnyPrompt]) -> None:
-    """Raise :class:`ShapeError` for what is no sequence of prompts.
-
-    Parameters
-    ----------
-    prompts : sequence of prompts (n,)
-        The prompts themselves are not looked at.
-    """
+    """Raise :class:`ShapeError` for what is no sequence of prompts."""
     if isinstance(prompts, (str, *_BYTES)) or not isinstance(prompts, _SEQUENCE):
         raise ShapeError(f"prompts: expected a sequence of prompts, got {type(prompts).__name__}.")
 
 
 def as_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
-    """Return one prompt as a sequence of one, and a sequence of prompts as it is.
-
-    Parameters
-    ----------
-    prompts : prompt, or sequence of prompts
-        Not checked here.
-
-    Returns
-    -------
-    sequence of prompts
-        ``prompts`` itself, or a list with the one prompt.
-
-    Examples
-    --------
-    >>> from trt_kvcache.generation.prompts import as_prompts
-    >>> as_prompts("Hello"), as_prompts([1, 2]), as_prompts([[1], [2]])
-    (['Hello'], [[1, 2]], [[1], [2]])
-    """
+    """Return one prompt as a sequence of one, and a sequence of prompts as it is."""
     if isinstance(prompts, (str, ChatPrompt, *_BYTES)):
         return [prompts]  # bytes are refused with the others, by their type
     if isinstance(prompts, _SEQUENCE) and len(prompts) and not isinstance(prompts[0], (*_SEQUENCE, ChatPrompt)):

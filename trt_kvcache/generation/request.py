@@ -79,28 +79,7 @@ RequestSavepoint = tuple[int, FinishReason | None, int, tuple[StreamDecoder, Sto
 
 
 class Request:
-    """One prompt and what is generated after it.
-
-    Parameters
-    ----------
-    index : int
-        Which prompt, from 0: what its tokens are labelled with.
-    prompt : sequence of int
-        Token ids; the context of the text that follows.
-    params : SamplingParams
-        How tokens are chosen, and when the request ends.
-    tokenizer : Tokenizer or None
-        Without one, there is no text.
-    eos_token_ids : collection of int
-        The model's own end tokens.
-    generated : int
-        How many tokens at the end of ``prompt`` an earlier part of this request has generated.
-
-    Raises
-    ------
-    ConfigError
-        Stop texts without a tokenizer.
-    """
+    """One prompt and what is generated after it."""
 
     def __init__(
         self,
@@ -165,37 +144,11 @@ class Request:
         return self.finish_reason is not None
 
     def follow(self, held: Sequence[int]) -> None:
-        """Take what its slot holds for its prompt, where penalties and logits processors ask for the tokens before the generated ones.
-
-        Parameters
-        ----------
-        held : sequence of int
-            The tokens in the slot, before the first one is generated: for a next turn more than the prompt of the request.
-        """
+        """Take what its slot holds for its prompt, where penalties and logits processors ask for the tokens before the generated ones."""
         self._edits.set_prompt(held)
 
     def choose(self, logits: np.ndarray[Any, Any], *, full: bool) -> GeneratedToken:
-        """Choose the next token.
-
-        Parameters
-        ----------
-        logits : ndarray (vocab,) float32
-            On the host. Not changed.
-        full : bool
-            Whether the slot already holds ``max_sequence_length`` tokens, so that no token can follow this one.
-
-        Returns
-        -------
-        GeneratedToken
-            The token, the text that has become certain with it, and the reason to finish if it is the last one. The request has taken it.
-
-        Raises
-        ------
-        EngineError
-            A logit is NaN, or no logit is finite. The request is unchanged.
-        ProcessorError
-            A logits processor failed, or bias and penalties leave no token. The request is unchanged.
-        """
+        """Choose the next token."""
         token = self._choose(logits)
         logprobs = None if self._params.logprobs is None else token_logprobs(logits, token, self._params.logprobs)
         return self._take(token, logprobs, full)
@@ -215,26 +168,7 @@ class Request:
         return self._edits.ready(self.tokens, seconds)
 
     def offer(self, logits: np.ndarray[Any, Any], *, full: bool) -> GeneratedToken | None:
-        """Choose the next token if that needs no waiting; if it does, keep a copy of the logits for :meth:`resume`.
-
-        Parameters
-        ----------
-        logits : ndarray (vocab,) float32
-            As for :meth:`choose`.
-        full : bool
-            As for :meth:`choose`.
-
-        Returns
-        -------
-        GeneratedToken or None
-            None if the logits were kept.
-
-        Raises
-        ------
-        EngineError, ProcessorError
-            As :meth:`choose`. What a processor that works elsewhere has failed with is raised by :meth:`resume`, before the next step runs:
-            so the step that has just run is not lost to other requests.
-        """
+        """Choose the next token if that needs no waiting; if it does, keep a copy of the logits for :meth:`resume`."""
         if self._edits.ready(self.tokens):
             try:
                 return self.choose(logits, full=full)
@@ -245,18 +179,7 @@ class Request:
         return None
 
     def resume(self) -> GeneratedToken | None:
-        """Choose the next token from the logits that were kept, if its logits processors are ready by now.
-
-        Returns
-        -------
-        GeneratedToken or None
-            None if they are not.
-
-        Raises
-        ------
-        EngineError, ProcessorError
-            As :meth:`choose`. The request is unchanged.
-        """
+        """Choose the next token from the logits that were kept, if its logits processors are ready by now."""
         assert self._kept is not None
         if not self._edits.ready(self.tokens):
             return None
@@ -271,31 +194,13 @@ class Request:
         return DeviceSampler.accepts(self._params)
 
     def enter(self, sampler: DeviceSampler, slot: int, *, stream: Any) -> None:
-        """Let a sampler on the device choose the tokens after those so far.
-
-        Parameters
-        ----------
-        sampler : DeviceSampler
-            Its slot gets parameters, random numbers and counts as they are now.
-        slot : int
-            Which slot of it.
-        stream : cuda.core.Stream
-            All of it is ordered on it; the call does not wait. It may allocate.
-        """
+        """Let a sampler on the device choose the tokens after those so far."""
         seed, counter = self.sampler
         prompt, generated = self._edits.history()
         sampler.set_slot(slot, self._params, seed=seed, counter=counter, prompt=prompt, generated=generated, stream=stream)
 
     def take(self, sampled: SampledToken, *, full: bool) -> GeneratedToken:
-        """Take the next token as the device chose it. What comes back, and what is raised, is as for :meth:`choose`.
-
-        Parameters
-        ----------
-        sampled : SampledToken
-            What a sampler chose that this request has entered.
-        full : bool
-            As for :meth:`choose`.
-        """
+        """Take the next token as the device chose it. What comes back, and what is raised, is as for :meth:`choose`."""
         if sampled.error is not None:
             raise self._named(sampled.error) if isinstance(sampled.error, ProcessorError) else sampled.error
         self._sampler.move_to(self._sampler.counter + 1)
@@ -342,13 +247,7 @@ class Request:
         return len(self.tokens), self.finish_reason, self._sampler.counter, text, self._kept
 
     def rollback(self, savepoint: RequestSavepoint) -> None:
-        """Return to the state at ``savepoint``. Tokens are not chosen or decoded again.
-
-        Parameters
-        ----------
-        savepoint : tuple
-            Of this request. It can be used once.
-        """
+        """Return to the state at ``savepoint``. Tokens are not chosen or decoded again."""
         num_tokens, self.finish_reason, counter, text, self._kept = savepoint
         del self.tokens[num_tokens:]
         self._edits.count(self.tokens)

@@ -25,25 +25,7 @@ LogitsProcessor = Callable[[Sequence[int], npt.NDArray[np.float32]], npt.NDArray
 
 
 class DeferredProcessor(ABC):
-    """A logits processor whose work for a token runs elsewhere, while the model computes the logits of that token.
-
-    Notes
-    -----
-    As soon as the tokens in front of a place are known, :meth:`ready` is called with them and begins the work. When the logits are there,
-    the queue of a session asks again: while the answer is no, it keeps the logits, the slot of the request waits, and the other requests go
-    on. ``InferenceSession.generate`` calls the processor at once, which then has to wait.
-
-    Examples
-    --------
-    >>> from trt_kvcache.generation.sampling import DeferredProcessor, SamplingParams
-    >>> class Slow(DeferredProcessor):
-    ...     def ready(self, tokens, seconds=0.0):
-    ...         return True
-    ...     def __call__(self, tokens, logits):
-    ...         return logits
-    >>> SamplingParams(logits_processors=[Slow()]).logits_processors[0].ready((5, 6))
-    True
-    """
+    """A logits processor whose work for a token runs elsewhere, while the model computes the logits of that token."""
 
     @abstractmethod
     def ready(self, tokens: Sequence[int], seconds: float = 0.0) -> bool:
@@ -298,25 +280,7 @@ def _stop_texts(values: Any) -> tuple[str, ...]:
 
 
 def with_options(params: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
-    """Return ``params`` with some fields replaced.
-
-    Parameters
-    ----------
-    params : SamplingParams
-        Not changed.
-    options : mapping
-        New values by field name.
-
-    Returns
-    -------
-    SamplingParams
-        A new object. Fields that ``options`` does not name are those of ``params``.
-
-    Raises
-    ------
-    RangeError
-        A name is not a field of SamplingParams, or its value is out of range.
-    """
+    """Return ``params`` with some fields replaced."""
     option_names("generate", options, sorted(one.name for one in fields(SamplingParams)), OTHER_NAMES, error=RangeError)
     return replace(params, **options)
 
@@ -324,31 +288,7 @@ def with_options(params: SamplingParams, options: Mapping[str, Any]) -> Sampling
 def params_for(
     count: int, defaults: SamplingParams, params: SamplingParams | Sequence[SamplingParams] | None, options: Mapping[str, Any]
 ) -> list[SamplingParams]:
-    """Return the SamplingParams of each of ``count`` prompts.
-
-    Parameters
-    ----------
-    count : int
-        Number of prompts.
-    defaults : SamplingParams
-        Used, with ``options``, where ``params`` is None.
-    params : SamplingParams, or sequence of SamplingParams (count,), or None
-        One for all prompts, or one for each.
-    options : mapping
-        Fields that replace those of ``defaults``.
-
-    Returns
-    -------
-    list of SamplingParams (count,)
-        In the order of the prompts. Unless ``params`` is a sequence, all of them are one object (SamplingParams cannot be changed).
-
-    Raises
-    ------
-    RangeError
-        Both ``params`` and ``options`` were given, or an option is unknown or out of range.
-    ShapeError
-        ``params`` is not one for each prompt.
-    """
+    """Return the SamplingParams of each of ``count`` prompts."""
     if params is None:
         return [with_options(defaults, options)] * count
     if options:
@@ -364,18 +304,7 @@ SamplerPosition = tuple[int, int]
 
 
 class Sampler:
-    """Chooses the tokens of one request. Its randomness depends on the seed and on how many tokens it chose, on nothing else.
-
-    Parameters
-    ----------
-    params : SamplingParams
-        ``seed`` and ``counter`` say where the random numbers start.
-
-    Notes
-    -----
-    One number of a Philox generator (Salmon et al., 2011) is used per token. The generator is counter-based, so seed and counter are
-    the whole state, and any position can be reached without drawing the numbers before it.
-    """
+    """Chooses the tokens of one request. Its randomness depends on the seed and on how many tokens it chose, on nothing else."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
@@ -387,51 +316,16 @@ class Sampler:
         self._choice = choice_params(params.temperature, params.top_k, params.top_p, params.min_p)
 
     def move_to(self, counter: int) -> None:
-        """Continue as if ``counter`` tokens had been chosen so far.
-
-        Parameters
-        ----------
-        counter : int
-            A count of tokens, not negative.
-        """
+        """Continue as if ``counter`` tokens had been chosen so far."""
         self._generator = None
         self.counter = counter
 
     def choose(self, logits: np.ndarray[Any, Any]) -> int:
-        """Choose the next token.
-
-        Parameters
-        ----------
-        logits : ndarray (vocab,) float32
-            On the host. Not changed.
-
-        Returns
-        -------
-        int
-            Token id.
-
-        Raises
-        ------
-        EngineError
-            A logit is NaN, or no logit is finite. The sampler is unchanged.
-        """
+        """Choose the next token."""
         return self.choose_from(logits, check_logits(logits))
 
     def choose_from(self, logits: np.ndarray[Any, Any], best: int) -> int:
-        """Choose the next token from checked logits.
-
-        Parameters
-        ----------
-        logits : ndarray (vocab,) float32
-            On the host, none NaN. Not changed.
-        best : int
-            The most likely token, whose logit is finite; of equally likely ones the first.
-
-        Returns
-        -------
-        int
-            Token id.
-        """
+        """Choose the next token from checked logits."""
         if self._params.temperature == 0:
             self.counter += 1
             return best
@@ -442,23 +336,7 @@ class Sampler:
 
 
 def check_logits(logits: np.ndarray[Any, Any]) -> int:
-    """Check that tokens can be chosen from logits.
-
-    Parameters
-    ----------
-    logits : ndarray (vocab,) float32
-        On the host.
-
-    Returns
-    -------
-    int
-        The most likely token; of equally likely ones the first.
-
-    Raises
-    ------
-    EngineError
-        A logit is NaN, or no logit is finite.
-    """
+    """Check that tokens can be chosen from logits."""
     best = int(np.argmax(logits))  # NaN counts as the largest
     if not np.isfinite(logits[best]):
         raise bad_logits(logits[best], best)

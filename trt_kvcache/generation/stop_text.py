@@ -8,20 +8,7 @@ from itertools import accumulate
 
 
 class StopText:
-    """Lets text through up to the first stop text.
-
-    Parameters
-    ----------
-    stops : sequence of str
-        Texts to stop at, none of them empty.
-
-    Examples
-    --------
-    >>> from trt_kvcache.generation.stop_text import StopText
-    >>> filter = StopText(["END"])
-    >>> filter.push("one E"), filter.push("cho E"), filter.push("ND of it"), filter.stopped
-    ('one ', 'Echo ', '', True)
-    """
+    """Lets text through up to the first stop text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -32,18 +19,7 @@ class StopText:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """Take more text.
-
-        Parameters
-        ----------
-        text : str
-            Follows what was taken before.
-
-        Returns
-        -------
-        str
-            What is certain not to be part of a stop text; the rest is held back.
-        """
+        """Take more text."""
         if self.stopped:
             return ""
         self._held += text

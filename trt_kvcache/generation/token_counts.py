@@ -11,21 +11,7 @@ _FIRST_CAPACITY = 64
 
 
 class TokenCounts:
-    """Counts tokens as they come.
-
-    Parameters
-    ----------
-    tokens : iterable of int
-        Counted at once.
-
-    Examples
-    --------
-    >>> from trt_kvcache.generation.token_counts import TokenCounts
-    >>> counts = TokenCounts([7, 5, 7])
-    >>> counts.add(5)
-    >>> counts.ids.tolist(), counts.counts.tolist()
-    ([7, 5], [2.0, 2.0])
-    """
+    """Counts tokens as they come."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._places: dict[int, int] = {}

@@ -14,29 +14,7 @@ _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 
 
 def token_array(what: str, tokens: Sequence[int] | npt.NDArray[Any]) -> TokenArray:
-    """Return token ids as a new read-only array.
-
-    Parameters
-    ----------
-    what : str
-        Name of the argument, for error messages.
-    tokens : sequence of int, or NumPy integer array (n,)
-        Not changed.
-
-    Returns
-    -------
-    ndarray int32 (n,)
-        On the host.
-
-    Raises
-    ------
-    ShapeError
-        Not one flat sequence.
-    DTypeError
-        Not integers.
-    RangeError
-        An id is negative or does not fit into int32.
-    """
+    """Return token ids as a new read-only array."""
     if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray):
         raise ShapeError(f"{what}: expected a sequence of token ids, got {type(tokens).__name__}.")
     try:
@@ -55,43 +33,13 @@ def token_array(what: str, tokens: Sequence[int] | npt.NDArray[Any]) -> TokenArr
 
 
 def common_prefix(first: Sequence[int] | TokenArray, second: Sequence[int] | TokenArray) -> int:
-    """Return how many tokens two sequences share at their start.
-
-    Parameters
-    ----------
-    first, second : sequence of int, or ndarray (n,), (m,)
-        Token ids, on the host. Not changed.
-
-    Returns
-    -------
-    int
-        From 0 to ``min(n, m)``.
-
-    Examples
-    --------
-    >>> from trt_kvcache.generation.token_ids import common_prefix
-    >>> common_prefix([5, 6, 7, 8], [5, 6, 9])
-    2
-    """
+    """Return how many tokens two sequences share at their start."""
     count = min(len(first), len(second))
     same = np.asarray(first[:count]) == np.asarray(second[:count])
     return count if same.all() else int(np.argmin(same))
 
 
 def reusable_tokens(held: TokenArray, prompt: TokenArray, *, whole: bool) -> int:
-    """Return how many tokens of a prompt need not be run if the K and V of ``held`` are available.
-
-    Parameters
-    ----------
-    held, prompt : ndarray int32 (n,), (m,)
-        Tokens that were run, and tokens that are wanted.
-    whole : bool
-        Use all of ``held`` or nothing: recurrent states are those after its last token and cannot return to an earlier one.
-
-    Returns
-    -------
-    int
-        At most ``m - 1``: at least one token is run, for its logits.
-    """
+    """Return how many tokens of a prompt need not be run if the K and V of ``held`` are available."""
     count = common_prefix(held, prompt[:-1])
     return 0 if whole and count < len(held) else count

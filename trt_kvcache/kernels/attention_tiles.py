@@ -74,14 +74,7 @@ class PrefillForm(NamedTuple):
 
 @cache
 def arch_number(arch: str) -> int:
-    """Return the number of an architecture.
-
-    Examples
-    --------
-    >>> from trt_kvcache.kernels.attention_tiles import arch_number
-    >>> arch_number("sm_90")
-    90
-    """
+    """Return the number of an architecture."""
     return int(arch.removeprefix("sm_"))
 
 
@@ -91,47 +84,17 @@ def shared_limit(arch: str) -> int:
 
 
 def share_nbytes(arch: str, blocks_per_sm: int) -> int:
-    """Return the bytes of shared memory that each of so many blocks of a multiprocessor may have.
-
-    Examples
-    --------
-    >>> from trt_kvcache.kernels.attention_tiles import share_nbytes
-    >>> share_nbytes("sm_90", 2) // 1024
-    113
-    """
+    """Return the bytes of shared memory that each of so many blocks of a multiprocessor may have."""
     return (shared_limit(arch) + _RESERVED_NBYTES) // blocks_per_sm - _RESERVED_NBYTES
 
 
 def spread_nbytes(arch: str, blocks_per_sm: int) -> int:
-    """Return the bytes of shared memory of a block of which a multiprocessor has no room for more than so many.
-
-    Examples
-    --------
-    >>> from trt_kvcache.kernels.attention_tiles import spread_nbytes
-    >>> spread_nbytes("sm_90", 2) // 1024
-    75
-    """
+    """Return the bytes of shared memory of a block of which a multiprocessor has no room for more than so many."""
     return (shared_limit(arch) + _RESERVED_NBYTES) // (blocks_per_sm + 1) - _RESERVED_NBYTES + 16
 
 
 def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int], *, quantized: bool = False) -> int:
-    """Return the bytes of shared memory of a decode block.
-
-    Parameters
-    ----------
-    head_dim : int
-        Elements of a head, D: one of :data:`HEAD_DIMS`.
-    rows : int
-        Of the matrix of q.
-    tiles : mapping of str to int
-        The macros ``WARPS``, ``STAGES``, ``HEAD_BUFFERS``, ``TILE_TOKENS`` and ``MAX_NEW_TOKENS``.
-    quantized : bool
-        Whether the cache has scales, and elements of one byte.
-
-    Notes
-    -----
-    ``DecodeSharedMemory`` in ``plugins/attention/kv_pipeline.cuh`` lays it out: ring, head buffers, a single new token, totals of warps.
-    """
+    """Return the bytes of shared memory of a decode block."""
     row, warps, new_tokens = row_nbytes(head_dim, "float16"), tiles["WARPS"], tiles["MAX_NEW_TOKENS"]
     stored = row // 2 if quantized else row
     ring = warps * (2 * tiles["STAGES"] - 1) * tiles["TILE_TOKENS"] * (stored + (4 if quantized else 0))
@@ -217,12 +180,7 @@ _WARPGROUP_FORMS = {
 
 @cache
 def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return the macros of the prefill kernels: their names end with a form of :data:`PREFILL_FORMS`.
-
-    Warps for rows, times warps for keys; tiles of 16 rows of a warp; keys of a tile; stages; fewest tiles of a block; blocks of a
-    multiprocessor; whether four warps multiply together (``plugins/attention/warpgroup.cuh``).
-    ``benchmarks/attention_notes.md`` says what else was measured.
-    """
+    """Return the macros of the prefill kernels: their names end with a form of :data:`PREFILL_FORMS`."""
     large = shared_limit(arch) >= 227 * _KIB
     if arch in _WARPGROUP_ARCHS and large and head_dim % 64 == 0:
         return _prefill_macros(_WARPGROUP_FORMS[head_dim])
@@ -272,13 +230,7 @@ def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:
 
 @cache
 def prefill_form(head_dim: int, arch: str, form: str, quantized: bool = False) -> PrefillForm:
-    """Return what a launch of a form, one of :data:`PREFILL_FORMS`, needs to know; over a quantized cache or over one of 16 bits.
-
-    Notes
-    -----
-    The ring is that of ``plugins/attention/prefill_ring.cuh``; or two tiles, codes for one stage less, and behind them the scales of
-    their keys (``prefill_stored_ring.cuh``).
-    """
+    """Return what a launch of a form, one of :data:`PREFILL_FORMS`, needs to know; over a quantized cache or over one of 16 bits."""
     tiles = quantized_prefill_tiles(head_dim, arch) if quantized else prefill_tiles(head_dim, arch)
     row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm, warpgroups = (
         tiles[f"{macro}_{form.upper()}"] for macro in _PREFILL_MACROS

@@ -23,37 +23,12 @@ MAX_PREFILL_ROWS_PER_SM = 128
 
 
 def flagged_rows(multiprocessors: int, group: int) -> int:
-    """Return the rows of partial results that the blocks of a launch have for other blocks, at most.
-
-    Parameters
-    ----------
-    multiprocessors : int
-        Of the GPU.
-    group : int
-        Query heads for each K/V head: rows of a decode block, if there is one new token.
-    """
+    """Return the rows of partial results that the blocks of a launch have for other blocks, at most."""
     return multiprocessors * max(MAX_BLOCKS_PER_SM * group, MAX_PREFILL_ROWS_PER_SM)
 
 
 def partials_shape(multiprocessors: int, group: int, head_dim: int) -> tuple[int, ...]:
-    """Return the shape, in float32, of the partial results of a launch.
-
-    Parameters
-    ----------
-    multiprocessors : int
-        Of the GPU.
-    group : int
-        Query heads for each K/V head.
-    head_dim : int
-        Elements of a head, D.
-
-    Returns
-    -------
-    tuple of int
-        ``(rows, strips, 5, 4)``. A strip is 16 columns of a row: four vectors of 4 values, and one with maximum and sum
-        (``plugins/attention/split_kv_reduce.cuh``). First :func:`flagged_rows`, flagged vectors for other blocks; then what a decode block
-        keeps for itself.
-    """
+    """Return the shape, in float32, of the partial results of a launch."""
     own = multiprocessors * max(MAX_BLOCKS_PER_SM * group, MAX_FEW_ROWS)
     return (flagged_rows(multiprocessors, group) + own, strips_per_row(head_dim), 5, 4)
 

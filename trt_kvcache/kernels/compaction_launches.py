@@ -11,20 +11,7 @@ _DESTINATION_BIT, _SOURCE_BIT = 31, 47
 
 @dataclass(frozen=True)
 class CompactionLaunch:
-    """The moves of one launch.
-
-    Parameters
-    ----------
-    capacity : int
-        Moves that the kernel takes: the number at the end of its name.
-    max_tokens : int
-        Tokens of the longest move.
-    count : int
-        Moves that are carried out, at most ``capacity``.
-    packed : tuple of int
-        The moves, 64 bits each, padded with zeros to ``capacity``. From bit 47 the source, from bit 31 the destination, below it the
-        tokens (``Move`` in ``plugins/compaction.cuh``).
-    """
+    """The moves of one launch."""
 
     capacity: int
     max_tokens: int
@@ -33,18 +20,7 @@ class CompactionLaunch:
 
 
 def pack_moves(moves: Sequence[CompactionMove]) -> CompactionLaunch:
-    """Pack moves for a kernel that carries them out one after another.
-
-    Parameters
-    ----------
-    moves : sequence of CompactionMove
-        At least one, at most :data:`~trt_kvcache.kernels.launch_limits.MAX_MOVES`.
-
-    Returns
-    -------
-    CompactionLaunch
-        For the smallest kernel that takes so many.
-    """
+    """Pack moves for a kernel that carries them out one after another."""
     capacity = next(capacity for capacity in MOVE_CAPACITIES if capacity >= len(moves))
     packed = [source << _SOURCE_BIT | destination << _DESTINATION_BIT | tokens for source, destination, tokens in moves]
     max_tokens = max(tokens for _, _, tokens in moves)
@@ -52,18 +28,7 @@ def pack_moves(moves: Sequence[CompactionMove]) -> CompactionLaunch:
 
 
 def pack_simultaneous_moves(moves: Sequence[CompactionMove]) -> CompactionLaunch:
-    """Pack the same moves for a kernel that reads all slots before it writes one, and so needs no register.
-
-    Parameters
-    ----------
-    moves : sequence of CompactionMove
-        As for :func:`pack_moves`. A move into the register and one out of it become a single move.
-
-    Returns
-    -------
-    CompactionLaunch
-        For the smallest kernel that takes so many.
-    """
+    """Pack the same moves for a kernel that reads all slots before it writes one, and so needs no register."""
     held = REGISTER
     direct = []
     for move in moves:

@@ -19,19 +19,7 @@ class CompactionMove(NamedTuple):
 
 
 def find_chains(mapping: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """Split a valid mapping into paths and cycles.
-
-    Parameters
-    ----------
-    mapping : sequence of int
-        New slot of each old slot, or -1 to drop it.
-
-    Returns
-    -------
-    paths, cycles : lists of lists of int
-        Slots ``p0, p1, p2 ...``: the content of ``p1`` goes to ``p0``, that of ``p2`` to ``p1`` and so on. In a path the content of
-        ``p0`` is dropped; in a cycle it goes to the last slot. Slots that stay where they are appear in neither.
-    """
+    """Split a valid mapping into paths and cycles."""
     source_of = {new: old for old, new in enumerate(mapping) if new >= 0 and new != old}
     paths = [[slot] for slot in source_of if slot >= len(mapping) or mapping[slot] < 0]
     for path in paths:
@@ -48,30 +36,7 @@ def find_chains(mapping: Sequence[int]) -> tuple[list[list[int]], list[list[int]
 
 
 def plan_moves(mapping: Sequence[int], lengths: Sequence[int], max_moves: int) -> list[list[CompactionMove]]:
-    """Turn a valid mapping into moves.
-
-    Parameters
-    ----------
-    mapping : sequence of int
-        New slot of each old slot, or -1 to drop it.
-    lengths : sequence of int
-        Tokens of each old slot.
-    max_moves : int
-        Moves in one list at most; at least 3.
-
-    Returns
-    -------
-    list of list of CompactionMove
-        Lists that are carried out one after another, each in one launch. At the end of a list nothing is left in the register.
-
-    Examples
-    --------
-    Slot 0 is dropped, slots 1 and 2 move down:
-
-    >>> from trt_kvcache.kernels.compaction_moves import plan_moves
-    >>> [tuple(move) for move in plan_moves([-1, 0, 1], [5, 3, 4], 96)[0]]
-    [(1, 0, 3), (2, 1, 4)]
-    """
+    """Turn a valid mapping into moves."""
     paths, cycles = find_chains(mapping)
     lists: list[list[CompactionMove]] = [[]]
     for path in paths:

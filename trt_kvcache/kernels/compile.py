@@ -29,20 +29,7 @@ _OWN_INSTRUCTIONS = {"sm_90": "sm_90a"}
 
 
 def compile_cubin(name: str, arch: str) -> bytes:
-    """Compile one source with NVRTC.
-
-    Parameters
-    ----------
-    name : str
-        Of :func:`~trt_kvcache.kernels.sources.source_names`.
-    arch : str
-        Such as ``"sm_90"``.
-
-    Raises
-    ------
-    CudaError
-        NVRTC is not installed, or refused; the text holds what it logged.
-    """
+    """Compile one source with NVRTC."""
     _nvrtc_version()
     from cuda.core import Program, ProgramOptions
 
@@ -62,15 +49,7 @@ def compile_cubin(name: str, arch: str) -> bytes:
 
 
 def cubin(name: str, arch: str) -> bytes:
-    """Return the machine code of one source, from the first of: ``TRT_KVCACHE_CUBIN_DIR``, the user's cache folder, NVRTC.
-
-    What NVRTC compiled is put into the cache folder.
-
-    Raises
-    ------
-    CudaError
-        It is in no folder, and NVRTC cannot make it.
-    """
+    """Return the machine code of one source, from the first of: ``TRT_KVCACHE_CUBIN_DIR``, the user's cache folder, NVRTC."""
     file_name = cubin_name(name, arch)
     ahead_of_time = os.environ.get(CUBIN_DIR_VARIABLE)
     if ahead_of_time and (Path(ahead_of_time) / file_name).is_file():

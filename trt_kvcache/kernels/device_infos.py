@@ -13,17 +13,7 @@ _Info = TypeVar("_Info", bound=tuple[int, ...])
 
 
 class DeviceInfos(Uncopyable, Generic[_Info]):
-    """One info of 64-bit integers per view. It keeps the memory of the views alive, not their owner open.
-
-    Parameters
-    ----------
-    views, infos : sequence
-        Checked, one per layer.
-    stream : cuda.core.Stream
-        The device array is made on it, once.
-    on_device : bool
-        Whether there is one.
-    """
+    """One info of 64-bit integers per view. It keeps the memory of the views alive, not their owner open."""
 
     def __init__(self, views: Sequence[DeviceTensor], infos: Sequence[_Info], *, stream: Any, on_device: bool = True) -> None:
         self._views = tuple(views)

@@ -109,13 +109,7 @@ class KVLayerInfos(DeviceInfos[KVLayerInfo]):
 
 
 def check_kind(name: str, infos: KVLayerInfos, *, saved: bool) -> None:
-    """Check that these are saved tensors, or that they are layers of a cache.
-
-    Raises
-    ------
-    ShapeError
-        They are of the other kind, or not a KVLayerInfos.
-    """
+    """Check that these are saved tensors, or that they are layers of a cache."""
     if not isinstance(infos, KVLayerInfos):
         raise ShapeError(f"{name}: expected KVLayerInfos, got {type(infos).__name__}.")
     if infos.is_saved is not saved:

@@ -11,21 +11,7 @@ CACHE_NDIM, SAVED_NDIM = 5, 4
 
 
 def check_layer(name: str, view: DeviceTensor, ndim: int) -> None:
-    """Check that a kernel can address a layer: its shape, dense heads, everything at multiples of 16 bytes, open memory.
-
-    Parameters
-    ----------
-    name : str
-        For messages.
-    view : DeviceTensor ``[B, 2, H, S, D]`` or ``[2, H, n, D]``
-        Slots and K/V may have any strides, as long as none overlaps another.
-    ndim : int
-        5 or 4: which of the two.
-
-    Raises
-    ------
-    PlaceError, ShapeError, LayoutError, ClosedError
-    """
+    """Check that a kernel can address a layer: its shape, dense heads, everything at multiples of 16 bytes, open memory."""
     if not isinstance(view, DeviceTensor):
         raise PlaceError(f"{name}: expected a DeviceTensor, got {type(view).__name__}.")
     shape = "[B, 2, H, S, D]" if ndim == CACHE_NDIM else "[2, H, n, D]"
@@ -50,17 +36,7 @@ def check_layer(name: str, view: DeviceTensor, ndim: int) -> None:
 
 
 def check_same(what: str, first: DeviceTensor, name: str, view: DeviceTensor) -> None:
-    """Check that two layers are of one memory, dtype and head dim.
-
-    Raises
-    ------
-    PlaceError
-        Their memories differ.
-    DTypeError
-        Their dtypes differ.
-    ShapeError
-        Their head dims differ.
-    """
+    """Check that two layers are of one memory, dtype and head dim."""
     check_memory(name, view, first.memory)
     if view.dtype != first.dtype:
         raise DTypeError(f"{name}: expected {first.dtype} as {what}, got {view.dtype}.")
@@ -69,12 +45,7 @@ def check_same(what: str, first: DeviceTensor, name: str, view: DeviceTensor) ->
 
 
 def check_place(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
-    """Check that this is an open tensor of the memory of another one, which may be itself.
-
-    Raises
-    ------
-    PlaceError, ClosedError
-    """
+    """Check that this is an open tensor of the memory of another one, which may be itself."""
     if not isinstance(tensor, DeviceTensor):
         raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
     check_memory(name, tensor, like.memory)
@@ -82,25 +53,13 @@ def check_place(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
 
 
 def check_memory(name: str, tensor: DeviceTensor, memory: Memory) -> None:
-    """Check that a tensor is of this memory.
-
-    Raises
-    ------
-    PlaceError
-        It is of another memory.
-    """
+    """Check that a tensor is of this memory."""
     if tensor.memory is not memory:
         raise PlaceError(f"{name}: expected a tensor of {memory.device}, got one of {tensor.memory.device}.")
 
 
 def check_open(name: str, tensor: DeviceTensor) -> None:
-    """Check that the memory of a tensor is not closed.
-
-    Raises
-    ------
-    ClosedError
-        It is closed.
-    """
+    """Check that the memory of a tensor is not closed."""
     if tensor.allocation.closed:
         raise ClosedError(f"{name}: the memory behind it is closed.")
 

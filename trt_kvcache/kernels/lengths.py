@@ -13,15 +13,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def check_lengths(lengths: DeviceTensor) -> None:
-    """Check that this is a dense int32 tensor (n,).
-
-    Raises
-    ------
-    DTypeError
-        It is not int32.
-    ShapeError
-        It has another number of dimensions, or is not dense.
-    """
+    """Check that this is a dense int32 tensor (n,)."""
     if lengths.dtype != "int32":
         raise DTypeError(f"length_tensor: expected int32, got {lengths.dtype}.")
     if lengths.ndim != 1 or not lengths.is_contiguous:

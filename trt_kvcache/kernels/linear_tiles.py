@@ -76,21 +76,7 @@ def linear_macros(rows: int, arch: str) -> dict[str, int]:
 
 @lru_cache(maxsize=256)
 def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors: int) -> LinearPlan:
-    """Return the launch for a product.
-
-    Parameters
-    ----------
-    rows : int
-        Of x, at most the last of :data:`ROW_COUNTS`.
-    outputs : int
-        Columns of ``out``.
-    gated : bool
-        Whether each of them has a gate.
-    arch : str
-        Of the GPU.
-    multiprocessors : int
-        Of the GPU.
-    """
+    """Return the launch for a product."""
     compiled = next(count for count in ROW_COUNTS if rows <= count)
     tiles = linear_tiles(compiled, arch)
     slots = multiprocessors * tiles.blocks_per_sm

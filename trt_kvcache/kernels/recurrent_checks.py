@@ -13,12 +13,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def check_tensor(name: str, tensor: DeviceTensor, like: DeviceTensor, dtype: str, shape: Sequence[int]) -> None:
-    """Check memory, dtype and shape.
-
-    Raises
-    ------
-    PlaceError, ClosedError, DTypeError, ShapeError
-    """
+    """Check memory, dtype and shape."""
     check_place(name, tensor, like)
     if tensor.dtype != dtype:
         raise DTypeError(f"{name}: expected {dtype}, got {tensor.dtype}.")
@@ -27,12 +22,7 @@ def check_tensor(name: str, tensor: DeviceTensor, like: DeviceTensor, dtype: str
 
 
 def check_first(name: str, tensor: DeviceTensor, dimensions: str) -> None:
-    """Check the activation that all others are compared with: an open tensor of these dimensions, such as ``"[B, s, channels]"``.
-
-    Raises
-    ------
-    PlaceError, ClosedError, DTypeError, ShapeError
-    """
+    """Check the activation that all others are compared with: an open tensor of these dimensions, such as ``"[B, s, channels]"``."""
     if not isinstance(tensor, DeviceTensor):
         raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
     check_open(name, tensor)
@@ -43,12 +33,7 @@ def check_first(name: str, tensor: DeviceTensor, dimensions: str) -> None:
 
 
 def check_tokens(name: str, tensor: DeviceTensor, like: DeviceTensor, shape: Sequence[int]) -> None:
-    """Check an activation ``[B, s, ...]``: slots and tokens may be strided, the rest is dense.
-
-    Raises
-    ------
-    PlaceError, ClosedError, DTypeError, ShapeError, LayoutError
-    """
+    """Check an activation ``[B, s, ...]``: slots and tokens may be strided, the rest is dense."""
     check_tensor(name, tensor, like, like.dtype, shape)
     if not is_dense(tensor.shape[2:], tensor.strides[2:]) or min(tensor.strides[:2]) < 0:
         raise LayoutError(f"{name}: expected a dense row for each token, got {tensor!r}.")
@@ -61,35 +46,20 @@ def has_vectors(tensor: DeviceTensor) -> bool:
 
 
 def check_vectors(name: str, tensor: DeviceTensor) -> None:
-    """Check that every token of an activation is at a multiple of 16 bytes.
-
-    Raises
-    ------
-    LayoutError
-    """
+    """Check that every token of an activation is at a multiple of 16 bytes."""
     if not has_vectors(tensor):
         raise LayoutError(f"{name}: expected tokens at multiples of {ROW_GRANULE} bytes, got {tensor!r} at byte {tensor.offset}.")
 
 
 def check_dense(name: str, tensor: DeviceTensor, like: DeviceTensor, dtype: str, shape: Sequence[int]) -> None:
-    """Check a dense tensor that begins at a multiple of 16 bytes: a parameter, an output.
-
-    Raises
-    ------
-    PlaceError, ClosedError, DTypeError, ShapeError, LayoutError
-    """
+    """Check a dense tensor that begins at a multiple of 16 bytes: a parameter, an output."""
     check_tensor(name, tensor, like, dtype, shape)
     if not tensor.is_contiguous or tensor.offset % ROW_GRANULE:
         raise LayoutError(f"{name}: expected a dense tensor at a multiple of {ROW_GRANULE} bytes, got {tensor!r} at byte {tensor.offset}.")
 
 
 def check_states(past: DeviceTensor, present: DeviceTensor, like: DeviceTensor, shape: Sequence[int]) -> None:
-    """Check a past and a present state: dense, of the dtype of the activations or float32.
-
-    Raises
-    ------
-    PlaceError, ClosedError, DTypeError, ShapeError, LayoutError
-    """
+    """Check a past and a present state: dense, of the dtype of the activations or float32."""
     if isinstance(past, DeviceTensor) and past.dtype not in STATE_DTYPES[like.dtype]:
         raise DTypeError(f"past: expected {' or '.join(STATE_DTYPES[like.dtype])} for activations of {like.dtype}, got {past.dtype}.")
     check_dense("past", past, like, getattr(past, "dtype", ""), shape)
@@ -97,11 +67,6 @@ def check_states(past: DeviceTensor, present: DeviceTensor, like: DeviceTensor, 
 
 
 def check_new_lengths(new_lengths: DeviceTensor | None, like: DeviceTensor) -> None:
-    """Check the new lengths (B,) int32, if there are any.
-
-    Raises
-    ------
-    PlaceError, ClosedError, DTypeError, ShapeError, LayoutError
-    """
+    """Check the new lengths (B,) int32, if there are any."""
     if new_lengths is not None:
         check_dense("new_lengths", new_lengths, like, "int32", like.shape[:1])

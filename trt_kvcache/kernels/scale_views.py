@@ -14,13 +14,7 @@ def saved_scales(tokens: int) -> int:
 
 
 def scales_in_rows(scales: DeviceTensor) -> DeviceTensor:
-    """Return scales ``[..., H, S']`` as rows ``[..., H, S' / 4, 4]``: kernels that move rows of K and V move these too.
-
-    Parameters
-    ----------
-    scales : DeviceTensor ``[..., H, S']``
-        float32, with S' a multiple of 4 and strides of 1 from token to token.
-    """
+    """Return scales ``[..., H, S']`` as rows ``[..., H, S' / 4, 4]``: kernels that move rows of K and V move these too."""
     *outer, tokens = scales.shape
     return DeviceTensor(
         scales.allocation,
@@ -40,13 +34,5 @@ def single_scales(rows: DeviceTensor) -> DeviceTensor:
 
 
 def scale_infos(scales: Sequence[DeviceTensor], *, stream: Any) -> KVLayerInfos:
-    """Return where the scales of layers are, for kernels that move rows.
-
-    Parameters
-    ----------
-    scales : sequence of DeviceTensor ``[B, 2, H_i, S']``, or saved ``[2, H_i, n']``
-        float32, with a multiple of 4 tokens.
-    stream : cuda.core.Stream
-        As for :class:`~trt_kvcache.kernels.KVLayerInfos`.
-    """
+    """Return where the scales of layers are, for kernels that move rows."""
     return KVLayerInfos([scales_in_rows(tensor) for tensor in scales], tokens_per_row=SCALES_GRANULE, stream=stream)

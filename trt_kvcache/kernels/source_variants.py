@@ -40,19 +40,7 @@ _ELEMENT_TYPES = {**ELEMENT_TYPES, "float32": "Float32"}
 
 
 def variant_names(source: str) -> list[str]:
-    """Return the names of all variants of a source.
-
-    Parameters
-    ----------
-    source : str
-        Its name.
-
-    Returns
-    -------
-    list of str
-        One for each dtype, head dim and K/V dtype of attention, for each dtype and state dtype of a recurrent layer, for each dtype and
-        number of rows of a product; else the source itself.
-    """
+    """Return the names of all variants of a source."""
     if source in TILES:
         return [
             variant_name(source, dtype, dim, kv_dtype) for kv_dtype in (None, *STORED_TYPES) for dtype in ELEMENT_TYPES for dim in HEAD_DIMS
@@ -65,27 +53,7 @@ def variant_names(source: str) -> list[str]:
 
 
 def variant_name(source: str, dtype: str, second: int | str, kv_dtype: str | None = None) -> str:
-    """Return the name of one variant of a source.
-
-    Parameters
-    ----------
-    source : str
-        Its name.
-    dtype : str
-        Of activations.
-    second : int or str
-        The head dim of attention; the dtype of the states of a recurrent layer; the rows of a product.
-    kv_dtype : str, optional
-        What the cache of attention holds, if that is not ``dtype``.
-
-    Examples
-    --------
-    >>> from trt_kvcache.kernels.source_variants import variant_name
-    >>> variant_name("attention_decode", "float16", 128)
-    'attention_decode-float16-128'
-    >>> variant_name("attention_decode", "float16", 128, "int8")
-    'attention_decode-float16-128-int8'
-    """
+    """Return the name of one variant of a source."""
     name = f"{source}-{dtype}-{second}"
     return name if kv_dtype in (None, dtype) else f"{name}-{kv_dtype}"
 

@@ -17,13 +17,7 @@ _SUFFIXES = (".cu", ".cuh", ".h")
 
 @cache
 def source_folder() -> Path:
-    """Return the folder of the CUDA sources: ``_plugins`` of an installed package, ``plugins`` of a checkout.
-
-    Raises
-    ------
-    CudaError
-        The installation is incomplete.
-    """
+    """Return the folder of the CUDA sources: ``_plugins`` of an installed package, ``plugins`` of a checkout."""
     for folder in (_PACKAGE / "_plugins", _PACKAGE.parent / "plugins"):
         if any(folder.glob("*.cu")):
             return folder
@@ -42,14 +36,7 @@ def _sources() -> dict[str, Path]:
 
 
 def source_names() -> list[str]:
-    """Return the names of all variants that are compiled.
-
-    Returns
-    -------
-    list of str
-        One name per CUDA source, such as ``"lengths"``; for the attention kernels one per dtype and head dim, such as
-        ``"attention_decode-float16-128"``.
-    """
+    """Return the names of all variants that are compiled."""
     return sorted(name for source in _sources() for name in variant_names(source))
 
 
@@ -68,14 +55,6 @@ def _digest() -> str:
 
 
 def cubin_name(name: str, arch: str) -> str:
-    """Return the file name of a compiled source. It changes with the sources, so an outdated file is never taken.
-
-    Parameters
-    ----------
-    name : str
-        Of :func:`source_names`.
-    arch : str
-        Such as ``"sm_90"``.
-    """
+    """Return the file name of a compiled source. It changes with the sources, so an outdated file is never taken."""
     digest = hashlib.sha256(f"{_digest()}{variant_macros(name, arch)}".encode()).hexdigest()[:16]
     return f"{name}-{digest}.{arch}.cubin"

@@ -79,12 +79,6 @@ class StateInfos(DeviceInfos[StateInfo]):
 
 
 def check_states(name: str, states: StateInfos) -> None:
-    """Check that this is a StateInfos.
-
-    Raises
-    ------
-    ShapeError
-        It is something else.
-    """
+    """Check that this is a StateInfos."""
     if not isinstance(states, StateInfos):
         raise ShapeError(f"{name}: expected StateInfos, got {type(states).__name__}.")

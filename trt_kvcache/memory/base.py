@@ -292,18 +292,7 @@ class Memory(Protocol):
 
 
 def check_memory_given(memory: Any) -> None:
-    """Check that an argument is a memory, before anything is allocated in it.
-
-    Parameters
-    ----------
-    memory : object
-        What a caller gave.
-
-    Raises
-    ------
-    PlaceError
-        It is not one.
-    """
+    """Check that an argument is a memory, before anything is allocated in it."""
     if isinstance(memory, type) or not callable(getattr(memory, "allocate", None)):
         name = getattr(memory, "__name__", "")
         got = f"the class {name}. Create one: {name}()" if isinstance(memory, type) else shown(memory)
@@ -311,24 +300,7 @@ def check_memory_given(memory: Any) -> None:
 
 
 def check_copy(what: str, tensor: DeviceTensor, array: Array, memory: Memory) -> None:
-    """Check a copy between a tensor and a host array before it starts.
-
-    Parameters
-    ----------
-    what : str
-        The operation, for messages.
-    tensor : DeviceTensor
-        Contiguous, of ``memory``.
-    array : ndarray
-        Contiguous, of the same shape and dtype.
-    memory : Memory
-        The memory that copies.
-
-    Raises
-    ------
-    PlaceError, ShapeError, DTypeError
-        The two do not fit.
-    """
+    """Check a copy between a tensor and a host array before it starts."""
     if tensor.memory is not memory:
         raise PlaceError(f"{what}: expected a tensor of {memory.device}, got one of {tensor.memory.device}.")
     if tensor.shape != array.shape:

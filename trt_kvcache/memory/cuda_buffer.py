@@ -9,33 +9,7 @@ from trt_kvcache.memory.cuda_driver import allocation_error, check, cuda_core_er
 
 
 class CudaBuffer:
-    """An owned allocation in GPU or page-locked memory of the current device.
-
-    It is freed when the last reference to it is gone: that of an allocation, an array or a DLPack consumer. Streams of any
-    library may still work with the bytes at that time, so this waits for the whole device first.
-
-    Parameters
-    ----------
-    resource : cuda.core.MemoryResource
-        What allocates.
-    nbytes : int
-        Bytes. At least one is allocated, so that there is an address.
-    place : str
-        Where the bytes are, for messages.
-    stream : cuda.core.Stream
-        The allocation is ordered on it.
-
-    Raises
-    ------
-    CapacityError
-        The memory has no room.
-    CudaError
-        The driver refused.
-
-    Notes
-    -----
-    The wait breaks off a CUDA graph capture that is under way on the device: release memory before or after one.
-    """
+    """An owned allocation in GPU or page-locked memory of the current device."""
 
     def __init__(self, resource: Any, nbytes: int, *, place: str, stream: Any) -> None:
         from cuda.bindings import driver
@@ -62,20 +36,7 @@ class CudaBuffer:
 
 
 def bytes_of(buffer: CudaBuffer, nbytes: int) -> np.ndarray[Any, Any]:
-    """Return page-locked memory as an array that keeps the buffer alive.
-
-    Parameters
-    ----------
-    buffer : CudaBuffer
-        In page-locked host memory.
-    nbytes : int
-        Its bytes.
-
-    Returns
-    -------
-    ndarray (nbytes,) uint8
-        Over the same bytes.
-    """
+    """Return page-locked memory as an array that keeps the buffer alive."""
     view = (ctypes.c_uint8 * nbytes).from_address(buffer.ptr)
     view.owner = buffer  # type: ignore[attr-defined]
     return np.ctypeslib.as_array(view)

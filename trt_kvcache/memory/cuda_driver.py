@@ -12,18 +12,7 @@ from trt_kvcache.errors import CapacityError, CudaError
 
 
 def find_gpu(device: int = 0) -> str | None:
-    """Tell whether a GPU can be used from here.
-
-    Parameters
-    ----------
-    device : int
-        Its number, from 0, as the driver counts (``CUDA_VISIBLE_DEVICES`` applies).
-
-    Returns
-    -------
-    str or None
-        None when it can be used, else why it cannot, in one line.
-    """
+    """Tell whether a GPU can be used from here."""
     device = int_in_range("device", device, 0)
     try:
         import cuda.core  # noqa: F401
@@ -49,18 +38,7 @@ def find_gpu(device: int = 0) -> str | None:
 
 
 def driver_failure() -> str | None:
-    """Tell whether the CUDA driver starts in this process. Needs no cuda-python.
-
-    Returns
-    -------
-    str or None
-        None when it does, else why it does not, in one line without a full stop.
-
-    Notes
-    -----
-    ``cuInit``. After the first call in a process it takes less than a microsecond; in the child of a fork of a process that used CUDA
-    it fails.
-    """
+    """Tell whether the CUDA driver starts in this process. Needs no cuda-python."""
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         driver = ctypes.CDLL(name)
@@ -75,23 +53,7 @@ def driver_failure() -> str | None:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """Return what a function of ``cuda.bindings.driver`` returned beside its status.
-
-    Parameters
-    ----------
-    result : tuple
-        What the function returned: a status, and perhaps a value.
-
-    Returns
-    -------
-    object
-        The value; None if there is none.
-
-    Raises
-    ------
-    CudaError
-        The status is an error.
-    """
+    """Return what a function of ``cuda.bindings.driver`` returned beside its status."""
     if result[0]:
         raise CudaError(f"the CUDA driver refused a call: {_describe(result[0])}.")
     return result[1] if len(result) > 1 else None
@@ -112,22 +74,7 @@ def cuda_core_error() -> type[Exception]:
 
 
 def allocation_error(error: Exception, device: str, nbytes: int) -> CudaError | CapacityError:
-    """Return what to raise for an error of cuda.core at an allocation.
-
-    Parameters
-    ----------
-    error : Exception
-        Of the class :func:`cuda_core_error`.
-    device : str
-        Where the bytes should have been allocated, for the message.
-    nbytes : int
-        How many.
-
-    Returns
-    -------
-    CapacityError or CudaError
-        CapacityError if the memory had no room.
-    """
+    """Return what to raise for an error of cuda.core at an allocation."""
     if str(error).startswith("CUDA_ERROR_OUT_OF_MEMORY"):
         return CapacityError(f"{device}: {nbytes} bytes could not be allocated. Nothing was changed.")
     return CudaError(f"{device}: allocating {nbytes} bytes failed: {error}")

@@ -48,18 +48,7 @@ _DLTENSOR_OFFSET = {b"dltensor": 0, b"dltensor_versioned": ctypes.sizeof(_Versio
 
 
 def dltensor_in(capsule: Any) -> DLTensor:
-    """Return the DLTensor inside a capsule that was not consumed yet.
-
-    Parameters
-    ----------
-    capsule : capsule
-        Named ``dltensor`` or ``dltensor_versioned``.
-
-    Returns
-    -------
-    DLTensor
-        A view of the capsule's struct, which must not outlive the capsule.
-    """
+    """Return the DLTensor inside a capsule that was not consumed yet."""
     name_of = ctypes.pythonapi.PyCapsule_GetName
     name_of.argtypes, name_of.restype = [ctypes.py_object], ctypes.c_char_p
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
@@ -69,27 +58,7 @@ def dltensor_in(capsule: Any) -> DLTensor:
 
 
 def device_capsule(tensor: DeviceTensor, owner: object, **kwargs: Any) -> Any:
-    """Return a capsule over the bytes of a view in GPU memory. Nothing is copied, and nothing waits.
-
-    Parameters
-    ----------
-    tensor : DeviceTensor
-        Of any shape, strides and dtype.
-    owner : object
-        Kept alive until the consumer releases the capsule.
-    **kwargs
-        ``max_version`` and ``copy`` of the ``__dlpack__`` protocol.
-
-    Returns
-    -------
-    capsule
-        For one consumer.
-
-    Raises
-    ------
-    BufferError
-        ``copy=True`` was requested.
-    """
+    """Return a capsule over the bytes of a view in GPU memory. Nothing is copied, and nothing waits."""
     from cuda.core import Buffer
     from cuda.core.utils import StridedMemoryView
 

@@ -9,26 +9,7 @@ _FROZEN = "its host values would be frozen into the CUDA graph"
 
 
 def refuse_capture(memory: Memory, what: str, stream: Any, *, because: str = _FROZEN) -> None:
-    """Check that a stream is not capturing, before an operation that a CUDA graph cannot hold.
-
-    Parameters
-    ----------
-    memory : Memory
-        The memory that the operation works on.
-    what : str
-        The operation, for the message.
-    stream : cuda.core.Stream or GraphBuilder, or HostStream
-        The stream.
-    because : str
-        Why it cannot be captured, for the message.
-
-    Raises
-    ------
-    CaptureError
-        The stream is capturing.
-    PlaceError
-        It is not a stream of ``memory``.
-    """
+    """Check that a stream is not capturing, before an operation that a CUDA graph cannot hold."""
     memory.check_stream(stream)
     if memory.is_capturing(stream):
         raise CaptureError(

@@ -15,17 +15,7 @@ _Owner = TypeVar("_Owner")
 
 
 class OwnedBytes(Uncopyable, Generic[_Counter, _Owner]):
-    """Bytes that an owner holds, counted in its memory until they are closed: an ``Allocation`` without the address.
-
-    Parameters
-    ----------
-    memory : HostMemory or CudaMemory
-        The memory that made it, and that counts its live bytes.
-    owner : ndarray or CudaBuffer
-        What holds the bytes. It frees them when nothing refers to it.
-    nbytes : int
-        Size in bytes, as requested.
-    """
+    """Bytes that an owner holds, counted in its memory until they are closed: an ``Allocation`` without the address."""
 
     def __init__(self, memory: _Counter, owner: _Owner, nbytes: int) -> None:
         #: The memory that made it.
@@ -41,13 +31,7 @@ class OwnedBytes(Uncopyable, Generic[_Counter, _Owner]):
 
     @property
     def storage(self) -> _Owner:
-        """The owner of the bytes: a uint8 array, or a CudaBuffer.
-
-        Raises
-        ------
-        ClosedError
-            ``close`` was called.
-        """
+        """The owner of the bytes: a uint8 array, or a CudaBuffer."""
         if self._storage is None:
             raise ClosedError("the memory behind this tensor is closed. Keep its cache open, or copy with .numpy() before.")
         return self._storage

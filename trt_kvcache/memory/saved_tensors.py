@@ -10,29 +10,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def allocate_tensors(memory: Memory, shapes: Sequence[tuple[int, ...]], dtype: str, *, stream: Any) -> list[DeviceTensor]:
-    """Return contiguous tensors that share one allocation, each at a multiple of 256 bytes. Their bytes are not set.
-
-    Parameters
-    ----------
-    memory : Memory
-        Where they are allocated.
-    shapes : sequence of tuple of int
-        One per tensor.
-    dtype : str
-        Of all of them.
-    stream : cuda.core.Stream
-        The allocation is ordered on it.
-
-    Returns
-    -------
-    list of DeviceTensor
-        The allocation is freed when nothing refers to any of them.
-
-    Raises
-    ------
-    CapacityError
-        The memory has no room.
-    """
+    """Return contiguous tensors that share one allocation, each at a multiple of 256 bytes. Their bytes are not set."""
     starts = [0]
     for shape in shapes:
         starts.append(starts[-1] + align_up(dense_nbytes(shape, dtype)))
@@ -43,32 +21,7 @@ def allocate_tensors(memory: Memory, shapes: Sequence[tuple[int, ...]], dtype: s
 def check_saved(
     saved: Sequence[DeviceTensor], shapes: Sequence[tuple[int, ...]], dtype: str, memory: Memory, *, per: str, what: str = "saved"
 ) -> None:
-    """Check tensors that a caller wants to restore.
-
-    Parameters
-    ----------
-    saved : sequence of DeviceTensor
-        What the caller gave.
-    shapes : sequence of tuple of int
-        The shape of each.
-    dtype : str
-        The dtype of all.
-    memory : Memory
-        Where they are.
-    per : str
-        What there is one tensor for, such as ``"attention layer"``, for messages.
-    what : str
-        What the tensors are, for messages.
-
-    Raises
-    ------
-    ShapeError, DTypeError, PlaceError
-        Their number, or a tensor, is not as expected.
-    LayoutError
-        A tensor is not contiguous.
-    ClosedError
-        The memory of a tensor is closed.
-    """
+    """Check tensors that a caller wants to restore."""
     if isinstance(saved, DeviceTensor) or not isinstance(saved, Sequence):
         raise ShapeError(f"{what}: expected a sequence of tensors, one per {per}, got {type(saved).__name__}.")
     if len(saved) != len(shapes):

@@ -25,26 +25,12 @@ MAX_LAYERS = 10_000
 
 
 def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """Return ``nbytes`` rounded up to a multiple of ``alignment``.
-
-    Parameters
-    ----------
-    nbytes : int
-        Bytes.
-    alignment : int
-        Bytes; the result is a multiple of it.
-    """
+    """Return ``nbytes`` rounded up to a multiple of ``alignment``."""
     return -(-nbytes // alignment) * alignment
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous (row-major) tensor of ``shape``.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Sizes of the dimensions.
-    """
+    """Return the strides, in elements, of a contiguous (row-major) tensor of ``shape``."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
@@ -52,15 +38,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie one after another in row-major order. Dimensions of size 1 are ignored.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Sizes of the dimensions.
-    strides : sequence of int
-        Elements from one index to the next, per dimension.
-    """
+    """Whether elements lie one after another in row-major order. Dimensions of size 1 are ignored."""
     if 0 in shape:
         return True
     expected = 1
@@ -72,41 +50,17 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements lie from the first to the last element of a view, both included; 0 for an empty view.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Sizes of the dimensions.
-    strides : sequence of int
-        Elements from one index to the next, per dimension.
-    """
+    """Return how many elements lie from the first to the last element of a view, both included; 0 for an empty view."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def dense_nbytes(shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of a contiguous tensor of this shape.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Sizes of the dimensions.
-    dtype : str
-        A name of :mod:`trt_kvcache.dtypes`.
-    """
+    """Return the bytes of a contiguous tensor of this shape."""
     return math.prod(shape) * itemsize(dtype)
 
 
 def row_nbytes(head_dim: int, dtype: str) -> int:
-    """Return the bytes of one K or V row: one token of one head.
-
-    Parameters
-    ----------
-    head_dim : int
-        Elements of the row, D.
-    dtype : str
-        A name of :mod:`trt_kvcache.dtypes`.
-    """
+    """Return the bytes of one K or V row: one token of one head."""
     return head_dim * itemsize(dtype)

@@ -131,18 +131,7 @@ class DeviceTensor(Uncopyable):
         return self.shape[0]
 
     def __getitem__(self, index: slice) -> DeviceTensor:
-        """Return the view ``[start:stop]`` along dimension 0.
-
-        Parameters
-        ----------
-        index : slice
-            ``0 <= start <= stop <= shape[0]``, with step 1. It neither wraps nor clamps.
-
-        Raises
-        ------
-        ShapeError
-            It is something else.
-        """
+        """Return the view ``[start:stop]`` along dimension 0."""
         if not isinstance(index, slice) or index.step not in (None, 1):
             raise ShapeError(f"DeviceTensor: expected a slice [start:stop] of dimension 0, got {index!r}.")
         if not self.shape:

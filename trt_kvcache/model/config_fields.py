@@ -10,22 +10,7 @@ from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 
 class ConfigFields:
-    """The fields of one JSON object. A field that is ``null`` counts as absent.
-
-    Parameters
-    ----------
-    data : mapping of str to object
-        The parsed JSON object.
-    prefix : str
-        Put before the names of fields in error messages (``"rope_parameters."``).
-    defaults : mapping of str to object, optional
-        Values of fields that the object does not have, and of required ones that are ``null``.
-
-    Attributes
-    ----------
-    data : mapping of str to object
-        The object with the defaults.
-    """
+    """The fields of one JSON object. A field that is ``null`` counts as absent."""
 
     def __init__(self, data: Mapping[str, Any], prefix: str = "", defaults: Mapping[str, Any] | None = None) -> None:
         self.data: Mapping[str, Any] = {**(defaults or {}), **data}
@@ -36,40 +21,11 @@ class ConfigFields:
         return self.data.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Return the unchecked value of a field.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-
-        Returns
-        -------
-        object
-            None if the field is absent.
-        """
+        """Return the unchecked value of a field."""
         return self.data.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-        default : int, optional
-            Returned if the field is absent. Without a default the field is required.
-
-        Returns
-        -------
-        int
-            Greater than 0.
-
-        Raises
-        ------
-        ConfigError
-            The value is not a positive integer that an int32 can hold, or a required field is absent.
-        """
+        """Return a positive integer."""
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.refusal(name, "a positive integer")
@@ -78,65 +34,18 @@ class ConfigFields:
         return value
 
     def count(self, name: str, default: int) -> int:
-        """Return an integer that may be 0 or negative.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-        default : int
-            Returned if the field is absent.
-
-        Returns
-        -------
-        int
-            The value.
-
-        Raises
-        ------
-        ConfigError
-            The value is not an integer.
-        """
+        """Return an integer that may be 0 or negative."""
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.refusal(name, "an integer")
         return value
 
     def null(self, name: str) -> bool:
-        """Tell whether a field is there and ``null``, which switches off what it describes.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-
-        Returns
-        -------
-        bool
-            False if the field is absent.
-        """
+        """Tell whether a field is there and ``null``, which switches off what it describes."""
         return name in self.data and self.data[name] is None
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a positive finite number.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-        default : float, optional
-            Returned if the field is absent. Without a default the field is required.
-
-        Returns
-        -------
-        float
-            Greater than 0.
-
-        Raises
-        ------
-        ConfigError
-            The value is not a finite number > 0, or a required field is absent.
-        """
+        """Return a positive finite number."""
         value = self._required(name, default)
         try:
             number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
@@ -147,23 +56,7 @@ class ConfigFields:
         return number
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Return a list of positive finite numbers.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-
-        Returns
-        -------
-        tuple of float
-            As many as the list has.
-
-        Raises
-        ------
-        ConfigError
-            The value is not a list, or holds anything else; or the field is absent.
-        """
+        """Return a list of positive finite numbers."""
         values = self._required(name, None)
         if not isinstance(values, list):
             raise self.refusal(name, "a list of numbers")
@@ -171,48 +64,14 @@ class ConfigFields:
         return tuple(item.number(f"{name}[{index}]") for index in range(len(values)))
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-        default : bool
-            Returned if the field is absent.
-
-        Returns
-        -------
-        bool
-            The value.
-
-        Raises
-        ------
-        ConfigError
-            The value is not a boolean.
-        """
+        """Return a boolean."""
         value = self._required(name, default)
         if not isinstance(value, bool):
             raise self.refusal(name, "true or false")
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return token ids from a field that holds one id, a list of ids, or nothing.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-
-        Returns
-        -------
-        tuple of int
-            Empty if the field is absent.
-
-        Raises
-        ------
-        ConfigError
-            The value is not a token id or a list of them.
-        """
+        """Return token ids from a field that holds one id, a list of ids, or nothing."""
         value = self.data.get(name)
         if value is None:
             return ()
@@ -222,20 +81,7 @@ class ConfigFields:
         return tuple(values)
 
     def refusal(self, name: str, expected: str) -> ConfigError:
-        """Return the error for a field whose value is not supported, for the caller to raise.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-        expected : str
-            What would be accepted, in words.
-
-        Returns
-        -------
-        ConfigError
-            It names the field, what was expected, and the value.
-        """
+        """Return the error for a field whose value is not supported, for the caller to raise."""
         return ConfigError(f"{self._prefix}{name}: expected {expected}, got {shown(self.data.get(name))}.")
 
     def _required(self, name: str, default: Any) -> Any:

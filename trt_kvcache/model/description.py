@@ -18,18 +18,7 @@ _Described = TypeVar("_Described")
 
 
 def to_plain(value: Any) -> Any:
-    """Return a dataclass as plain JSON values.
-
-    Parameters
-    ----------
-    value : object
-        A dataclass, a tuple, or a plain value.
-
-    Returns
-    -------
-    object
-        A dict without the fields that have their defaults, a list, or the value.
-    """
+    """Return a dataclass as plain JSON values."""
     if is_dataclass(value):
         found = ((field, getattr(value, field.name)) for field in fields(value))
         kind = {"kind": value.kind} if hasattr(value, "kind") else {}
@@ -38,29 +27,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[_Described], data: Any, where: str, **made: Any) -> _Described:
-    """Make a dataclass from what :func:`to_plain` returned.
-
-    Parameters
-    ----------
-    kind : type
-        The dataclass.
-    data : object
-        What a file holds.
-    where : str
-        What messages call it.
-    **made : object
-        Values of fields that are not read from ``data``.
-
-    Returns
-    -------
-    object
-        Of the class, which has checked its values.
-
-    Raises
-    ------
-    ConfigError
-        A field is missing, unknown or of another type; or the class refuses a value.
-    """
+    """Make a dataclass from what :func:`to_plain` returned."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: expected an object, got {shown(data)}.")
     hints = get_type_hints(kind)

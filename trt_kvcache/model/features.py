@@ -46,18 +46,7 @@ _ACTIVATIONS = {"gelu_tanh": "activation", "relu2": "relu2"}
 
 
 def features(model: ModelConfig) -> dict[str, str]:
-    """Return the features that a model needs.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        The model.
-
-    Returns
-    -------
-    dict of str to str
-        By name, of :data:`FEATURES`, the first place in the description that needs it.
-    """
+    """Return the features that a model needs."""
     found: dict[str, str] = {}
     for name, place in _places(model):
         found.setdefault(name, place)
@@ -65,22 +54,7 @@ def features(model: ModelConfig) -> dict[str, str]:
 
 
 def check_features(model: ModelConfig, computed: Collection[str], engine: str) -> None:
-    """Refuse a model that an engine does not compute.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        The model.
-    computed : collection of str
-        Names of :data:`FEATURES` that the engine computes.
-    engine : str
-        What messages call the engine.
-
-    Raises
-    ------
-    ConfigError
-        The model needs a feature that is not among them. The message names it, and where the model needs it.
-    """
+    """Refuse a model that an engine does not compute."""
     for name, place in features(model).items():
         if name not in computed:
             raise ConfigError(f'{place}: {engine} does not support {FEATURES[name]} yet ({model.family}). engine="numpy" does.')

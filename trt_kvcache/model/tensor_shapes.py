@@ -21,18 +21,7 @@ def final_norm_name(config: ModelConfig) -> str:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of a model, from the embedding to the head.
-
-    Parameters
-    ----------
-    config : ModelConfig
-        The model.
-
-    Returns
-    -------
-    dict of str to tuple of int
-        Projections have the shape ``[out, in]``. A head that is tied to the embedding is not listed.
-    """
+    """Return the name and shape of every tensor of a model, from the embedding to the head."""
     shapes: dict[str, tuple[int, ...]] = {embedding_name(config): (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shapes |= {part.tensor: (part.tensor_rows, *part.shape[1:]) for part in layer_parts(config, index).values()}

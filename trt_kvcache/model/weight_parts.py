@@ -13,19 +13,7 @@ from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPart:
-    """A weight: some rows of a stored tensor.
-
-    Parameters
-    ----------
-    tensor : str
-        Name of the tensor, as Hugging Face transformers has it.
-    shape : tuple of int
-        Of the weight; projections have the shape ``[out, in]``.
-    rows : tuple of slice
-        Where its rows are, in their order. More than one where the tensor holds several weights head by head.
-    tensor_rows : int
-        Rows of the whole tensor.
-    """
+    """A weight: some rows of a stored tensor."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -46,29 +34,7 @@ class WeightPart:
 
 
 def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
-    """Return where the weights of one layer are stored.
-
-    Parameters
-    ----------
-    config : ModelConfig
-        The model.
-    index : int
-        The layer.
-
-    Returns
-    -------
-    dict of str to WeightPart
-        By what they are for: ``"q.weight"``, ``"q.bias"``, ``"input_norm.weight"``, ... with the names of
-        :data:`~trt_kvcache.model.families.family.LLAMA_NAMES`, ``output_gate``, ``mixer_output_norm`` and ``mlp_output_norm``; of layers
-        with states ``conv_in``, ``conv`` and ``conv_out``; ``mamba_in``, ``conv``, ``a_log``, ``d``, ``dt_bias``, ``mamba_norm`` and
-        ``mamba_out``; or ``delta_qkv``, ``delta_z``, ``delta_b``, ``delta_a``, ``conv``, ``dt_bias``, ``a_log``, ``delta_norm`` and
-        ``delta_out``.
-
-    Raises
-    ------
-    ConfigError
-        The family has no name for a weight that the layer needs.
-    """
+    """Return where the weights of one layer are stored."""
     family, mixer = FAMILIES[config.family], config.layers[index].mixer
     shapes = _layer_shapes(config.layers[index], config.hidden_size)
     stored: dict[tuple[str, str], list[str]] = {}
@@ -88,15 +54,7 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
 
 
 def _rows(weights: list[tuple[int, ...]], heads: int) -> list[tuple[slice, ...]]:
-    """Return where the rows of weights are in a tensor that holds a part of every section of each for the first head, then for the next.
-
-    Parameters
-    ----------
-    weights : list of tuple of int
-        Rows of the sections of each weight; multiples of ``heads``.
-    heads : int
-        How often the tensor begins anew.
-    """
+    """Return where the rows of weights are in a tensor that holds a part of every section of each for the first head, then for the next."""
     step, offset = sum(map(sum, weights)) // heads, 0
     found = []
     for sections in weights:
@@ -127,13 +85,7 @@ def _sections(mixer: Mixer | None, role: str) -> tuple[int, ...] | None:
 
 
 def has_fused_tensors(config: ModelConfig) -> bool:
-    """Return whether a tensor holds more than one weight.
-
-    Parameters
-    ----------
-    config : ModelConfig
-        The model.
-    """
+    """Return whether a tensor holds more than one weight."""
     names = FAMILIES[config.family].names
     for layer in set(config.layers):
         stored = [

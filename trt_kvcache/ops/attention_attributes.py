@@ -35,38 +35,7 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionAttributes:
-    """What attention over a combined cache is created with, within the limits of the CUDA kernels.
-
-    Parameters
-    ----------
-    num_heads, num_kv_heads : int
-        Query heads and K/V heads; 1 to 16 query heads share a K/V head.
-    head_dim : int
-        64, 80, 96, 128 or 256.
-    scale : float
-        Factor of the scores q k, 1e-6 to 1e6; 0 for ``1 / sqrt(head_dim)``.
-    window : int
-        Tokens that a token attends to, itself included; 0 for all.
-    softcap : float
-        Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
-    rotary_dim : int
-        Elements of a row that RoPE is applied to, a multiple of 4; 0 for none.
-    kv_dtype : {"float8_e4m3fn", "int8"}, optional
-        What K and V are stored as in the cache; the dtype of q if left out.
-    kv_scales : {"head", "token"}, optional
-        What shares a scale: a head, or a token of a head. With ``kv_dtype``, and always with it.
-
-    Raises
-    ------
-    ConfigError
-        An attribute is out of range.
-
-    Examples
-    --------
-    >>> attributes = AttentionAttributes(num_heads=32, num_kv_heads=8, head_dim=64, rotary_dim=64)
-    >>> attributes.group, attributes.score_scale
-    (4, 0.125)
-    """
+    """What attention over a combined cache is created with, within the limits of the CUDA kernels."""
 
     num_heads: int
     num_kv_heads: int
@@ -116,39 +85,14 @@ class AttentionAttributes:
         return self.scale or 1 / math.sqrt(self.head_dim)
 
     def plugin_field_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the data of the plugin fields.
-
-        Returns
-        -------
-        dict of str to ndarray (1,)
-            int32 or float64, by name; ``kv_dtype`` and ``kv_scales`` only over quantized K and V. ``PluginField`` points into the arrays:
-            keep them alive as long as the fields.
-        """
+        """Return the data of the plugin fields."""
         dtypes = {"INT32": np.int32, "FLOAT64": np.float64}
         values = {name: KV_CODES[name][value] if name in KV_CODES else value for name, value in asdict(self).items() if value is not None}
         return {name: np.array([value], dtypes[QUANTIZED_ATTRIBUTE_TYPES[name]]) for name, value in values.items()}
 
     @classmethod
     def from_plugin_fields(cls, fields: Iterable[Any], *, quantized: bool = False) -> AttentionAttributes:
-        """Read a ``PluginFieldCollection``.
-
-        Parameters
-        ----------
-        fields : iterable of PluginField
-            With ``name``, ``type`` and ``data``.
-        quantized : bool
-            Whether they are those of attention over quantized K and V.
-
-        Returns
-        -------
-        AttentionAttributes
-            What a field says; attributes without a field have their defaults.
-
-        Raises
-        ------
-        ConfigError
-            A field is unknown, of another type, there twice, missing or out of range.
-        """
+        """Read a ``PluginFieldCollection``."""
         values: dict[str, Any] = {}
         types = QUANTIZED_ATTRIBUTE_TYPES if quantized else ATTRIBUTE_TYPES
         for field in fields:

@@ -23,56 +23,7 @@ _CACHE, _SCALES = 3, 5
 
 
 class AttentionOp:
-    """Apply RoPE to q and k, append k and v to the cache, and compute causal attention for the new tokens.
-
-    Implements :class:`~trt_kvcache.ops.custom_op.CustomOp`. All ``s`` new tokens of a slot are appended, padding included.
-
-    Inputs, in order, for B slots of s new tokens:
-
-    - q ``[B, s, num_heads, D]``, k and v ``[B, s, num_kv_heads, D]`` before RoPE, in one dtype;
-    - cache ``[B, 2, num_kv_heads, S, D]`` in that dtype, or in ``float8_e4m3fn`` or ``int8``;
-    - lengths ``[B]`` int32: tokens in the cache before the step;
-    - kv_scales float32, of a quantized cache: ``[2, num_kv_heads]``, or ``[B, 2, num_kv_heads, S']`` with a scale for each token and
-      head, S' the smallest multiple of 4 from S on; not there otherwise;
-    - cos_sin ``[S, 2, rotary_dim / 2]`` float32; not there if ``rotary_dim`` is 0.
-
-    Outputs: the result ``[B, s, num_heads, D]``, and the cache, in place; and scales by token, in place.
-
-    Parameters
-    ----------
-    num_heads, num_kv_heads : int
-        Query heads, and K/V heads that they share.
-    head_dim : int
-        D.
-    scale : float
-        Factor of the scores q k; 0 for ``1 / sqrt(head_dim)``.
-    window : int
-        Tokens that a token attends to, itself included; 0 for all.
-    softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0 for no softcap.
-    rotary_dim : int, optional
-        Elements of a row that RoPE is applied to; 0 for none. All of ``head_dim`` if left out.
-
-    Notes
-    -----
-    :func:`trt_kvcache.kernels.attend` without ``new_lengths``. On the host, NumPy computes any head dimension and dtype; the CUDA kernels
-    support those of :class:`~trt_kvcache.ops.attention_attributes.AttentionAttributes`.
-
-    Examples
-    --------
-    One slot with three tokens in the cache attends to them and to its new token. All keys are equal, so the result is the mean of the
-    values, which are 3, 3, 3 and 7.
-
-    >>> import numpy as np
-    >>> from trt_kvcache.ops.custom_op import run_on_host
-    >>> op = AttentionOp(num_heads=1, num_kv_heads=1, head_dim=2, rotary_dim=0)
-    >>> q, k, v = np.ones((1, 1, 1, 2), "float32"), np.ones((1, 1, 1, 2), "float32"), np.full((1, 1, 1, 2), 7, "float32")
-    >>> cache = np.ones((1, 2, 1, 8, 2), "float32")
-    >>> cache[:, 1] = 3
-    >>> result, cache = run_on_host(op, q, k, v, cache, np.array([3], "int32"))
-    >>> result[0, 0, 0].tolist(), cache[0, 1, 0, :5, 0].tolist()
-    ([4.0, 4.0], [3.0, 3.0, 3.0, 7.0, 3.0])
-    """
+    """Apply RoPE to q and k, append k and v to the cache, and compute causal attention for the new tokens."""
 
     name = "attention"
 
@@ -91,18 +42,7 @@ class AttentionOp:
         self._workspace: UnownedWorkspace | None = None
 
     def kernel_attributes(self) -> AttentionAttributes:
-        """Return the attributes, checked against what the CUDA kernels support.
-
-        Returns
-        -------
-        AttentionAttributes
-            What the operation was created with, as the kernels and the plugin take it.
-
-        Raises
-        ------
-        ConfigError
-            The kernels do not support an attribute.
-        """
+        """Return the attributes, checked against what the CUDA kernels support."""
         return AttentionAttributes(**self.attributes)  # type: ignore[arg-type]  # each as it was given
 
     def outputs(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:

@@ -51,59 +51,19 @@ Sizes = Sequence["int | None"]
 
 
 def inputs_of(attributes: AttentionAttributes) -> dict[str, Pattern]:
-    """Return the inputs of attention with these attributes, as :data:`INPUTS` has them.
-
-    Parameters
-    ----------
-    attributes : AttentionAttributes
-        Attributes of the attention.
-
-    Returns
-    -------
-    dict of str to tuple
-        Shape and dtype by name, those that may be left out too.
-    """
+    """Return the inputs of attention with these attributes, as :data:`INPUTS` has them."""
     if attributes.kv_dtype is None:
         return INPUTS
     return QUANTIZED_INPUTS if attributes.kv_scales == "token" else QUANTIZED_INPUTS | {"kv_scales": HEAD_SCALES}
 
 
 def outputs_of(attributes: AttentionAttributes) -> dict[str, tuple[str, bool]]:
-    """Return the outputs of attention with these attributes, as :data:`OUTPUTS` has them.
-
-    Parameters
-    ----------
-    attributes : AttentionAttributes
-        Attributes of the attention.
-
-    Returns
-    -------
-    dict of str to tuple
-        By name: the input like which it is, and whether it is at its address.
-    """
+    """Return the outputs of attention with these attributes, as :data:`OUTPUTS` has them."""
     return QUANTIZED_OUTPUTS if attributes.kv_scales == "token" else OUTPUTS
 
 
 def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
-    """Return the names of the inputs.
-
-    Parameters
-    ----------
-    attributes : AttentionAttributes
-        Attributes of the attention.
-    count : int
-        How many inputs there are.
-
-    Returns
-    -------
-    tuple of str
-        In the order of the operation. ``cos_sin`` is left out if RoPE is not applied, ``new_lengths`` if ``count`` has no place for it.
-
-    Raises
-    ------
-    ShapeError
-        Attention with these attributes has another number of inputs.
-    """
+    """Return the names of the inputs."""
     names = tuple(name for name in inputs_of(attributes) if name != "cos_sin" or attributes.rotary_dim)
     if count not in (len(names), len(names) - 1):
         raise ShapeError(f"inputs: expected {', '.join(names[:-1])} and, if wanted, {names[-1]}, got {count}.")
@@ -111,26 +71,7 @@ def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
 
 
 def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -> dict[str, int | None]:
-    """Check the shapes of the inputs, as far as they are known.
-
-    Parameters
-    ----------
-    attributes : AttentionAttributes
-        Attributes of the attention.
-    shapes : mapping of str to sequence of int or None
-        By name; None for a size that is not known yet.
-
-    Returns
-    -------
-    dict of str to int or None
-        ``B``, the slots; ``s``, the new tokens per slot; ``S``, the tokens that a slot of the cache can hold; ``P``, the positions that
-        ``cos_sin`` has; ``S'``, the scales of a head of a slot.
-
-    Raises
-    ------
-    ShapeError
-        The shapes do not fit the attributes, or each other.
-    """
+    """Check the shapes of the inputs, as far as they are known."""
     sizes: dict[str, int | None] = {}
     fixed = {name: getattr(attributes, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
     fixed |= {"rotary_dim / 2": attributes.rotary_dim // 2, "head_dim / 4": attributes.head_dim // CODES_PER_WORD}
@@ -158,25 +99,7 @@ def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -
 
 
 def check_dtypes(attributes: AttentionAttributes, dtypes: Mapping[str, str]) -> str:
-    """Check the dtypes of the inputs.
-
-    Parameters
-    ----------
-    attributes : AttentionAttributes
-        Attributes of the attention.
-    dtypes : mapping of str to str
-        By name of the input.
-
-    Returns
-    -------
-    str
-        The dtype of q.
-
-    Raises
-    ------
-    DTypeError
-        The kernels do not support the dtype of q, or the dtype of another input does not go with it.
-    """
+    """Check the dtypes of the inputs."""
     inputs = inputs_of(attributes)
     for name, dtype in dtypes.items():
         if name == "q" and dtype not in ELEMENT_TYPES:
@@ -188,16 +111,5 @@ def check_dtypes(attributes: AttentionAttributes, dtypes: Mapping[str, str]) -> 
 
 
 def workspace_nbytes(attributes: AttentionAttributes) -> int:
-    """Return the size of the workspace: room for the partial results of a launch on any GPU of up to :data:`MAX_MULTIPROCESSORS`.
-
-    Parameters
-    ----------
-    attributes : AttentionAttributes
-        Attributes of the attention.
-
-    Returns
-    -------
-    int
-        Bytes.
-    """
+    """Return the size of the workspace: room for the partial results of a launch on any GPU of up to :data:`MAX_MULTIPROCESSORS`."""
     return dense_nbytes(partials_shape(MAX_MULTIPROCESSORS, attributes.group, attributes.head_dim), "float32")

@@ -16,81 +16,22 @@ CODES_PER_WORD = 4
 
 
 def is_in_words(spec: TensorSpec) -> bool:
-    """Return whether a tensor of an engine is codes, which a plugin layer takes in words.
-
-    Parameters
-    ----------
-    spec : TensorSpec
-        An input or output of the engine.
-
-    Returns
-    -------
-    bool
-        True for K and V in ``float8_e4m3fn`` or ``int8``.
-    """
+    """Return whether a tensor of an engine is codes, which a plugin layer takes in words."""
     return spec.dtype in SCALED_KV_DTYPES
 
 
 def words_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of codes in words.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the codes, ``[..., D]``.
-
-    Returns
-    -------
-    tuple of int
-        ``[..., D / 4]``.
-
-    Examples
-    --------
-    >>> words_shape((-1, 2, 8, 4096, 128))
-    (-1, 2, 8, 4096, 32)
-    """
+    """Return the shape of codes in words."""
     *sizes, head_dim = shape
     return *sizes, head_dim // CODES_PER_WORD
 
 
 def codes_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the codes in words.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the words, ``[..., D / 4]``.
-
-    Returns
-    -------
-    tuple of int
-        ``[..., D]``.
-
-    Examples
-    --------
-    >>> codes_shape((-1, 2, 8, 4096, 32))
-    (-1, 2, 8, 4096, 128)
-    """
+    """Return the shape of the codes in words."""
     *sizes, words = shape
     return *sizes, words * CODES_PER_WORD
 
 
 def in_words(spec: TensorSpec) -> TensorSpec:
-    """Return a tensor of an engine as plugin layers have it.
-
-    Parameters
-    ----------
-    spec : TensorSpec
-        An input or output of the engine.
-
-    Returns
-    -------
-    TensorSpec
-        int32 with a fourth of the elements, if it is codes; else as it is.
-
-    Examples
-    --------
-    >>> in_words(TensorSpec.input("past", (-1, 2, 8, 4096, 128), "int8")).describe()
-    'input `past` int32 (-1, 2, 8, 4096, 32)'
-    """
+    """Return a tensor of an engine as plugin layers have it."""
     return replace(spec, shape=words_shape(spec.shape), dtype="int32") if is_in_words(spec) else spec

@@ -64,39 +64,10 @@ def unregister_operation(kind: str) -> None:
 
 
 def is_user_operation(kind: str) -> bool:
-    """Return whether a name was registered with :func:`register_operation`.
-
-    Parameters
-    ----------
-    kind : str
-        The value of ``operation`` in ``config.json``.
-
-    Returns
-    -------
-    bool
-        False for the operations of this package.
-    """
+    """Return whether a name was registered with :func:`register_operation`."""
     return kind in OPERATIONS and kind not in _BUILT_IN
 
 
 def create_operation(kind: str, attributes: Mapping[str, int | float]) -> CustomOp:
-    """Create a registered operation.
-
-    Parameters
-    ----------
-    kind : str
-        The name it was registered under.
-    attributes : mapping of str to int or float
-        Keyword arguments of its factory.
-
-    Returns
-    -------
-    CustomOp
-        What the factory returned: a new operation in each call.
-
-    Raises
-    ------
-    KeyError
-        The name is not registered.
-    """
+    """Create a registered operation."""
     return OPERATIONS[kind](**attributes)

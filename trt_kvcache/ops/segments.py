@@ -15,30 +15,14 @@ from trt_kvcache.ops.registry import create_operation, is_user_operation
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A stage that is a TensorRT engine.
-
-    Parameters
-    ----------
-    tensors : tuple of TensorSpec
-        Its inputs and outputs.
-    """
+    """A stage that is a TensorRT engine."""
 
     tensors: tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomOpNode:
-    """A stage that is a :class:`~trt_kvcache.ops.custom_op.CustomOp`.
-
-    Parameters
-    ----------
-    operation : str
-        The name that the operation is registered under: see :mod:`trt_kvcache.ops.registry`.
-    attributes : mapping of str to int or float
-        What it is created with.
-    inputs, outputs : tuple of str
-        Names of its tensors, in the order of the operation.
-    """
+    """A stage that is a :class:`~trt_kvcache.ops.custom_op.CustomOp`."""
 
     operation: str
     attributes: Mapping[str, int | float]
@@ -46,18 +30,7 @@ class CustomOpNode:
     outputs: tuple[str, ...]
 
     def create_op(self) -> CustomOp:
-        """Create the operation with these attributes.
-
-        Returns
-        -------
-        CustomOp
-            A new operation in each call.
-
-        Raises
-        ------
-        KeyError
-            ``operation`` is not registered.
-        """
+        """Create the operation with these attributes."""
         return create_operation(self.operation, self.attributes)
 
 
@@ -65,43 +38,14 @@ Stage = Segment | CustomOpNode
 
 
 def can_replace(stage: Stage, expected: Stage) -> bool:
-    """Return whether a stage may stand where another one is expected.
-
-    Parameters
-    ----------
-    stage, expected : Segment or CustomOpNode
-        The stage at hand, and the one that the model needs there.
-
-    Returns
-    -------
-    bool
-        True where they are equal, or where ``stage`` is a registered operation with the inputs and outputs of the expected one.
-    """
+    """Return whether a stage may stand where another one is expected."""
     if isinstance(stage, CustomOpNode) and isinstance(expected, CustomOpNode) and is_user_operation(stage.operation):
         return (stage.inputs, stage.outputs) == (expected.inputs, expected.outputs)
     return stage == expected
 
 
 def intermediate_tensors(stages: Sequence[Stage], external: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-    """Return the tensors that one stage writes and a later one reads.
-
-    Parameters
-    ----------
-    stages : sequence of Segment or CustomOpNode
-        In the order in which they run.
-    external : iterable of TensorSpec
-        Inputs, outputs and constants of the engine: tensors that are bound from outside.
-
-    Returns
-    -------
-    dict of str to TensorSpec
-        By name, with ``-1`` for sizes that are known at run time only.
-
-    Raises
-    ------
-    KeyError
-        An operation reads a tensor that no stage before it writes.
-    """
+    """Return the tensors that one stage writes and a later one reads."""
     known = {spec.name: spec for spec in external}
     intermediates: dict[str, TensorSpec] = {}
     for stage in stages:

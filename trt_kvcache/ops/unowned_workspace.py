@@ -11,20 +11,7 @@ from trt_kvcache.ops.attention_shapes import workspace_nbytes
 
 
 class UnownedAllocation:
-    """Memory that this package does not own (implements :class:`~trt_kvcache.memory.base.Allocation`). Set ``ptr`` before each use.
-
-    Parameters
-    ----------
-    memory : Memory
-        Where it is.
-    nbytes : int
-        Size in bytes.
-
-    Attributes
-    ----------
-    ptr : int
-        Device address of the first byte.
-    """
+    """Memory that this package does not own (implements :class:`~trt_kvcache.memory.base.Allocation`). Set ``ptr`` before each use."""
 
     closed = False
 
@@ -38,20 +25,7 @@ class UnownedAllocation:
 
 
 class UnownedWorkspace(AttentionWorkspace):
-    """A workspace in memory that this package does not own. Set ``bytes.ptr`` before each use.
-
-    Parameters
-    ----------
-    attributes : AttentionAttributes
-        Of the attention that uses it.
-    memory : CudaMemory
-        The device.
-
-    Attributes
-    ----------
-    bytes : UnownedAllocation
-        The memory, of :func:`~trt_kvcache.ops.attention_shapes.workspace_nbytes`.
-    """
+    """A workspace in memory that this package does not own. Set ``bytes.ptr`` before each use."""
 
     def __init__(self, attributes: AttentionAttributes, memory: CudaMemory) -> None:
         self.bytes = UnownedAllocation(memory, workspace_nbytes(attributes))

@@ -55,18 +55,7 @@ class SessionCompareFunc(BaseCompareFunc):  # type: ignore[misc]  # polygraphy h
         self.tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
 
     def __call__(self, iter_result0: Any, iter_result1: Any) -> "OrderedDict[str, bool]":
-        """Compare one inference.
-
-        Parameters
-        ----------
-        iter_result0, iter_result1 : IterationResult
-            Outputs of the two runners. Outputs that only one has are left out.
-
-        Returns
-        -------
-        OrderedDict of str to bool
-            Whether each output agrees. Where the first one does not, the place is logged. If lengths differ, rows are not compared.
-        """
+        """Compare one inference."""
         names = iter_result0.runner_name, iter_result1.runner_name
         agreed: OrderedDict[str, bool] = OrderedDict()
         for output in outputs_in_order(name for name in iter_result0 if name in iter_result1):

@@ -159,20 +159,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def difference_lines(difference: Difference, first: str, second: str) -> list[str]:
-    """Describe a difference in two lines: where it is, and the values there.
-
-    Parameters
-    ----------
-    difference : Difference
-        The difference.
-    first, second : str
-        Names of the two paths.
-
-    Returns
-    -------
-    list of str
-        Two lines of plain text.
-    """
+    """Describe a difference in two lines: where it is, and the values there."""
     step = "the prefill" if difference.step == 0 else f"decode step {difference.step}"
     place = [] if difference.layer is None else [_layer(difference), difference.kind]
     place.append(f"slot {difference.slot}")

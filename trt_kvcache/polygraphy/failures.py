@@ -11,13 +11,7 @@ from trt_kvcache.errors import KVCacheError
 
 @contextmanager
 def as_polygraphy() -> Iterator[None]:
-    """Have errors end and warnings be shown as those of Polygraphy, in which its tools expect them.
-
-    Raises
-    ------
-    PolygraphyException
-        In place of a KVCacheError or OSError, with the same text, which is logged.
-    """
+    """Have errors end and warnings be shown as those of Polygraphy, in which its tools expect them."""
     try:
         with warnings.catch_warnings(record=True) as caught:  # logged afterwards, as the logger may warn too
             warnings.simplefilter("always", UserWarning)

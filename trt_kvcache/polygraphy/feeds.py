@@ -67,25 +67,7 @@ def make_feed(rows: Sequence[Sequence[int]], *, reset: bool = False) -> Feed:
 
 
 def complete_feed(feed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a feed in the form that :func:`read_feed` expects.
-
-    Parameters
-    ----------
-    feed : mapping of str to array
-        ``reset`` may be left out or a scalar; without ``new_lengths``, all tokens are real; integers may be int64.
-
-    Returns
-    -------
-    dict of str to ndarray
-        With ``reset`` as an array, and int32 instead of int64. Inputs with other names are kept for Polygraphy to check.
-
-    Raises
-    ------
-    DTypeError
-        Tokens or lengths are not integers.
-    RangeError
-        A value does not fit in int32.
-    """
+    """Return a feed in the form that :func:`read_feed` expects."""
     complete = {RESET: np.array([False]), **feed}
     if NEW_LENGTHS not in feed and INPUT_IDS in feed and np.ndim(feed[INPUT_IDS]) == 2:
         slots, width = np.shape(feed[INPUT_IDS])
@@ -110,27 +92,7 @@ def _as_int32(name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def read_feed(feed: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
-    """Return the new tokens of each slot, and whether they start new sequences.
-
-    Parameters
-    ----------
-    feed : mapping of str to ndarray
-        As :func:`complete_feed` returns it.
-
-    Returns
-    -------
-    rows : list of list of int
-        New tokens of each slot, without padding.
-    reset : bool
-        Whether they start new sequences.
-
-    Raises
-    ------
-    ShapeError
-        ``new_lengths`` does not have one element per row of ``input_ids``.
-    RangeError
-        A length is negative or exceeds the width of ``input_ids``.
-    """
+    """Return the new tokens of each slot, and whether they start new sequences."""
     input_ids, new_lengths = feed[INPUT_IDS], feed[NEW_LENGTHS]
     slots, width = input_ids.shape
     if new_lengths.shape != (slots,):
@@ -143,25 +105,7 @@ def read_feed(feed: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
 
 
 def decoding_steps(rows: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """Return whole sequences cut into prompts and single tokens, so that running them one after another decodes.
-
-    Parameters
-    ----------
-    rows : sequence of sequence of int
-        The tokens of each slot.
-
-    Returns
-    -------
-    list of list of list of int
-        First a prompt for each slot: of different lengths, and at least half of a row. Then up to 16 times one token for each slot. The
-        shorter a prompt, the more tokens at the end of its row are left out.
-
-    Examples
-    --------
-    >>> from trt_kvcache.polygraphy.feeds import decoding_steps
-    >>> decoding_steps([[1, 2, 3, 4], [5, 6, 7, 8]])
-    [[[1, 2], [5]], [[3], [6]], [[4], [7]]]
-    """
+    """Return whole sequences cut into prompts and single tokens, so that running them one after another decodes."""
     shortest = min(map(len, rows), default=0)
     steps = min(shortest // 2, MAX_DECODING_STEPS)
     ends = [max(len(row) - steps - slot % _NUM_LENGTHS, min(len(row), 1)) for slot, row in enumerate(rows)]

@@ -92,17 +92,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How two arrays of one output compare.
-
-    Parameters
-    ----------
-    share : float
-        The largest difference, relative to the largest value in the same slot (and head); NaN if a value is NaN.
-    wrong : ndarray of bool
-        Elements that differ by more than the tolerance.
-    allowed : ndarray of float
-        The largest accepted difference of each element; broadcasts to the shape of ``wrong``.
-    """
+    """How two arrays of one output compare."""
 
     share: float
     wrong: Arrays
@@ -111,17 +101,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Output:
-    """One output of a runner.
-
-    Parameters
-    ----------
-    name : str
-        Its name.
-    layer : int or None
-        Index among the attention layers, or among the layers with states; None for logits and lengths.
-    kind : {"K", "V", "conv state", "recurrent state", "logits", "length"}
-        What it holds.
-    """
+    """One output of a runner."""
 
     name: str
     layer: int | None
@@ -129,18 +109,7 @@ class Output:
 
 
 def outputs_in_order(names: Iterable[str]) -> Iterator[Output]:
-    """Yield the outputs of a runner in the order in which a model computes them, so that an error is reported where it begins.
-
-    Parameters
-    ----------
-    names : iterable of str
-        Names of the outputs that the runner returned, those of layers in the order of the layers.
-
-    Yields
-    ------
-    Output
-        The lengths, what each layer keeps, and last the logits. Other names are left out.
-    """
+    """Yield the outputs of a runner in the order in which a model computes them, so that an error is reported where it begins."""
     names = list(names)
     if LENGTHS in names:
         yield Output(LENGTHS, None, "length")
@@ -153,37 +122,7 @@ def outputs_in_order(names: Iterable[str]) -> Iterator[Output]:
 
 
 def compare_arrays(first: Arrays, second: Arrays, tolerance: float) -> Outcome:
-    """Compare two arrays of equal shape.
-
-    Parameters
-    ----------
-    first, second : ndarray ``[A, vocab]``, ``[A, H, n, D]``, ``[A, heads, head_dim, state_size]``, ``[A, channels, kernel]`` or ``[A]``
-        Logits, rows of the cache, recurrent or conv states, or lengths.
-    tolerance : float
-        The largest accepted difference, relative to the largest value of ``first`` in the same slot (and head, for rows of the cache and
-        recurrent states).
-
-    Returns
-    -------
-    Outcome
-        How they compare.
-
-    Notes
-    -----
-    A difference is not measured relative to the element itself: an element that is small beside its neighbours carries their rounding
-    errors. Equal infinities are equal. NaN differs from everything, even from NaN: neither logits nor live rows may hold it.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from trt_kvcache.polygraphy.first_difference import compare_arrays
-    >>> logits = np.array([[0.0, 8.0]], np.float32)
-    >>> outcome = compare_arrays(logits, logits + np.array([0.5, 0.0], np.float32), tolerance=0.05)
-    >>> outcome.share
-    0.0625
-    >>> outcome.wrong.tolist()
-    [[True, False]]
-    """
+    """Compare two arrays of equal shape."""
     axes = {1: (), 2: (1,), 3: (1, 2), 4: (2, 3)}[first.ndim]
     with np.errstate(invalid="ignore", over="ignore"):
         scale = np.max(np.abs(first), axis=axes, keepdims=True, initial=0, where=np.isfinite(first)).astype(np.float64)
@@ -195,24 +134,7 @@ def compare_arrays(first: Arrays, second: Arrays, tolerance: float) -> Outcome:
 
 
 def first_difference(step: int, output: Output, first: Arrays, second: Arrays, outcome: Outcome) -> Difference | None:
-    """Return the first element that differs by more than the tolerance, in the order of slot, head, position or channel, element.
-
-    Parameters
-    ----------
-    step : int
-        0 is the prefill, n the n-th decode step.
-    output : Output
-        The output that was compared.
-    first, second : ndarray
-        Its values in the two paths.
-    outcome : Outcome
-        What :func:`compare_arrays` returned for them.
-
-    Returns
-    -------
-    Difference or None
-        None if no element differs by more than the tolerance.
-    """
+    """Return the first element that differs by more than the tolerance, in the order of slot, head, position or channel, element."""
     places = np.argwhere(outcome.wrong)
     if not len(places):
         return None

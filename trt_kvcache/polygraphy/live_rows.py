@@ -18,82 +18,17 @@ LENGTHS = "kvcache_lengths"
 
 
 def rows_names(layer: int) -> tuple[str, str]:
-    """Return the names of K and V of one attention layer among the arrays of :func:`live_rows`.
-
-    Parameters
-    ----------
-    layer : int
-        Index among the attention layers.
-
-    Returns
-    -------
-    pair of str
-        The names of K and of V.
-    """
+    """Return the names of K and V of one attention layer among the arrays of :func:`live_rows`."""
     return DEFAULT_NAMES.k_cache.format(i=layer), DEFAULT_NAMES.v_cache.format(i=layer)
 
 
 def state_name(kind: StateKind, layer: int) -> str:
-    """Return the name of a state among the arrays of :func:`live_rows`.
-
-    Parameters
-    ----------
-    kind : StateKind
-        Which state of the layer.
-    layer : int
-        Index among the layers with states.
-
-    Returns
-    -------
-    str
-        Its name.
-    """
+    """Return the name of a state among the arrays of :func:`live_rows`."""
     return DEFAULT_NAMES.state_pair(kind, layer)[0]
 
 
 def live_rows(cache: AnyCache) -> dict[str, np.ndarray[Any, Any]]:
-    """Copy the live rows and the states of a cache to the host.
-
-    Parameters
-    ----------
-    cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        A cache with separate or combined K and V, with states, or both.
-
-    Returns
-    -------
-    dict of str to ndarray
-        ``k_cache_{i}`` and ``v_cache_{i}``: float32 ``[A, H, n, D]``, where n is the longest length; rows past the length of a slot are
-        0, whatever the cache holds there, and quantized ones are multiplied with their scales. ``conv_state_{i}`` and
-        ``recurrent_state_{i}``: float32 ``[A, channels, kernel]`` and ``[A, heads, head_dim, state_size]``, what the next enqueue reads;
-        0 for a slot of length 0. They come in the order of the layers, which a
-        :class:`~trt_kvcache.cache.linear_kv_cache.LinearKVCache` does not know: its states come last. ``kvcache_lengths``: int32
-        ``[A]``.
-
-    Raises
-    ------
-    LengthsUnknown
-        The host does not know the exact lengths.
-    ClosedError
-        The cache is closed.
-
-    Notes
-    -----
-    Waits for all work that was given to the device before the call.
-
-    Examples
-    --------
-    >>> from trt_kvcache import InferenceSession
-    >>> from trt_kvcache.polygraphy.live_rows import live_rows
-    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_batch_size=2) as session:
-    ...     _ = session.prefill([[5, 6, 7], [8]])
-    ...     rows = live_rows(session.cache)
-    >>> rows["kvcache_lengths"].tolist()
-    [3, 1]
-    >>> rows["k_cache_0"].shape
-    (2, 2, 3, 16)
-    >>> bool(rows["k_cache_0"][1, :, 1:].any())  # slot 1 has one live row per head
-    False
-    """
+    """Copy the live rows and the states of a cache to the host."""
     lengths = np.array(cache.host_kv_cache_lengths, np.int32)
     dead = np.arange(lengths.max(initial=0)) >= lengths[:, np.newaxis]
     rows: dict[str, np.ndarray[Any, Any]] = {}

@@ -35,21 +35,7 @@ _QUERY_BLOCK = 256
 
 
 class SeparateAttention:
-    """Attention of one layer in one step, over separate K and V tensors.
-
-    Parameters
-    ----------
-    mixer : AttentionConfig
-        The attention of the layer.
-    angles : pair of ndarray float32 ``[A, s, 1, rotary_dim // 2]``, or None
-        Cosine and sine for the new tokens: see :func:`angles_at`. None for a layer without RoPE.
-    k, v : ndarray ``[A, H, S, D]``
-        The cache of this layer. New rows are written in place and read back in the cache's dtype.
-    start : ndarray int32 ``[A]``
-        Tokens that each slot holds already, at least 0.
-    masked : bool
-        Whether all S rows are read under a mask, instead of the live rows only.
-    """
+    """Attention of one layer in one step, over separate K and V tensors."""
 
     def __init__(
         self,
@@ -84,29 +70,7 @@ class SeparateAttention:
 
 
 class CombinedAttention:
-    """Attention of one layer in one step over a combined cache, by the NumPy twin of the attention kernels.
-
-    Only K and V are rounded to the dtype of the cache.
-
-    Parameters
-    ----------
-    mixer : AttentionConfig
-        The attention of the layer.
-    cos_sin : DeviceTensor ``[S, 2, rotary_dim // 2]`` float32, or None
-        Cosine and sine of each position. None for a layer without RoPE.
-    cache : DeviceTensor ``[A, 2, H, S, D]``
-        In host memory; written in place.
-    start : DeviceTensor int32 ``[A]``
-        Tokens already in the cache, >= 0.
-    workspace : AttentionWorkspace
-        Scratch memory of the kernels; the NumPy twin does not use it.
-    stream : object
-        A stream of the cache's memory.
-    kv_scales : DeviceTensor, optional
-        Scales of a quantized cache, as :func:`~trt_kvcache.kernels.attend` takes them.
-    dtype : str
-        What the engine computes in: K and V are rounded to it before they are quantized.
-    """
+    """Attention of one layer in one step over a combined cache, by the NumPy twin of the attention kernels."""
 
     def __init__(
         self,
@@ -155,17 +119,7 @@ class CombinedAttention:
 
 
 class ScaledQueries:
-    """Attention whose queries are scaled by position.
-
-    Parameters
-    ----------
-    attention : callable
-        The attention of the layer.
-    scaling : QueryScaling
-        Which factor a position has.
-    start : ndarray int32 ``[A]``
-        Position of the first new token of each slot.
-    """
+    """Attention whose queries are scaled by position."""
 
     def __init__(self, attention: LayerAttention, scaling: QueryScaling, start: npt.NDArray[np.int32]) -> None:
         self._attention = attention
@@ -180,42 +134,13 @@ class ScaledQueries:
 
 
 def angles_at(rope: Angles, start: npt.NDArray[np.int32], width: int) -> Angles:
-    """Return the cosine and sine of the new tokens' positions.
-
-    Parameters
-    ----------
-    rope : pair of ndarray float32 ``[S, rotary_dim // 2]``
-        Cosine and sine of every position.
-    start : ndarray int32 ``[A]``
-        Position of the first new token of each slot.
-    width : int
-        New tokens per slot, s.
-
-    Returns
-    -------
-    cos, sin : ndarray float32 ``[A, s, 1, rotary_dim // 2]``
-        A position past S - 1 gets the angles of the last one: its row is not stored.
-    """
+    """Return the cosine and sine of the new tokens' positions."""
     known = np.minimum(start[:, None] + np.arange(width), rope[0].shape[0] - 1)
     return rope[0][known][:, :, None], rope[1][known][:, :, None]
 
 
 def write_rows(cache: npt.NDArray[Any], rows: Float32, start: npt.NDArray[np.int32]) -> None:
-    """Write ``rows[b, i]`` to row ``start[b] + i`` of every slot b, rounded to the dtype of the cache.
-
-    Parameters
-    ----------
-    cache : ndarray ``[A, H, S, D]``
-        Changed in place.
-    rows : ndarray float32 ``[A, s, H, D]``
-        K or V of the new tokens.
-    start : ndarray int32 ``[A]``
-        First row to write, per slot.
-
-    Notes
-    -----
-    Rows that would lie at S or beyond are dropped, as TensorRT's KVCacheUpdate layer does.
-    """
+    """Write ``rows[b, i]`` to row ``start[b] + i`` of every slot b, rounded to the dtype of the cache."""
     width, capacity = rows.shape[1], cache.shape[2]
     stored = rows.transpose(0, 2, 1, 3).astype(cache.dtype)
     if width == 1 and start.max() < capacity:
@@ -227,29 +152,7 @@ def write_rows(cache: npt.NDArray[Any], rows: Float32, start: npt.NDArray[np.int
 
 
 def attend(q: Float32, keys: Float32, values: Float32, first: int, *, window: int | None = None, softcap: float | None = None) -> Float32:
-    """Compute causal attention for one slot: new token i sees the keys j <= first + i, with a window only the last of them.
-
-    Scores of other keys get an additive mask of minus infinity, so that their weight is 0. A NaN in such a key or value still
-    reaches the result, as it does on a device.
-
-    Parameters
-    ----------
-    q : ndarray float32 ``[s, Hq, D]``
-        Already scaled.
-    keys, values : ndarray float32 ``[H, rows, D]``
-        Query heads ``h * Hq // H`` and following share K/V head h (grouped-query attention).
-    first : int
-        Position of the first new token.
-    window : int, optional
-        Keys that a token sees, its own included.
-    softcap : float, optional
-        Scores ``x`` become ``softcap * tanh(x / softcap)``.
-
-    Returns
-    -------
-    ndarray float32 ``[s, Hq, D]``
-        For each new token and query head the mean of the values that it sees, weighted by the softmax of the scores.
-    """
+    """Compute causal attention for one slot: new token i sees the keys j <= first + i, with a window only the last of them."""
     width, query_heads, head_dim = q.shape
     kv_heads, rows, _ = keys.shape
     grouped = q.reshape(width, kv_heads, query_heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
@@ -270,20 +173,7 @@ def attend(q: Float32, keys: Float32, values: Float32, first: int, *, window: in
 
 
 def apply_rope(x: Float32, angles: Angles) -> Float32:
-    """Apply RoPE: rotate each pair of elements (d, d + rotary_dim / 2) of a head by its angle; elements from rotary_dim on stay.
-
-    Parameters
-    ----------
-    x : ndarray float32 ``[A, s, heads, D]``
-        Queries or keys of the new tokens; not changed.
-    angles : pair of ndarray float32 ``[A, s, 1, rotary_dim // 2]``
-        Cosine and sine.
-
-    Returns
-    -------
-    ndarray float32 ``[A, s, heads, D]``
-        The rotated heads, in a new array.
-    """
+    """Apply RoPE: rotate each pair of elements (d, d + rotary_dim / 2) of a head by its angle; elements from rotary_dim on stay."""
     cos, sin = angles
     half = cos.shape[-1]
     low, high, rest = np.split(x, (half, 2 * half), axis=-1)

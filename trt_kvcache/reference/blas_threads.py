@@ -18,21 +18,7 @@ _WEIGHT_ELEMENTS = 2**19
 
 
 def one_blas_thread(rows: int, weight_elements: int) -> AbstractContextManager[Any]:
-    """Return a context in which BLAS has one thread, or one that changes nothing.
-
-    Parameters
-    ----------
-    rows : int
-        Rows of the largest product in the context.
-    weight_elements : int
-        Elements of its weights.
-
-    Returns
-    -------
-    context manager
-        One thread if the product is small. The limit holds for the whole process, and only for speed: results do not depend on it
-        beyond the order of sums.
-    """
+    """Return a context in which BLAS has one thread, or one that changes nothing."""
     if weight_elements >= _WEIGHT_ELEMENTS or rows * weight_elements >= _MULTIPLY_ADDS:
         return nullcontext()
     blas = _blas()

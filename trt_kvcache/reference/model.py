@@ -31,28 +31,7 @@ def decoder_step(
     last: npt.NDArray[np.int32],
     dtype: str,
 ) -> Float32:
-    """Run the new tokens of every slot through the model.
-
-    Parameters
-    ----------
-    config : ModelConfig
-        The model.
-    weights : DecoderWeights
-        Its weights.
-    caches : sequence of callable or None
-        One per layer: attention over the cache of that layer, or its recurrence. None for a layer without a mixer.
-    input_ids : ndarray int32 ``[A, s]``
-        New tokens, right-padded.
-    last : ndarray int32 ``[A, m]``
-        Indices of the tokens whose logits are returned, per slot.
-    dtype : str
-        The precision of the engine, which the multiplier of the embedding may be rounded to.
-
-    Returns
-    -------
-    ndarray float32 ``[A * m, vocab]``
-        Logits of the tokens that ``last`` selects, slot by slot.
-    """
+    """Run the new tokens of every slot through the model."""
     hidden = scaled(weights.embedding[input_ids], config.embedding_factor(dtype))
     with one_blas_thread(input_ids.size, _largest_weight(weights)):
         for layer, layer_weights, cache in zip(config.layers, weights.layers, caches, strict=True):
@@ -70,24 +49,7 @@ def _largest_weight(weights: DecoderWeights) -> int:
 
 
 def decoder_layer(config: LayerConfig, weights: LayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
-    """Apply one decoder layer.
-
-    Parameters
-    ----------
-    config : LayerConfig
-        The layer.
-    weights : LayerWeights
-        Its weights.
-    cache : callable or None
-        Attention over the cache of the layer, or its recurrence. None for a layer without a mixer.
-    hidden : ndarray float32 ``[A, s, hidden]``
-        The hidden state before the layer; not changed.
-
-    Returns
-    -------
-    ndarray float32 ``[A, s, hidden]``
-        The hidden state after it.
-    """
+    """Apply one decoder layer."""
     if config.mixer is not None:
         assert cache is not None
         normed = optional_norm(hidden, weights.input_norm, config.input_norm)
@@ -105,24 +67,7 @@ def decoder_layer(config: LayerConfig, weights: LayerWeights, cache: LayerCache,
 
 
 def self_attention(config: AttentionConfig, layer: LayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
-    """Apply the self-attention block of one layer.
-
-    Parameters
-    ----------
-    config : AttentionConfig
-        The attention of the layer.
-    layer : LayerWeights
-        Weights of the layer.
-    attention : callable
-        Attention over the cache of the layer.
-    hidden : ndarray float32 ``[A, s, hidden]``
-        Normalised input.
-
-    Returns
-    -------
-    ndarray float32 ``[A, s, hidden]``
-        The result after the output projection.
-    """
+    """Apply the self-attention block of one layer."""
     q, k, v = (project(part, hidden) for part in (layer.q, layer.k, layer.v))
     over = None if config.qk_norm is None else config.qk_norm.over
     if over == "full":

@@ -33,19 +33,7 @@ MixerT = TypeVar("MixerT", bound=RecurrentConfig)
 
 
 class Recurrence(ABC, Generic[MixerT]):
-    """A mixer with states of one layer in one step, and what all kinds share: arrays as tensors of host memory, convolution, norm.
-
-    Parameters
-    ----------
-    mixer : ShortConvConfig, Mamba2Config or GatedDeltaNetConfig
-        The mixer of the layer.
-    states : mapping
-        Of the layer.
-    new_lengths : DeviceTensor int32 ``[A]``
-        New tokens of each slot.
-    stream : HostStream
-        A stream of host memory.
-    """
+    """A mixer with states of one layer in one step, and what all kinds share: arrays as tensors of host memory, convolution, norm."""
 
     def __init__(self, mixer: MixerT, states: LayerStates, new_lengths: DeviceTensor, stream: Any) -> None:
         memory = new_lengths.memory

@@ -18,26 +18,6 @@ DecoderWeights = generic.DecoderWeights[Float32]
 
 
 def load_weights(checkpoint: Checkpoint, dtype: str, progress: Callable[[int, int], object] | None = None) -> DecoderWeights:
-    """Read the weights of a checkpoint, rounded to ``dtype``, as float32.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        An open checkpoint.
-    dtype : {"float16", "bfloat16", "float32"}
-        The precision of the engine. Weights that are stored in float32 and used in float32 are not copied.
-    progress : callable, optional
-        Called as ``progress(done_bytes, total_bytes)`` while the weights are read.
-
-    Returns
-    -------
-    DecoderWeights
-        All weights on the host, as arrays that are float32 and hold only values of ``dtype``.
-
-    Raises
-    ------
-    CheckpointError
-        A weight has no finite value in ``dtype``.
-    """
+    """Read the weights of a checkpoint, rounded to ``dtype``, as float32."""
     rounded = RoundedTensors(checkpoint, dtype, progress)
     return decoder_weights(checkpoint.config, lambda name: np.asarray(rounded(name), np.float32))

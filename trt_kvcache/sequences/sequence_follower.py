@@ -9,15 +9,7 @@ from trt_kvcache.sequences.sequence_table import SequenceTable
 
 
 class SequenceFollower:
-    """Follows the lengths of a cache, as every :class:`~trt_kvcache.cache.slot_contents.SlotContents` does.
-
-    Parameters
-    ----------
-    table : SequenceTable
-        The sequences.
-    swapper : SequenceSwapper
-        Of the same table.
-    """
+    """Follows the lengths of a cache, as every :class:`~trt_kvcache.cache.slot_contents.SlotContents` does."""
 
     is_recurrent = False
 
@@ -26,42 +18,13 @@ class SequenceFollower:
         self._swapper = swapper
 
     def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Move the sequences that wait in slots that enter out of them, and follow the change.
-
-        Parameters
-        ----------
-        lengths : sequence of int
-            Of the slots that will be active.
-        stream : cuda.core.Stream
-            Copies are ordered on it, and waited for; there are none unless a sequence with tokens waits in such a slot.
-
-        Raises
-        ------
-        CapacityError
-            A sequence cannot leave its slot. Nothing was changed.
-        """
+        """Move the sequences that wait in slots that enter out of them, and follow the change."""
         self._swapper.make_way(lengths, stream=stream)
         self._table.resize(lengths, stream=stream)
 
     def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
-        """Do nothing: the cache's lengths count for sequences in active slots.
-
-        Parameters
-        ----------
-        slots : sequence of int
-            Active slots that become empty.
-        stream : cuda.core.Stream
-            Not used.
-        """
+        """Do nothing: the cache's lengths count for sequences in active slots."""
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
-        """Follow the moves of a compaction.
-
-        Parameters
-        ----------
-        plan : CompactionPlan or DeviceCompactionPlan
-            The moves.
-        stream : cuda.core.Stream
-            Not used.
-        """
+        """Follow the moves of a compaction."""
         self._table.compact(plan)

@@ -11,23 +11,7 @@ from trt_kvcache.sequences.slot_transfer import SlotTransfer
 
 
 class SequenceSwapper:
-    """Moves the sequences of a table between the slots of a cache and the host.
-
-    Whatever has to move is copied to the host first, before anything changes: a failure up to then leaves everything as it was,
-    and a later failure leaves sequences swapped out. Copies are direct, so that they need neither kernels nor device memory. They
-    are ordered on ``stream``, and every call that copies waits for them.
-
-    Parameters
-    ----------
-    table : SequenceTable
-        The sequences.
-    transfer : SlotTransfer
-        Of the same cache.
-    lengths : Lengths
-        Of the same cache.
-    threshold : float or None
-        The share of :attr:`capacity` above which sequences are swapped out; None if swapping is off.
-    """
+    """Moves the sequences of a table between the slots of a cache and the host."""
 
     def __init__(self, table: SequenceTable, transfer: SlotTransfer, lengths: Lengths, *, threshold: float | None) -> None:
         self._table = table
@@ -52,30 +36,7 @@ class SequenceSwapper:
         return self._transfer.slot_format.live_nbytes(length)
 
     def swap_in(self, entry: SequenceEntry, new_tokens: int, *, stream: Any) -> int:
-        """Bring a sequence into a slot, and make room for tokens that it will get.
-
-        Others are swapped out, the least recently used one first: one if there is no free slot, and more while the bytes in use
-        exceed the threshold. The sequence becomes the most recently used one.
-
-        Parameters
-        ----------
-        entry : SequenceEntry
-            Its length must be exact: see :meth:`SequenceTable.length`. It may be in a slot already.
-        new_tokens : int
-            Tokens that will be appended.
-        stream : cuda.core.Stream
-            Copies are ordered on it, and waited for.
-
-        Returns
-        -------
-        int
-            The slot.
-
-        Raises
-        ------
-        CapacityError
-            No slot is free or can be made free, or the host has no room. Nothing was changed.
-        """
+        """Bring a sequence into a slot, and make room for tokens that it will get."""
         grown = self._live_nbytes(entry.length + new_tokens) - (0 if entry.slot is None else self._live_nbytes(entry.length))
         needs_slot = entry.slot is None and not self._table.free_slots()
         self._swap_out(self._victims(entry, grown, needs_slot), stream)
@@ -102,25 +63,7 @@ class SequenceSwapper:
         return victims
 
     def move(self, entry: SequenceEntry, slot: int, *, stream: Any) -> None:
-        """Move a sequence into a given slot. If the slot is active, the length of the sequence is committed there.
-
-        Another sequence in that slot moves to the slot that this one leaves, to a free one, or to the host.
-
-        Parameters
-        ----------
-        entry : SequenceEntry
-            Its length must be exact.
-        slot : int
-            Any slot. An active one must be empty.
-        stream : cuda.core.Stream
-            Copies are ordered on it, and waited for.
-
-        Raises
-        ------
-        CapacityError
-            The slot is in use by another caller, there is no room for the sequence in it, or the host has no room. Nothing was
-            changed.
-        """
+        """Move a sequence into a given slot. If the slot is active, the length of the sequence is committed there."""
         other = self._table.in_slot(slot)
         if other is entry:
             return
@@ -141,24 +84,7 @@ class SequenceSwapper:
         self._restore(entry, slot, stream)
 
     def make_way(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Move the sequences that wait in slots that become active to other slots, or to the host: their owner will write there.
-
-        An empty sequence may stay where the slot begins empty, and a pinned one where the slot begins with tokens: it continues with
-        that many.
-
-        Parameters
-        ----------
-        lengths : sequence of int
-            Of the slots that will be active.
-        stream : cuda.core.Stream
-            Copies are ordered on it, and waited for.
-
-        Raises
-        ------
-        CapacityError
-            A pinned sequence would lose its tokens; or no other slot is free and swapping is off, or the host has no room. Nothing
-            was changed.
-        """
+        """Move the sequences that wait in slots that become active to other slots, or to the host: their owner will write there."""
         leaving = []
         for entry in self._table:
             if entry.slot is None or not self._lengths.active_batch_size <= entry.slot < len(lengths):
@@ -181,20 +107,7 @@ class SequenceSwapper:
             self._restore(entry, slot, stream)
 
     def leave_active_slot(self, entry: SequenceEntry, *, stream: Any) -> None:
-        """Move a sequence out of its active slot, to a free slot or to the host. The slot keeps what it holds.
-
-        Parameters
-        ----------
-        entry : SequenceEntry
-            In an active slot, of exact length.
-        stream : cuda.core.Stream
-            Copies are ordered on it, and waited for.
-
-        Raises
-        ------
-        CapacityError
-            No slot is free and swapping is off, or the host has no room. Nothing was changed.
-        """
+        """Move a sequence out of its active slot, to a free slot or to the host. The slot keeps what it holds."""
         free = self._table.free_slots()
         if not free and not self.enabled:
             raise CapacityError(

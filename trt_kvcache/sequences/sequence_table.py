@@ -14,23 +14,7 @@ from trt_kvcache.sequences.slot_copy import SlotCopy
 
 @dataclass(eq=False)
 class SequenceEntry:
-    """One sequence.
-
-    Parameters
-    ----------
-    id : int
-        Its handle.
-    slot : int or None
-        Where it is; None while it is swapped out.
-    length : int
-        Its tokens, as far as the table knows. In an active slot the cache's lengths count: ask :meth:`SequenceTable.length`.
-    exact : bool
-        Whether ``length`` is exact. Otherwise it is an upper bound, and only the device has the length.
-    pinned : bool
-        Whether it must stay in its slot until it is unpinned.
-    saved : SlotCopy or None
-        Its tokens and states on the host, while it is swapped out and not empty.
-    """
+    """One sequence."""
 
     id: int
     slot: int | None
@@ -41,17 +25,7 @@ class SequenceEntry:
 
 
 class SequenceTable:
-    """The sequences over the slots of one cache, in the order of their last use.
-
-    Active slots belong to whoever made them active. A slot is free if it is neither active nor holds a sequence.
-
-    Parameters
-    ----------
-    lengths : Lengths
-        Of the cache.
-    before_slot_leaves : callable
-        ``before_slot_leaves(slot, stream=stream)`` is called before the slot of a sequence with tokens leaves the active batch.
-    """
+    """The sequences over the slots of one cache, in the order of their last use."""
 
     def __init__(self, lengths: Lengths, before_slot_leaves: Callable[..., None]) -> None:
         self._lengths = lengths
@@ -69,41 +43,14 @@ class SequenceTable:
         return len(self._entries)
 
     def add(self, slot: int | None) -> SequenceEntry:
-        """Add an empty sequence.
-
-        Parameters
-        ----------
-        slot : int or None
-            A free slot; None to begin swapped out.
-
-        Returns
-        -------
-        SequenceEntry
-            With an id that no other one had before.
-        """
+        """Add an empty sequence."""
         entry = SequenceEntry(self._next_id, slot)
         self._next_id += 1
         self._entries[entry.id] = entry
         return entry
 
     def find(self, seq: int) -> SequenceEntry:
-        """Return a sequence by its id.
-
-        Parameters
-        ----------
-        seq : int
-            The id.
-
-        Returns
-        -------
-        SequenceEntry
-            The one of this id.
-
-        Raises
-        ------
-        SequenceError
-            There is none, or its tokens were lost; the message says which.
-        """
+        """Return a sequence by its id."""
         number = as_int("sequence", seq, error=SequenceError)
         entry = self._entries.get(number)
         if entry is None:
@@ -118,28 +65,11 @@ class SequenceTable:
         return "expected an id that create_sequence returned."
 
     def mark_used(self, entry: SequenceEntry) -> None:
-        """Make a sequence the most recently used one.
-
-        Parameters
-        ----------
-        entry : SequenceEntry
-            Of this table.
-        """
+        """Make a sequence the most recently used one."""
         self._entries[entry.id] = self._entries.pop(entry.id)
 
     def remove(self, seq: int) -> None:
-        """Forget a sequence, also one whose tokens were lost.
-
-        Parameters
-        ----------
-        seq : int
-            The id.
-
-        Raises
-        ------
-        SequenceError
-            The id is unknown, or was removed before.
-        """
+        """Forget a sequence, also one whose tokens were lost."""
         number = as_int("sequence", seq, error=SequenceError)
         if number in self._lost_ids:
             self._lost_ids.remove(number)
@@ -152,94 +82,28 @@ class SequenceTable:
         self._lost_ids.clear()
 
     def in_slot(self, slot: int) -> SequenceEntry | None:
-        """Return the sequence that is in a slot.
-
-        Parameters
-        ----------
-        slot : int
-            Any slot.
-
-        Returns
-        -------
-        SequenceEntry or None
-            None if no sequence is there.
-        """
+        """Return the sequence that is in a slot."""
         return next((entry for entry in self if entry.slot == slot), None)
 
     def free_slots(self) -> list[int]:
-        """Return the slots that are neither active nor hold a sequence.
-
-        Returns
-        -------
-        list of int
-            The highest one first, because the lowest ones are the next to become active.
-        """
+        """Return the slots that are neither active nor hold a sequence."""
         held = {entry.slot for entry in self}
         return [slot for slot in reversed(range(self._lengths.active_batch_size, self._lengths.max_batch_size)) if slot not in held]
 
     def is_active(self, entry: SequenceEntry) -> bool:
-        """Tell whether a sequence is in an active slot.
-
-        Parameters
-        ----------
-        entry : SequenceEntry
-            Of this table.
-
-        Returns
-        -------
-        bool
-            False too if it is swapped out.
-        """
+        """Tell whether a sequence is in an active slot."""
         return entry.slot is not None and entry.slot < self._lengths.active_batch_size
 
     def is_movable(self, entry: SequenceEntry) -> bool:
-        """Tell whether a sequence may be moved out of its slot.
-
-        Parameters
-        ----------
-        entry : SequenceEntry
-            Of this table.
-
-        Returns
-        -------
-        bool
-            Whether it is in a slot that is not active, and not pinned.
-        """
+        """Tell whether a sequence may be moved out of its slot."""
         return entry.slot is not None and not entry.pinned and not self.is_active(entry)
 
     def movable(self, *, except_for: SequenceEntry | None = None) -> list[SequenceEntry]:
-        """Return the sequences that may be moved out of their slots.
-
-        Parameters
-        ----------
-        except_for : SequenceEntry, optional
-            One to leave out.
-
-        Returns
-        -------
-        list of SequenceEntry
-            The least recently used one first.
-        """
+        """Return the sequences that may be moved out of their slots."""
         return [entry for entry in self if entry is not except_for and self.is_movable(entry)]
 
     def length(self, entry: SequenceEntry) -> int:
-        """Return the tokens of a sequence, and store them in its entry.
-
-        Parameters
-        ----------
-        entry : SequenceEntry
-            Of this table.
-
-        Returns
-        -------
-        int
-            Exact. Waits for the device if only the device knew the length when the slot left the active batch.
-
-        Raises
-        ------
-        LengthsUnknown
-            The slot is active, and only the device knows the length.
-        """
+        """Return the tokens of a sequence, and store them in its entry."""
         if entry.slot is not None and self.is_active(entry):
             entry.length = self._lengths.of_slot(entry.slot)
         elif entry.slot is not None and not entry.exact:
@@ -248,15 +112,7 @@ class SequenceTable:
         return entry.length
 
     def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Follow a change of the active batch size, which is still the old one. Sequences in slots that leave keep their tokens.
-
-        Parameters
-        ----------
-        lengths : sequence of int
-            Of the slots that will be active.
-        stream : cuda.core.Stream
-            States of slots that leave are copied on it.
-        """
+        """Follow a change of the active batch size, which is still the old one. Sequences in slots that leave keep their tokens."""
         for entry in self:
             slot = entry.slot
             if slot is not None and len(lengths) <= slot < self._lengths.active_batch_size:
@@ -266,16 +122,7 @@ class SequenceTable:
                 entry.length, entry.exact = length, self._lengths.is_exact(slot)
 
     def compact(self, plan: AnyCompactionPlan) -> None:
-        """Follow the moves of a compaction.
-
-        A sequence whose slot is overwritten is lost. With a mapping on the device the host does not know the moves, so that all
-        sequences in active slots are lost, unless the mapping keeps every slot.
-
-        Parameters
-        ----------
-        plan : CompactionPlan or DeviceCompactionPlan
-            The moves.
-        """
+        """Follow the moves of a compaction."""
         if isinstance(plan, CompactionPlan):
             new_slots = _slots_after(plan)
         elif plan.new_batch == plan.old_batch:

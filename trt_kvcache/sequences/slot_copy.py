@@ -34,20 +34,7 @@ def check_capture(cache: AnyCache, slot: int, length: int, *, stream: Any) -> No
 
 @dataclass(frozen=True, eq=False)
 class SlotCopy:
-    """K and V of the first tokens of a slot, and the states after the last of them.
-
-    The prompt cache, swapping and snapshots all keep their sequences in this form.
-
-    Parameters
-    ----------
-    slot_format : SlotFormat
-        Of the cache that it was taken from.
-    length : int
-        Tokens.
-    contents : tuple of ndarray, or SavedTensors
-        On the host the tensors of :meth:`SlotFormat.tensors`, to be read only; or what the kernels saved in the memory of the
-        cache. The memory is released with the last reference to it.
-    """
+    """K and V of the first tokens of a slot, and the states after the last of them."""
 
     slot_format: SlotFormat
     length: int
@@ -55,33 +42,7 @@ class SlotCopy:
 
     @classmethod
     def capture(cls, cache: AnyCache, slot: int, length: int, *, place: Place = "cache", stream: Any) -> SlotCopy:
-        """Copy a slot.
-
-        Parameters
-        ----------
-        cache : KVCacheManager, LinearKVCache or HybridCacheManager
-            Its lengths must be known to the host.
-        slot : int
-            An active slot.
-        length : int
-            Tokens, at most those that the slot holds; with recurrent layers exactly those.
-        place : {"cache", "host"}
-            Where the copy is made: in the memory of the cache, or on the host (page-locked for a device).
-        stream : cuda.core.Stream
-            The copies are ordered on it. The call waits only for ``place="host"``.
-
-        Returns
-        -------
-        SlotCopy
-            In that place.
-
-        Raises
-        ------
-        SlotError, RangeError, LengthsUnknown, PlaceError, CaptureError, ClosedError
-            An argument does not fit.
-        CapacityError
-            There is no room for the copy.
-        """
+        """Copy a slot."""
         check_capture(cache, slot, length, stream=stream)
         transfer = SlotTransfer(cache)
         if place == "cache":
@@ -102,24 +63,7 @@ class SlotCopy:
         return self.contents
 
     def restore(self, cache: AnyCache, slot: int, length: int, *, stream: Any) -> None:
-        """Copy the first tokens, and the states, into a slot. Its length stays as it is.
-
-        Parameters
-        ----------
-        cache : KVCacheManager, LinearKVCache or HybridCacheManager
-            Of the format of this copy, which is not checked here; for ``place="cache"`` in the same memory.
-        slot : int
-            Any slot, active or not. States become its current ones.
-        length : int
-            Tokens, at most those of the copy; with recurrent layers exactly those.
-        stream : cuda.core.Stream
-            The copies are ordered on it. For ``place="cache"`` the call neither waits nor allocates, for ``place="host"`` it waits.
-
-        Raises
-        ------
-        SlotError, RangeError, PlaceError, CaptureError, ClosedError
-            An argument does not fit. Nothing was changed.
-        """
+        """Copy the first tokens, and the states, into a slot. Its length stays as it is."""
         transfer = SlotTransfer(cache)
         slot_index(slot, cache.max_batch_size)
         longest = min(self.length, cache.lengths.max_sequence_length)
@@ -132,25 +76,7 @@ class SlotCopy:
             cache.memory.synchronize(stream)
 
     def to_host(self, cache: AnyCache, *, stream: Any) -> SlotCopy:
-        """Return this copy on the host.
-
-        Parameters
-        ----------
-        cache : KVCacheManager, LinearKVCache or HybridCacheManager
-            In whose memory the copy is.
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call waits.
-
-        Returns
-        -------
-        SlotCopy
-            This one if it is on the host already.
-
-        Raises
-        ------
-        CapacityError
-            The host has no room.
-        """
+        """Return this copy on the host."""
         if not isinstance(self.contents, SavedTensors):
             return self
         copy = SlotCopy(self.slot_format, self.length, SlotTransfer(cache).host_arrays(self.length))
@@ -160,25 +86,7 @@ class SlotCopy:
         return copy
 
     def to_cache(self, cache: AnyCache, *, stream: Any) -> SlotCopy:
-        """Return this copy in the memory of a cache.
-
-        Parameters
-        ----------
-        cache : KVCacheManager, LinearKVCache or HybridCacheManager
-            Of the format of this copy, which is not checked here.
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call waits.
-
-        Returns
-        -------
-        SlotCopy
-            This one if it is in the memory of a cache already.
-
-        Raises
-        ------
-        CapacityError
-            The memory has no room.
-        """
+        """Return this copy in the memory of a cache."""
         if isinstance(self.contents, SavedTensors):
             return self
         saved = SlotTransfer(cache).allocate(self.length, stream=stream)

@@ -26,42 +26,14 @@ _CACHE_SIZES = ("num_layers", "max_batch_size", "max_sequence_length", "ping_pon
 
 @dataclass(frozen=True, kw_only=True)
 class SlotFormat:
-    """The layers whose K, V and states a slot holds.
-
-    Copies of a slot are only exchanged between caches of the same format: :meth:`difference` compares two of them.
-
-    Parameters
-    ----------
-    kv : KVCacheConfig or None
-        The attention layers: heads, head dims, dtype and scales. Its sizes and its layout do not matter here.
-    mamba : MambaCacheConfig or None
-        The recurrent layers: shapes and dtypes of their states. Its sizes do not matter here.
-    """
+    """The layers whose K, V and states a slot holds."""
 
     kv: KVCacheConfig | None
     mamba: MambaCacheConfig | None
 
     @classmethod
     def of(cls, cache: AnyCache, *, name: str = "cache") -> SlotFormat:
-        """Return the format of the slots of a cache.
-
-        Parameters
-        ----------
-        cache : KVCacheManager, LinearKVCache or HybridCacheManager
-            Its slots hold whole sequences.
-        name : str
-            What the error message calls the argument.
-
-        Returns
-        -------
-        SlotFormat
-            As the configuration of the cache says.
-
-        Raises
-        ------
-        ConfigError
-            ``cache`` is none of these managers.
-        """
+        """Return the format of the slots of a cache."""
         if not isinstance(cache, AnyCache):
             raise ConfigError(f"{name}: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got {type(cache).__name__}.")
         return cls(kv=cache.kv_config, mamba=cache.mamba_config)
@@ -88,52 +60,16 @@ class SlotFormat:
         return {} if self.mamba is None else state_storages(self.mamba)
 
     def kv_shapes(self, length: int) -> list[tuple[int, int, int, int]]:
-        """Return the shape of K and V of the first tokens in each attention layer.
-
-        Parameters
-        ----------
-        length : int
-            Tokens, n.
-
-        Returns
-        -------
-        list of tuple of int
-            ``(2, H_i, n, D_i)`` of each attention layer; empty without any.
-        """
+        """Return the shape of K and V of the first tokens in each attention layer."""
         return [] if self.kv is None else [(2, layer.num_kv_heads, length, layer.head_dim) for layer in self.kv.layers]
 
     def scale_shapes(self, length: int) -> list[tuple[int, int, int]]:
-        """Return the shape of the scales of the first tokens in each attention layer.
-
-        Parameters
-        ----------
-        length : int
-            Tokens, n.
-
-        Returns
-        -------
-        list of tuple of int
-            ``(2, H_i, n)`` of each attention layer; empty unless each token has its own scales.
-        """
+        """Return the shape of the scales of the first tokens in each attention layer."""
         scaled = self.kv is not None and self.kv.scales_by_token
         return [shape[:3] for shape in self.kv_shapes(length)] if scaled else []
 
     def tensors(self, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the tensors of the first tokens of a slot: their names, shapes and dtypes.
-
-        Parameters
-        ----------
-        length : int
-            Tokens, n.
-
-        Returns
-        -------
-        dict of str to (shape, dtype)
-            In this order: ``k_cache_0`` and ``v_cache_0`` ``[H_i, n, D_i]`` of the first attention layer, those of the others,
-            with scales by token ``k_scale_0``, ``v_scale_0`` ``[H_i, n]`` float32, ... of all of them, then
-            ``recurrent_state_0``, ... ``[1, num_heads, head_dim, state_size]`` and ``conv_state_0``, ... ``[1, conv_dim,
-            conv_kernel]`` of the recurrent layers. Copies on the host and snapshot files hold exactly these.
-        """
+        """Return the tensors of the first tokens of a slot: their names, shapes and dtypes."""
         tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         for index, shape in enumerate(self.kv_shapes(length)):
             tensors[f"k_cache_{index}"] = tensors[f"v_cache_{index}"] = (shape[1:], self.kv_dtype)
@@ -146,36 +82,14 @@ class SlotFormat:
         return tensors
 
     def nbytes(self, length: int) -> int:
-        """Return the bytes of a copy of the first tokens in the memory of a cache.
-
-        Parameters
-        ----------
-        length : int
-            Tokens.
-
-        Returns
-        -------
-        int
-            K and V of each attention layer, its scales by token, and each state, padded to a multiple of 256.
-        """
+        """Return the bytes of a copy of the first tokens in the memory of a cache."""
         kv_nbytes = sum(align_up(dense_nbytes(shape, self.kv_dtype)) for shape in self.kv_shapes(length))
         kv_nbytes += sum(align_up(dense_nbytes(shape, "float32")) for shape in self.scale_shapes(saved_scales(length)))
         states = self.state_storages.values()
         return kv_nbytes + sum(storage.num_layers * align_up(dense_nbytes(storage.slot_shape, storage.dtype)) for storage in states)
 
     def live_nbytes(self, length: int) -> int:
-        """Return the bytes that a sequence uses of its slot, without padding.
-
-        Parameters
-        ----------
-        length : int
-            Tokens.
-
-        Returns
-        -------
-        int
-            K and V of the tokens with their scales, and the states in every buffer. An empty sequence uses none, as its states are zero.
-        """
+        """Return the bytes that a sequence uses of its slot, without padding."""
         if not length:
             return 0
         return length * self._token_nbytes + (0 if self.mamba is None else self.mamba.slot_nbytes)
@@ -185,18 +99,7 @@ class SlotFormat:
         return 0 if self.kv is None else sum(layer.token_nbytes(self.kv_dtype, scaled=self.kv.scales_by_token) for layer in self.kv.layers)
 
     def difference(self, other: SlotFormat) -> str | None:
-        """Say why a copy of the ``other`` format cannot be used where this one is expected.
-
-        Parameters
-        ----------
-        other : SlotFormat
-            The format of the copy.
-
-        Returns
-        -------
-        str or None
-            The first property that differs, with both values; None if the same bytes mean the same in both.
-        """
+        """Say why a copy of the ``other`` format cannot be used where this one is expected."""
         mine, theirs = self._properties(), other._properties()
         for name, value in mine.items():
             if theirs.get(name) != value:
@@ -225,34 +128,12 @@ class SlotFormat:
         return properties
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values that :meth:`from_dict` reads back.
-
-        Returns
-        -------
-        dict
-            ``kv`` and ``mamba``, each a dict or None.
-        """
+        """Return plain JSON values that :meth:`from_dict` reads back."""
         return {"kv": None if self.kv is None else self.kv.to_dict(), "mamba": None if self.mamba is None else self.mamba.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SlotFormat:
-        """Read what :meth:`to_dict` returned.
-
-        Parameters
-        ----------
-        data : mapping
-            ``kv`` and ``mamba``, each a mapping or None.
-
-        Returns
-        -------
-        SlotFormat
-            Equal to the one that was written.
-
-        Raises
-        ------
-        ConfigError, KeyError
-            A field is missing, unknown or wrong.
-        """
+        """Read what :meth:`to_dict` returned."""
         kv, mamba = data["kv"], data["mamba"]
         return cls(
             kv=None if kv is None else KVCacheConfig.from_dict(kv), mamba=None if mamba is None else MambaCacheConfig.from_dict(mamba)

@@ -36,19 +36,7 @@ class SavedTensors(NamedTuple):
 
 
 class SlotTransfer:
-    """Moves the contents of the slots of one cache. Bytes are not changed on the way, whatever the dtype.
-
-    Within the memory of the cache, kernels copy all layers of a head dim, or all states of a kind, in one launch (:meth:`save`,
-    :meth:`instantiate`). To and from the host, each head of K and V and each state is one direct copy, which needs neither a
-    kernel nor memory on the device (:meth:`download`, :meth:`upload`): this is how sequences are swapped out of a full device.
-
-    Everything is ordered on ``stream``, and nothing waits. Slots and numbers of tokens are not checked here.
-
-    Parameters
-    ----------
-    cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        Whose slots these are.
-    """
+    """Moves the contents of the slots of one cache. Bytes are not changed on the way, whatever the dtype."""
 
     def __init__(self, cache: AnyCache) -> None:
         #: What the slots hold.
@@ -60,26 +48,7 @@ class SlotTransfer:
         self._states = cache.states
 
     def allocate(self, length: int, *, stream: Any) -> SavedTensors:
-        """Allocate the tensors that :meth:`save` fills.
-
-        Parameters
-        ----------
-        length : int
-            Tokens, n.
-        stream : cuda.core.Stream
-            The allocation is ordered on it.
-
-        Returns
-        -------
-        SavedTensors
-            In the memory of the cache, in one allocation for K and V, one for scales and one for each kind of state, each of which is
-            released with the last of its tensors. Their bytes are not set.
-
-        Raises
-        ------
-        CapacityError
-            The memory has no room.
-        """
+        """Allocate the tensors that :meth:`save` fills."""
         layers: list[DeviceTensor] = []
         if self._groups:
             layers = allocate_tensors(self._memory, self.slot_format.kv_shapes(length), self.slot_format.kv_dtype, stream=stream)
@@ -93,27 +62,7 @@ class SlotTransfer:
         return SavedTensors(layers, groups, scales, scale_infos(scales, stream=stream) if scales else None, states)
 
     def save(self, slot: int, length: int, *, stream: Any) -> SavedTensors:
-        """Copy the first tokens and the current states of a slot within the memory of the cache.
-
-        Parameters
-        ----------
-        slot : int
-            Any slot.
-        length : int
-            Tokens.
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call does not wait.
-
-        Returns
-        -------
-        SavedTensors
-            The copy.
-
-        Raises
-        ------
-        CapacityError
-            The memory has no room. Nothing was copied.
-        """
+        """Copy the first tokens and the current states of a slot within the memory of the cache."""
         saved = self.allocate(length, stream=stream)
         for group, infos in zip(self._groups, saved.kv_groups, strict=True):
             save_kv_cache_batched(group.layer_infos, infos, slot, length, stream=stream)
@@ -125,19 +74,7 @@ class SlotTransfer:
         return saved
 
     def instantiate(self, saved: SavedTensors, slot: int, length: int, *, stream: Any) -> None:
-        """Copy the first tokens and the states that were saved into a slot, within the memory of the cache.
-
-        Parameters
-        ----------
-        saved : SavedTensors
-            Of a cache of the same format in the same memory; at least ``length`` tokens.
-        slot : int
-            Any slot. States become its current ones.
-        length : int
-            Tokens.
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call neither waits nor allocates.
-        """
+        """Copy the first tokens and the states that were saved into a slot, within the memory of the cache."""
         for group, infos in zip(self._groups, saved.kv_groups, strict=True):
             instantiate_kv_cache_batched(group.layer_infos, infos, slot, length, stream=stream)
         if self._scale_rows is not None and saved.scale_rows is not None:
@@ -147,23 +84,7 @@ class SlotTransfer:
                 instantiate_rows(self._states.current(kind).infos, tensors, slot, stream=stream)
 
     def host_arrays(self, length: int) -> tuple[Array, ...]:
-        """Allocate the host arrays of a copy.
-
-        Parameters
-        ----------
-        length : int
-            Tokens.
-
-        Returns
-        -------
-        tuple of ndarray
-            The tensors of :meth:`SlotFormat.tensors`, one behind the other in one array of page-locked memory for a device.
-
-        Raises
-        ------
-        CapacityError
-            The host has no room.
-        """
+        """Allocate the host arrays of a copy."""
         tensors = self.slot_format.tensors(length).values()
         sizes = [dense_nbytes(shape, dtype) for shape, dtype in tensors]
         buffer = self._memory.staging((sum(sizes),), "uint8")
@@ -174,27 +95,7 @@ class SlotTransfer:
         return tuple(arrays)
 
     def download(self, slot: int, length: int, *, stream: Any) -> tuple[Array, ...]:
-        """Copy the first tokens and the current states of a slot directly to the host.
-
-        Parameters
-        ----------
-        slot : int
-            Any slot.
-        length : int
-            Tokens.
-        stream : cuda.core.Stream
-            The copies are ordered on it. The arrays are complete after ``memory.synchronize(stream)``.
-
-        Returns
-        -------
-        tuple of ndarray
-            The tensors of :meth:`SlotFormat.tensors`, in page-locked memory for a device.
-
-        Raises
-        ------
-        CapacityError
-            The host has no room. Nothing was copied.
-        """
+        """Copy the first tokens and the current states of a slot directly to the host."""
         arrays = self.host_arrays(length)
         num_rows = len(arrays) - self._num_states
         self.download_rows(arrays[:num_rows], slot, stream=stream)
@@ -203,22 +104,7 @@ class SlotTransfer:
         return arrays
 
     def upload(self, arrays: Sequence[Array], slot: int, length: int, *, both_buffers: bool = False, stream: Any) -> None:
-        """Copy the first tokens and the states from host arrays directly into a slot.
-
-        Parameters
-        ----------
-        arrays : sequence of ndarray
-            The tensors of :meth:`SlotFormat.tensors`, of at least ``length`` tokens. They must stay until the copies are done.
-        slot : int
-            Any slot.
-        length : int
-            Tokens.
-        both_buffers : bool
-            With ping-pong states, whether to write the next states too. A sequence that waits in a slot which no enqueue writes
-            needs this: its states are the current ones however often those of the active slots are swapped meanwhile.
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call does not wait, and allocates nothing.
-        """
+        """Copy the first tokens and the states from host arrays directly into a slot."""
         num_rows = len(arrays) - self._num_states
         self.upload_rows([array[:, :length] for array in arrays[:num_rows]], slot, 0, stream=stream)
         for following in (False, True) if both_buffers and self._has_two_buffers else (False,):
@@ -226,69 +112,24 @@ class SlotTransfer:
                 self._memory.upload(tensor, array, stream=stream)
 
     def download_rows(self, rows: Sequence[Array], slot: int, *, stream: Any) -> None:
-        """Copy the first tokens of a slot directly to the host.
-
-        Parameters
-        ----------
-        rows : sequence of ndarray ``[H_i, n, D_i]``
-            K, then V, of each attention layer, and then their scales ``[H_i, n]`` by token; dense, and complete after
-            ``memory.synchronize(stream)``.
-        slot : int
-            Any slot.
-        stream : cuda.core.Stream
-            The copies are ordered on it.
-        """
+        """Copy the first tokens of a slot directly to the host."""
         for array, heads in self._rows_of(slot, 0, rows):
             for head, tensor in zip(array, heads, strict=True):
                 self._memory.download(head, tensor, stream=stream)
 
     def upload_rows(self, rows: Sequence[Array], slot: int, first: int, *, stream: Any) -> None:
-        """Copy tokens from the host directly into a slot.
-
-        Parameters
-        ----------
-        rows : sequence of ndarray ``[H_i, n, D_i]``
-            K, then V, of each attention layer, and then their scales ``[H_i, n]`` by token; the rows of a head are dense. They must
-            stay until the copies are done.
-        slot : int
-            Any slot.
-        first : int
-            The token of the slot at which they begin.
-        stream : cuda.core.Stream
-            The copies are ordered on it.
-        """
+        """Copy tokens from the host directly into a slot."""
         for array, heads in self._rows_of(slot, first, rows):
             for head, tensor in zip(array, heads, strict=True):
                 self._memory.upload(tensor, head, stream=stream)
 
     def copy_to_both_buffers(self, slot: int, *, stream: Any) -> None:
-        """Copy the current states of a slot that leaves the active batch to the next ones too: see ``both_buffers`` of :meth:`upload`.
-
-        Parameters
-        ----------
-        slot : int
-            Any slot.
-        stream : cuda.core.Stream
-            The copies are ordered on it, one launch per kind of state; without ping-pong states nothing is copied.
-
-        Raises
-        ------
-        CaptureError
-            The stream is captured in a CUDA graph, and there are ping-pong states.
-        """
+        """Copy the current states of a slot that leaves the active batch to the next ones too: see ``both_buffers`` of :meth:`upload`."""
         if self._has_two_buffers:
             self._cache.keep_states(slot, stream=stream)
 
     def zero_states(self, slot: int, *, stream: Any) -> None:
-        """Set the current states of a slot to zero.
-
-        Parameters
-        ----------
-        slot : int
-            Any slot.
-        stream : cuda.core.Stream
-            The fills are ordered on it, one for each state.
-        """
+        """Set the current states of a slot to zero."""
         for tensor in self._states_of(slot):
             self._memory.zero(tensor, stream=stream)
 
@@ -327,20 +168,7 @@ class SlotTransfer:
 
 
 def head_rows(layer: DeviceTensor, slot: int, k_or_v: int, first: int, count: int) -> list[DeviceTensor]:
-    """Return rows of each head of one slot of a layer.
-
-    Parameters
-    ----------
-    layer : DeviceTensor ``[B, 2, H, S, D]``
-        K and V, or scales by token with a D of 1.
-    slot, k_or_v, first, count : int
-        The slot; 0 for K and 1 for V; the first token, and how many.
-
-    Returns
-    -------
-    list of DeviceTensor ``[count, D]``
-        Views of each head, dense.
-    """
+    """Return rows of each head of one slot of a layer."""
     slot_stride, kv_stride, head_stride, row_stride, _ = layer.strides
     start = slot * slot_stride + k_or_v * kv_stride + first * row_stride
     size, shape = itemsize(layer.dtype), (count, layer.shape[-1])

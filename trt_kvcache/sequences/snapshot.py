@@ -389,15 +389,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class LoadedSnapshot:
-    """A snapshot that was restored into a slot.
-
-    Parameters
-    ----------
-    snapshot : Snapshot
-        What was read.
-    reused_tokens : int
-        Tokens with which the slot begins now.
-    """
+    """A snapshot that was restored into a slot."""
 
     snapshot: Snapshot
     reused_tokens: int

@@ -50,32 +50,13 @@ _DTYPES = {stored: name for name, stored in _SAFETENSORS_NAMES.items()}
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """What a file holds.
-
-    Parameters
-    ----------
-    description : dict
-        Plain JSON values: the producer, the model, the format of the slot and the sampler.
-    arrays : mapping of str to ndarray
-        The tensors by name, dense, of the dtypes of :mod:`trt_kvcache.dtypes`.
-    """
+    """What a file holds."""
 
     description: dict[str, Any]
     arrays: Mapping[str, npt.NDArray[Any]]
 
     def write(self, path: Path) -> None:
-        """Write the file under a temporary name and rename it, so that it appears complete or not at all.
-
-        Parameters
-        ----------
-        path : Path
-            A file that is there is replaced.
-
-        Raises
-        ------
-        OSError
-            The file cannot be written. One that was there is unchanged.
-        """
+        """Write the file under a temporary name and rename it, so that it appears complete or not at all."""
         arrays = dict(sorted(self.arrays.items(), key=lambda item: -item[1].itemsize))
         header = json.dumps(self._header(arrays), separators=(",", ":")).encode()
         header += b" " * (-len(header) % _LENGTH_NBYTES)
@@ -100,23 +81,7 @@ class SnapshotFile:
 
     @classmethod
     def read(cls, path: Path) -> SnapshotFile:
-        """Read a file into memory and compare it with its hash.
-
-        Parameters
-        ----------
-        path : Path
-            The file.
-
-        Returns
-        -------
-        SnapshotFile
-            Its arrays are read-only views of the bytes of the file.
-
-        Raises
-        ------
-        SnapshotError
-            The file cannot be read, is not a snapshot, is of a newer format, or was truncated or altered.
-        """
+        """Read a file into memory and compare it with its hash."""
         try:
             content, digest = _read_hashed(path)
         except (OSError, MemoryError, ValueError) as error:  # NumPy has a ValueError for more bytes than addresses

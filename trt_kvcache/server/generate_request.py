@@ -90,23 +90,7 @@ class GenerateChunk(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class WantedAnswers:
-    """A request that was read and checked as far as that needs no session.
-
-    Parameters
-    ----------
-    token_ids : list of int
-        The prompt; its ids are checked by the session.
-    params : tuple of SamplingParams (n,)
-        Of each answer.
-    scores_only : bool
-        Whether no token is to be handed out: ``max_tokens`` is 0.
-    prompt_logprobs : int or None
-        Score the prompt, with so many of the most likely tokens.
-    guided : dict or None
-        What restricts the text.
-    client : str
-        Whose request it is.
-    """
+    """A request that was read and checked as far as that needs no session."""
 
     token_ids: list[int]
     params: tuple[SamplingParams, ...]
@@ -117,36 +101,7 @@ class WantedAnswers:
 
 
 def read_request(request: Mapping[str, Any], defaults: SamplingParams, *, context_length: int) -> WantedAnswers:
-    """Read a :class:`GenerateRequest`.
-
-    Parameters
-    ----------
-    request : mapping
-        As :class:`GenerateRequest` describes it.
-    defaults : SamplingParams
-        For what it leaves out.
-    context_length : int
-        Tokens that a slot can hold.
-
-    Returns
-    -------
-    WantedAnswers
-        What it asks for.
-
-    Raises
-    ------
-    ConfigError
-        A key that is not known, a group that is no mapping, or a name of the client that is no text of a few characters.
-    RangeError, ShapeError
-        A value is out of range.
-
-    Examples
-    --------
-    >>> from trt_kvcache import SamplingParams
-    >>> wanted = read_request({"token_ids": [5, 6], "sampling_options": {"n": 2, "seed": 7}}, SamplingParams(), context_length=8)
-    >>> [(one.seed, one.max_new_tokens) for one in wanted.params]
-    [(7, 7), (8, 7)]
-    """
+    """Read a :class:`GenerateRequest`."""
     _known("request", request, GenerateRequest.__annotations__)
     sampling = _group(request, "sampling_options", {*_SAMPLING, "n", "guided_decoding"})
     stopping = _group(request, "stop_conditions", {*_STOPPING, "max_tokens"})

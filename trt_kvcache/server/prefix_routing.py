@@ -12,34 +12,7 @@ Engine = TypeVar("Engine", bound=Hashable)
 
 
 class PrefixRouting(Generic[Engine]):
-    """Remembers which engine was given which prompts, so that the next turn of a chat goes where its beginning is in the prompt cache.
-
-    The cost of a prompt on an engine is the number of its tokens that the engine has to run, and of those that it runs at the moment.
-    The engine with the lowest cost comes first; of equal ones that which was given a prompt the longest time ago. A long chat therefore
-    stays where it is, and a prompt that has little in common with earlier ones goes where there is least to do.
-
-    Parameters
-    ----------
-    block_tokens : int
-        Prompts are compared by blocks of so many tokens from their start.
-    max_blocks : int
-        Blocks that are remembered; those that were not seen for the longest time are forgotten first.
-
-    Raises
-    ------
-    RangeError
-        A number is no positive integer.
-
-    Examples
-    --------
-    >>> routing = PrefixRouting(block_tokens=2)
-    >>> routing.order([5, 6, 7], ["a", "b"])
-    ['a', 'b']
-    >>> routing.begin("turn 1", [5, 6, 7], "b")
-    >>> routing.end("turn 1")
-    >>> routing.order([5, 6, 7, 8, 9], ["a", "b"])
-    ['b', 'a']
-    """
+    """Remembers which engine was given which prompts, so that the next turn of a chat goes where its beginning is in the prompt cache."""
 
     def __init__(self, *, block_tokens: int = 16, max_blocks: int = 1 << 18) -> None:
         self._block_tokens = int_in_range("block_tokens", block_tokens, 1)
@@ -50,20 +23,7 @@ class PrefixRouting(Generic[Engine]):
         self._count = 0
 
     def order(self, tokens: Sequence[int], engines: Iterable[Engine]) -> list[Engine]:
-        """Return the engines, the best one for a prompt first.
-
-        Parameters
-        ----------
-        tokens : sequence of int
-            The prompt.
-        engines : iterable
-            Those that can take it.
-
-        Returns
-        -------
-        list
-            All of them.
-        """
+        """Return the engines, the best one for a prompt first."""
         load: dict[Engine, int] = {}
         for engine, count in self._running.values():
             load[engine] = load.get(engine, 0) + count
@@ -76,17 +36,7 @@ class PrefixRouting(Generic[Engine]):
         return sorted(engines, key=lambda one: (len(tokens) - known.get(one, 0) + load.get(one, 0), self._given.get(one, 0)))
 
     def begin(self, request: str, tokens: Sequence[int], engine: Engine) -> None:
-        """Record that an engine runs a prompt.
-
-        Parameters
-        ----------
-        request : str
-            A name for it.
-        tokens : sequence of int
-            The prompt.
-        engine : hashable
-            Which engine.
-        """
+        """Record that an engine runs a prompt."""
         self._count += 1
         self._given[engine] = self._count
         self._running[request] = (engine, len(tokens))
@@ -97,23 +47,11 @@ class PrefixRouting(Generic[Engine]):
             self._engines_of.popitem(last=False)
 
     def end(self, request: str) -> None:
-        """Record that a prompt runs no more. Nothing happens if it is not known.
-
-        Parameters
-        ----------
-        request : str
-            As it was passed to :meth:`begin`.
-        """
+        """Record that a prompt runs no more. Nothing happens if it is not known."""
         self._running.pop(request, None)
 
     def forget(self, engine: Engine) -> None:
-        """Forget an engine that is gone.
-
-        Parameters
-        ----------
-        engine : hashable
-            Which engine.
-        """
+        """Forget an engine that is gone."""
         self._given.pop(engine, None)
         self._running = {name: one for name, one in self._running.items() if one[0] != engine}
         for block in [block for block, having in self._engines_of.items() if engine in having]:

@@ -32,19 +32,7 @@ _LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class BatchSavepoint(NamedTuple):
-    """What a :class:`Batch` needs to return to an earlier state.
-
-    Parameters
-    ----------
-    slots : list of SlotState (A,)
-        Which were active.
-    states : list of SlotSavepoint (A,)
-        What they held.
-    lengths : tuple of int (A,)
-        Their lengths in the cache.
-    state_changes : int
-        Which states they had.
-    """
+    """What a :class:`Batch` needs to return to an earlier state."""
 
     slots: list[SlotState]
     states: list[SlotSavepoint]
@@ -60,23 +48,7 @@ class _Verified(NamedTuple):
 
 
 class Batch:
-    """The active slots of a session, and the steps that add to them.
-
-    Parameters
-    ----------
-    steps : StepExecutor
-        Runs the enqueues. Its cache is changed through this object only.
-    prompt_cache : PromptCache
-        Over the same cache.
-
-    Notes
-    -----
-    Each method that changes something is atomic unless it says otherwise: if it raises or is interrupted, the lengths of the cache
-    and the slots are as before the call. Token ids were checked by the caller.
-
-    States after a step cannot return to those before it once another step follows. If a call of more steps than one fails, or one behind
-    which a step ahead was enqueued, the sequences are dropped instead: no slot is active.
-    """
+    """The active slots of a session, and the steps that add to them."""
 
     def __init__(self, steps: StepExecutor, prompt_cache: PromptCache) -> None:
         self._steps = steps
@@ -132,13 +104,7 @@ class Batch:
     # --- checks: nothing is changed ---
 
     def checked_lengths(self) -> tuple[int, ...]:
-        """Return the lengths of the cache.
-
-        Raises
-        ------
-        RangeError
-            They are not those of the slots: the cache was changed outside the session.
-        """
+        """Return the lengths of the cache."""
         lengths = self._cache.host_kv_cache_lengths
         known = tuple(self.held)
         if known != lengths:
@@ -149,24 +115,7 @@ class Batch:
         return lengths
 
     def check_prompts(self, prompts: Rows, *, reuse: bool = False, queued: bool = False) -> None:
-        """Check that prompts can start new sequences.
-
-        Parameters
-        ----------
-        prompts : sequence of sequence of int (n,)
-            Token ids of each prompt.
-        reuse : bool
-            Whether each is for the active slot of the same index.
-        queued : bool
-            Whether there may be more prompts than slots.
-
-        Raises
-        ------
-        ShapeError
-            Too many or no prompts, an empty one, or with ``reuse`` not one for each active slot.
-        CapacityError
-            A prompt is longer than a slot.
-        """
+        """Check that prompts can start new sequences."""
         slots = self._cache.max_batch_size
         if queued and not prompts:
             raise ShapeError("prompts: expected at least one, got none.")
@@ -180,15 +129,7 @@ class Batch:
             self._check_one_each("prompts", len(prompts))
 
     def check_turns(self, turns: Rows) -> None:
-        """Check that turns can follow what the active slots hold and what is pending.
-
-        Raises
-        ------
-        ShapeError
-            Not one for each active slot, or an empty one.
-        CapacityError
-            A slot has no room for its turn.
-        """
+        """Check that turns can follow what the active slots hold and what is pending."""
         lengths = self._check_one_each("prompts", len(turns))
         _check_not_empty(turns)
         self.check_room(lengths, self._after_pending(turns))
@@ -223,13 +164,7 @@ class Batch:
         return self._savepoint_at(self._cache.host_kv_cache_lengths)
 
     def rollback(self, savepoint: BatchSavepoint) -> None:
-        """Return to the state at ``savepoint``: the lengths of the cache and the slots. Nothing is run again.
-
-        Notes
-        -----
-        K and V of the tokens that a slot held at the savepoint are still there, unless a compaction has moved another slot over it:
-        rows are only ever written behind the committed length. Where states are gone, no slot is active afterwards.
-        """
+        """Return to the state at ``savepoint``: the lengths of the cache and the slots. Nothing is run again."""
         has_states = self._steps.restore_states(savepoint.state_changes) or not any(savepoint.lengths)
         lengths = savepoint.lengths if has_states else ()
         self._slots = savepoint.slots[: len(lengths)]
@@ -239,13 +174,7 @@ class Batch:
             self._cache.reset_for_new_sequences(lengths, stream=self._steps.stream)
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Return a context manager that rolls back if its block raises or is interrupted.
-
-        Raises
-        ------
-        RangeError
-            See :meth:`checked_lengths`.
-        """
+        """Return a context manager that rolls back if its block raises or is interrupted."""
         return self._rollback_to(self._savepoint_at(self.checked_lengths()))
 
     def _savepoint_at(self, lengths: tuple[int, ...]) -> BatchSavepoint:
@@ -268,17 +197,7 @@ class Batch:
         self._reset([])
 
     def add(self, prompts: Rows, samplers: Sequence[SamplerPosition], *, anew: Sequence[bool] | None = None) -> None:
-        """Make more slots active behind the others, each with what the prompt cache has of its prompt.
-
-        Parameters
-        ----------
-        prompts : sequence of sequence of int (n,)
-            The whole prompts; nothing of them is run here.
-        samplers : sequence of SamplerPosition (n,)
-            Of the requests.
-        anew : sequence of bool (n,), optional
-            Which of them get nothing from the prompt cache, because the logits of all their tokens are wanted. None if left out.
-        """
+        """Make more slots active behind the others, each with what the prompt cache has of its prompt."""
         first = len(self._slots)
         sought = [()] * first + [() if new else row for row, new in zip(prompts, anew or repeat(False), strict=False)]
         with self.transaction():
@@ -287,21 +206,7 @@ class Batch:
             self._restore({slot: match for slot, row in enumerate(sought) if row and (match := self._prompt_cache.find(row))})
 
     def copy_tokens(self, source: int, lengths: Mapping[int, int]) -> None:
-        """Copy the first tokens of a slot to others, over what these hold. Nothing is run.
-
-        Parameters
-        ----------
-        source : int
-            An active slot.
-        lengths : mapping of int to int
-            For each slot that gets them how many: more than it holds, and at most those of ``source``, with states exactly those. What it
-            holds is their beginning.
-
-        Raises
-        ------
-        CapacityError
-            There is no room for the copy that lies between the slots. Nothing was changed.
-        """
+        """Copy the first tokens of a slot to others, over what these hold. Nothing is run."""
         stream, tokens = self._steps.stream, self._slots[source].tokens
         copy = SlotCopy.capture(self._cache, source, max(lengths.values()), stream=stream)
         increments = [0] * len(self._slots)
@@ -318,13 +223,7 @@ class Batch:
 
     @nvtx_range("compaction")
     def compact(self, mapping: Sequence[int]) -> None:
-        """Drop and move slots. The moves cannot be rolled back: a dropped slot may have been overwritten.
-
-        Parameters
-        ----------
-        mapping : sequence of int (A,)
-            New slot of each slot, or -1 to drop it.
-        """
+        """Drop and move slots. The moves cannot be rolled back: a dropped slot may have been overwritten."""
         kept = sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)
         with self.transaction():
             self._steps.note_state_change()
@@ -334,29 +233,7 @@ class Batch:
     # --- sequences ---
 
     def start(self, prompts: Rows, *, reuse: bool = False) -> Logits:
-        """Start new sequences and run their prompts.
-
-        Parameters
-        ----------
-        prompts : sequence of sequence of int (n,)
-            Checked with :meth:`check_prompts`.
-        reuse : bool
-            Keep what each slot already holds of its prompt.
-
-        Returns
-        -------
-        ndarray float32 ``[n, vocab]``
-            On the host: the logits at the last token of each prompt.
-
-        Raises
-        ------
-        ShapeError, LayoutError, BindingError
-            Nothing was changed.
-
-        Notes
-        -----
-        Not atomic once the first chunk runs: if a later one fails, the slots hold what the chunks before it have run.
-        """
+        """Start new sequences and run their prompts."""
         kept = [0] * len(prompts)
         if reuse:
             self._check_one_each("prompts", len(prompts))  # the batch may have changed since the prompts were checked
@@ -390,23 +267,7 @@ class Batch:
         return 0 if self._steps.has_states and count < len(held) else count
 
     def append(self, turns: Rows) -> Logits:
-        """Run new tokens of the active slots, after their pending ones.
-
-        Parameters
-        ----------
-        turns : sequence of sequence of int (A,)
-            Empty for a slot that gets nothing.
-
-        Returns
-        -------
-        ndarray float32 ``[A, vocab]``
-            On the host: the logits at the last new token of each slot; NaN for a slot that got nothing.
-
-        Raises
-        ------
-        ShapeError, CapacityError, LayoutError, BindingError
-            Nothing was changed.
-        """
+        """Run new tokens of the active slots, after their pending ones."""
         lengths = self._check_one_each("turns", len(turns))
         rows = self._after_pending(turns)
         self.check_room(lengths, rows)
@@ -416,29 +277,7 @@ class Batch:
 
     @nvtx_range("decode")
     def decode(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> Logits:
-        """Run one token of every active slot in one enqueue.
-
-        Parameters
-        ----------
-        tokens : sequence of int (A,)
-            They take the place of pending ones.
-        going : sequence of bool (A,), optional
-            False for an idle slot: its sequence has ended, its row is computed but not committed. All take part if left out.
-
-        Returns
-        -------
-        ndarray float32 ``[A, vocab]``
-            On the host. The next step overwrites it.
-
-        Raises
-        ------
-        ShapeError, CapacityError
-            Nothing was changed.
-
-        Notes
-        -----
-        Reads the lengths of the cache once, allocates no device memory, waits once (for the logits), and does nothing per layer.
-        """
+        """Run one token of every active slot in one enqueue."""
         started = time.perf_counter()
         with self.decode_transaction(tokens, going):
             self.enqueue(tokens, going)
@@ -448,20 +287,7 @@ class Batch:
         return logits
 
     def decode_transaction(self, tokens: Sequence[int], going: Sequence[bool] | None) -> AbstractContextManager[None]:
-        """Check that one token of every active slot can be run, and return a :meth:`transaction` in which to do so.
-
-        The last token of a full idle slot becomes pending before: the enqueue writes a row in its place, which no rollback brings back.
-
-        Parameters
-        ----------
-        tokens, going : sequence (A,)
-            As for :meth:`decode`.
-
-        Raises
-        ------
-        ShapeError, CapacityError
-            Nothing was changed.
-        """
+        """Check that one token of every active slot can be run, and return a :meth:`transaction` in which to do so."""
         lengths = self._check_one_each("tokens", len(tokens))
         if max(lengths, default=0) >= self.max_sequence_length:
             going = going or [True] * len(tokens)
@@ -481,38 +307,14 @@ class Batch:
                 slot.extend((token,))
 
     def count_step(self, going: Sequence[bool] | None, started: float) -> None:
-        """Count a decode step in the statistics.
-
-        Parameters
-        ----------
-        going : sequence of bool (A,), optional
-            As for :meth:`decode`.
-        started : float
-            When it began, by ``time.perf_counter``.
-        """
+        """Count a decode step in the statistics."""
         self._counters.decode_steps += 1
         self._counters.decode_tokens += len(self._slots) if going is None else sum(going)
         self._counters.decode_seconds += time.perf_counter() - started
 
     @nvtx_range("prefill")
     def prefill(self, rows: Rows, chunks: Sequence[Chunk], *, receive: Callable[[int, Logits], object] | None = None) -> Logits:
-        """Run new tokens in chunks. Each chunk is atomic, the call as a whole is not.
-
-        Parameters
-        ----------
-        rows : sequence of sequence of int (A,)
-            All that the chunks take, per slot.
-        chunks : sequence of Chunk
-            Of :meth:`plan_prefill`, or the first of them.
-        receive : callable, optional
-            Called as ``receive(slot, logits)`` with the logits ``[k, vocab]`` of all k tokens that a chunk has run of a slot. The next
-            chunk overwrites them. Then the chunks are those of :meth:`plan_prefill` with ``every_logit``.
-
-        Returns
-        -------
-        ndarray float32 ``[A, vocab]``
-            On the host. The logits of a slot come from the chunk in which its tokens end; NaN for a slot whose tokens do not end.
-        """
+        """Run new tokens in chunks. Each chunk is atomic, the call as a whole is not."""
         started = time.perf_counter()
         logits = np.full((len(rows), self._steps.plan.vocab_size), np.nan, np.float32)
         done = [0] * len(rows)
@@ -530,25 +332,7 @@ class Batch:
         return logits
 
     def start_every_logit(self, prompts: Rows) -> Iterator[tuple[int, Logits]]:
-        """Start new sequences, run their prompts, and yield the logits of all their tokens, chunk by chunk.
-
-        Parameters
-        ----------
-        prompts : sequence of sequence of int (n,)
-            Checked with :meth:`check_prompts`. Nothing is taken from the prompt cache, which has no logits.
-
-        Yields
-        ------
-        slot : int
-            Whose they are.
-        logits : ndarray float32 ``[k, vocab]``
-            Of the next k tokens of the slot. On the host; the next chunk overwrites them.
-
-        Raises
-        ------
-        LayoutError, BindingError
-            Nothing was changed.
-        """
+        """Start new sequences, run their prompts, and yield the logits of all their tokens, chunk by chunk."""
         chunks = self._steps.plan_prefill([0] * len(prompts), [len(row) for row in prompts], every_logit=True)
         self._reset([0] * len(prompts))
         for chunk, parts in _parts_of(prompts, chunks):
@@ -561,28 +345,7 @@ class Batch:
 
     @nvtx_range("verify")
     def verify(self, rows: Rows) -> Logits:
-        """Run tokens of the active slots and return the logits of all of them. The slots do not hold them before :meth:`accept`.
-
-        Parameters
-        ----------
-        rows : sequence of sequence of int (A,)
-            Empty for a slot that is idle.
-
-        Returns
-        -------
-        ndarray float32 ``[A, m, vocab]``
-            On the host; m is the number of tokens of the longest row. NaN behind the tokens of shorter ones.
-
-        Raises
-        ------
-        ShapeError, CapacityError, LayoutError, BindingError
-            Nothing was changed.
-
-        Notes
-        -----
-        One enqueue, whose rows of K and V lie behind the committed lengths. Where a slot is so full that the padding of its row has no
-        room, there are several; their lengths are committed for one another and set back. States cannot be set back: this is refused.
-        """
+        """Run tokens of the active slots and return the logits of all of them. The slots do not hold them before :meth:`accept`."""
         started = time.perf_counter()
         lengths = self._check_one_each("tokens", len(rows))
         self.check_room(lengths, rows)
@@ -611,20 +374,7 @@ class Batch:
         return found
 
     def accept(self, counts: Sequence[int]) -> None:
-        """Commit the first tokens that the last :meth:`verify` has run, and drop the others.
-
-        Where only some tokens of a row are kept, the states after them are not known: then they are run again.
-
-        Parameters
-        ----------
-        counts : sequence of int (A,)
-            How many of each slot.
-
-        Raises
-        ------
-        ShapeError, RangeError
-            Nothing was changed.
-        """
+        """Commit the first tokens that the last :meth:`verify` has run, and drop the others."""
         verified = self._verified
         if verified is None or verified.changes != self.changes:
             raise RangeError("accept: expected a verify before it, and no other change of the sequences since. Call verify again.")
@@ -661,24 +411,7 @@ class Batch:
             self._slots = [_slot_of(snapshot) for snapshot in snapshots]
 
     def resume(self, snapshots: Sequence[Snapshot], kept: Sequence[int], rows: Rows, chunks: Sequence[Chunk]) -> Logits:
-        """Start new sequences from snapshots, keep so many tokens of each, and run those that follow.
-
-        Parameters
-        ----------
-        snapshots : sequence of Snapshot (n,)
-            Checked to fit.
-        kept : sequence of int (n,)
-            Tokens of each that stay.
-        rows : sequence of sequence of int (n,)
-            The tokens to run.
-        chunks : sequence of Chunk
-            Of :meth:`plan_prefill` for ``kept`` and ``rows``.
-
-        Returns
-        -------
-        ndarray float32 ``[n, vocab]``
-            On the host: the logits at the last token of each slot.
-        """
+        """Start new sequences from snapshots, keep so many tokens of each, and run those that follow."""
         self.load(snapshots)
         for slot, length in enumerate(kept):
             if length < len(self._slots[slot].tokens):
@@ -711,18 +444,7 @@ class Batch:
         return self._steps.has_states and self._prompt_cache.max_bytes > 0
 
     def parting(self, tokens: TokenArray) -> int:
-        """Return after how many tokens a sequence parts from the most alike one in the prompt cache, if that can be of use to a third one.
-
-        Parameters
-        ----------
-        tokens : ndarray int32 (n,)
-            On the host.
-
-        Returns
-        -------
-        int
-            0 without states: what the prompt cache holds can be used up to any token.
-        """
+        """Return the length of the longest common prefix with a cached prompt, where states at it can serve a third prompt."""
         if not self.remembers_before_last:
             return 0
         return max((common_prefix(tokens, entry.tokens) for entry in self._prompt_cache.entries), default=0)

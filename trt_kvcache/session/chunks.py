@@ -16,22 +16,7 @@ _MIN_WIDTH_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Chunk:
-    """One enqueue over a contiguous run of slots.
-
-    Parameters
-    ----------
-    first : int
-        The slot that the run starts at.
-    takes : tuple of int
-        New tokens of each slot of the run; 0 for a slot that gets nothing: its rows are computed but not committed.
-
-    Examples
-    --------
-    >>> from trt_kvcache.session.chunks import Chunk
-    >>> chunk = Chunk(first=1, takes=(4, 2))
-    >>> chunk.count, chunk.end, chunk.width
-    (2, 3, 4)
-    """
+    """One enqueue over a contiguous run of slots."""
 
     first: int
     takes: tuple[int, ...]
@@ -60,35 +45,7 @@ def plan_chunks(
     max_sequence_length: int,
     can_start_at: Callable[[int], bool] = lambda slot: True,
 ) -> list[Chunk]:
-    """Cut tokens into enqueues.
-
-    Parameters
-    ----------
-    lengths, remaining : sequence of int (A,)
-        Tokens in the cache, and tokens to be run, per active slot; ``length + remaining <= S``.
-    max_width : int
-        Most tokens per slot that the engine accepts in one enqueue.
-    max_sequence_length : int
-        S.
-    can_start_at : callable
-        Tells whether an enqueue may start at a slot other than 0 (alignment of its address).
-
-    Returns
-    -------
-    list of Chunk
-        To be run in this order. Empty if nothing remains.
-
-    Raises
-    ------
-    LayoutError
-        A slot cannot be reached: one before it is full, and no enqueue may start between the two.
-
-    Examples
-    --------
-    >>> from trt_kvcache.session.chunks import plan_chunks
-    >>> plan_chunks([0, 0], [6, 3], max_width=4, max_sequence_length=16)
-    [Chunk(first=0, takes=(4, 3)), Chunk(first=0, takes=(2,))]
-    """
+    """Cut tokens into enqueues."""
     planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at)
     chunks: list[Chunk] = []
     while any(planner.remaining):

@@ -21,33 +21,7 @@ def generate_tokens(
     *,
     check_open: Callable[[], None],
 ) -> Generator[GeneratedToken, None, None]:
-    """Yield the tokens of requests that have one slot each.
-
-    Parameters
-    ----------
-    batch : Batch
-        A token that was handed out is in the cache or pending there, whenever the iterator is left.
-    token_steps : TokenSteps
-        Over ``batch``.
-    requests : sequence of Request (A,)
-        In the order of the slots.
-    prefill : callable
-        Called first. Fills the slots and returns the logits at their last tokens, float32 ``[A, vocab]`` on the host.
-    check_open : callable
-        Raises if the session is closed.
-
-    Yields
-    ------
-    GeneratedToken
-        In the order of the slots, one for each request that has not ended, then the next ones.
-
-    Raises
-    ------
-    ClosedError
-        The session is closed, or another call has changed the batch since the last token.
-    EngineError, ProcessorError
-        A token cannot be chosen. What the slots hold is as before the step: its tokens are pending.
-    """
+    """Yield the tokens of requests that have one slot each."""
     check_open()
     logits = prefill()
     for slot, request in enumerate(requests):
@@ -74,29 +48,7 @@ def generate_tokens(
 def generate_queued(
     batch: Batch, queue: RequestQueue, requests: Sequence[Request], *, check_open: Callable[[], None]
 ) -> Generator[GeneratedToken, None, None]:
-    """Yield the tokens of more requests than there are slots.
-
-    Parameters
-    ----------
-    batch : Batch
-        Its slots are those of the requests until all have ended; then none is active.
-    queue : RequestQueue
-        Over ``batch``, empty.
-    requests : sequence of Request (n,)
-        They get slots in this order.
-    check_open : callable
-        Raises if the session is closed.
-
-    Yields
-    ------
-    GeneratedToken
-        Step by step: one for each request that has advanced by a token, in the order of the requests.
-
-    Raises
-    ------
-    ClosedError
-        The session is closed, or another call has changed the batch since the last token.
-    """
+    """Yield the tokens of more requests than there are slots."""
     check_open()
     handles = [queue.submit(request) for request in requests]
     seen = [0] * len(handles)

@@ -25,29 +25,7 @@ _KV_SCALES = ("k_scale", "v_scale")
 
 @contextmanager
 def model_headers(path_or_hub_id: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a folder from which everything of a model can be read but the values of its weights.
-
-    Parameters
-    ----------
-    path_or_hub_id : path or str
-        As for :func:`~trt_kvcache.session.model_location.locate_model`, with its errors.
-
-    Yields
-    ------
-    Path
-        A folder that is here, or a model of the Hub that was downloaded, is itself. Of another model of the Hub it is a temporary folder
-        whose files of weights have their headers and holes: some hundred kilobytes are downloaded.
-
-    Raises
-    ------
-    CheckpointError
-        The Hub has the model, and its weights are not in safetensors.
-
-    Warns
-    -----
-    UserWarning
-        The headers cannot be downloaded. The folder has no weights then.
-    """
+    """Yield a folder from which everything of a model can be read but the values of its weights."""
     path = expanded(path_or_hub_id)
     snapshot = locate_model(path_or_hub_id, files=_FILES_WITHOUT_WEIGHTS)
     if path.exists() or _has_weights(snapshot):

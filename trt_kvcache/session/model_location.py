@@ -25,45 +25,12 @@ _HUB_ID = re.compile(rf"{_PART}/{_PART}")
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return a path with ``~`` replaced by the home folder.
-
-    Parameters
-    ----------
-    path : path
-        Need not exist.
-
-    Returns
-    -------
-    Path
-        The same one where it does not begin with ``~``.
-    """
+    """Return a path with ``~`` replaced by the home folder."""
     return Path(os.path.expanduser(os.fspath(path)))
 
 
 def locate_model(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, files: Sequence[str] = NEEDED_FILES) -> Path:
-    """Return the folder of a model or an engine; a model of the Hugging Face Hub is downloaded first.
-
-    Parameters
-    ----------
-    path_or_hub_id : path or str
-        A folder, or a text ``organisation/name``. A folder of that name takes precedence, and the network is not used then.
-    revision : str, optional
-        Branch, tag or commit on the Hub; for a Hub id only.
-    files : sequence of str
-        Names of the files to download, with ``*`` as in a shell.
-
-    Returns
-    -------
-    Path
-        A folder that exists.
-
-    Raises
-    ------
-    CheckpointError
-        There is no such folder, and the Hub has no such model or cannot be reached.
-    ConfigError
-        ``revision`` for a folder, or ``huggingface_hub`` is not installed.
-    """
+    """Return the folder of a model or an engine; a model of the Hugging Face Hub is downloaded first."""
     path = expanded(path_or_hub_id)
     if path.exists():
         if revision is not None:

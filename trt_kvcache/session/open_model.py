@@ -84,29 +84,7 @@ class SessionParts:
 
 
 def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
-    """Open an engine folder.
-
-    Parameters
-    ----------
-    path : path
-        Made by ``trt-kvcache build`` or :func:`trt_kvcache.build_engine`.
-    options : SessionOptions
-        Without those that the build has fixed.
-    progress : callable, optional
-        Called as ``progress(stage, fraction)`` during long work.
-
-    Returns
-    -------
-    SessionParts
-        The caller's to close.
-
-    Raises
-    ------
-    ConfigError
-        An option is given that the build has fixed, or the folder is damaged or newer.
-    CheckpointError, EngineError, CudaError
-        The checkpoint is gone or changed, or the engine cannot run.
-    """
+    """Open an engine folder."""
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
@@ -141,29 +119,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
 
 
 def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
-    """Open a Hugging Face folder, without an engine folder.
-
-    Parameters
-    ----------
-    path : path
-        ``config.json``, ``model.safetensors`` and, for text, ``tokenizer.json``.
-    options : SessionOptions
-        Sizes that are left out are taken from the model.
-    progress : callable, optional
-        Called as ``progress(stage, fraction)`` during long work.
-
-    Returns
-    -------
-    SessionParts
-        The caller's to close.
-
-    Raises
-    ------
-    ConfigError
-        The model is not supported with these options.
-    CheckpointError, BuildError, EngineError, CudaError
-        The checkpoint is damaged or not supported, or an engine cannot be built or run.
-    """
+    """Open a Hugging Face folder, without an engine folder."""
     place = expanded(path)
     if is_engine_folder(place):
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
@@ -205,20 +161,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
 
 
 def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
-    """Return why TensorRT cannot run engines here, or None if it can.
-
-    Parameters
-    ----------
-    flavour : {"auto", "tensorrt", "tensorrt_rtx"}
-        Which TensorRT; it is imported if there is a GPU.
-    device : int
-        Index of the CUDA device.
-
-    Returns
-    -------
-    str or None
-        No GPU, or TensorRT is not installed.
-    """
+    """Return why TensorRT cannot run engines here, or None if it can."""
     reason = find_gpu(device)
     if reason is None:
         try:
@@ -229,13 +172,7 @@ def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
 
 
 def why_no_torch() -> str | None:
-    """Return why PyTorch cannot be used, or None if it can. Imports it.
-
-    Returns
-    -------
-    str or None
-        It is not installed, or cannot be imported.
-    """
+    """Return why PyTorch cannot be used, or None if it can. Imports it."""
     try:
         _torch_engine()
     except (ModuleNotFoundError, EngineError) as error:

@@ -16,15 +16,7 @@ from trt_kvcache.session.request_handle import RequestHandle, RequestStage, Requ
 
 
 class SharedPrompt(NamedTuple):
-    """Tokens at the start of a prompt that are copied from the slot of another request instead of being run.
-
-    Parameters
-    ----------
-    source : QueuedRequest
-        Whose slot holds them, or will.
-    length : int
-        How many. All tokens of both prompts, or fewer than this one has.
-    """
+    """Tokens at the start of a prompt that are copied from the slot of another request instead of being run."""
 
     source: QueuedRequest
     length: int
@@ -36,19 +28,7 @@ QueuedSavepoint = tuple[RequestStage, str, tuple[int, SharedPrompt | None], tupl
 
 
 class QueuedRequest:
-    """One submitted request in the queue: where it is, what it has generated, and how it goes on.
-
-    Parameters
-    ----------
-    request : Request
-        Its prompt, without tokens so far. Its index is how many prompts were submitted before.
-    prompt_logprobs : int, optional
-        Score the prompt, with so many of the most likely tokens at each place.
-    client : str
-        Whose request it is.
-    waiting : Turns
-        Where it is to wait for a slot.
-    """
+    """One submitted request in the queue: where it is, what it has generated, and how it goes on."""
 
     def __init__(self, request: Request, *, client: str, waiting: Turns[QueuedRequest], prompt_logprobs: int | None = None) -> None:
         #: What chooses its tokens.
@@ -135,15 +115,7 @@ class QueuedRequest:
         self.request.prepare()
 
     def take_prompt_logits(self, held: int, logits: np.ndarray[Any, Any]) -> None:
-        """Score the tokens of the prompt that follow those whose logits are there.
-
-        Parameters
-        ----------
-        held : int
-            Tokens in front of them.
-        logits : ndarray float32 ``[k, vocab]``
-            On the host.
-        """
+        """Score the tokens of the prompt that follow those whose logits are there."""
         assert self._prompt_logprobs is not None
         for row, token in zip(logits, self.request.prompt[held + 1 :], strict=False):
             check_logits(row)

@@ -28,26 +28,7 @@ _LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class RequestQueue:
-    """Prompts that wait for a slot, and those that have one. Clients take turns; of one client, first in, first out.
-
-    Parameters
-    ----------
-    steps : StepExecutor
-        Of the session.
-    batch : Batch
-        Of the session. While requests run, its slots are theirs, in the same order.
-    token_steps : TokenSteps
-        Over ``batch``.
-
-    Notes
-    -----
-    If anything else has changed the batch since the last step, requests that had a slot return to the front of the queue, and their
-    prompt and tokens are run again.
-
-    Turns are counted in slots, not in tokens: nobody knows how long an answer will be, and a slot gives a token in each step, so that
-    clients with as many slots get as many tokens. A free slot is for the client that has the fewest: see
-    :class:`~trt_kvcache._util.turns.Turns`.
-    """
+    """Prompts that wait for a slot, and those that have one. Clients take turns; of one client, first in, first out."""
 
     def __init__(self, steps: StepExecutor, batch: Batch, token_steps: TokenSteps) -> None:
         self._steps = steps
@@ -82,27 +63,7 @@ class RequestQueue:
         return self._waiting.num_clients
 
     def submit(self, request: Request, *, prompt_logprobs: int | None = None, client: str = "") -> RequestHandle:
-        """Put a request at the end of its client's line.
-
-        Parameters
-        ----------
-        request : Request
-            Without tokens so far; its prompt fits into a slot.
-        prompt_logprobs : int, optional
-            Score the prompt, with so many of the most likely tokens at each place. The engine has the logits of several tokens per slot.
-        client : str
-            Whose request it is.
-
-        Returns
-        -------
-        RequestHandle
-            In the state ``"queued"``. Its index is the number of requests that were submitted to this queue before.
-
-        Raises
-        ------
-        BindingError
-            The engine does not accept every number of slots. Nothing was changed.
-        """
+        """Put a request at the end of its client's line."""
         self._steps.check_all_batch_sizes()
         request.index = self._num_submitted
         queued = QueuedRequest(request, prompt_logprobs=prompt_logprobs, client=client, waiting=self._waiting)
@@ -115,18 +76,7 @@ class RequestQueue:
         return queued.handle
 
     def step(self) -> list[RequestHandle]:
-        """Advance each request by one token, or by one chunk of its prompt.
-
-        Returns
-        -------
-        list of RequestHandle
-            Those that have advanced or wait for a logits processor, in the order in which they were submitted; empty if all have ended.
-
-        Raises
-        ------
-        EngineError, CudaError, RangeError
-            Requests and queue are as before the step, which can be repeated. Slots of ended requests may have been freed.
-        """
+        """Advance each request by one token, or by one chunk of its prompt."""
         self._free_slots()
         running, admitted = self._running, self._next_waiting()
         if not running and not admitted:
@@ -258,11 +208,7 @@ class RequestQueue:
             self._shared_prompts.assign(slot, self._running, range(slot))
 
     def _prefill(self) -> list[QueuedRequest]:
-        """Run one chunk of every prompt that is not in its slot yet, and return the requests that have advanced.
-
-        Prompts that are scored go on their own: the others get the logits that they get without them. Together only where that could make a
-        slot full in front of another that cannot be reached then.
-        """
+        """Run one chunk of every prompt that is not in its slot yet, and return the requests that have advanced."""
         self._shared_prompts.take(self._running)
         scored = [queued.state == "prefilling" and queued.is_scored for queued in self._running]
         if not any(scored):

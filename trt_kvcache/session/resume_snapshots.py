@@ -15,31 +15,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def read_snapshots(paths: Paths, cache: AnyCache, model: ModelIdentity) -> list[Snapshot]:
-    """Read snapshots that are to fill the first slots of a cache.
-
-    Parameters
-    ----------
-    paths : path, or sequence of paths (n,)
-        ``1 <= n <= B``.
-    cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        Where they will be restored. Not changed.
-    model : ModelIdentity
-        The model that runs on the cache.
-
-    Returns
-    -------
-    list of Snapshot (n,)
-        On the host.
-
-    Raises
-    ------
-    SnapshotError
-        A file is not a snapshot, damaged, of another model, or of another cache.
-    ShapeError
-        Not paths, no file, or more files than slots.
-    CapacityError
-        A snapshot holds more tokens than a slot of this cache.
-    """
+    """Read snapshots that are to fill the first slots of a cache."""
     each = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not isinstance(each, Sequence) or not all(isinstance(path, str | os.PathLike) for path in each):
         raise ShapeError(f"snapshots: expected a path or a sequence of paths, got {paths!r}.")
@@ -58,25 +34,7 @@ def read_snapshots(paths: Paths, cache: AnyCache, model: ModelIdentity) -> list[
 
 
 def next_tokens(snapshot: Snapshot) -> tuple[int, list[int]]:
-    """Return what to do with a snapshot to get logits to continue from.
-
-    Parameters
-    ----------
-    snapshot : Snapshot
-        To be continued.
-
-    Returns
-    -------
-    int
-        How many of its tokens to keep.
-    list of int
-        The tokens to run after them.
-
-    Raises
-    ------
-    ShapeError
-        It is empty, or it has no pending token and recurrent states, which cannot return to the token before the last.
-    """
+    """Return what to do with a snapshot to get logits to continue from."""
     if snapshot.pending:
         return len(snapshot.tokens), list(snapshot.pending)
     if not snapshot.tokens or snapshot.slot_format.has_states:

@@ -9,33 +9,7 @@ from trt_kvcache.session.batch import Batch, Rows
 
 
 def score_prompts(batch: Batch, prompts: Rows, *, slots: int, top_logprobs: int) -> list[PromptScore]:
-    """Score prompts, as many at a time as there are slots.
-
-    Parameters
-    ----------
-    batch : Batch
-        None of its slots is active afterwards.
-    prompts : sequence of sequence of int (n,)
-        Checked with :meth:`Batch.check_prompts`.
-    slots : int
-        Slots of the cache.
-    top_logprobs : int
-        How many of the most likely tokens to report at each place; 0 for none.
-
-    Returns
-    -------
-    list of PromptScore (n,)
-        In the order of the prompts.
-
-    Raises
-    ------
-    EngineError
-        The engine failed, or its logits are NaN.
-
-    Notes
-    -----
-    Prompts of similar length share an enqueue, so that little of it is padding. The last token of a prompt is not run: nothing follows it.
-    """
+    """Score prompts, as many at a time as there are slots."""
     found: list[PromptScore | None] = [None] * len(prompts)
     by_length = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     try:

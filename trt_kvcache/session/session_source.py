@@ -74,25 +74,7 @@ class SessionSource:
         return SessionSource(self.folder if folder is None else folder, **{**vars(self.options), **options})
 
     def __call__(self, progress: Progress | None = None) -> InferenceSession:
-        """Open a session.
-
-        Parameters
-        ----------
-        progress : callable, optional
-            Called as ``progress(stage, fraction)`` during long work.
-
-        Returns
-        -------
-        InferenceSession
-            The caller's to close.
-
-        Raises
-        ------
-        ConfigError
-            An option was given that an engine folder has fixed at its build.
-        ConfigError, CheckpointError, BuildError, EngineError, CudaError
-            As ``InferenceSession.open`` and ``InferenceSession.from_model``.
-        """
+        """Open a session."""
         folder = locate_model(self.folder)
         given = {name: value for name, value in vars(self.options).items() if value is not None}
         if is_engine_folder(folder):

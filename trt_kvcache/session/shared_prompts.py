@@ -18,42 +18,14 @@ _LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class SharedPrompts:
-    """Chooses prompts that wait for what another one runs, and copies it into their slots.
-
-    Of two prompts that begin alike, the later one waits in its slot while the earlier one runs what they share; K and V of that are then
-    copied. Of two that are equal, nothing of the later one runs: its first token is chosen from the logits of the earlier one. A prompt
-    that waits is never waited for.
-
-    Parameters
-    ----------
-    steps : StepExecutor
-        Of the session.
-    batch : Batch
-        Of the session.
-
-    Notes
-    -----
-    States are those after the last token of a slot, so with recurrent layers the earlier prompt stops where they part, and what it has run
-    beyond that cannot be shared any more. It stops as well where it parts from one that the prompt cache holds: so that has what the next
-    prompt needs which begins alike, such as with the same system message. Prompts that are scored run alone.
-    """
+    """Chooses prompts that wait for what another one runs, and copies it into their slots."""
 
     def __init__(self, steps: StepExecutor, batch: Batch) -> None:
         self._steps = steps
         self._batch = batch
 
     def assign(self, slot: int, running: Sequence[QueuedRequest], others: Iterable[int]) -> None:
-        """Decide whether the prompt in a slot waits for another one, and for which.
-
-        Parameters
-        ----------
-        slot : int
-            Its request is prefilling.
-        running : sequence of QueuedRequest (A,)
-            The requests that have a slot, by slot.
-        others : iterable of int
-            Slots of requests of which it is decided whether they wait.
-        """
+        """Decide whether the prompt in a slot waits for another one, and for which."""
         queued, held = running[slot], self._batch.held
         queued.shared = None
         row = np.asarray(queued.row)
@@ -80,22 +52,7 @@ class SharedPrompts:
         return all(map(self._steps.plan.can_start_at, range(self._steps.cache.max_batch_size)))
 
     def stop(self, source: QueuedRequest, running: Sequence[QueuedRequest], held: int) -> int:
-        """Return up to how many tokens a prompt is to run now, so that those that wait for it, and the prompt cache, can take its states.
-
-        Parameters
-        ----------
-        source : QueuedRequest
-            Whose prompt is to run.
-        running : sequence of QueuedRequest (A,)
-            The requests that have a slot, by slot.
-        held : int
-            Tokens that its slot holds.
-
-        Returns
-        -------
-        int
-            More than it holds.
-        """
+        """Return the length up to which a prompt runs now, so that waiting prompts and the prefix cache can take its states."""
         stops = [len(source.row)]
         if self._steps.has_states:
             if source.parting >= held + WORTH_SHARING:
@@ -104,13 +61,7 @@ class SharedPrompts:
         return min(stops)
 
     def take(self, running: Sequence[QueuedRequest]) -> None:
-        """Copy what has been run by now into the slots that wait for it. Inside a transaction.
-
-        Parameters
-        ----------
-        running : sequence of QueuedRequest (A,)
-            The requests that have a slot, by slot. One whose source has gone away waits for another, or is run.
-        """
+        """Copy what has been run by now into the slots that wait for it. Inside a transaction."""
         slots = {id(queued): slot for slot, queued in enumerate(running) if not queued.finished}
         for slot, shared in list(self._waiting(running)):
             if id(shared.source) not in slots:
@@ -125,20 +76,7 @@ class SharedPrompts:
             self._copy(source, wanted, running)
 
     def take_whole(self, source: int, running: Sequence[QueuedRequest]) -> list[int]:
-        """Copy a prompt that has just run whole into the slots of those that are equal. Inside a transaction.
-
-        Parameters
-        ----------
-        source : int
-            Its slot, which holds the prompt and no more.
-        running : sequence of QueuedRequest (A,)
-            The requests that have a slot, by slot.
-
-        Returns
-        -------
-        list of int
-            The slots that hold the whole prompt now, and need the logits at its last token.
-        """
+        """Copy a prompt that has just run whole into the slots of those that are equal. Inside a transaction."""
         length = len(running[source].row)
         equal = [
             slot

@@ -11,21 +11,7 @@ SlotSavepoint = tuple[list[int], tuple[int, ...], int, SamplerPosition | None, i
 
 
 class SlotState:
-    """What one active slot holds. Only :class:`~trt_kvcache.session.batch.Batch` makes and changes them.
-
-    Parameters
-    ----------
-    tokens : list of int
-        The tokens whose K and V the slot holds, as many as its length in the cache.
-    pending : tuple of int
-        Tokens that come next but are not in the cache yet: usually the one that was generated last.
-    reused : int
-        How many tokens at the start of the slot were not run for this sequence: they were kept, restored or loaded.
-    sampler : tuple of int, optional
-        Seed and counter of the request's sampler; None if its tokens are not chosen by this session.
-    generated : int
-        How many tokens at the end, pending ones included, its request has generated.
-    """
+    """What one active slot holds. Only :class:`~trt_kvcache.session.batch.Batch` makes and changes them."""
 
     __slots__ = ("generated", "pending", "reused", "sampler", "tokens")
 

@@ -17,33 +17,7 @@ from trt_kvcache.session.chunks import Chunk, plan_chunks
 
 
 class StepExecutor:
-    """Feeds tokens to an engine and commits their lengths.
-
-    Parameters
-    ----------
-    engine : Engine
-        Stays its owner's to close.
-    cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        In the engine's memory and layout; states have two buffers. Stays its owner's to close.
-    names : TensorNames
-        What the engine calls its tensors.
-
-    Raises
-    ------
-    BindingError, LayoutError, PlaceError
-        Engine and cache do not fit: see :class:`~trt_kvcache.engine.bindings.BindingPlan`.
-    ConfigError
-        The cache has one buffer of states: a step could not be repeated.
-
-    Notes
-    -----
-    Per step, on one stream: the enqueue reads the lengths, then the commit adds to them. A decode step neither allocates device memory
-    nor waits, and does nothing per layer. If a step raises, what it wrote lies behind the committed lengths; the caller restores the
-    lengths.
-
-    An enqueue reads the current states and writes the next ones, which the commit makes current. So states after a step that was not
-    committed are never read.
-    """
+    """Feeds tokens to an engine and commits their lengths."""
 
     def __init__(self, engine: Engine, cache: AnyCache, *, names: TensorNames = DEFAULT_NAMES) -> None:
         if cache.mamba_config is not None and not cache.mamba_config.ping_pong:
@@ -77,27 +51,7 @@ class StepExecutor:
         return self._recurrent is not None
 
     def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int], *, every_logit: bool = False) -> list[Chunk]:
-        """Cut new tokens into enqueues that the engine accepts.
-
-        Parameters
-        ----------
-        lengths, counts : sequence of int (A,)
-            Tokens that each slot holds, and new ones; ``length + count <= S``.
-        every_logit : bool
-            Whether the logits of all new tokens are wanted, instead of the last one of each slot.
-
-        Returns
-        -------
-        list of Chunk
-            To be run in this order.
-
-        Raises
-        ------
-        LayoutError
-            A slot cannot be reached by an aligned view.
-        BindingError
-            No optimisation profile covers one of the enqueues.
-        """
+        """Cut new tokens into enqueues that the engine accepts."""
         chunks = plan_chunks(
             lengths,
             counts,
@@ -110,57 +64,24 @@ class StepExecutor:
         return chunks
 
     def check_all_batch_sizes(self) -> None:
-        """Check that the engine accepts every number of slots, for a decode step and for the widest prefill.
-
-        Raises
-        ------
-        BindingError
-            No optimisation profile covers one of them.
-        """
+        """Check that the engine accepts every number of slots, for a decode step and for the widest prefill."""
         for count in range(1, self.cache.max_batch_size + 1):
             for width in (1, self.plan.max_width):
                 self.plan.profile_for(count, width)
 
     def enqueue_one_each(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> None:
-        """Enqueue one token for every active slot; nothing is committed. Does not wait.
-
-        Parameters
-        ----------
-        tokens : sequence of int (A,)
-            One for each active slot.
-        going : sequence of bool (A,), optional
-            False for an idle slot, whose states stay. All take part if left out.
-        """
+        """Enqueue one token for every active slot; nothing is committed. Does not wait."""
         self._buffers.write_one_token_each(tokens, stream=self.stream)
         self._take(0, [1] * len(tokens) if going is None else [int(goes) for goes in going])
         self.enqueue_next(len(tokens))
 
     def enqueue_next(self, count: int) -> None:
-        """Enqueue the tokens that are in :meth:`device_views`, one for every active slot; nothing is committed. Does not wait.
-
-        Parameters
-        ----------
-        count : int
-            Active slots; as many as in the last :meth:`enqueue_one_each`, and the same of them take part.
-        """
+        """Enqueue the tokens that are in :meth:`device_views`, one for every active slot; nothing is committed. Does not wait."""
         self.plan.prepare(0, count, 1, self._buffers)
         self._enqueue()
 
     def device_views(self, count: int) -> tuple[DeviceTensor, DeviceTensor]:
-        """Return what an enqueue of one token for each of so many slots reads and writes on the device.
-
-        Parameters
-        ----------
-        count : int
-            Active slots.
-
-        Returns
-        -------
-        DeviceTensor ``[count]``
-            The tokens: what :meth:`enqueue_next` runs.
-        DeviceTensor ``[count, vocab]``
-            The logits.
-        """
+        """Return what an enqueue of one token for each of so many slots reads and writes on the device."""
         return self._buffers.device_views(count)
 
     def _take(self, first: int, new_lengths: Sequence[int]) -> None:
@@ -175,17 +96,7 @@ class StepExecutor:
         self.engine.enqueue(self.stream)
 
     def run(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool) -> None:
-        """Enqueue the new tokens of a contiguous range of slots; nothing is committed. Does not wait.
-
-        Parameters
-        ----------
-        chunk : Chunk
-            Which slots, and how many tokens of each.
-        rows : sequence of sequence of int (chunk.count,)
-            The new tokens of each slot of the run, as many as ``chunk.takes`` says. They are padded here.
-        every_logit : bool
-            Whether the logits of all new tokens are wanted, instead of the last one of each slot.
-        """
+        """Enqueue the new tokens of a contiguous range of slots; nothing is committed. Does not wait."""
         if chunk.first:
             self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
         self._buffers.write_rows(rows, chunk.width, stream=self.stream, every_logit=every_logit)
@@ -194,29 +105,13 @@ class StepExecutor:
         self._enqueue()
 
     def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool = False) -> None:
-        """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait.
-
-        Parameters
-        ----------
-        chunk : Chunk
-            As for :meth:`run`.
-        rows : sequence of sequence of int (chunk.count,)
-            As for :meth:`run`.
-        every_logit : bool
-            As for :meth:`run`.
-        """
+        """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait."""
         self.run(chunk, rows, every_logit=every_logit)
         after = self.cache.active_batch_size - chunk.end
         self.commit([0] * chunk.first + [*chunk.takes] + [0] * after)
 
     def commit(self, increments: int | Sequence[int]) -> None:
-        """Count tokens that the last enqueue has run, or will run, and make the states after them current. Does not wait.
-
-        Parameters
-        ----------
-        increments : int or sequence of int (A,)
-            Of each active slot all tokens that the enqueue has run; or, where there are no states, fewer; or 0: the slot stays as it is.
-        """
+        """Count tokens that the last enqueue has run, or will run, and make the states after them current. Does not wait."""
         self.cache.commit_sequence_length(increments, stream=self.stream)
         if self._recurrent is not None:
             self._move_states(self._recurrent, increments)
@@ -241,19 +136,7 @@ class StepExecutor:
         self._can_swap_back = False
 
     def restore_states(self, state_changes: int) -> bool:
-        """Return to the states of an earlier time, if they are still there.
-
-        Parameters
-        ----------
-        state_changes : int
-            :attr:`state_changes` then.
-
-        Returns
-        -------
-        bool
-            False if they are gone; True where there are none. They are still there after one commit over all active slots, until the next
-            enqueue.
-        """
+        """Return to the states of an earlier time, if they are still there."""
         if self._recurrent is None:
             return True
         if self._can_swap_back and self.state_changes == state_changes + 1:
@@ -262,34 +145,12 @@ class StepExecutor:
         return self.state_changes == state_changes
 
     def logits(self, count: int) -> np.ndarray[Any, Any]:
-        """Wait for the last enqueue and return its logits.
-
-        Parameters
-        ----------
-        count : int
-            Slots of that enqueue.
-
-        Returns
-        -------
-        ndarray float32 ``[count, vocab]``
-            On the host. The next call overwrites it.
-        """
+        """Wait for the last enqueue and return its logits."""
         logits = self._buffers.read_logits(count, stream=self.stream)
         return logits if logits.dtype == np.float32 else logits.astype(np.float32)
 
     def every_logit(self, chunk: Chunk) -> np.ndarray[Any, Any]:
-        """Wait for the last enqueue, which was to return all logits, and return them.
-
-        Parameters
-        ----------
-        chunk : Chunk
-            What that enqueue has run.
-
-        Returns
-        -------
-        ndarray float32 ``[chunk.count, chunk.width, vocab]``
-            On the host, those of padding too. The next call overwrites it.
-        """
+        """Wait for the last enqueue, which was to return all logits, and return them."""
         return self.logits(chunk.count * chunk.width).reshape(chunk.count, chunk.width, -1)
 
     def synchronize(self) -> None:

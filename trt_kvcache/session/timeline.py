@@ -28,19 +28,7 @@ _MAX_NAMED_SLOTS = 40
 
 @dataclass(frozen=True)
 class SlotSpan:
-    """What one request did in one slot without a break.
-
-    Parameters
-    ----------
-    slot : int
-        The slot.
-    request : int
-        Index of the request's handle.
-    activity : str
-        ``"prefill"`` or ``"decode"``.
-    begin, end : float
-        Seconds since the recording began.
-    """
+    """What one request did in one slot without a break."""
 
     slot: int
     request: int
@@ -51,17 +39,7 @@ class SlotSpan:
 
 @dataclass(frozen=True)
 class SlotMove:
-    """A request that compaction moved to another slot.
-
-    Parameters
-    ----------
-    at : float
-        Seconds since the recording began.
-    request : int
-        Index of the request's handle.
-    source, target : int
-        The slots.
-    """
+    """A request that compaction moved to another slot."""
 
     at: float
     request: int

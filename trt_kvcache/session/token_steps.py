@@ -31,21 +31,7 @@ _Places = list[_Place | None]
 
 @dataclass(frozen=True)
 class _EnqueuedStep:
-    """A step that was enqueued and is not committed, and all that it depends on.
-
-    Parameters
-    ----------
-    places : list (A,)
-        Of the requests that took part, with the token that it runs.
-    slots : list of SlotState (A,)
-        The active slots.
-    held : list of int (A,)
-        Tokens that they hold: the step has written the rows behind them.
-    enqueues : int
-        Of the executor, this one included: a later one may have overwritten the rows.
-    sampled : SampledTokens, or KVCacheError
-        The tokens that it ends with; or why it could not be enqueued.
-    """
+    """A step that was enqueued and is not committed, and all that it depends on."""
 
     places: _Places
     slots: list[SlotState]
@@ -55,15 +41,7 @@ class _EnqueuedStep:
 
 
 class _Known(NamedTuple):
-    """What is on the device.
-
-    Parameters
-    ----------
-    places : mapping of int to _Place or None
-        What each slot of the sampler continues with; None where it is idle. A slot that is not in it may hold anything.
-    step : _EnqueuedStep, optional
-        The step ahead.
-    """
+    """What is on the device."""
 
     places: Mapping[int, _Place | None]
     step: _EnqueuedStep | None
@@ -73,24 +51,7 @@ _NOTHING = _Known({}, None)
 
 
 class TokenSteps:
-    """Runs the last token of requests, and chooses their next ones.
-
-    Parameters
-    ----------
-    steps : StepExecutor
-        Of the session.
-    batch : Batch
-        Of the session. What its slots hold, and the lengths of the cache, never include the step ahead.
-
-    Notes
-    -----
-    On the device, step t is followed by the enqueue of step t + 1, whose tokens are already there, before the host waits for the tokens of
-    t. The rows of K and V that t + 1 writes lie behind the lengths until its own turn comes, when its tokens are known: then they are
-    committed, for the requests that go on. So there is nothing to undo in the cache: a step ahead that does not fit what comes next is
-    forgotten, and the sampler is given the requests again.
-
-    The host chooses where the logits are in host memory, and for batches with a request that a :class:`DeviceSampler` does not take.
-    """
+    """Runs the last token of requests, and chooses their next ones."""
 
     def __init__(self, steps: StepExecutor, batch: Batch) -> None:
         self._steps = steps
@@ -107,34 +68,7 @@ class TokenSteps:
         return (plan.input_ids.dtype, plan.logits.dtype) == ("int32", "float32") and plan.vocab_size <= MAX_VOCAB_SIZE
 
     def step(self, requests: Sequence[Request], going: Sequence[bool], *, ahead: bool) -> list[GeneratedToken]:
-        """Run the last token of requests in one enqueue, and choose the next one of each.
-
-        Parameters
-        ----------
-        requests : sequence of Request (A,)
-            Of the active slots.
-        going : sequence of bool (A,)
-            False for an idle slot: its request has ended, or does not decode yet.
-        ahead : bool
-            Whether the next call is likely to be for the same requests, less those that have ended until then.
-
-        Returns
-        -------
-        list of GeneratedToken
-            Of the requests that take part, in their order. They have taken them.
-
-        Raises
-        ------
-        ShapeError, CapacityError
-            Nothing was changed.
-        EngineError, ProcessorError
-            The engine failed, or a token cannot be chosen. The slots are as before, but for the last token of a full idle one, which is
-            pending; requests before the one that failed have taken a token.
-
-        Notes
-        -----
-        In steady decoding on the device, nothing is allocated, and the only wait is for the tokens of one step while the next one runs.
-        """
+        """Run the last token of requests in one enqueue, and choose the next one of each."""
         return cast("list[GeneratedToken]", self._step(requests, going, ahead=ahead, waits=True))
 
     def step_without_waiting(self, requests: Sequence[Request], going: Sequence[bool], *, ahead: bool) -> list[GeneratedToken | None]:

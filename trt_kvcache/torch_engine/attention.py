@@ -18,17 +18,7 @@ from trt_kvcache.torch_engine.step import TorchStep
 
 
 class LiveRowsAttention:
-    """Attention on a CPU: reads the live rows only, and of these the ones in the window; slots of equal length together.
-
-    Parameters
-    ----------
-    step : TorchStep
-        What is bound, in host memory.
-    mixers : sequence of AttentionConfig
-        By layer.
-    positions : PositionFactors
-        Of the same layers.
-    """
+    """Attention on a CPU: reads the live rows only, and of these the ones in the window; slots of equal length together."""
 
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._sides, self._mixers, self._tensors = step.sides, mixers, step.tensors
@@ -80,17 +70,7 @@ def _attend(mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.T
 
 
 class MaskedAttention:
-    """Attention by operations of torch over all rows under a mask, with lengths on the device: what no kernel of ours computes.
-
-    Parameters
-    ----------
-    step : TorchStep
-        What is bound.
-    mixers : sequence of AttentionConfig
-        By layer.
-    positions : PositionFactors
-        Of the same layers.
-    """
+    """Attention by operations of torch over all rows under a mask, with lengths on the device: what no kernel of ours computes."""
 
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._sides, self._mixers = step.sides, mixers
@@ -119,19 +99,7 @@ class MaskedAttention:
 
 
 class ScaledQueries:
-    """Attention whose queries are scaled by position first.
-
-    Parameters
-    ----------
-    attention : callable
-        Attention over the cache of a layer.
-    step : TorchStep
-        What is bound.
-    mixers : sequence of AttentionConfig
-        By layer.
-    positions : PositionFactors
-        Of the same layers.
-    """
+    """Attention whose queries are scaled by position first."""
 
     def __init__(self, attention: TorchAttention, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._attention, self._mixers = attention, mixers
@@ -148,19 +116,7 @@ class ScaledQueries:
 def dot_product_attention(
     mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool = False
 ) -> torch.Tensor:
-    """Return the attention of q ``[n, Hq, s, D]`` over k and v ``[n, H, rows, D]``.
-
-    Parameters
-    ----------
-    mixer : AttentionConfig
-        Which scale and softcap it has.
-    q, k, v : torch.Tensor
-        Of one dtype.
-    mask : torch.Tensor bool, broadcast to ``[n, Hq, s, rows]``, optional
-        Which rows a token sees; all by default.
-    is_causal : bool
-        Without a softcap: that token t sees the rows up to t. There is no mask then.
-    """
+    """Return the attention of q ``[n, Hq, s, D]`` over k and v ``[n, H, rows, D]``."""
     if mixer.softcap is None:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=mixer.scale, enable_gqa=grouped)

@@ -58,20 +58,7 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A GPU, over its :class:`~trt_kvcache.memory.cuda_memory.CudaMemory`.
-
-    The second time that work of a key runs it is captured in a CUDA graph, and from then on the graph is replayed.
-
-    Parameters
-    ----------
-    memory : CudaMemory
-        Of the GPU.
-
-    Raises
-    ------
-    EngineError
-        This torch cannot use the GPU.
-    """
+    """A GPU, over its :class:`~trt_kvcache.memory.cuda_memory.CudaMemory`."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

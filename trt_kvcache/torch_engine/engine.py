@@ -44,71 +44,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
 
 
 class TorchEngine(DecoderEngine):
-    """A decoder in PyTorch with the tensors, aliases and profiles of the TensorRT engine of the same model.
-
-    It reads and writes the *bound* cache memory: a step of width s writes rows ``start .. start + s - 1`` of every slot of the call and
-    nothing else; rows past S are dropped, and rows past ``start + s`` are never used. Weights and activations have the dtype of
-    the cache. On a GPU attention and states are computed by the kernels of this package, where they know
-    all layers, and so are products of a few rows; decode steps run as CUDA graphs.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        The model.
-    load : callable
-        Called once as ``load(name)`` for each name of Hugging Face transformers; returns the ``torch.Tensor``, on the device of
-        ``memory`` and in the dtype of the cache.
-    kv : KVCacheConfig or HybridCacheConfig
-        The cache that will be bound; its dtype is the engine's unless K and V are quantized, which ``"plugin"`` attention takes.
-    dtype : str, optional
-        What is computed in, if K and V are quantized; else the dtype of the cache.
-    max_prefill_length : int
-        The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
-    attention : {"native", "mask", "plugin"}
-        ``"plugin"`` is for COMBINED caches, the others are for SEPARATE ones. All compute the same.
-    max_logits_per_slot : int or "all"
-        The most new tokens per slot whose logits one step returns, ``1 <= max_logits_per_slot <= max_prefill_length``: see
-        ``trt_kvcache.engine.decoder_tensors.decoder_tensors``. ``"all"`` stands for ``max_prefill_length``.
-    names : TensorNames
-        Names of inputs and outputs.
-    memory : Memory
-        Memory that bound tensors must be in: where torch computes.
-
-    Attributes
-    ----------
-    tensors : mapping of str to TensorSpec
-        Inputs and outputs by name, inputs first.
-    profiles : tuple of EngineProfile
-        ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one), and with more logits than one ``verify``: see
-        ``trt_kvcache.engine.decoder_tensors.decoder_profiles``.
-    memory : Memory
-        Memory that bound tensors must be in.
-
-    Raises
-    ------
-    ConfigError
-        The engine does not compute something that the model needs, the cache does not fit the model, or an argument is out of range.
-    EngineError
-        The installed torch cannot use the GPU.
-    CapacityError
-        The GPU has no room for the weights.
-
-    Notes
-    -----
-    Not thread-safe. On a CPU a step is done when ``enqueue`` returns; on a GPU it is ordered on the stream, and its input values are
-    not checked. On a CPU, logits of 16-bit models are rounded to that dtype.
-
-    Examples
-    --------
-    >>> from trt_kvcache import Checkpoint, HostMemory
-    >>> from trt_kvcache.engine.decoder_tensors import cache_config
-    >>> from trt_kvcache.torch_engine import TorchEngine
-    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
-    ...     kv = cache_config(checkpoint.config, max_batch_size=2, max_sequence_length=64, dtype="float32")
-    ...     engine = TorchEngine.open(checkpoint, kv=kv, max_prefill_length=32, memory=HostMemory())
-    >>> [profile.name for profile in engine.profiles]
-    ['prefill', 'decode']
-    """
+    """A decoder in PyTorch with the tensors, aliases and profiles of the TensorRT engine of the same model."""
 
     def __init__(
         self,
@@ -165,41 +101,7 @@ class TorchEngine(DecoderEngine):
         memory: Memory,
         progress: Callable[[int, int], object] | None = None,
     ) -> TorchEngine:
-        """Return an engine with the weights of a checkpoint, rounded to the dtype of the cache.
-
-        Parameters
-        ----------
-        checkpoint : Checkpoint
-            Where the weights come from. It may be closed afterwards.
-        kv : KVCacheConfig or HybridCacheConfig
-            As for the class, like all that follow but the last.
-        dtype : str, optional
-            What is computed in, if K and V are quantized.
-        max_prefill_length : int
-            The most new tokens per slot in one step.
-        attention : {"native", "mask", "plugin"}
-            Which decides the layout of the cache.
-        max_logits_per_slot : int or "all"
-            The most new tokens per slot whose logits one step returns.
-        names : TensorNames
-            Names of inputs and outputs.
-        memory : Memory
-            Where torch computes.
-        progress : callable, optional
-            Called as ``progress(done_bytes, total_bytes)`` while weights are read.
-
-        Returns
-        -------
-        TorchEngine
-            The caller's to close.
-
-        Raises
-        ------
-        ConfigError, EngineError, CapacityError
-            As for the class.
-        CheckpointError
-            A weight has no finite value in the dtype.
-        """
+        """Return an engine with the weights of a checkpoint, rounded to the dtype of the cache."""
         load = checkpoint_loader(checkpoint, dtype or kv.dtype, torch_device(memory).torch_device, progress)
         return cls(
             checkpoint.config,
@@ -224,26 +126,7 @@ class TorchEngine(DecoderEngine):
         self._steps.pop(self._current, None)
 
     def enqueue(self, stream: Any) -> None:
-        """Enqueue one step: read the bound inputs, write rows of K and V and the logits.
-
-        Parameters
-        ----------
-        stream : cuda.core.Stream, or HostStream
-            A stream of the engine's memory. On a GPU the call does not wait, except where a decode step is captured, the second time
-            that it runs with the same addresses and number of slots.
-
-        Raises
-        ------
-        EngineError
-            A tensor is not bound or has no shape, the shapes disagree, or, on a CPU, an input holds a value out of range: nothing was
-            written. Or torch failed.
-        CaptureError
-            The stream is capturing: the memory that torch allocates would not belong to the graph.
-        PlaceError
-            The stream is not one of the engine's memory.
-        ClosedError
-            The engine, or the owner of a bound view, is closed.
-        """
+        """Enqueue one step: read the bound inputs, write rows of K and V and the logits."""
         self._check_open()
         self.memory.check_stream(stream)
         step = self._steps.get(self._current)
@@ -314,32 +197,12 @@ def _is_decode(step: TorchStep) -> bool:
 
 
 def torch_device(memory: Memory) -> TorchDevice:
-    """Return where torch computes over a memory.
-
-    Raises
-    ------
-    EngineError
-        The installed torch cannot use the GPU.
-    """
+    """Return where torch computes over a memory."""
     return HostDevice() if memory.is_host else CudaDevice(memory)
 
 
 def write_logits(projections: Projections, normed: torch.Tensor, last: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
-    """Write the logits of the chosen tokens.
-
-    Parameters
-    ----------
-    projections : Projections
-        What multiplies.
-    normed : torch.Tensor ``[A, s, hidden]``
-        Of all new tokens.
-    last : torch.Tensor int32 ``[A, m]``
-        Which of them.
-    head : torch.Tensor ``[vocab, hidden]``
-        The head.
-    logits : torch.Tensor float32 ``[A, vocab]`` or ``[A, m, vocab]``
-        Overwritten.
-    """
+    """Write the logits of the chosen tokens."""
     slots, width, _ = normed.shape
     rows = normed.flatten(0, 1)
     if width > 1 or last.shape[1] > 1:

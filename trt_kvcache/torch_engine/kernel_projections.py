@@ -18,17 +18,7 @@ MAX_KERNEL_ROWS = 8
 
 
 class KernelProjections(Projections):
-    """Products of a few rows by our kernels, of more by torch.
-
-    Parameters
-    ----------
-    elementwise : Elementwise
-        What is computed behind them.
-    memory : Memory
-        A GPU that has the attention kernels. The weights have been written: the kernels read them early.
-    stream : cuda.core.Stream
-        The launches are ordered on it.
-    """
+    """Products of a few rows by our kernels, of more by torch."""
 
     def __init__(self, elementwise: Elementwise, memory: Memory, stream: Any) -> None:
         super().__init__(elementwise)

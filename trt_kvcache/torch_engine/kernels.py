@@ -37,17 +37,7 @@ GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class AttentionInputs(Uncopyable):
-    """What the attention kernels take beside a step: made once, for all layers.
-
-    Parameters
-    ----------
-    mixers : sequence of AttentionConfig
-        By layer, of which :func:`are_known` is true.
-    length : int
-        Rows of the cache, S.
-    memory : Memory
-        The GPU.
-    """
+    """What the attention kernels take beside a step: made once, for all layers."""
 
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, memory: Memory) -> None:
         stream = memory.create_stream()
@@ -93,19 +83,7 @@ def _is_known(mixer: AttentionConfig) -> bool:
 
 
 class KernelAttention:
-    """The attention kernels of this package, on a GPU.
-
-    Parameters
-    ----------
-    step : TorchStep
-        Of which ``combined`` is not None.
-    memory : Memory
-        The GPU.
-    inputs : AttentionInputs
-        Of the same layers.
-    stream : cuda.core.Stream
-        The launches are ordered on it.
-    """
+    """The attention kernels of this package, on a GPU."""
 
     def __init__(self, step: TorchStep, memory: Memory, inputs: AttentionInputs, stream: Any) -> None:
         assert step.combined is not None
@@ -127,15 +105,7 @@ class KernelAttention:
 
 
 class KernelElementwise(Elementwise):
-    """Residual and norm in one launch, norms of q and k in another, and the gate of the MLP in a third.
-
-    Parameters
-    ----------
-    memory : Memory
-        The GPU.
-    stream : cuda.core.Stream
-        The launches are ordered on it.
-    """
+    """Residual and norm in one launch, norms of q and k in another, and the gate of the MLP in a third."""
 
     def __init__(self, memory: Memory, stream: Any) -> None:
         self._memory, self._stream = memory, stream
@@ -198,15 +168,7 @@ class KernelElementwise(Elementwise):
 
 
 def borrowed(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
-    """Return a view of a tensor of torch.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        It must live until the kernel that reads or writes it is launched: torch reuses memory in the order of the stream.
-    memory : Memory
-        Where it is.
-    """
+    """Return a view of a tensor of torch."""
     storage = tensor.untyped_storage()
     allocation = UnownedAllocation(memory, storage.nbytes())
     allocation.ptr = storage.data_ptr()

@@ -10,22 +10,7 @@ from trt_kvcache.torch_engine.weights import TorchWeights
 
 
 def decoder_step(weights: TorchWeights, operations: Operations, input_ids: torch.Tensor) -> torch.Tensor:
-    """Run the new tokens of every slot through the layers.
-
-    Parameters
-    ----------
-    weights : TorchWeights
-        Of the model.
-    operations : Operations
-        What layers compute with in this step.
-    input_ids : torch.Tensor int32 ``[A, s]``
-        New tokens, right-padded.
-
-    Returns
-    -------
-    torch.Tensor ``[A, s, hidden]``
-        What the head is multiplied with, after the final norm, in the dtype of the weights.
-    """
+    """Run the new tokens of every slot through the layers."""
     hidden = scaled(F.embedding(input_ids, weights.embedding), weights.embedding_factor)
     normed = normalised(hidden, weights.blocks[0].norm)
     next_norms = [*(block.norm for block in weights.blocks[1:]), weights.final_norm]

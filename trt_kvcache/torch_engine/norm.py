@@ -12,19 +12,7 @@ from trt_kvcache.model import NormConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TorchNorm:
-    """RMSNorm over the last axis. Quotient and product are computed in float32 and rounded once, whichever a model rounds first.
-
-    Parameters
-    ----------
-    weight : torch.Tensor ``[n]``
-        As it is stored, in the dtype of the engine.
-    offset : float
-        Added to the weight.
-    factor : torch.Tensor ``[n]``
-        Their sum, in float32: what the quotient is multiplied with. Without an offset, the weight itself.
-    epsilon : float
-        Added to the mean square.
-    """
+    """RMSNorm over the last axis. Quotient and product are computed in float32 and rounded once, whichever a model rounds first."""
 
     weight: torch.Tensor
     offset: float

@@ -33,15 +33,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """A short convolution of each channel alone.
-
-    Parameters
-    ----------
-    weight : torch.Tensor ``[channels, K]``
-        The last column is for the token itself.
-    bias : torch.Tensor ``[channels]``, or None
-        Added to every output.
-    """
+    """A short convolution of each channel alone."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -49,19 +41,7 @@ class Convolution:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpace:
-    """The parameters of the state space of Mamba-2, float32 ``[heads]``.
-
-    Parameters
-    ----------
-    a : torch.Tensor
-        Negative: what time steps are multiplied with.
-    d : torch.Tensor
-        Of the skip connection.
-    dt_bias : torch.Tensor
-        Added to time steps before softplus.
-    dt_limits : tuple of float
-        Smallest and largest time step.
-    """
+    """The parameters of the state space of Mamba-2, float32 ``[heads]``."""
 
     a: torch.Tensor
     d: torch.Tensor
@@ -71,15 +51,7 @@ class StateSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaGates:
-    """The parameters of the gates of the delta rule, float32 ``[heads]``.
-
-    Parameters
-    ----------
-    decay : torch.Tensor
-        Negative: what ``softplus(a + dt_bias)`` is multiplied with.
-    dt_bias : torch.Tensor
-        Added to ``a``.
-    """
+    """The parameters of the gates of the delta rule, float32 ``[heads]``."""
 
     decay: torch.Tensor
     dt_bias: torch.Tensor
@@ -121,13 +93,7 @@ class Elementwise:
 
 
 class Projections:
-    """Products with weights, by operations of torch.
-
-    Parameters
-    ----------
-    elementwise : Elementwise
-        What is computed behind them.
-    """
+    """Products with weights, by operations of torch."""
 
     def __init__(self, elementwise: Elementwise) -> None:
         self._elementwise = elementwise
@@ -192,19 +158,7 @@ class StateOperations(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """What the layers of a decoder compute with in one step.
-
-    Parameters
-    ----------
-    attention : callable
-        Attention over the cache of a layer.
-    states : StateOperations
-        Over the states of a layer.
-    elementwise : Elementwise
-        Sums, norms and gates.
-    projections : Projections
-        Products with weights.
-    """
+    """What the layers of a decoder compute with in one step."""
 
     attention: TorchAttention
     states: StateOperations

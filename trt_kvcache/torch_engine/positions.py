@@ -28,17 +28,7 @@ def rope_tables(mixers: Sequence[AttentionConfig], length: int) -> dict[RopeKey,
 
 
 class PositionFactors:
-    """The factors of all positions, on the device. Layers that are alike share them.
-
-    Parameters
-    ----------
-    mixers : sequence of AttentionConfig
-        By layer.
-    length : int
-        Positions, S.
-    device : torch.device
-        Where the factors are wanted.
-    """
+    """The factors of all positions, on the device. Layers that are alike share them."""
 
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, device: torch.device) -> None:
         self._length = length
@@ -55,15 +45,7 @@ class PositionFactors:
         return bool(self._queries)
 
     def angles(self, start: torch.Tensor, width: int) -> list[Angles | None]:
-        """Return the angles ``[A, s, 1, rotary_dim]`` of the new tokens, by layer; None for layers without RoPE.
-
-        Parameters
-        ----------
-        start : torch.Tensor int32 ``[A]``
-            Position of the first new token of each slot.
-        width : int
-            New tokens per slot, s. A position past S - 1 gets the angles of the last one: its row is not stored.
-        """
+        """Return the angles ``[A, s, 1, rotary_dim]`` of the new tokens, by layer; None for layers without RoPE."""
         positions = self._positions(start, width)
         found = [(_rows(cos, positions), _rows(sin, positions)) for cos, sin in self._angles]
         return [None if index is None else found[index] for index in self._rope_of]

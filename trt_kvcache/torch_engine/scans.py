@@ -19,30 +19,7 @@ _NORM_EPSILON = 1e-6
 def mamba2_scan(
     x: torch.Tensor, log_decays: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run new tokens through the state space of Mamba-2: ``state = exp(log_decay) * state + outer(x, b)``, ``out = state @ c``.
-
-    Parameters
-    ----------
-    x : torch.Tensor ``[A, s, heads, head_dim]``
-        Times the time steps. Zeros leave no trace, like log decays of 0.
-    log_decays : torch.Tensor ``[A, s, heads]``
-        At most 0.
-    b, c : torch.Tensor ``[A, s, groups, state_size]``
-        Each group serves ``heads / groups`` heads that follow each other.
-    state : torch.Tensor ``[A, heads, head_dim, state_size]``
-        Before the new tokens.
-
-    Returns
-    -------
-    out : torch.Tensor like ``x``
-        Of each token.
-    state : torch.Tensor like ``state``
-        After the last one.
-
-    Notes
-    -----
-    The chunked form of "Transformers are SSMs" (Dao and Gu, 2024). Products with a state serve all heads of a group at once.
-    """
+    """Run new tokens through the state space of Mamba-2: ``state = exp(log_decay) * state + outer(x, b)``, ``out = state @ c``."""
     slots, width, heads, head_dim = x.shape
     groups = b.shape[2]
     sizes = (groups, heads // groups)
@@ -67,34 +44,7 @@ def mamba2_scan(
 def gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decays: torch.Tensor, strengths: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run new tokens through the gated delta rule.
-
-    With q and k divided by their L2 norms, for each token ``state = exp(log_decay) * state``, then
-    ``state += outer(k, strength * (v - k @ state))`` and ``out = q @ state / sqrt(key_dim)``.
-
-    Parameters
-    ----------
-    q, k : torch.Tensor ``[A, s, key_heads, key_dim]``
-        Each key head serves ``heads / key_heads`` heads that follow each other.
-    v : torch.Tensor ``[A, s, heads, value_dim]``
-        Values.
-    log_decays, strengths : torch.Tensor ``[A, s, heads]``
-        At most 0, and from 0 to 1. Tokens whose both are 0 leave no trace.
-    state : torch.Tensor ``[A, heads, key_dim, value_dim]``
-        Before the new tokens.
-
-    Returns
-    -------
-    out : torch.Tensor like ``v``
-        Of each token.
-    state : torch.Tensor like ``state``
-        After the last one.
-
-    Notes
-    -----
-    The chunked form of "Gated Delta Networks" (Yang, Kautz and Hatamizadeh, 2024): what the tokens of a chunk change depends on what
-    those before them in it have changed, which is a triangular system.
-    """
+    """Run new tokens through the gated delta rule."""
     heads = v.shape[2]
     q, k = (_unit(rows).repeat_interleave(heads // rows.shape[2], dim=2).transpose(1, 2) for rows in (q, k))
     q, v = q * q.shape[3] ** -0.5, v.transpose(1, 2)
@@ -119,20 +69,7 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 
 
 def chunk_decays(log_decays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return how much of a token is left at others of its chunk.
-
-    Parameters
-    ----------
-    log_decays : torch.Tensor ``[..., T]``
-        Of each token.
-
-    Returns
-    -------
-    within : torch.Tensor ``[..., T, T]``
-        Of token j at token i; 0 for later ones.
-    before, after : torch.Tensor ``[..., T, 1]``
-        Of the state before the chunk at each token, and of each token after the chunk.
-    """
+    """Return how much of a token is left at others of its chunk."""
     total = log_decays.double().cumsum(dim=-1)  # differences of large sums
     apart = (total.unsqueeze(-1) - total.unsqueeze(-2)).float()
     is_later = torch.ones(apart.shape[-2:], dtype=torch.bool, device=apart.device).triu_(1)

@@ -38,17 +38,7 @@ def _is_known(mixer: RecurrentConfig) -> bool:
 
 
 class KernelStates:
-    """Implements :class:`~trt_kvcache.torch_engine.operations.StateOperations`.
-
-    Parameters
-    ----------
-    step : TorchStep
-        Of layers of which :func:`states_are_known` is true.
-    memory : Memory
-        The GPU.
-    stream : cuda.core.Stream
-        The launches are ordered on it.
-    """
+    """Implements :class:`~trt_kvcache.torch_engine.operations.StateOperations`."""
 
     def __init__(self, step: TorchStep, memory: Memory, stream: Any) -> None:
         self._states, self._memory = step.tensors.states, memory

@@ -12,13 +12,7 @@ from trt_kvcache.torch_engine.step import TorchStep
 
 
 class TorchStates:
-    """Implements :class:`~trt_kvcache.torch_engine.operations.StateOperations`. Everything is computed in float32.
-
-    Parameters
-    ----------
-    step : TorchStep
-        What is bound.
-    """
+    """Implements :class:`~trt_kvcache.torch_engine.operations.StateOperations`. Everything is computed in float32."""
 
     def __init__(self, step: TorchStep) -> None:
         self._states = step.states

@@ -17,27 +17,7 @@ from trt_kvcache.torch_engine.device import TorchDevice
 
 @dataclass(frozen=True, kw_only=True)
 class TorchStep:
-    """One step of A slots by s new tokens. It is made when addresses or shapes change, and used until they change again.
-
-    Parameters
-    ----------
-    tensors : StepTensors
-        What is bound.
-    input_ids, start, last, logits : torch.Tensor
-        The same as views: see :class:`~trt_kvcache.engine.decoder_engine.StepTensors`.
-    sides : tuple of pair of torch.Tensor ``[A, H, S, D]``
-        K and V of each layer, of either layout; empty if they are quantized.
-    combined : tuple of DeviceTensor ``[A, 2, H, S, D]``, or None
-        The cache of each layer as the attention kernels take it; None where K and V are not in one allocation.
-    new_lengths : torch.Tensor int32 ``[A]``, or None
-        New tokens of each slot; None for a model without states.
-    states : tuple of mapping
-        By layer with states: each kind before and after the step, ``[A, ...]``.
-    key : hashable
-        Equal for steps of equal addresses and shapes: of two buffers of states, each order has a key of its own.
-    allocations : frozenset of Allocation
-        The owners of what is bound.
-    """
+    """One step of A slots by s new tokens. It is made when addresses or shapes change, and used until they change again."""
 
     tensors: StepTensors
     input_ids: torch.Tensor

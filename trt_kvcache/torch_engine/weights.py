@@ -25,17 +25,7 @@ LoadTensor = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A mixer or an MLP in the residual stream: ``x + factor * output_norm(part(norm(x)))``.
-
-    Parameters
-    ----------
-    norm, output_norm : TorchNorm or None
-        None where there is none.
-    part : Part
-        With its weights.
-    factor : float
-        What its output is multiplied with.
-    """
+    """A mixer or an MLP in the residual stream: ``x + factor * output_norm(part(norm(x)))``."""
 
     norm: TorchNorm | None
     part: Part
@@ -58,22 +48,7 @@ class TorchWeights:
 
 
 def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor) -> TorchWeights:
-    """Collect the weights of a model, layer by layer.
-
-    Parameters
-    ----------
-    config : ModelConfig
-        The model.
-    dtype : str
-        The precision of the engine.
-    load : callable
-        Called once with the name of each tensor.
-
-    Returns
-    -------
-    TorchWeights
-        Where ``load`` put its tensors.
-    """
+    """Collect the weights of a model, layer by layer."""
     embedding = arranged(load(embedding_name(config)))
     blocks = tuple(_blocks(config, load))
     final_norm = TorchNorm.of(config.final_norm, load(FAMILIES[config.family].final_norm))
@@ -85,19 +60,7 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor) -> TorchWei
 def checkpoint_loader(
     checkpoint: Checkpoint, dtype: str, device: torch.device, progress: Callable[[int, int], object] | None = None
 ) -> LoadTensor:
-    """Return a function that reads tensors of a checkpoint, rounded to ``dtype``, onto a device.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        An open checkpoint.
-    dtype : {"float16", "bfloat16", "float32"}
-        The precision of the engine.
-    device : torch.device
-        Where the tensors are wanted.
-    progress : callable, optional
-        Called as ``progress(done_bytes, total_bytes)`` with each tensor.
-    """
+    """Return a function that reads tensors of a checkpoint, rounded to ``dtype``, onto a device."""
     rounded = RoundedTensors(checkpoint, dtype, progress)
 
     def load(name: str) -> torch.Tensor:

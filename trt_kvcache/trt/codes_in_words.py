@@ -9,24 +9,7 @@ from trt_kvcache.trt.tensors import ProfileRanges
 
 
 class CodesInWords:
-    """The tensors of a plan, with codes of K and V as codes (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`).
-
-    TensorRT knows them as int32, so only ``config.json`` says which of two formats they have: a cache of the other one is refused by that.
-
-    Parameters
-    ----------
-    plan : LoadedPlan
-        The plan.
-    recorded : sequence of TensorSpec
-        Its tensors by ``config.json``, which were compared with those of the plan; none of a plan without a folder.
-
-    Attributes
-    ----------
-    tensors : dict of str to TensorSpec
-        Inputs and outputs by name, the inputs first.
-    ranges : list of ProfileRanges
-        Shapes that the inputs take, by profile.
-    """
+    """The tensors of a plan, with codes of K and V as codes (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`)."""
 
     def __init__(self, plan: LoadedPlan, recorded: Sequence[TensorSpec]) -> None:
         self._plan = plan

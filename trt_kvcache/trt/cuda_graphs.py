@@ -14,16 +14,7 @@ MAX_GRAPHS = 64
 
 
 class CudaGraphCache:
-    """Runs work on a stream, and replays it as a CUDA graph from the second time on.
-
-    The first time the work runs eagerly, so that kernels that are loaded or compiled on first use are not part of a capture. A
-    graph holds device addresses: everything that it depends on must be part of its key, and must outlive the graph.
-
-    Parameters
-    ----------
-    memory : Memory
-        The memory that the streams belong to.
-    """
+    """Runs work on a stream, and replays it as a CUDA graph from the second time on."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -33,36 +24,7 @@ class CudaGraphCache:
         self._has_warned = False
 
     def run(self, key: Hashable, stream: Any, work: Callable[[Any], None], can_capture: Callable[[Any], bool]) -> bool:
-        """Run ``work(stream)``, or replay its graph.
-
-        Does not wait, except for ``stream`` when the least recently used graph is closed to make room.
-
-        Parameters
-        ----------
-        key : hashable
-            Equal for equal work only.
-        stream : cuda.core.Stream or cuda.core.GraphBuilder
-            Where to run. If a capture is under way, the work becomes part of that capture.
-        work : callable
-            Enqueues on the stream, or graph builder, that it is called with.
-        can_capture : callable
-            Called with ``stream`` before a capture. Where it returns False, the work runs eagerly.
-
-        Returns
-        -------
-        bool
-            True where the work ran eagerly; False where it ran as a graph, or became part of a capture.
-
-        Raises
-        ------
-        CudaError
-            The graph cannot be launched.
-
-        Warns
-        -----
-        RuntimeWarning
-            A capture failed. The work runs eagerly, now and later; only the first failure is warned of.
-        """
+        """Run ``work(stream)``, or replay its graph."""
         if not hasattr(stream, "create_graph_builder") or self._memory.is_capturing(stream):
             work(stream)
             return False

@@ -78,26 +78,7 @@ class BindingTarget(Protocol):
 
 
 class ProfileBindings:
-    """What is bound in one optimisation profile, in one set of bindings.
-
-    Parameters
-    ----------
-    profile : int
-        Index of the profile.
-    context : int
-        Index of the execution context, which has the addresses and shapes.
-    ranges : ProfileRanges
-        Shapes that the inputs take in the profile.
-
-    Attributes
-    ----------
-    profile, context : int
-        As given.
-    tensors : dict of str to DeviceTensor
-        What is bound, by name; bound memory is kept alive here.
-    is_checked : bool
-        Whether the bindings were checked since an address or a shape changed. Set by the engine.
-    """
+    """What is bound in one optimisation profile, in one set of bindings."""
 
     def __init__(self, profile: int, context: int, ranges: ProfileRanges) -> None:
         self.profile = profile
@@ -108,41 +89,17 @@ class ProfileBindings:
         self._allocations: list[Allocation] | None = None
 
     def set(self, name: str, tensor: DeviceTensor) -> None:
-        """Note that a tensor is bound.
-
-        Parameters
-        ----------
-        name : str
-            An input or output.
-        tensor : DeviceTensor
-            What it is bound to; kept alive.
-        """
+        """Note that a tensor is bound."""
         self.tensors[name] = tensor
         self._allocations = None
 
     def discard(self, name: str) -> None:
-        """Note that a tensor is not bound.
-
-        Parameters
-        ----------
-        name : str
-            An input or output.
-        """
+        """Note that a tensor is not bound."""
         self.tensors.pop(name, None)
         self._allocations = None
 
     def require_open(self) -> None:
-        """Check that no bound memory is closed.
-
-        Raises
-        ------
-        ClosedError
-            Something is; the text names a tensor that is bound to it.
-
-        Notes
-        -----
-        Views of one allocation are looked at once, so the cost does not depend on the number of layers.
-        """
+        """Check that no bound memory is closed."""
         if self._allocations is None:
             self._allocations = list({id(tensor.allocation): tensor.allocation for tensor in self.tensors.values()}.values())
         for allocation in self._allocations:
@@ -152,23 +109,7 @@ class ProfileBindings:
 
 
 class EngineBindings:
-    """The bindings of all optimisation profiles of an engine, and which profile is in use, in which set.
-
-    Parameters
-    ----------
-    owner : str
-        Class of the engine, for the message of ClosedError.
-    tensors : mapping of str to TensorSpec
-        Inputs and outputs of the engine.
-    ranges : sequence of ProfileRanges
-        Shapes that the inputs take, by profile.
-    memory : Memory
-        Where bound tensors must be.
-    target : BindingTarget
-        What addresses and shapes are passed on to.
-    num_sets : int
-        2 for an engine whose states have two buffers: see :func:`~trt_kvcache.trt.tensors.count_binding_sets`.
-    """
+    """The bindings of all optimisation profiles of an engine, and which profile is in use, in which set."""
 
     def __init__(
         self,
@@ -193,13 +134,7 @@ class EngineBindings:
 
     @property
     def active(self) -> ProfileBindings:
-        """The profile in use.
-
-        Raises
-        ------
-        ClosedError
-            The bindings were released.
-        """
+        """The profile in use."""
         if self._active is None:
             raise ClosedError(f"this {self._owner} is closed.")
         return self._active
@@ -239,14 +174,7 @@ class EngineBindings:
         self._target.set_input_shape(active.context, name, tuple(shape))
 
     def check(self) -> None:
-        """Check what an enqueue of the profile in use would read and write.
-
-        Raises
-        ------
-        BindingError
-            A tensor is not bound, has no shape, is too small for its shape, or an output that shares memory with an input is
-            bound elsewhere.
-        """
+        """Check what an enqueue of the profile in use would read and write."""
         active = self.active
         for name, spec in self._tensors.items():
             tensor = active.tensors.get(name)
@@ -274,23 +202,7 @@ class EngineBindings:
 
 
 def stream_handle(stream: Any) -> int:
-    """Return the ``cudaStream_t`` of a stream as a number.
-
-    Parameters
-    ----------
-    stream : cuda.core.Stream or cuda.core.GraphBuilder
-        Anything with the ``__cuda_stream__`` protocol.
-
-    Returns
-    -------
-    int
-        What TensorRT and the CUDA driver take as the stream. It does not keep the stream alive.
-
-    Raises
-    ------
-    PlaceError
-        It is no CUDA stream, such as a stream of host memory.
-    """
+    """Return the ``cudaStream_t`` of a stream as a number."""
     try:
         _, handle = stream.__cuda_stream__()
     except AttributeError:

@@ -10,22 +10,7 @@ from trt_kvcache.trt.module import TensorRT
 
 
 class EngineResources:
-    """Owns what an engine allocates and creates, and releases it in reverse order.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        Its log is collected until :meth:`close`.
-    memory : Memory
-        The GPU memory that the engine runs in.
-
-    Attributes
-    ----------
-    memory : Memory
-        As given.
-    messages : Messages
-        What TensorRT logs while the engine is open.
-    """
+    """Owns what an engine allocates and creates, and releases it in reverse order."""
 
     def __init__(self, tensorrt: TensorRT, memory: Memory) -> None:
         self.memory = memory
@@ -34,46 +19,17 @@ class EngineResources:
         self.messages: Messages = self._stack.enter_context(tensorrt.log.collect())
 
     def callback(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function at :meth:`close`, before everything that was registered earlier.
-
-        Parameters
-        ----------
-        function : callable
-            What to call.
-        *arguments
-            Its arguments.
-        """
+        """Call a function at :meth:`close`, before everything that was registered earlier."""
         self._stack.callback(function, *arguments)
 
     def allocate(self, nbytes: int, *, stream: Any, zeroed: bool = False) -> Allocation:
-        """Allocate device memory that lives as long as the engine.
-
-        Parameters
-        ----------
-        nbytes : int
-            Size in bytes.
-        stream : cuda.core.Stream
-            The memory is allocated, and zeroed, on it; the call does not wait.
-        zeroed : bool
-            Whether to fill it with zeros.
-
-        Returns
-        -------
-        Allocation
-            Bytes at an address that does not change, aligned to 256. :meth:`close` frees them.
-        """
+        """Allocate device memory that lives as long as the engine."""
         allocation = self.memory.allocate(nbytes, zeroed=zeroed, stream=stream)
         self._stack.callback(allocation.close)
         return allocation
 
     def note_enqueue(self, stream: Any) -> None:
-        """Remember the stream of the last enqueue, which :meth:`close` waits for.
-
-        Parameters
-        ----------
-        stream : cuda.core.Stream or cuda.core.GraphBuilder
-            The stream.
-        """
+        """Remember the stream of the last enqueue, which :meth:`close` waits for."""
         self._last_stream = stream
 
     def close(self) -> None:

@@ -10,44 +10,13 @@ from trt_kvcache.trt.module import TensorRT, load
 
 
 def require_gpu_memory(owner: str, memory: Memory) -> None:
-    """Check that an engine is opened in the memory of a GPU.
-
-    Parameters
-    ----------
-    owner : str
-        Class of the engine, for the message.
-    memory : Memory
-        Where it is to run.
-
-    Raises
-    ------
-    PlaceError
-        It is host memory.
-    """
+    """Check that an engine is opened in the memory of a GPU."""
     if memory.is_host:
         raise PlaceError(f"{owner}: expected the memory of a GPU (CudaMemory), got memory on {memory.device}.")
 
 
 def load_tensorrt_for(folder: EngineFolder, flavour: str) -> TensorRT:
-    """Import the TensorRT that built an engine folder.
-
-    Parameters
-    ----------
-    folder : EngineFolder
-        The engine folder.
-    flavour : str
-        What the caller asks for: ``"auto"`` or the flavour of the folder.
-
-    Returns
-    -------
-    TensorRT
-        Of the flavour that built the folder. Its version may be another than that of the build.
-
-    Raises
-    ------
-    EngineError
-        ``flavour`` is not that of the engine, or that TensorRT is not installed.
-    """
+    """Import the TensorRT that built an engine folder."""
     config = folder.config
     if flavour not in ("auto", config.tensorrt_flavour):
         raise EngineError(f"{folder.path}: expected flavour {config.tensorrt_flavour}, which built this engine, got {flavour}.")
@@ -55,23 +24,7 @@ def load_tensorrt_for(folder: EngineFolder, flavour: str) -> TensorRT:
 
 
 def map_plan_file(path: Path) -> mmap.mmap:
-    """Map the file of a serialised engine.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    mmap
-        A read-only memory map.
-
-    Raises
-    ------
-    EngineError
-        The file cannot be read.
-    """
+    """Map the file of a serialised engine."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

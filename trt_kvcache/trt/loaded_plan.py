@@ -12,40 +12,7 @@ from trt_kvcache.trt.tensors import read_ranges, read_tensors
 
 
 class LoadedPlan:
-    """A deserialised plan (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`).
-
-    Its contexts work in context memory that the caller provides. Several plans may share that memory if they are enqueued on one
-    stream.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        The imported TensorRT.
-    plan : buffer
-        The serialised engine. TensorRT copies what it needs.
-    resources : EngineResources
-        Of the engine that this plan belongs to; its device is current. TensorRT's objects are released with it.
-    built_by : str
-        What built the plan, for the message of a refusal.
-
-    Attributes
-    ----------
-    tensors : dict of str to TensorSpec
-        Inputs and outputs by name, the inputs first.
-    ranges : list of ProfileRanges
-        Shapes that the inputs take, by profile.
-
-    Raises
-    ------
-    EngineError
-        TensorRT refuses the plan; the text holds what it logged.
-
-    Notes
-    -----
-    ``IRuntime.deserialize_cuda_engine``. There is one context for each profile because
-    ``IExecutionContext.set_optimization_profile_async`` forgets the shapes that were set for the profile before. Where states have two
-    buffers there are as many again, for the other buffer: so that no step sets an address.
-    """
+    """A deserialised plan (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`)."""
 
     def __init__(self, tensorrt: TensorRT, plan: Any, *, resources: EngineResources, built_by: str = "") -> None:
         self._tensorrt = tensorrt
@@ -81,32 +48,7 @@ class LoadedPlan:
     def create_contexts(
         self, address: int, nbytes: int, *, plan_sha256: str, stream: Any, capturable: bool = False, num_sets: int = 1
     ) -> None:
-        """Create an execution context for each optimisation profile, in each set of bindings: those of the first set first.
-
-        Parameters
-        ----------
-        address, nbytes : int
-            Device address and size of the context memory, at least :attr:`context_memory_nbytes`.
-        plan_sha256 : str
-            Part of the name of the runtime cache file of TensorRT for RTX.
-        stream : cuda.core.Stream
-            The profiles are set on it; the call does not wait.
-        capturable : bool
-            Whether enqueues will be captured in CUDA graphs. TensorRT for RTX then makes no graphs itself, and compiles the kernels
-            of a shape at its first enqueue instead of later.
-        num_sets : int
-            Sets of bindings: 2 for an engine whose states have two buffers.
-
-        Raises
-        ------
-        EngineError
-            TensorRT refuses a context; the text holds what it logged.
-
-        Notes
-        -----
-        ``ICudaEngine.create_execution_context`` with ``ExecutionContextAllocationStrategy.USER_MANAGED``, for TensorRT for RTX by way
-        of ``IRuntimeConfig``; then ``set_optimization_profile_async`` and ``set_device_memory`` of each context.
-        """
+        """Create an execution context for each optimisation profile, in each set of bindings: those of the first set first."""
         self._resources.callback(self._contexts.clear)
         argument = self._context_argument(plan_sha256, capturable)
         _, handle = stream.__cuda_stream__()
@@ -139,113 +81,24 @@ class LoadedPlan:
         return config
 
     def set_tensor_address(self, context: int, name: str, address: int) -> None:
-        """Set the device address of a tensor.
-
-        Parameters
-        ----------
-        context : int
-            Index of the execution context.
-        name : str
-            An input or output.
-        address : int
-            Device address.
-
-        Raises
-        ------
-        EngineError
-            TensorRT refuses the address; the text is what it logged.
-
-        Notes
-        -----
-        ``IExecutionContext.set_tensor_address``.
-        """
+        """Set the device address of a tensor."""
         self._call(f"the address of `{name}` was refused", self._contexts[context].set_tensor_address, name, address)
 
     def set_input_shape(self, context: int, name: str, shape: Sequence[int]) -> None:
-        """Set the shape of an input.
-
-        Parameters
-        ----------
-        context : int
-            Index of the execution context.
-        name : str
-            An input.
-        shape : sequence of int
-            Its new shape.
-
-        Raises
-        ------
-        EngineError
-            TensorRT refuses the shape; the text is what it logged.
-
-        Notes
-        -----
-        ``IExecutionContext.set_input_shape``.
-        """
+        """Set the shape of an input."""
         shape = tuple(shape)
         self._call(f"the shape {shape} of `{name}` was refused", self._contexts[context].set_input_shape, name, shape)
 
     def tensor_shape(self, context: int, name: str) -> tuple[int, ...]:
-        """Return the current shape of a tensor.
-
-        Parameters
-        ----------
-        context : int
-            Index of the execution context.
-        name : str
-            An input or output.
-
-        Returns
-        -------
-        tuple of int
-            ``-1`` for sizes that are not known yet.
-
-        Notes
-        -----
-        ``IExecutionContext.get_tensor_shape``.
-        """
+        """Return the current shape of a tensor."""
         return tuple(self._contexts[context].get_tensor_shape(name))
 
     def enqueue(self, context: int, stream: int) -> None:
-        """Enqueue the plan in one context; does not wait.
-
-        Parameters
-        ----------
-        context : int
-            Index of the execution context.
-        stream : int
-            The ``cudaStream_t``.
-
-        Raises
-        ------
-        EngineError
-            TensorRT failed; the text is what it logged.
-
-        Notes
-        -----
-        ``IExecutionContext.execute_async_v3`` (``enqueueV3`` in C++).
-        """
+        """Enqueue the plan in one context; does not wait."""
         self._call("the step failed", self._contexts[context].execute_async_v3, stream)
 
     def is_capturable(self, context: int, stream: int) -> bool:
-        """Return whether an enqueue can be captured in a CUDA graph with the current addresses and shapes.
-
-        Parameters
-        ----------
-        context : int
-            Index of the execution context.
-        stream : int
-            The ``cudaStream_t``.
-
-        Returns
-        -------
-        bool
-            Full TensorRT always can; TensorRT for RTX is asked.
-
-        Notes
-        -----
-        ``IExecutionContext.is_stream_capturable``.
-        """
+        """Return whether an enqueue can be captured in a CUDA graph with the current addresses and shapes."""
         return not self._tensorrt.is_rtx or bool(self._contexts[context].is_stream_capturable(stream))
 
     def _call(self, failure: str, function: Callable[..., Any], *arguments: Any) -> Any:

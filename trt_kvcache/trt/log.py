@@ -21,31 +21,7 @@ _LOGGER = logging.getLogger("trt_kvcache.tensorrt")
 
 
 class Messages:
-    """The messages of one collection, in order and without repeats.
-
-    Parameters
-    ----------
-    ignore_missing_driver : bool
-        Whether to drop the "cudaError 35" that follows each error on a machine without a GPU. Only for work that needs no GPU; where a
-        GPU is needed, that message is the reason of the failure.
-
-    Attributes
-    ----------
-    errors, warnings : list of str
-        Messages of severity ERROR and worse, and of severity WARNING.
-    cause : Exception or None
-        The last exception of a plugin, which TensorRT does not pass on.
-
-    Examples
-    --------
-    >>> from trt_kvcache.errors import BuildError
-    >>> messages = Messages(ignore_missing_driver=True)
-    >>> messages.add("out of memory", is_error=True)
-    >>> messages.check(BuildError, "the engine could not be built")
-    Traceback (most recent call last):
-        ...
-    trt_kvcache.errors.BuildError: the engine could not be built. TensorRT says: out of memory
-    """
+    """The messages of one collection, in order and without repeats."""
 
     def __init__(self, *, ignore_missing_driver: bool) -> None:
         self.errors: list[str] = []
@@ -54,15 +30,7 @@ class Messages:
         self._ignore_missing_driver = ignore_missing_driver
 
     def add(self, text: str, *, is_error: bool) -> None:
-        """Keep a message, unless the same one was kept before.
-
-        Parameters
-        ----------
-        text : str
-            The message.
-        is_error : bool
-            Whether its severity is ERROR or worse.
-        """
+        """Keep a message, unless the same one was kept before."""
         if self._ignore_missing_driver and _MISSING_DRIVER in text:
             return
         kept = self.errors if is_error else self.warnings
@@ -75,49 +43,18 @@ class Messages:
         self.cause = None
 
     def check(self, error: type[KVCacheError], what: str) -> None:
-        """Raise an exception if TensorRT logged an error, whatever its call returned.
-
-        Parameters
-        ----------
-        error : type
-            The class of the exception.
-        what : str
-            What failed.
-        """
+        """Raise an exception if TensorRT logged an error, whatever its call returned."""
         if self.errors:
             self.fail(error, what)
 
     def fail(self, error: type[KVCacheError], what: str) -> NoReturn:
-        """Raise an exception with everything that TensorRT logged: its errors, or its warnings if there is no error.
-
-        The exception of a plugin, if there was one, is its ``__cause__``.
-
-        Parameters
-        ----------
-        error : type
-            The class of the exception.
-        what : str
-            What failed.
-        """
+        """Raise an exception with everything that TensorRT logged: its errors, or its warnings if there is no error."""
         said = self.errors or self.warnings or ["nothing"]
         raise error(f"{what}. TensorRT says: {' | '.join(said)}") from self.cause
 
 
 class TensorRTLog:
-    """The one logger of an imported TensorRT module. Messages below WARNING only go to Python's logger ``trt_kvcache.tensorrt``.
-
-    A message goes to every collection that is open, whatever thread it comes from: two builds at the same time see each other's messages.
-
-    Parameters
-    ----------
-    module : module
-        ``tensorrt`` or ``tensorrt_rtx``.
-
-    Attributes
-    ----------
-    logger : ILogger
-        The argument of each ``Builder`` and ``Runtime``.
-    """
+    """The one logger of an imported TensorRT module. Messages below WARNING only go to Python's logger ``trt_kvcache.tensorrt``."""
 
     def __init__(self, module: Any) -> None:
         self._open: list[Messages] = []
@@ -126,18 +63,7 @@ class TensorRTLog:
 
     @contextmanager
     def collect(self, *, ignore_missing_driver: bool = False) -> Iterator[Messages]:
-        """Collect messages until the end of the ``with`` block.
-
-        Parameters
-        ----------
-        ignore_missing_driver : bool
-            See :class:`Messages`.
-
-        Yields
-        ------
-        Messages
-            Empty at first. What TensorRT logs in the block is added to it; it stays readable after the block.
-        """
+        """Collect messages until the end of the ``with`` block."""
         messages = Messages(ignore_missing_driver=ignore_missing_driver)
         with self._lock:
             self._open.append(messages)
@@ -148,15 +74,7 @@ class TensorRTLog:
                 self._open.remove(messages)
 
     def receive(self, text: str, *, is_error: bool) -> None:
-        """Pass a message to the open collections, and to Python's logging: at its own level only if there is no collection.
-
-        Parameters
-        ----------
-        text : str
-            The message.
-        is_error : bool
-            Whether its severity is ERROR or worse.
-        """
+        """Pass a message to the open collections, and to Python's logging: at its own level only if there is no collection."""
         with self._lock:
             for messages in self._open:
                 messages.add(text, is_error=is_error)
@@ -165,15 +83,7 @@ class TensorRTLog:
         _LOGGER.log(level, "%s", text)
 
     def receive_exception(self, where: str, error: Exception) -> None:
-        """Pass the exception of a plugin to the open collections: TensorRT itself only prints it, and logs that the call failed.
-
-        Parameters
-        ----------
-        where : str
-            Which method of which plugin raised it.
-        error : Exception
-            The exception.
-        """
+        """Pass the exception of a plugin to the open collections: TensorRT itself only prints it, and logs that the call failed."""
         with self._lock:
             for messages in self._open:
                 messages.cause = error

@@ -7,39 +7,7 @@ from trt_kvcache.ops.segments import Segment, Stage
 
 
 def assign_offsets(stages: Sequence[Stage], nbytes_by_tensor: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Assign each tensor an offset in one allocation.
-
-    A tensor is live from the stage that writes it to the last stage that reads it, both included. Two tensors that are live at the
-    same stage never overlap.
-
-    Parameters
-    ----------
-    stages : sequence of Segment or CustomOpNode
-        In the order in which they run.
-    nbytes_by_tensor : mapping of str to int
-        Sizes of the tensors to place. Other tensors of the stages are left out.
-
-    Returns
-    -------
-    offsets : dict of str to int
-        Offset of each tensor in bytes, a multiple of 256.
-    nbytes : int
-        Size of the allocation.
-
-    Notes
-    -----
-    Greedy by size: the largest tensor is placed first, each at the lowest offset that is free during its lifetime.
-
-    Examples
-    --------
-    ``a`` is dead once ``b`` is written, so ``c`` takes its place.
-
-    >>> from trt_kvcache.ops.segments import CustomOpNode
-    >>> def op(before, after):
-    ...     return CustomOpNode(operation="embedding", attributes={}, inputs=(before,), outputs=(after,))
-    >>> assign_offsets([op("a", "b"), op("b", "c")], {"a": 512, "b": 256, "c": 512})
-    ({'a': 0, 'c': 0, 'b': 512}, 768)
-    """
+    """Assign each tensor an offset in one allocation."""
     lifetimes = _lifetimes(stages)
     offsets: dict[str, int] = {}
     for name in sorted(nbytes_by_tensor, key=lambda name: -nbytes_by_tensor[name]):

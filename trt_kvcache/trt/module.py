@@ -41,19 +41,7 @@ _DTYPE_NAMES = {data_type: name for name, data_type in _DATA_TYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class TensorRT:
-    """An imported TensorRT. Made by :func:`load`.
-
-    Parameters
-    ----------
-    module : module
-        ``tensorrt`` or ``tensorrt_rtx``.
-    flavour : str
-        Name of the module.
-    version : str
-        As the module gives it, such as ``"1.7.1.116"``.
-    log : TensorRTLog
-        The only logger of the module.
-    """
+    """An imported TensorRT. Made by :func:`load`."""
 
     module: Any
     flavour: str
@@ -66,18 +54,7 @@ class TensorRT:
         return self.flavour == "tensorrt_rtx"
 
     def supports(self, variant: AttentionVariant) -> bool:
-        """Return whether the network API has what a variant of attention needs in one network.
-
-        Parameters
-        ----------
-        variant : AttentionVariant
-            The variant of attention.
-
-        Returns
-        -------
-        bool
-            For the plugin variant in TensorRT for RTX it is True: that has no plugin layers, the engine is built in segments.
-        """
+        """Return whether the network API has what a variant of attention needs in one network."""
         return self.release >= (variant.first_rtx if self.is_rtx else variant.first_tensorrt)
 
     @property
@@ -86,28 +63,7 @@ class TensorRT:
         return tuple(int(part) for part in re.findall(r"\d+", self.version)[:2])
 
     def create(self, kind: str) -> Any:
-        """Return a new object of TensorRT that needs the GPU in full TensorRT, after checking that there is one.
-
-        Without a GPU, the libraries of some releases return an invalid pointer where they should return null, and the first use of it
-        ends the process.
-
-        Parameters
-        ----------
-        kind : str
-            ``"Runtime"`` or ``"Builder"``.
-
-        Returns
-        -------
-        IRuntime or IBuilder
-            Of this module, with its logger.
-
-        Raises
-        ------
-        RuntimeError
-            The CUDA driver does not start; full TensorRT only. The reason is in the log as an error.
-        TypeError
-            TensorRT refuses. What it logged says why.
-        """
+        """Return a new object of TensorRT that needs the GPU in full TensorRT, after checking that there is one."""
         failure = None if self.is_rtx else driver_failure()
         if failure is not None:
             self.log.receive(failure, is_error=True)
@@ -115,39 +71,12 @@ class TensorRT:
         return getattr(self.module, kind)(self.log.logger)
 
     def data_type(self, name: str) -> Any:
-        """Return the ``DataType`` of a dtype name.
-
-        Parameters
-        ----------
-        name : str
-            As in :mod:`trt_kvcache.dtypes`.
-
-        Returns
-        -------
-        DataType
-            A member of the enumeration of this TensorRT, such as ``DataType.HALF`` for ``"float16"``.
-
-        Raises
-        ------
-        DTypeError
-            TensorRT has no such type.
-        """
+        """Return the ``DataType`` of a dtype name."""
         one_of("dtype", name, _DATA_TYPES, error=DTypeError)
         return getattr(self.module.DataType, _DATA_TYPES[name])
 
     def dtype_name(self, data_type: Any) -> str:
-        """Return the dtype name of a ``DataType``.
-
-        Parameters
-        ----------
-        data_type : DataType
-            A type of this TensorRT.
-
-        Returns
-        -------
-        str
-            As in :mod:`trt_kvcache.dtypes`; TensorRT's name in lower case if this package has none.
-        """
+        """Return the dtype name of a ``DataType``."""
         return str(_DTYPE_NAMES.get(data_type.name, data_type.name.lower()))
 
     def __str__(self) -> str:
@@ -155,26 +84,7 @@ class TensorRT:
 
 
 def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> TensorRT:
-    """Import TensorRT. A module is imported once per process, and has one logger.
-
-    Parameters
-    ----------
-    flavour : str
-        ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``. The latter is full TensorRT if it is installed, can start (it needs a GPU) and
-        has native attention; else TensorRT for RTX; else an older full TensorRT, which has masked or plugin attention.
-    error : type
-        The exception to raise.
-
-    Returns
-    -------
-    TensorRT
-        Full TensorRT only if it can start on this machine. Further calls with the same flavour return the same object.
-
-    Raises
-    ------
-    KVCacheError
-        Of type ``error``: an unknown flavour, or none that works. The text gives the reason for each, and how to install it.
-    """
+    """Import TensorRT. A module is imported once per process, and has one logger."""
     one_of("TensorRT flavour", flavour, FLAVOURS, error=error)
     failures, older = [], []
     for candidate in FLAVOURS[1:] if flavour == "auto" else (flavour,):

@@ -12,21 +12,7 @@ from trt_kvcache.trt.engine_resources import EngineResources
 
 
 class OpInstances:
-    """One operation for all nodes of the same kind and attributes, and one workspace for all operations of the same name.
-
-    Parameters
-    ----------
-    stages : sequence of Segment or CustomOpNode
-        In the order in which they run.
-    tensors : mapping of str to TensorSpec
-        Everything that the operations read, by name.
-    profiles : sequence of EngineProfile
-        Workspaces are sized for the largest enqueue of each profile.
-    resources : EngineResources
-        Owner of the workspaces.
-    stream : cuda.core.Stream
-        Workspaces are allocated and zeroed on it.
-    """
+    """One operation for all nodes of the same kind and attributes, and one workspace for all operations of the same name."""
 
     def __init__(
         self,
@@ -55,33 +41,11 @@ class OpInstances:
         }
 
     def op(self, node: CustomOpNode) -> CustomOp:
-        """Return the operation of a node.
-
-        Parameters
-        ----------
-        node : CustomOpNode
-            One of the stages.
-
-        Returns
-        -------
-        CustomOp
-            The same one for all nodes of this kind with these attributes.
-        """
+        """Return the operation of a node."""
         return self._ops[_key(node)]
 
     def workspace(self, op: CustomOp) -> DeviceTensor:
-        """Return the workspace of an operation.
-
-        Parameters
-        ----------
-        op : CustomOp
-            What :meth:`op` returned.
-
-        Returns
-        -------
-        DeviceTensor uint8
-            Large enough for every enqueue.
-        """
+        """Return the workspace of an operation."""
         return self._workspaces[op.name]
 
 

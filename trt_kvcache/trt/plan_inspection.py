@@ -16,23 +16,7 @@ from trt_kvcache.trt.tensors import ProfileRanges, read_ranges, read_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInspection:
-    """A plan in plain values.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    nbytes : int
-        Its size in bytes.
-    tensorrt : str
-        Flavour and version of the TensorRT that read it.
-    tensors : tuple of TensorSpec
-        Inputs and outputs, the inputs first, with shapes, dtypes, modes and aliases.
-    profiles : tuple of ProfileRanges
-        Smallest and largest shape of each input, by optimisation profile.
-    activations_nbytes : int
-        Bytes that the engine needs on the GPU while it runs, beside weights and cache.
-    """
+    """A plan in plain values."""
 
     path: Path
     nbytes: int
@@ -43,27 +27,7 @@ class PlanInspection:
 
 
 def inspect_plan(path: Path, flavour: str = "auto") -> PlanInspection:
-    """Read a plan with TensorRT. This needs the GPU, or one like it, that the plan was built for.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    flavour : str
-        ``"tensorrt"``, ``"tensorrt_rtx"``, or ``"auto"`` for the first that can read it.
-
-    Returns
-    -------
-    PlanInspection
-        What the plan says of itself.
-
-    Raises
-    ------
-    EngineError
-        No TensorRT that is installed can read it here; the text has the reason of each.
-    OSError
-        The file cannot be read.
-    """
+    """Read a plan with TensorRT. This needs the GPU, or one like it, that the plan was built for."""
     one_of("TensorRT flavour", flavour, FLAVOURS, error=EngineError)
     plan = path.read_bytes()
     failures = []

@@ -17,18 +17,7 @@ _DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 def gpu_identity(device: str) -> tuple[str, ...]:
-    """Return what identifies a GPU and its driver.
-
-    Parameters
-    ----------
-    device : str
-        Such as ``"cuda:0"``.
-
-    Returns
-    -------
-    tuple of str
-        Name, UUID and compute capability of the GPU, and the version of the driver.
-    """
+    """Return what identifies a GPU and its driver."""
     from cuda.bindings import driver
     from cuda.core import Device
 
@@ -39,49 +28,14 @@ def gpu_identity(device: str) -> tuple[str, ...]:
 
 
 class RuntimeCacheFile:
-    """A file with a serialised runtime cache: the SHA-256 of the cache, then the cache.
-
-    Parameters
-    ----------
-    key : sequence of str
-        Everything that the compiled kernels depend on.
-    folder : Path, optional
-        Where the file is; the user's cache folder if left out.
-
-    Attributes
-    ----------
-    path : Path
-        The file, which need not exist.
-
-    Examples
-    --------
-    >>> import pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     file = RuntimeCacheFile(["plan", "gpu", "driver"], folder=pathlib.Path(folder))
-    ...     print(file.read())
-    ...     file.write(b"kernels")
-    ...     print(file.read())
-    None
-    b'kernels'
-    """
+    """A file with a serialised runtime cache: the SHA-256 of the cache, then the cache."""
 
     def __init__(self, key: Sequence[str], *, folder: Path | None = None) -> None:
         name = hashlib.sha256("\0".join(key).encode()).hexdigest()
         self.path = (folder or user_cache_folder()) / f"{name[:32]}.rtxcache"
 
     def read(self) -> bytes | None:
-        """Read the cache.
-
-        Returns
-        -------
-        bytes or None
-            None if there is no file, or if it is damaged or cannot be read.
-
-        Warns
-        -----
-        RuntimeWarning
-            The file is damaged or cannot be read.
-        """
+        """Read the cache."""
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
@@ -96,18 +50,7 @@ class RuntimeCacheFile:
         return blob
 
     def write(self, blob: bytes) -> None:
-        """Write the cache; the file appears complete or not at all.
-
-        Parameters
-        ----------
-        blob : bytes
-            The serialised cache.
-
-        Warns
-        -----
-        RuntimeWarning
-            The file cannot be written. The engine does not need it.
-        """
+        """Write the cache; the file appears complete or not at all."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(self.path) as file:
@@ -116,13 +59,7 @@ class RuntimeCacheFile:
             self.warn(f"cannot be written ({error})")
 
     def warn(self, what: str) -> None:
-        """Warn that the file is not used, which costs only time.
-
-        Parameters
-        ----------
-        what : str
-            What is wrong with it, such as ``"is damaged"``.
-        """
+        """Warn that the file is not used, which costs only time."""
         warnings.warn(
             f"TensorRT-RTX runtime cache {self.path}: it {what}; kernels are compiled again at each start.", RuntimeWarning, stacklevel=3
         )

@@ -9,24 +9,7 @@ from trt_kvcache.trt.loaded_plan import LoadedPlan
 
 
 class SegmentPlans:
-    """Passes addresses and shapes on to the segments (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`).
-
-    Parameters
-    ----------
-    plans : sequence of LoadedPlan
-        One for each segment, in order.
-    tensors : mapping of str to TensorSpec
-        Inputs and outputs of the whole engine.
-    intermediates : mapping of str to TensorSpec
-        What one stage writes and a later one reads.
-    names : TensorNames
-        Names of the engine's inputs and outputs. The shape of the token ids ``[B, s]`` gives those of the intermediate tensors.
-
-    Attributes
-    ----------
-    plans : sequence of LoadedPlan
-        As given.
-    """
+    """Passes addresses and shapes on to the segments (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`)."""
 
     def __init__(
         self, plans: Sequence[LoadedPlan], *, tensors: Mapping[str, TensorSpec], intermediates: Mapping[str, TensorSpec], names: TensorNames
@@ -43,42 +26,12 @@ class SegmentPlans:
         self._warm_contexts: set[int] = set()
 
     def set_tensor_address(self, context: int, name: str, address: int) -> None:
-        """Set the address of a tensor in every segment that has it.
-
-        Parameters
-        ----------
-        context : int
-            Index of the execution context.
-        name : str
-            An input or output.
-        address : int
-            Device address.
-
-        Raises
-        ------
-        EngineError
-            TensorRT refuses the address; the text is what it logged.
-        """
+        """Set the address of a tensor in every segment that has it."""
         for plan in self._plans_of.get(name, ()):
             plan.set_tensor_address(context, name, address)
 
     def set_input_shape(self, context: int, name: str, shape: tuple[int, ...]) -> None:
-        """Set the shape of an input in every segment that has it; for the token ids, of all intermediate tensors too.
-
-        Parameters
-        ----------
-        context : int
-            Index of the execution context.
-        name : str
-            An input.
-        shape : tuple of int
-            Its new shape.
-
-        Raises
-        ------
-        EngineError
-            TensorRT refuses a shape. All shapes of the context are forgotten, so that no mixture of old and new ones is enqueued.
-        """
+        """Set the shape of an input in every segment that has it; for the token ids, of all intermediate tensors too."""
         shapes = self._input_shapes.pop(context, {})
         self._warm_contexts.discard(context)
         for plan in self._plans_of.get(name, ()):
@@ -91,20 +44,7 @@ class SegmentPlans:
         self._input_shapes[context] = {**shapes, name: shape}
 
     def tensor_shape(self, context: int, name: str) -> tuple[int, ...]:
-        """Return the current shape of an input or output of the engine.
-
-        Parameters
-        ----------
-        context : int
-            Index of the execution context.
-        name : str
-            An input or output.
-
-        Returns
-        -------
-        tuple of int
-            ``-1`` for sizes that are not known yet.
-        """
+        """Return the current shape of an input or output of the engine."""
         spec, shapes = self._tensors[name], self._input_shapes.get(context, {})
         if spec.mode is TensorMode.INPUT:
             return shapes.get(name, spec.shape)
@@ -114,28 +54,9 @@ class SegmentPlans:
         return step_shape(spec, self._names, batch=ids[0], width=ids[1], logits=last[1])
 
     def note_eager_run(self, context: int) -> None:
-        """Note that all segments ran eagerly with the current shapes: TensorRT has loaded or compiled what they need.
-
-        Parameters
-        ----------
-        context : int
-            Index of the execution context.
-        """
+        """Note that all segments ran eagerly with the current shapes: TensorRT has loaded or compiled what they need."""
         self._warm_contexts.add(context)
 
     def is_capturable(self, context: int, stream: int) -> bool:
-        """Return whether an enqueue of all segments can be captured now.
-
-        Parameters
-        ----------
-        context : int
-            Index of the execution context.
-        stream : int
-            The ``cudaStream_t``.
-
-        Returns
-        -------
-        bool
-            False before the first eager run of the current shapes, or where TensorRT reports that a segment cannot be captured.
-        """
+        """Return whether an enqueue of all segments can be captured now."""
         return context in self._warm_contexts and all(plan.is_capturable(context, stream) for plan in self.plans)

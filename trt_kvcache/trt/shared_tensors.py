@@ -15,25 +15,7 @@ from trt_kvcache.trt.memory_plan import assign_offsets
 
 
 class SharedTensors:
-    """Constants, each in memory once, and intermediate tensors in one allocation.
-
-    Intermediate tensors whose lifetimes do not overlap share bytes: see :func:`~trt_kvcache.trt.memory_plan.assign_offsets`.
-
-    Parameters
-    ----------
-    stages : sequence of Segment or CustomOpNode
-        In the order in which they run.
-    constants : mapping of str to ndarray
-        Host arrays; they are uploaded.
-    intermediates : mapping of str to TensorSpec
-        What one stage writes and a later one reads.
-    profiles : sequence of EngineProfile
-        Intermediate tensors are sized for the largest enqueue of all profiles.
-    resources : EngineResources
-        Owner of the memory.
-    stream : cuda.core.Stream
-        Allocations and uploads are ordered on it.
-    """
+    """Constants, each in memory once, and intermediate tensors in one allocation."""
 
     def __init__(
         self,
@@ -58,20 +40,7 @@ class SharedTensors:
         self._allocation = resources.allocate(nbytes, stream=stream)
 
     def tensor(self, name: str, batch: int, width: int) -> DeviceTensor:
-        """Return a constant or an intermediate tensor.
-
-        Parameters
-        ----------
-        name : str
-            A constant or an intermediate tensor.
-        batch, width : int
-            Slots and new tokens per slot of the enqueue. The address does not depend on them.
-
-        Returns
-        -------
-        DeviceTensor
-            Contiguous, in device memory of the engine. A constant has its own shape, an intermediate tensor the shape of this enqueue.
-        """
+        """Return a constant or an intermediate tensor."""
         if name in self._constants:
             return self._constants[name]
         spec = self._intermediates[name]

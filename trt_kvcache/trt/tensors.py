@@ -19,40 +19,12 @@ ShapeRange = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ProfileRanges:
-    """Shapes that the inputs take in one optimisation profile.
-
-    Parameters
-    ----------
-    ranges : mapping of str to ShapeRange
-        Smallest and largest shape of each input.
-
-    Examples
-    --------
-    >>> decode = ProfileRanges({"input_ids": ((1, 1), (8, 1))})
-    >>> decode.check("input_ids", (4, 1))
-    >>> decode.check("input_ids", (4, 2))
-    Traceback (most recent call last):
-        ...
-    trt_kvcache.errors.BindingError: `input_ids`: expected a shape from (1, 1) to (8, 1) in this profile, got (4, 2).
-    """
+    """Shapes that the inputs take in one optimisation profile."""
 
     ranges: Mapping[str, ShapeRange]
 
     def check(self, name: str, shape: Sequence[int]) -> None:
-        """Check the shape of an input.
-
-        Parameters
-        ----------
-        name : str
-            An input.
-        shape : sequence of int
-            The shape to check.
-
-        Raises
-        ------
-        BindingError
-            The input does not take this shape in this profile.
-        """
+        """Check the shape of an input."""
         low, high = self.ranges[name]
         fits = len(shape) == len(low) and all(a <= size <= b for a, size, b in zip(low, shape, high, strict=True))
         if not fits:
@@ -60,30 +32,7 @@ class ProfileRanges:
 
 
 def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
-    """Return inputs and outputs of an engine.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        The imported TensorRT.
-    engine : ICudaEngine
-        The deserialised engine.
-
-    Returns
-    -------
-    dict of str to TensorSpec
-        By name, the inputs first. An output has an alias only where TensorRT reports it: see :func:`add_plugin_aliases`.
-
-    Raises
-    ------
-    EngineError
-        A tensor is in host memory (a shape tensor); a decoder has none.
-
-    Notes
-    -----
-    ``ICudaEngine.get_aliased_input_tensor`` (full TensorRT from 10.15 on) says which output of a KVCacheUpdate layer shares memory with
-    which input, and None or an empty string for any other output.
-    """
+    """Return inputs and outputs of an engine."""
     trt = tensorrt.module
     aliased_input = getattr(engine, "get_aliased_input_tensor", lambda name: None)
     specs = []
@@ -105,74 +54,19 @@ def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
 
 
 def add_plugin_aliases(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    """Return the tensors of an engine with plugin layers, with the aliases that were recorded at the build.
-
-    TensorRT does not report which outputs of a plugin share memory with an input.
-
-    Parameters
-    ----------
-    found : mapping of str to TensorSpec
-        What :func:`read_tensors` returned.
-    recorded : sequence of TensorSpec
-        From ``config.json``.
-
-    Returns
-    -------
-    dict of str to TensorSpec
-        As ``found``; an output without an alias has the recorded one.
-
-    Examples
-    --------
-    >>> recorded = [TensorSpec.output("present", (-1, 2), "float16", alias="past")]
-    >>> add_plugin_aliases({"present": TensorSpec.output("present", (-1, 2), "float16")}, recorded)["present"].alias
-    'past'
-    """
+    """Return the tensors of an engine with plugin layers, with the aliases that were recorded at the build."""
     aliases = {spec.name: spec.alias for spec in recorded}
     return {name: spec if spec.alias else replace(spec, alias=aliases.get(name)) for name, spec in found.items()}
 
 
 def count_binding_sets(tensors: Mapping[str, TensorSpec], names: TensorNames) -> int:
-    """Return how many sets of addresses an engine needs.
-
-    Parameters
-    ----------
-    tensors : mapping of str to TensorSpec
-        Inputs and outputs of the engine.
-    names : TensorNames
-        What it calls them.
-
-    Returns
-    -------
-    int
-        2 where states have memory of their own after a step: they are read from one buffer and written to the other, in turns. Else 1.
-
-    Examples
-    --------
-    >>> from trt_kvcache.engine.names import DEFAULT_NAMES
-    >>> present = TensorSpec.output("present_conv_state_0", (-1, 64, 3), "float16")
-    >>> count_binding_sets({present.name: present}, DEFAULT_NAMES)
-    2
-    """
+    """Return how many sets of addresses an engine needs."""
     states = (tensors.get(names.state_pair(kind, 0)[1]) for kind in StateKind)
     return 2 if any(spec is not None and spec.alias is None for spec in states) else 1
 
 
 def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSpec]) -> None:
-    """Compare the tensors of an engine with those that were recorded at the build.
-
-    Parameters
-    ----------
-    found : mapping of str to TensorSpec
-        What :func:`read_tensors` returned.
-    recorded : sequence of TensorSpec
-        From ``config.json``.
-
-    Raises
-    ------
-    EngineError
-        Names, shapes, dtypes, modes or aliases differ. An output that does not share memory with its cache would lose the new tokens of
-        every step.
-    """
+    """Compare the tensors of an engine with those that were recorded at the build."""
     names = {spec.name for spec in recorded}
     if names != set(found):
         different = ", ".join(f"`{name}`" for name in sorted(names ^ set(found)))
@@ -185,18 +79,7 @@ def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSp
 
 
 def compare_profiles(found: Sequence[EngineProfile], recorded: Sequence[EngineProfile]) -> None:
-    """Compare the sizes of optimisation profiles with those that were recorded at the build; names are not compared.
-
-    Parameters
-    ----------
-    found, recorded : sequence of EngineProfile
-        Profiles of the engine, and those of ``config.json``.
-
-    Raises
-    ------
-    EngineError
-        They differ.
-    """
+    """Compare the sizes of optimisation profiles with those that were recorded at the build; names are not compared."""
     sizes = [[(p.min_batch, p.max_batch, p.min_width, p.max_width, p.max_logits) for p in profiles] for profiles in (recorded, found)]
     if sizes[0] != sizes[1]:
         raise EngineError(
@@ -205,24 +88,7 @@ def compare_profiles(found: Sequence[EngineProfile], recorded: Sequence[EnginePr
 
 
 def read_ranges(engine: Any, tensors: Mapping[str, TensorSpec]) -> list[ProfileRanges]:
-    """Return the shapes that the inputs of an engine take.
-
-    Parameters
-    ----------
-    engine : ICudaEngine
-        The deserialised engine.
-    tensors : mapping of str to TensorSpec
-        What :func:`read_tensors` returned.
-
-    Returns
-    -------
-    list of ProfileRanges
-        By profile.
-
-    Notes
-    -----
-    ``ICudaEngine.get_tensor_profile_shape``.
-    """
+    """Return the shapes that the inputs of an engine take."""
     inputs = [spec for spec in tensors.values() if spec.mode is TensorMode.INPUT]
     return [ProfileRanges({spec.name: _range(engine, spec, index) for spec in inputs}) for index in range(engine.num_optimization_profiles)]
 
@@ -236,25 +102,7 @@ def _range(engine: Any, spec: TensorSpec, profile: int) -> ShapeRange:
 
 
 def read_profiles(ranges: Sequence[ProfileRanges], names: TensorNames) -> tuple[EngineProfile, ...]:
-    """Return the optimisation profiles of a decoder, from the shapes of ``input_ids`` ``[B, s]`` and ``last_token_ids`` ``[B, m]``.
-
-    Parameters
-    ----------
-    ranges : sequence of ProfileRanges
-        By profile.
-    names : TensorNames
-        Names of the engine's inputs and outputs.
-
-    Returns
-    -------
-    tuple of EngineProfile
-        A profile that takes only one new token per slot is called ``decode``, any other ``prefill``.
-
-    Raises
-    ------
-    EngineError
-        There is no such input, or it has another number of dimensions.
-    """
+    """Return the optimisation profiles of a decoder, from the shapes of ``input_ids`` ``[B, s]`` and ``last_token_ids`` ``[B, m]``."""
     return tuple(_profile(profile.ranges, names) for profile in ranges)
 
 

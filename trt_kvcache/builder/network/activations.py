@@ -6,87 +6,24 @@ from trt_kvcache.builder.network.graph import Graph
 
 
 def silu(graph: Graph, name: str, x: Any) -> Any:
-    """Return ``x * sigmoid(x)``.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    x : ITensor
-        The elements.
-
-    Returns
-    -------
-    ITensor
-        Of the shape and dtype of ``x``.
-    """
+    """Return ``x * sigmoid(x)``."""
     sigmoid = graph.op(f"{name}/sigmoid", "activation", x, graph.trt.ActivationType.SIGMOID)
     return graph.elementwise(f"{name}/silu", x, "PROD", sigmoid)
 
 
 def gelu_tanh(graph: Graph, name: str, x: Any) -> Any:
-    """Return GELU in its approximation by tanh.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    x : ITensor
-        The elements.
-
-    Returns
-    -------
-    ITensor
-        Of the shape and dtype of ``x``.
-    """
+    """Return GELU in its approximation by tanh."""
     return graph.op(f"{name}/gelu", "activation", x, graph.trt.ActivationType.GELU_TANH)
 
 
 def relu2(graph: Graph, name: str, x: Any) -> Any:
-    """Return ``max(x, 0) ** 2``.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    x : ITensor
-        The elements.
-
-    Returns
-    -------
-    ITensor
-        Of the shape and dtype of ``x``.
-    """
+    """Return ``max(x, 0) ** 2``."""
     positive = graph.op(f"{name}/relu", "activation", x, graph.trt.ActivationType.RELU)
     return graph.elementwise(f"{name}/relu2", positive, "PROD", positive)
 
 
 def softplus(graph: Graph, name: str, x: Any) -> Any:
-    """Return ``log(1 + exp(x))``.
-
-    TensorRT's activation is not used: it is documented as this formula, which overflows for large elements, and loses the small results
-    that time steps are. This is ``max(x, 0) + log1p(u)`` with ``u = exp(-abs(x))`` and ``log1p(u) = 2 atanh(u / (u + 2))``.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    x : ITensor float32
-        The elements.
-
-    Returns
-    -------
-    ITensor float32
-        Of the shape of ``x``.
-    """
+    """Return ``log(1 + exp(x))``."""
     unary, rank = graph.trt.UnaryOperation, len(x.shape)
     negative = graph.op(f"{name}/negative", "unary", graph.op(f"{name}/abs", "unary", x, unary.ABS), unary.NEG)
     small = graph.op(f"{name}/exp", "unary", negative, unary.EXP)

@@ -71,29 +71,7 @@ class AttentionLowering(Protocol):
 
 
 class PluginLayerLowering:
-    """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs (full TensorRT).
-
-    Codes of quantized K and V are inputs and outputs in words: see :mod:`trt_kvcache.ops.kv_words`.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    names : TensorNames
-        Names of the caches.
-    kv : KVCacheConfig or None
-        The caches; None for a model without attention.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-    start_index : ITensor [B] int32
-        Tokens in the cache before the step.
-    cos_sin : mapping of RopeKind to ITensor [S, 2, rotary_dim / 2] float32
-        Cosines and sines of RoPE.
-
-    Notes
-    -----
-    ``IPluginCreatorV3One.create_plugin`` and ``INetworkDefinition.add_plugin_v3``.
-    """
+    """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs (full TensorRT)."""
 
     def __init__(
         self,
@@ -159,17 +137,7 @@ class PluginLayerLowering:
 
 
 class SegmentCutLowering:
-    """Ends the network at each attention and begins the next one behind it (TensorRT for RTX has no plugin layers).
-
-    Parameters
-    ----------
-    create_network : callable
-        Returns a new, empty ``INetworkDefinition``.
-    names : TensorNames
-        Names of the whole engine's inputs.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-    """
+    """Ends the network at each attention and begins the next one behind it (TensorRT for RTX has no plugin layers)."""
 
     def __init__(self, create_network: Callable[[], Any], names: TensorNames, *, max_sequence_length: int) -> None:
         self._create_network = create_network

@@ -15,35 +15,7 @@ from trt_kvcache.cache.recurrent_states import StateKind
 def causal_convolution(
     graph: Graph, name: str, x: Any, weights: LayerWeights, context: DecoderContext, layer: int, *, kernel: int, bias: bool
 ) -> Any:
-    """Convolve the new tokens of each slot, and add the states before and after the step to the network.
-
-    The state is the last K inputs of a slot. Those after the step are looked up behind its new tokens, so that padding leaves no trace; a
-    slot without new tokens keeps its state bit for bit.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    x : ITensor [B, s, channels]
-        The inputs, in the dtype of the model.
-    weights : LayerWeights
-        Weights of the decoder layer.
-    context : DecoderContext
-        What all layers of the network share.
-    layer : int
-        Index of the layer.
-    kernel : int
-        Inputs that an output depends on, K.
-    bias : bool
-        Whether the convolution has one.
-
-    Returns
-    -------
-    ITensor [B, s, channels] float32
-        Of input ``t`` the sum of ``weight[:, j] * inputs[t - K + 1 + j]``, and the bias. Not rounded.
-    """
+    """Convolve the new tokens of each slot, and add the states before and after the step to the network."""
     channels = x.shape[2]
     past = graph.shuffle(f"{name}/past", past_state(graph, context, layer, StateKind.CONV), second_transpose=(0, 2, 1))
     inputs = graph.layer(f"{name}/inputs", "concatenation", [past, x])

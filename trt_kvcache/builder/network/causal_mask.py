@@ -9,24 +9,7 @@ from trt_kvcache.builder.network.graph import Graph
 
 
 def causal_masks(graph: Graph, *, position_ids: Any, max_sequence_length: int, windows: Iterable[int | None]) -> Mapping[int | None, Any]:
-    """Add the masks that show each new token the keys up to its own position, or with a window the last of these.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    position_ids : ITensor [B, s] int32
-        Position of each new token.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-    windows : iterable of int or None
-        Keys that a token sees, its own included; None for all. Each gets a mask, once.
-
-    Returns
-    -------
-    mapping of int or None to ITensor [B, 1, s, S] bool
-        By window: true where the token sees the key.
-    """
+    """Add the masks that show each new token the keys up to its own position, or with a window the last of these."""
     keys = graph.constant("mask/keys", np.arange(max_sequence_length, dtype=np.int32).reshape(1, 1, 1, -1))
     layer = graph.layer("mask/positions", "shuffle", position_ids)
     layer.reshape_dims = (0, 1, -1, 1)

@@ -19,37 +19,7 @@ from trt_kvcache.model import ModelConfig, QueryScaling
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderContext:
-    """What all layers of a decoder's network share.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    names : TensorNames
-        Names of the network's inputs and outputs.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-    attention : mapping of int to AttentionLayerConfig
-        How the attention of a layer is built, by its index.
-    indices : tuple of int or None
-        For each layer which of the caches it has: see :func:`~trt_kvcache.engine.decoder_tensors.indices_in_kind`.
-    states : sequence of mapping
-        For each layer with states its tensors before and after the step.
-    new_tokens : NewTokens
-        How many of the new tokens each slot has, for layers with states.
-    unit_triangle : UnitTriangle
-        What inverts the matrices of gated delta nets.
-    lengths : StepLengths, optional
-        Lengths of a step; not for the ``plugin`` variant.
-    tables : mapping of RopeKind to RopeTables
-        Cosines and sines of RoPE; not for the ``plugin`` variant.
-    query_factors : mapping of QueryScaling to ITensor [B, s, 1, 1] float32
-        Factors of queries by position; not for the ``plugin`` variant.
-    masks : mapping of int or None to ITensor [B, 1, s, S] bool
-        By window, which keys each token sees; only for the ``mask`` variant.
-    lowering : AttentionLowering, optional
-        What adds the attention to the network; only for the ``plugin`` variant.
-    """
+    """What all layers of a decoder's network share."""
 
     model: ModelConfig
     names: TensorNames

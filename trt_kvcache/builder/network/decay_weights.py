@@ -10,28 +10,7 @@ _NOTHING = -1e30
 
 
 def decay_weights(graph: Graph, name: str, rows_since: Any, columns_since: Any, rows: Size, offset: int, *, columns: Size = None) -> Any:
-    """Return ``exp(rows_since[i] - columns_since[j])`` for ``j <= i - offset``, else 0.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    rows_since, columns_since : ITensor [..., rows, 1] and [..., columns, 1] float32
-        Sums of logarithms of decays, up to each row and each column.
-    rows : ITensor [1] int64
-        How many rows there are.
-    offset : int
-        0, or 1 to leave out the diagonal.
-    columns : ITensor [1] int64, optional
-        How many columns there are; as many as rows if left out.
-
-    Returns
-    -------
-    ITensor [..., rows, columns] float32
-        The weights.
-    """
+    """Return ``exp(rows_since[i] - columns_since[j])`` for ``j <= i - offset``, else 0."""
     rank = len(rows_since.shape)
     swapped = graph.shuffle(f"{name}/columns", columns_since, first_transpose=(*range(rank - 2), rank - 1, rank - 2))
     difference = graph.elementwise(f"{name}/difference", rows_since, "SUB", swapped)
@@ -41,26 +20,7 @@ def decay_weights(graph: Graph, name: str, rows_since: Any, columns_since: Any, 
 
 
 def running_sum(graph: Graph, name: str, x: Any, rows: Size, *, exclusive: bool) -> Any:
-    """Return the sums of rows, as a product with a triangle of ones: a layer for it came with later releases of TensorRT only.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Name of the layer, and prefix of others.
-    x : ITensor [..., rows, n] float32
-        What to sum.
-    rows : ITensor [1] int64
-        How many rows there are.
-    exclusive : bool
-        Whether a sum ends before its row.
-
-    Returns
-    -------
-    ITensor [..., rows, n] float32
-        Of all rows up to each, or before it.
-    """
+    """Return the sums of rows, as a product with a triangle of ones: a layer for it came with later releases of TensorRT only."""
     plain = graph.trt.MatrixOperation.NONE
     ones = graph.cast(f"{name}/ones", _is_before(graph, name, rows, rows, int(exclusive), len(x.shape)), "float32")
     return graph.op(name, "matrix_multiply", ones, plain, x, plain)
@@ -80,20 +40,5 @@ def _is_before(graph: Graph, name: str, rows: Size, columns: Size, offset: int, 
 
 
 def exp(graph: Graph, name: str, x: Any) -> Any:
-    """Return the exponential of each element.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Name of the layer.
-    x : ITensor
-        The elements.
-
-    Returns
-    -------
-    ITensor
-        Of the shape and dtype of ``x``.
-    """
+    """Return the exponential of each element."""
     return graph.op(name, "unary", x, graph.trt.UnaryOperation.EXP)

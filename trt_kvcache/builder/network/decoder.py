@@ -36,39 +36,7 @@ def add_decoder(
     max_logits_per_slot: int = 1,
     names: TensorNames = DEFAULT_NAMES,
 ) -> tuple[AttentionLayerConfig, ...]:
-    """Fill an empty network with a decoder.
-
-    Parameters
-    ----------
-    graph : Graph
-        Over the network. Keep it until the build is done: it owns the arrays that TensorRT points at.
-    weights : Weights
-        Weights of the model.
-    model : ModelConfig
-        Configuration of the model.
-    cache : KVCacheConfig or HybridCacheConfig
-        What the engine runs on. Tokens that a slot can hold, S, are a static dimension of K and V, and the length of the RoPE tables.
-    max_prefill_length : int
-        Most new tokens per slot in one enqueue.
-    attention : str
-        One of :data:`~trt_kvcache.engine.attention_variants.ATTENTION_VARIANTS`.
-    min_batch_size : int
-        Smallest batch of any optimisation profile.
-    max_logits_per_slot : int
-        Most new tokens per slot whose logits are an output: see :func:`~trt_kvcache.engine.decoder_tensors.decoder_tensors`.
-    names : TensorNames
-        Names of the inputs and outputs.
-
-    Returns
-    -------
-    tuple of AttentionLayerConfig
-        How the attention of each layer that has one was built.
-
-    Raises
-    ------
-    BuildError
-        TensorRT refused a layer, which is named.
-    """
+    """Fill an empty network with a decoder."""
     max_sequence_length = cache.max_sequence_length
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
@@ -163,39 +131,7 @@ def add_segments(
     max_logits_per_slot: int = 1,
     names: TensorNames = DEFAULT_NAMES,
 ) -> tuple[AttentionLayerConfig, ...]:
-    """Fill one network after another with the segments of a decoder.
-
-    :func:`~trt_kvcache.engine_folder.decoder_segments.decoder_stages` says which tensors each segment has.
-
-    Parameters
-    ----------
-    graph : Graph
-        Over the first, empty network; afterwards over the last one. Keep it until the builds are done.
-    weights : Weights
-        Weights of the model.
-    model : ModelConfig
-        Configuration of the model.
-    create_network : callable
-        Returns the next, empty network.
-    cache : KVCacheConfig or HybridCacheConfig
-        What the engine runs on.
-    max_prefill_length : int
-        Most new tokens per slot in one enqueue.
-    max_logits_per_slot : int
-        As for :func:`add_decoder`.
-    names : TensorNames
-        Names of the whole engine's inputs and outputs.
-
-    Returns
-    -------
-    tuple of AttentionLayerConfig
-        How the attention of each layer that has one is built.
-
-    Raises
-    ------
-    BuildError
-        TensorRT refused a layer, which is named.
-    """
+    """Fill one network after another with the segments of a decoder."""
     length = cache.max_sequence_length
     configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=length)
     lowering = SegmentCutLowering(create_network, names, max_sequence_length=length)
@@ -214,24 +150,7 @@ def add_segments(
 def attention_layer_configs(
     model: ModelConfig, attention: str, *, is_rtx: bool = True, dtype: str, min_batch_size: int, max_sequence_length: int
 ) -> tuple[AttentionLayerConfig, ...]:
-    """Return how the attention of each layer is to be built.
-
-    Parameters
-    ----------
-    model : ModelConfig
-        Configuration of the model.
-    attention, dtype : str
-        See :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`.
-    is_rtx : bool
-        See :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`.
-    min_batch_size, max_sequence_length : int
-        See :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`.
-
-    Returns
-    -------
-    tuple of AttentionLayerConfig
-        One for each layer that has attention.
-    """
+    """Return how the attention of each layer is to be built."""
     return tuple(
         attention_layer_config(
             index,

@@ -17,26 +17,7 @@ from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 
 
 def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, index: int) -> Any:
-    """Apply one decoder layer.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [B, s, hidden]
-        The hidden state before the layer.
-    weights : Weights
-        Weights of the model.
-    context : DecoderContext
-        What all layers of the network share.
-    index : int
-        Index of the layer.
-
-    Returns
-    -------
-    ITensor [B, s, hidden]
-        The hidden state after the layer.
-    """
+    """Apply one decoder layer."""
     module, layer = f"model.layers.{index}", context.model.layers[index]
     own = LayerWeights(weights, context.model, index)
     if layer.mixer is not None:

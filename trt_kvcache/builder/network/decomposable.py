@@ -26,45 +26,7 @@ def attention_layer_config(
     min_batch_size: int,
     max_sequence_length: int,
 ) -> AttentionLayerConfig:
-    """Return how the attention of a layer is to be built.
-
-    Parameters
-    ----------
-    layer : int
-        Index of the layer.
-    variant : str
-        One of :data:`~trt_kvcache.engine.attention_variants.ATTENTION_VARIANTS`.
-    is_rtx : bool
-        Whether TensorRT for RTX builds the network. Its limits are known; for full TensorRT each layer is decomposable.
-    dtype : str
-        What the model computes in.
-    num_attention_heads, head_dim : int
-        Query heads, and elements of a head.
-    softcap : float, optional
-        Soft cap of scores, for which the layer is made of plain layers.
-    min_batch_size : int
-        Smallest batch of any optimisation profile.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-
-    Returns
-    -------
-    AttentionLayerConfig
-        Whether TensorRT may decompose the attention of this layer, and why. The plugin variant is never decomposed: it is no layer of
-        TensorRT.
-
-    Notes
-    -----
-    The limits were found by building with TensorRT for RTX 1.7. They hold for the native and the mask variant.
-
-    Examples
-    --------
-    >>> config = attention_layer_config(
-    ...     0, "native", dtype="float32", num_attention_heads=8, head_dim=64, min_batch_size=1, max_sequence_length=256
-    ... )
-    >>> config.decomposable, config.reason
-    (True, 'no fused attention in float32')
-    """
+    """Return how the attention of a layer is to be built."""
     reason = ""
     if variant == "plugin":
         return AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)

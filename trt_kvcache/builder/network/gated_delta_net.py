@@ -32,30 +32,7 @@ _NORM_EPSILON = 1e-6
 def gated_delta_net(
     graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, mixer: GatedDeltaNetConfig
 ) -> Any:
-    """Apply the gated delta net of one layer.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [B, s, hidden]
-        The normalised hidden state.
-    weights : LayerWeights
-        Weights of the decoder layer.
-    module : str
-        What layers without weights are named after.
-    context : DecoderContext
-        What all layers of the network share.
-    layer : int
-        Index of the layer.
-    mixer : GatedDeltaNetConfig
-        The mixer of the layer.
-
-    Returns
-    -------
-    ITensor [B, s, hidden]
-        In the dtype of the model. Convolution, rule and norm compute in float32.
-    """
+    """Apply the gated delta net of one layer."""
     is_new = context.new_tokens.is_new(graph, x)
     nothing = graph.scalar(f"{module}/nothing", 0, graph.dtype, 3)
     qkv, gate, b, a = (

@@ -11,30 +11,7 @@ from trt_kvcache.builder.network.graph import Graph
 def gated_norm(
     graph: Graph, name: str, x: Any, gate: Any, weight: np.ndarray[Any, Any], *, group_size: int, gate_first: bool, epsilon: float
 ) -> Any:
-    """Norm groups of columns, and multiply with the SiLU of a gate: before the norm, or after it.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    x, gate : ITensor [B, s, columns]
-        In the dtype of the model.
-    weight : ndarray [columns] or [group_size]
-        One for all columns, or one that all groups share.
-    group_size : int
-        Columns of a group.
-    gate_first : bool
-        Whether the gate comes before the norm.
-    epsilon : float
-        Added to the mean square.
-
-    Returns
-    -------
-    ITensor [B, s, columns]
-        In the dtype of the model; everything is float32 before.
-    """
+    """Norm groups of columns, and multiply with the SiLU of a gate: before the norm, or after it."""
     columns = x.shape[2]
     wide, opened = (graph.cast(f"{name}/{what}/to_float32", one, "float32") for what, one in (("x", x), ("gate", gate)))
     factor = silu(graph, f"{name}/gate", opened)

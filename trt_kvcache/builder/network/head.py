@@ -15,23 +15,7 @@ from trt_kvcache.model.tensor_shapes import EMBEDDING, HEAD, embedding_name, fin
 
 
 def embedding_table(graph: Graph, weights: Weights, model: ModelConfig) -> Any:
-    """Add the embedding table as a constant.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    weights : Weights
-        Of the model.
-    model : ModelConfig
-        Configuration of the model.
-
-    Returns
-    -------
-    ITensor [vocab, hidden]
-        In the dtype that the model computes in. Where they are tied, the LM head reads it too. A quantized table stays packed, with
-        offsets subtracted from its codes; its values are a constant where those are no int8.
-    """
+    """Add the embedding table as a constant."""
     name = embedding_name(model)
     table = weights.matrix(name)
     plain = table.with_whole_codes() if isinstance(table, PackedWeight) else None
@@ -41,99 +25,24 @@ def embedding_table(graph: Graph, weights: Weights, model: ModelConfig) -> Any:
 
 
 def embed(graph: Graph, table: Any, input_ids: Any, model: ModelConfig) -> Any:
-    """Look up the rows of token ids, and multiply them where the model does.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    table : ITensor [vocab, hidden]
-        The embedding table.
-    input_ids : ITensor [B, s] int32
-        Token ids.
-    model : ModelConfig
-        Configuration of the model.
-
-    Returns
-    -------
-    ITensor [B, s, hidden]
-        The row of each token, in the dtype of the table.
-
-    Notes
-    -----
-    ``INetworkDefinition.add_gather``.
-    """
+    """Look up the rows of token ids, and multiply them where the model does."""
     return scaled_embedding(graph, graph.op("model.embed_tokens", "gather", table, input_ids, 0), model)
 
 
 def scaled_embedding(graph: Graph, rows: Any, model: ModelConfig) -> Any:
-    """Multiply rows of the embedding with the multiplier of the model.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    rows : ITensor [B, s, hidden]
-        Of the table.
-    model : ModelConfig
-        Configuration of the model.
-
-    Returns
-    -------
-    ITensor [B, s, hidden]
-        The first hidden state; ``rows`` itself where the model does not scale it.
-    """
+    """Multiply rows of the embedding with the multiplier of the model."""
     return multiplied(graph, "model.embed_tokens/scale", rows, model.embedding_factor(graph.dtype))
 
 
 def last_token(graph: Graph, x: Any, last_token_ids: Any) -> Any:
-    """Select one token of each slot.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [B, s, hidden]
-        The last hidden state of all new tokens.
-    last_token_ids : ITensor [B, 1] int32
-        Index among the ``s`` new tokens.
-
-    Returns
-    -------
-    ITensor [B, hidden]
-        The hidden state of the selected token of each slot, in the dtype of ``x``.
-
-    Notes
-    -----
-    ``INetworkDefinition.add_gather_v2`` with ``GatherMode.ND``.
-    """
+    """Select one token of each slot."""
     layer = graph.layer("last_token", "gather_v2", x, last_token_ids, graph.trt.GatherMode.ND)
     layer.num_elementwise_dims = 1  # the batch
     return graph.result(layer)
 
 
 def chosen_tokens(graph: Graph, x: Any, last_token_ids: Any) -> Any:
-    """Select several tokens of each slot, and put them into rows.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [B, s, hidden]
-        The last hidden state of all new tokens.
-    last_token_ids : ITensor [B, m] int32
-        Indices among the ``s`` new tokens.
-
-    Returns
-    -------
-    ITensor [B * m, hidden]
-        The hidden states of the selected tokens, slot by slot, in the dtype of ``x``.
-
-    Notes
-    -----
-    ``INetworkDefinition.add_gather_v2`` with ``GatherMode.DEFAULT`` over the new tokens, each slot with indices of its own. The LM head
-    then multiplies one matrix of rows, as it does for one token per slot.
-    """
+    """Select several tokens of each slot, and put them into rows."""
     layer = graph.layer("chosen_tokens", "gather_v2", x, last_token_ids, graph.trt.GatherMode.DEFAULT)
     layer.axis = 1
     layer.num_elementwise_dims = 1  # the batch
@@ -141,24 +50,7 @@ def chosen_tokens(graph: Graph, x: Any, last_token_ids: Any) -> Any:
 
 
 def by_slot(graph: Graph, rows: Any, last_token_ids: Any, model: ModelConfig) -> Any:
-    """Give the logits of selected tokens the shape of what selected them.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    rows : ITensor [B * m, vocab] float32
-        Logits, slot by slot.
-    last_token_ids : ITensor [B, m] int32
-        Only its shape is read.
-    model : ModelConfig
-        Configuration of the model.
-
-    Returns
-    -------
-    ITensor [B, m, vocab] float32
-        The same logits.
-    """
+    """Give the logits of selected tokens the shape of what selected them."""
     vocab = graph.constant("logits/vocab", np.array([model.vocab_size], np.int64))
     shape = graph.op("logits/shape", "concatenation", [graph.op("logits/slots_and_tokens", "shape", last_token_ids), vocab])
     layer = graph.layer("logits/by_slot", "shuffle", rows)
@@ -167,27 +59,7 @@ def by_slot(graph: Graph, rows: Any, last_token_ids: Any, model: ModelConfig) ->
 
 
 def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: Any) -> Any:
-    """Apply the final norm and the LM head.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [B, hidden]
-        The last hidden state of one token per slot, or of each row of selected tokens.
-    weights : Weights
-        Weights of the model.
-    model : ModelConfig
-        Configuration of the model.
-    table : ITensor [vocab, hidden] or None
-        The embedding table, which is the LM head where they are tied; not used otherwise.
-
-    Returns
-    -------
-    ITensor [B, vocab] float32
-        Logits of the token that follows each of them. The head computes in the dtype of the model; its result is cast, and divided and
-        capped where the model does that.
-    """
+    """Apply the final norm and the LM head."""
     normed = rms_norm(graph, x, "model.norm", weights(final_norm_name(model)), model.final_norm)
     if model.tie_word_embeddings:
         product = matmul_transposed(graph, "lm_head/matmul", normed, table)

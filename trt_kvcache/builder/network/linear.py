@@ -8,26 +8,7 @@ from trt_kvcache.builder.network.weights import LayerWeights
 
 
 def linear(graph: Graph, x: Any, weights: LayerWeights, role: str, *, bias: bool) -> Any:
-    """Apply a linear layer.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [B, s, in]
-        The input of the layer.
-    weights : LayerWeights
-        Weights of the decoder layer.
-    role : str
-        Such as ``"up"``.
-    bias : bool
-        Whether the layer has a bias.
-
-    Returns
-    -------
-    ITensor [B, s, out]
-        ``x W^T``, plus the bias if there is one, in the dtype of ``x``.
-    """
+    """Apply a linear layer."""
     module = weights.module(role)
     y = projection(graph, module, x, weights.matrix(f"{role}.weight"))
     if not bias:

@@ -19,30 +19,7 @@ from trt_kvcache.model.recurrent_config import Mamba2Config
 
 
 def mamba2(graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, mixer: Mamba2Config) -> Any:
-    """Apply Mamba-2 of one layer.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [B, s, hidden]
-        The normalised hidden state.
-    weights : LayerWeights
-        Weights of the decoder layer.
-    module : str
-        What layers without weights are named after.
-    context : DecoderContext
-        What all layers of the network share.
-    layer : int
-        Index of the layer.
-    mixer : Mamba2Config
-        The mixer of the layer.
-
-    Returns
-    -------
-    ITensor [B, s, hidden]
-        In the dtype of the model. Convolution, time steps, scan and norm compute in float32.
-    """
+    """Apply Mamba-2 of one layer."""
     projected = linear(graph, x, weights, "mamba_in", bias=mixer.bias)
     is_new = context.new_tokens.is_new(graph, projected)
     nothing = graph.scalar(f"{module}/nothing", 0, graph.dtype, 3)

@@ -13,26 +13,7 @@ _ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 
 def mlp(graph: Graph, x: Any, weights: LayerWeights, module: str, config: MlpConfig) -> Any:
-    """Apply an MLP.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [B, s, hidden]
-        The input of the MLP.
-    weights : LayerWeights
-        Weights of the decoder layer.
-    module : str
-        What layers without weights are named after, such as ``model.layers.0.mlp``.
-    config : MlpConfig
-        The activation, and whether there are a gate and biases.
-
-    Returns
-    -------
-    ITensor [B, s, hidden]
-        In the dtype of ``x``. The caller adds it to the residual.
-    """
+    """Apply an MLP."""
     activation = _ACTIVATIONS[config.activation]
     if not config.gated:
         activated = activation(graph, module, linear(graph, x, weights, "up", bias=config.bias))

@@ -8,13 +8,7 @@ from trt_kvcache.engine.names import TensorNames
 
 
 class NewTokens:
-    """The new tokens of each slot, without padding: an input of each network that has layers with states.
-
-    Parameters
-    ----------
-    names : TensorNames
-        Names of the engine's inputs and outputs.
-    """
+    """The new tokens of each slot, without padding: an input of each network that has layers with states."""
 
     def __init__(self, names: TensorNames) -> None:
         self._names = names
@@ -23,18 +17,7 @@ class NewTokens:
         self._is_new: Any = None
 
     def lengths(self, graph: Graph) -> Any:
-        """Return the new tokens of each slot.
-
-        Parameters
-        ----------
-        graph : Graph
-            The network under construction. It gets the input when it is asked for it first.
-
-        Returns
-        -------
-        ITensor [B] int32
-            The input ``new_lengths``.
-        """
+        """Return the new tokens of each slot."""
         if self._network is not graph.network:
             self._network = graph.network
             self._lengths = graph.input(self._names.new_lengths, "int32", (-1,))
@@ -42,20 +25,7 @@ class NewTokens:
         return self._lengths
 
     def is_new(self, graph: Graph, tokens: Any) -> Any:
-        """Return which tokens are new, and not padding.
-
-        Parameters
-        ----------
-        graph : Graph
-            The network under construction.
-        tokens : ITensor [B, s, n]
-            A hidden state in this network: only its shape is read.
-
-        Returns
-        -------
-        ITensor [B, s, 1] bool
-            False behind the new tokens of a slot.
-        """
+        """Return which tokens are new, and not padding."""
         lengths = self.lengths(graph)
         if self._is_new is None:
             column = graph.shuffle("new_tokens/lengths", lengths, reshape=(-1, 1, 1))

@@ -32,25 +32,7 @@ _MIDDLES = {"uint4": 8, "uint8": 128}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedWeight:
-    """A matrix ``[out, in]``: ``(code - offset) * scale``, with a positive scale for each block.
-
-    TensorRT multiplies codes with positive scales, and knows neither offsets nor an order of inputs: those are computed with layers.
-
-    Parameters
-    ----------
-    codes : ndarray ``[out, in]``
-        int4, int8, e4m3 or e2m1, one an element.
-    scales : ndarray ``[blocks of out, blocks of in]``
-        float32, e4m3 or e8m0. Positive.
-    scale_factor : float
-        Scales are multiplied with it (a float32).
-    offsets : ndarray float32 ``[out, blocks of in]``, or None
-        None where all are 0. Blocks are of one row where there are some.
-    input_order : ndarray int32 ``[in]``, or None
-        The input that each column is for, where columns were put in another order (act-order).
-    input_factor : ndarray float32 ``[in]``, or None
-        What inputs are multiplied with first, in their own order.
-    """
+    """A matrix ``[out, in]``: ``(code - offset) * scale``, with a positive scale for each block."""
 
     codes: Array
     scales: Array
@@ -82,32 +64,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, name: str, parts: Sequence[QuantizedWeight], *, is_native: bool = False) -> PackedWeight:
-        """Return the matrix that rows of a stored one make.
-
-        Parameters
-        ----------
-        name : str
-            What messages call it.
-        parts : sequence of QuantizedWeight
-            Its rows, from one stored matrix.
-        is_native : bool
-            Whether codes may have the types of :data:`NATIVE_TYPES`.
-
-        Returns
-        -------
-        PackedWeight
-            New memory, one byte a code.
-
-        Raises
-        ------
-        BuildError
-            A scale is not finite.
-
-        Notes
-        -----
-        TensorRT has one size for all blocks. Where they differ, as the last one of inputs that are not whole blocks, a block is several
-        ones with the same scale, of the greatest size that divides all.
-        """
+        """Return the matrix that rows of a stored one make."""
         first = parts[0]
         if first.codes.kind not in CONSTANT_TYPES:
             raise BuildError(f"weight `{name}`: expected codes of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")

@@ -17,52 +17,13 @@ Matrix = np.ndarray[Any, Any] | PackedWeight
 
 
 def matmul_transposed(graph: Graph, name: str, x: Any, weight: Any) -> Any:
-    """Return ``x weight^T``.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Name of the layer.
-    x : ITensor [..., in]
-        The left operand.
-    weight : ITensor [..., out, in]
-        Of the rank of ``x``.
-
-    Returns
-    -------
-    ITensor [..., out]
-        The product over the last dimension of both, in their dtype.
-    """
+    """Return ``x weight^T``."""
     plain, transposed = graph.trt.MatrixOperation.NONE, graph.trt.MatrixOperation.TRANSPOSE
     return graph.op(name, "matrix_multiply", x, plain, weight, transposed)
 
 
 def projection(graph: Graph, module: str, x: Any, weight: Matrix) -> Any:
-    """Return ``x weight^T``.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    module : str
-        Prefix of the layers' names.
-    x : ITensor [..., in]
-        In the dtype of the model.
-    weight : ndarray [out, in] or PackedWeight
-        The matrix.
-
-    Returns
-    -------
-    ITensor [..., out]
-        In the dtype of ``x``.
-
-    Notes
-    -----
-    A packed matrix is a constant and ``INetworkDefinition.add_dequantize``. Of what a weight ``(code - offset) * scale`` has beside them,
-    ``offset * scale`` is multiplied with the sums of the inputs of each block and subtracted; an order of inputs is a gather of ``x``.
-    """
+    """Return ``x weight^T``."""
     rank = len(x.shape)
     if not isinstance(weight, PackedWeight):
         matrix = graph.constant(f"{module}.weight", weight.reshape((1,) * (rank - 2) + weight.shape))
@@ -82,27 +43,7 @@ def projection(graph: Graph, module: str, x: Any, weight: Matrix) -> Any:
 
 
 def dequantized(graph: Graph, module: str, weight: PackedWeight) -> Any:
-    """Return the products of codes and scales of a packed matrix.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    module : str
-        Prefix of the layers' names.
-    weight : PackedWeight
-        The matrix. Its offsets, the order and the factors of its inputs are not applied.
-
-    Returns
-    -------
-    ITensor [out, in]
-        In the dtype of the model, rounded once: where that does not hold the scales exactly, products are float32 first.
-
-    Raises
-    ------
-    BuildError
-        TensorRT refused it, or is too old for the blocks of the matrix.
-    """
+    """Return the products of codes and scales of a packed matrix."""
     factors, dtype = _scales(graph, module, weight)
     layer = graph.layer(f"{module}/dequantize", "dequantize", graph.constant(f"{module}.codes", weight.codes), factors, dtype)
     rank = len(factors.shape)

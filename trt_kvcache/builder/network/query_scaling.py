@@ -9,26 +9,7 @@ from trt_kvcache.model import QueryScaling
 
 
 def query_factors(graph: Graph, scaling: QueryScaling, position_ids: Any, *, length: int, index: int = 0) -> Any:
-    """Look up the factors of queries, once for all layers of a network that scale them so.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    scaling : QueryScaling
-        Which factor a position has.
-    position_ids : ITensor [B, s] int32
-        Position of each token.
-    length : int
-        Positions, S.
-    index : int
-        Which of the scalings of the network it is, for the names of layers.
-
-    Returns
-    -------
-    ITensor [B, s, 1, 1] float32
-        The factor of each token, from a table that is computed in float64 and rounded once.
-    """
+    """Look up the factors of queries, once for all layers of a network that scale them so."""
     name = f"query_scaling_{index}" if index else "query_scaling"
     positions = np.arange(length, dtype=np.float64)
     factors = 1 + scaling.beta * np.log1p(positions // scaling.period)
@@ -37,26 +18,7 @@ def query_factors(graph: Graph, scaling: QueryScaling, position_ids: Any, *, len
 
 
 def scale_queries(graph: Graph, name: str, q: Any, factors: Any, *, heads_first: bool) -> Any:
-    """Multiply queries with the factors of their positions.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    q : ITensor [B, Hq, s, D] or [B, s, Hq, D]
-        The queries.
-    factors : ITensor [B, s, 1, 1] float32
-        As of :func:`query_factors`.
-    heads_first : bool
-        Whether q is ``[B, Hq, s, D]``.
-
-    Returns
-    -------
-    ITensor
-        Of the shape and dtype of ``q``, rounded once.
-    """
+    """Multiply queries with the factors of their positions."""
     if heads_first:
         factors = graph.shuffle(f"{name}/factors", factors, first_transpose=(0, 2, 1, 3))
     wide = graph.cast(f"{name}/to_float32", q, "float32")

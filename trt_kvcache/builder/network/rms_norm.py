@@ -10,29 +10,7 @@ from trt_kvcache.model import NormConfig
 
 
 def rms_norm(graph: Graph, x: Any, module: str, weight: np.ndarray[Any, Any], norm: NormConfig) -> Any:
-    """Return ``x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)`` over the last axis.
-
-    The quotient is computed in float32. Either it is rounded before the multiplication with the weight, as Llama does, or the product
-    is, as Gemma does. A sum of offset and weight is a constant of the network in float32.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [..., n]
-        The tensor to normalise.
-    module : str
-        What the layers are named after.
-    weight : ndarray [n]
-        In the dtype of the model.
-    norm : NormConfig
-        Epsilon, offset, and where it is rounded.
-
-    Returns
-    -------
-    ITensor [..., n]
-        In the dtype of the model.
-    """
+    """Return ``x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)`` over the last axis."""
     rank = len(x.shape)
     wide = graph.cast(f"{module}/to_float32", x, "float32")
     square = graph.elementwise(f"{module}/square", wide, "PROD", wide)
@@ -50,24 +28,5 @@ def rms_norm(graph: Graph, x: Any, module: str, weight: np.ndarray[Any, Any], no
 
 
 def layer_norm(graph: Graph, x: Any, weights: LayerWeights, role: str, norm: NormConfig | None) -> Any:
-    """Apply a norm of a decoder layer, if it has it.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [..., n]
-        The tensor to normalise.
-    weights : LayerWeights
-        Weights of the decoder layer.
-    role : str
-        Such as ``"input_norm"``.
-    norm : NormConfig or None
-        What is computed.
-
-    Returns
-    -------
-    ITensor [..., n]
-        As :func:`rms_norm`; ``x`` itself where there is no norm.
-    """
+    """Apply a norm of a decoder layer, if it has it."""
     return x if norm is None else rms_norm(graph, x, weights.module(role), weights(f"{role}.weight"), norm)

@@ -13,15 +13,7 @@ from trt_kvcache.model import ModelConfig, rope_table
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Cosines and sines of every position; RoPE scaling (linear, llama3, ...) is included.
-
-    Parameters
-    ----------
-    cos, sin : ITensor [S, rotary_dim / 2] float32
-        Constants of the network.
-    rotary_dim : int
-        Leading elements of a head that are rotated.
-    """
+    """Cosines and sines of every position; RoPE scaling (linear, llama3, ...) is included."""
 
     cos: Any
     sin: Any
@@ -29,22 +21,7 @@ class RopeTables:
 
 
 def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> Mapping[RopeKind, RopeTables]:
-    """Add the tables of RoPE to the network as constants.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    model : ModelConfig
-        Configuration of the model.
-    length : int
-        Positions, S.
-
-    Returns
-    -------
-    mapping of RopeKind to RopeTables
-        For each kind of RoPE that layers have, for positions ``0 .. length - 1``.
-    """
+    """Add the tables of RoPE to the network as constants."""
     tables = {}
     for index, (rope, head_dim) in enumerate(cos_sin_names(model)):
         name = f"rope_{index}" if index else "rope"
@@ -55,48 +32,12 @@ def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> Mapping[Rop
 
 
 def cos_sin(kind: RopeKind, *, length: int) -> np.ndarray[Any, Any]:
-    """Return both tables in one array, as the attention of this package reads them.
-
-    Parameters
-    ----------
-    kind : RopeKind
-        RoPE, and the elements of a head.
-    length : int
-        Positions, S.
-
-    Returns
-    -------
-    ndarray [S, 2, rotary_dim / 2] float32
-        Cosines (``[:, 0]``) and sines (``[:, 1]``) of the angles of each position, on the host.
-    """
+    """Return both tables in one array, as the attention of this package reads them."""
     return np.stack(rope_table(*kind, length), axis=1)
 
 
 def apply_rope(graph: Graph, name: str, x: Any, tables: RopeTables | None, position_ids: Any) -> Any:
-    """Apply RoPE: rotate the pairs ``(d, d + rotary_dim / 2)`` of each row by the angle of its position.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    x : ITensor [B, H, s, D]
-        q or k.
-    tables : RopeTables or None
-        Cosines and sines of RoPE; None for a layer without RoPE.
-    position_ids : ITensor [B, s] int32
-        Position of each token.
-
-    Returns
-    -------
-    ITensor [B, H, s, D] float32
-        Not rounded to the model's dtype, so that the caller rounds once.
-
-    Notes
-    -----
-    ``INetworkDefinition.add_rotary_embedding``.
-    """
+    """Apply RoPE: rotate the pairs ``(d, d + rotary_dim / 2)`` of each row by the angle of its position."""
     wide = graph.cast(f"{name}/to_float32", x, "float32")
     if tables is None:
         return wide

@@ -6,24 +6,7 @@ from trt_kvcache.builder.network.graph import Graph
 
 
 def multiplied(graph: Graph, name: str, x: Any, factor: float) -> Any:
-    """Return ``x * factor``.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    x : ITensor
-        What to multiply.
-    factor : float
-        A constant of the network in float32: rounded to bfloat16 it would be off by up to 0.4 %.
-
-    Returns
-    -------
-    ITensor
-        Of the shape and dtype of ``x``, rounded once; ``x`` itself for a factor of 1.
-    """
+    """Return ``x * factor``."""
     if factor == 1:
         return x
     wide = graph.cast(f"{name}/to_float32", x, "float32")
@@ -32,24 +15,7 @@ def multiplied(graph: Graph, name: str, x: Any, factor: float) -> Any:
 
 
 def softcapped(graph: Graph, name: str, x: Any, softcap: float | None) -> Any:
-    """Return ``softcap * tanh(x / softcap)``.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    x : ITensor float32
-        Scores or logits.
-    softcap : float or None
-        The cap, if there is one.
-
-    Returns
-    -------
-    ITensor float32
-        Of the shape of ``x``; ``x`` itself without a cap.
-    """
+    """Return ``softcap * tanh(x / softcap)``."""
     if softcap is None:
         return x
     cap = graph.scalar(f"{name}/softcap", softcap, "float32", len(x.shape))

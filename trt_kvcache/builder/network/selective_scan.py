@@ -18,19 +18,7 @@ CHUNK_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ScanInputs:
-    """What the scan of a layer computes with, for H heads in G groups; all float32.
-
-    Parameters
-    ----------
-    x : ITensor [B, s, H, P]
-        New tokens times their time steps. Those of padding are 0.
-    decay : ITensor [B, s, H]
-        Logarithm of what a token leaves of the state; 0 for padding.
-    b, c : ITensor [B, s, G, N]
-        What a token writes to the state with, and reads it with. Finite for padding.
-    past : ITensor [B, H, P, N]
-        The state before the new tokens.
-    """
+    """What the scan of a layer computes with, for H heads in G groups; all float32."""
 
     x: Any
     decay: Any
@@ -51,24 +39,7 @@ class _Chunks:
 
 
 def selective_scan(graph: Graph, name: str, inputs: ScanInputs) -> tuple[Any, Any]:
-    """Run the new tokens of each slot through the state space.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    inputs : ScanInputs
-        Tokens and state.
-
-    Returns
-    -------
-    y : ITensor [B, s, H, P] float32
-        What each token reads from the state after it. That of padding is not specified.
-    present : ITensor [B, H, P, N] float32
-        The state after the new tokens.
-    """
+    """Run the new tokens of each slot through the state space."""
     plain, transposed = graph.trt.MatrixOperation.NONE, graph.trt.MatrixOperation.TRANSPOSE
     heads, head_dim = inputs.x.shape[2:]
     groups, state_size = inputs.b.shape[2:]

@@ -20,33 +20,7 @@ from trt_kvcache.model import AttentionConfig
 def self_attention(
     graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, *, residual: Any
 ) -> tuple[Any, Any]:
-    """Apply the attention of one layer.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [B, s, hidden]
-        The normalised hidden state.
-    weights : LayerWeights
-        Weights of the decoder layer.
-    module : str
-        What layers without weights are named after, such as ``model.layers.0.self_attn``.
-    context : DecoderContext
-        What all layers of the network share.
-    layer : int
-        Index of the layer.
-    residual : ITensor [B, s, hidden]
-        The hidden state that is needed after the attention.
-
-    Returns
-    -------
-    attended : ITensor [B, s, hidden]
-        The output of the projection back.
-    residual : ITensor [B, s, hidden]
-        ``residual`` in the network that ``graph`` now builds: see
-        :class:`~trt_kvcache.builder.network.attention_lowering.AttentionLowering`.
-    """
+    """Apply the attention of one layer."""
     mixer = context.model.layers[layer].attention
     heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
     q, k, v = (_project(graph, x, weights, side, count, context, mixer) for side, count in heads.items())
@@ -125,11 +99,7 @@ def _scale(graph: Graph, name: str, q: Any, scale: float) -> Any:
 def _add_attention_layer(
     graph: Graph, name: str, q: Any, keys: Any, values: Any, context: DecoderContext, config: AttentionLayerConfig
 ) -> Any:
-    """Attend: queries ``[B, Hq, s, D]``, keys and values ``[B, H, S, D]``; returns ``[B, Hq, s, D]``.
-
-    With the native variant, query ``i`` of slot ``b`` sees the keys ``j <= key_lengths[b] - s + i``. With the mask variant it sees the
-    keys that the mask shows; TensorRT multiplies the values of the others by 0, so they must be finite.
-    """
+    """Attend: queries ``[B, Hq, s, D]``, keys and values ``[B, H, S, D]``; returns ``[B, Hq, s, D]``."""
     mixer, native = context.model.layers[config.layer].attention, config.variant == "native"
     mask = None if native else context.masks[window_in_cache(mixer, context.max_sequence_length)]
     if mixer.softcap is not None:

@@ -14,30 +14,7 @@ from trt_kvcache.model.recurrent_config import ShortConvConfig
 def short_convolution(
     graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, mixer: ShortConvConfig
 ) -> Any:
-    """Apply the short convolution of one layer.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    x : ITensor [B, s, hidden]
-        The normalised hidden state.
-    weights : LayerWeights
-        Weights of the decoder layer.
-    module : str
-        What layers without weights are named after.
-    context : DecoderContext
-        What all layers of the network share.
-    layer : int
-        Index of the layer.
-    mixer : ShortConvConfig
-        The mixer of the layer.
-
-    Returns
-    -------
-    ITensor [B, s, hidden]
-        In the dtype of the model. Sums of the convolution, and the gate of its outputs, are float32.
-    """
+    """Apply the short convolution of one layer."""
     projected = linear(graph, x, weights, "conv_in", bias=mixer.bias)
     b, c, inner = columns(graph, f"{module}/parts", projected, (mixer.channels,) * 3)
     gated = graph.elementwise(f"{module}/gate_in", b, "PROD", inner)

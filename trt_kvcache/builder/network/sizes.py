@@ -12,45 +12,13 @@ Size = Any
 
 
 def size(graph: Graph, name: str, tensor: Any, axis: int) -> Any:
-    """Return a size of a tensor.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    tensor : ITensor
-        Only its shape is read.
-    axis : int
-        Which dimension.
-
-    Returns
-    -------
-    ITensor [1] int64
-        On the host: TensorRT computes with sizes before it enqueues a layer.
-    """
+    """Return a size of a tensor."""
     shape = graph.op(f"{name}/shape", "shape", tensor)
     return graph.op(f"{name}/size", "slice", shape, (axis,), (1,), (1,))
 
 
 def join(graph: Graph, name: str, sizes: Sequence[Size]) -> Any:
-    """Return a shape of several sizes.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    sizes : sequence of int or ITensor [1] int64
-        The sizes.
-
-    Returns
-    -------
-    ITensor [n] int64
-        The shape.
-    """
+    """Return a shape of several sizes."""
     tensors = [
         graph.constant(f"{name}/size_{index}", np.array([one], np.int64)) if isinstance(one, int) else one
         for index, one in enumerate(sizes)
@@ -59,24 +27,7 @@ def join(graph: Graph, name: str, sizes: Sequence[Size]) -> Any:
 
 
 def combined(graph: Graph, name: str, left: Size, operation: str, right: Size) -> Any:
-    """Return what an operation makes of two sizes.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Name of the layer, and prefix of others.
-    left, right : int or ITensor [1] int64
-        The sizes.
-    operation : str
-        A member of ``ElementWiseOperation``, such as ``"FLOOR_DIV"``.
-
-    Returns
-    -------
-    ITensor [1] int64
-        A size.
-    """
+    """Return what an operation makes of two sizes."""
     sides = (
         graph.constant(f"{name}/{side}", np.array([one], np.int64)) if isinstance(one, int) else one
         for side, one in (("left", left), ("right", right))
@@ -94,26 +45,7 @@ def reshape(
     first_transpose: Sequence[int] | None = None,
     second_transpose: Sequence[int] | None = None,
 ) -> Any:
-    """Return a tensor in a shape of which more than one size is known at run time only.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Name of the layer, and prefix of others.
-    x : ITensor
-        What to reshape.
-    sizes : sequence of int or ITensor [1] int64
-        The shape.
-    first_transpose, second_transpose : sequence of int, optional
-        Permutations of the dimensions, before and after.
-
-    Returns
-    -------
-    ITensor
-        The same elements.
-    """
+    """Return a tensor in a shape of which more than one size is known at run time only."""
     shuffle = graph.layer(name, "shuffle", x)
     if first_transpose is not None:
         shuffle.first_transpose = tuple(first_transpose)
@@ -125,26 +57,7 @@ def reshape(
 
 
 def part(graph: Graph, name: str, x: Any, starts: Sequence[Size], sizes: Sequence[Size]) -> Any:
-    """Return a part of a tensor.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Name of the layer, and prefix of others.
-    x : ITensor
-        The tensor.
-    starts : sequence of int or ITensor [1] int64
-        Where the part begins.
-    sizes : sequence of int or ITensor [1] int64
-        Its shape.
-
-    Returns
-    -------
-    ITensor
-        The part.
-    """
+    """Return a part of a tensor."""
     rank = len(starts)
     known = tuple(start if isinstance(start, int) else 0 for start in starts)
     section = graph.layer(name, "slice", x, known, (1,) * rank, (1,) * rank)
@@ -155,24 +68,7 @@ def part(graph: Graph, name: str, x: Any, starts: Sequence[Size], sizes: Sequenc
 
 
 def padded(graph: Graph, name: str, x: Any, sizes: Sequence[Size]) -> Any:
-    """Return a tensor with zeros behind it.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Name of the layer, and prefix of others.
-    x : ITensor
-        The tensor.
-    sizes : sequence of int or ITensor [1] int64
-        The shape to fill, each size at least that of ``x``.
-
-    Returns
-    -------
-    ITensor
-        Of the shape ``sizes``.
-    """
+    """Return a tensor with zeros behind it."""
     rank = len(x.shape)
     section = graph.layer(name, "slice", x, (0,) * rank, (1,) * rank, (1,) * rank)
     section.mode = graph.trt.SampleMode.FILL
@@ -182,22 +78,7 @@ def padded(graph: Graph, name: str, x: Any, sizes: Sequence[Size]) -> Any:
 
 
 def arange(graph: Graph, name: str, count: Any) -> Any:
-    """Return the numbers ``0 .. count - 1``.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Name of the layer, and prefix of others.
-    count : ITensor [1] int64
-        How many.
-
-    Returns
-    -------
-    ITensor [count] int32
-        The numbers.
-    """
+    """Return the numbers ``0 .. count - 1``."""
     fill = graph.layer(name, "fill", (1,), graph.trt.FillOperation.LINSPACE, graph.tensorrt.data_type("int32"))
     fill.set_input(0, count)
     fill.set_input(1, graph.scalar(f"{name}/first", 0, "int32", 0))
@@ -206,24 +87,7 @@ def arange(graph: Graph, name: str, count: Any) -> Any:
 
 
 def columns(graph: Graph, name: str, x: Any, counts: Sequence[int]) -> list[Any]:
-    """Return the parts of what a projection gives.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    x : ITensor [B, s, n]
-        The whole.
-    counts : sequence of int
-        Columns of each part; n in all.
-
-    Returns
-    -------
-    list of ITensor [B, s, count]
-        The parts, in order.
-    """
+    """Return the parts of what a projection gives."""
     tokens = [size(graph, f"{name}/{what}", x, axis) for axis, what in enumerate(("slots", "width"))]
     starts = np.cumsum([0, *counts]).tolist()
     return [

@@ -12,31 +12,7 @@ _UNSEEN = -1e30
 
 
 def softcapped_attention(graph: Graph, name: str, q: Any, keys: Any, values: Any, mask: Any, mixer: AttentionConfig) -> Any:
-    """Attend with scores ``softcap * tanh(q k / softcap)``.
-
-    The scores of all S keys are written to memory. Cap and softmax are computed in float32, both products in the dtype of the model. No
-    copy of K or V is made: the query heads that share a K/V head are rows of one matrix.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    name : str
-        Prefix of the layers' names.
-    q : ITensor [B, Hq, s, D]
-        Queries with their scale.
-    keys, values : ITensor [B, H, S, D]
-        The cache. Rows that are not seen must be finite: they are multiplied by 0.
-    mask : ITensor [B, 1, s, S] bool
-        Which keys each token sees.
-    mixer : AttentionConfig
-        The heads, and the soft cap.
-
-    Returns
-    -------
-    ITensor [B, Hq, s, D]
-        In the dtype of the model.
-    """
+    """Attend with scores ``softcap * tanh(q k / softcap)``."""
     length = keys.shape[2]
     rows = graph.shuffle(f"{name}/rows", q, reshape=(0, mixer.num_kv_heads, -1, mixer.head_dim))
     scores = graph.cast(f"{name}/to_float32", matmul_transposed(graph, f"{name}/scores", rows, keys), "float32")

@@ -9,63 +9,19 @@ from trt_kvcache.engine.protocol import TensorSpec
 
 
 def state_specs(context: DecoderContext, layer: int) -> dict[StateKind, tuple[TensorSpec, TensorSpec]]:
-    """Return the tensors of the states of a layer.
-
-    Parameters
-    ----------
-    context : DecoderContext
-        What all layers of the network share.
-    layer : int
-        Index of the layer.
-
-    Returns
-    -------
-    dict of StateKind to tuple of TensorSpec
-        Before and after a step.
-    """
+    """Return the tensors of the states of a layer."""
     index = context.indices[layer]
     assert index is not None
     return dict(context.states[index])
 
 
 def past_state(graph: Graph, context: DecoderContext, layer: int, kind: StateKind) -> Any:
-    """Add a state before the step to the network.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    context : DecoderContext
-        What all layers of the network share.
-    layer : int
-        Index of the layer.
-    kind : StateKind
-        Which state.
-
-    Returns
-    -------
-    ITensor [B, ...]
-        The input, in the dtype of the state.
-    """
+    """Add a state before the step to the network."""
     past, _ = state_specs(context, layer)[kind]
     return graph.input(past.name, past.dtype, past.shape)
 
 
 def present_state(graph: Graph, context: DecoderContext, layer: int, kind: StateKind, state: Any) -> None:
-    """Make a tensor the state after the step.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    context : DecoderContext
-        What all layers of the network share.
-    layer : int
-        Index of the layer.
-    kind : StateKind
-        Which state.
-    state : ITensor [B, ...]
-        Rounded to the dtype of the state, and marked as an output.
-    """
+    """Make a tensor the state after the step."""
     _, present = state_specs(context, layer)[kind]
     graph.output(graph.cast(f"{present.name}/round", state, present.dtype), present.name)

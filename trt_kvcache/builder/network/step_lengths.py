@@ -10,17 +10,7 @@ from trt_kvcache.builder.network.graph import Graph
 
 @dataclass(frozen=True)
 class StepLengths:
-    """Lengths of a step of B slots by s new tokens per slot, padding included; all int32.
-
-    Parameters
-    ----------
-    start_index : ITensor [B]
-        Tokens in the cache before the step.
-    position_ids : ITensor [B, s]
-        ``start + arange(s)``: the position of each new token.
-    key_lengths : ITensor [B]
-        ``start + s``: keys in the cache after the step, those of padding tokens included.
-    """
+    """Lengths of a step of B slots by s new tokens per slot, padding included; all int32."""
 
     start_index: Any
     position_ids: Any
@@ -28,22 +18,7 @@ class StepLengths:
 
 
 def step_lengths(graph: Graph, *, tokens: Any, start_index: Any) -> StepLengths:
-    """Add the computation of a step's lengths to a network.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network under construction.
-    tokens : ITensor [B, s], or [B, s, ...]
-        Token ids, or a hidden state: only its shape is read.
-    start_index : ITensor [B] int32
-        Tokens in the cache before the step.
-
-    Returns
-    -------
-    StepLengths
-        The start, the positions and the key lengths of the step, as int32 tensors of the network.
-    """
+    """Add the computation of a step's lengths to a network."""
     shape = graph.op("lengths/shape", "shape", tokens)
     if len(tokens.shape) > 2:
         shape = graph.op("lengths/slots_and_width", "slice", shape, (0,), (2,), (1,))

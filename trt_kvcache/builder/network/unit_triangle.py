@@ -12,13 +12,7 @@ from trt_kvcache.builder.network.sizes import arange, size
 
 
 class UnitTriangle:
-    """Inverts the matrices of all layers of a network: what joins two blocks is the same for all.
-
-    Parameters
-    ----------
-    max_width : int
-        Most new tokens per slot.
-    """
+    """Inverts the matrices of all layers of a network: what joins two blocks is the same for all."""
 
     def __init__(self, max_width: int) -> None:
         self._levels = max(max_width - 1, 0).bit_length()
@@ -27,22 +21,7 @@ class UnitTriangle:
         self._joints: list[Any] = []
 
     def inverse(self, graph: Graph, name: str, a: Any) -> Any:
-        """Return the inverse of ``I + a``.
-
-        Parameters
-        ----------
-        graph : Graph
-            The network under construction.
-        name : str
-            Prefix of the layers' names.
-        a : ITensor [B, heads, s, s] float32
-            Zeros on and above the diagonal.
-
-        Returns
-        -------
-        ITensor [B, heads, s, s] float32
-            The inverses; for a width of one token ones.
-        """
+        """Return the inverse of ``I + a``."""
         if self._network is not graph.network:
             self._network = graph.network
             self._add_masks(graph, a)

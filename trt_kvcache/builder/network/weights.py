@@ -54,24 +54,7 @@ class TensorSource(Protocol):
 
 
 class Weights:
-    """Weights by their Hugging Face names.
-
-    Parameters
-    ----------
-    checkpoint : TensorSource
-        The open checkpoint.
-    dtype : str
-        The dtype to return them in.
-    is_native : bool
-        Whether the GPUs have FP4: see :meth:`PackedWeight.of`.
-
-    Examples
-    --------
-    >>> from trt_kvcache.checkpoint import Checkpoint
-    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
-    ...     Weights(checkpoint, "float16")("model.norm.weight").dtype
-    dtype('float16')
-    """
+    """Weights by their Hugging Face names."""
 
     def __init__(self, checkpoint: TensorSource, dtype: str, *, is_native: bool = False) -> None:
         self._checkpoint = checkpoint
@@ -80,25 +63,7 @@ class Weights:
         self.dtype = dtype
 
     def __call__(self, name: str, rows: slice | list[int] = slice(None)) -> np.ndarray[Any, Any]:
-        """Return one weight.
-
-        Parameters
-        ----------
-        name : str
-            Its Hugging Face name.
-        rows : slice or list of int
-            Rows of a tensor that holds other weights too. Only these are converted.
-
-        Returns
-        -------
-        ndarray
-            A view of the checkpoint's memory if it is stored in this dtype, else a converted copy.
-
-        Raises
-        ------
-        BuildError
-            A value is too large for the dtype (float16 ends at 65504).
-        """
+        """Return one weight."""
         stored = self._checkpoint.tensor(name)
         if rows != slice(None):
             stored = stored[rows]
@@ -115,25 +80,7 @@ class Weights:
         return converted
 
     def matrix(self, name: str, rows: Sequence[slice] = (slice(None),)) -> np.ndarray[Any, Any] | PackedWeight:
-        """Return one matrix, packed if it is quantized.
-
-        Parameters
-        ----------
-        name : str
-            Its Hugging Face name.
-        rows : sequence of slice
-            Rows of a tensor that holds other weights too.
-
-        Returns
-        -------
-        ndarray or PackedWeight
-            ``[out, in]``, as :meth:`__call__`; or codes and scales.
-
-        Raises
-        ------
-        BuildError
-            A value is too large for the dtype, or TensorRT has no form for the quantized weight.
-        """
+        """Return one matrix, packed if it is quantized."""
         stored = self._quantized(name)
         if stored is None:
             one = rows[0] if len(rows) == 1 else [row for part in rows for row in range(part.start, part.stop)]
@@ -155,25 +102,7 @@ class Weights:
 
 
 class LayerWeights:
-    """Weights of one layer by what they are for, wherever they are stored.
-
-    Parameters
-    ----------
-    weights : Weights
-        Weights of the model.
-    model : ModelConfig
-        Its configuration.
-    layer : int
-        Index of the layer.
-
-    Examples
-    --------
-    >>> from trt_kvcache.checkpoint import Checkpoint
-    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
-    ...     layer = LayerWeights(Weights(checkpoint, "float16"), checkpoint.config, 1)
-    ...     layer("q.weight").shape, layer.module("mlp_norm")
-    ((64, 32), 'model.layers.1.post_attention_layernorm')
-    """
+    """Weights of one layer by what they are for, wherever they are stored."""
 
     def __init__(self, weights: Weights, model: ModelConfig, layer: int) -> None:
         self._weights = weights
@@ -181,56 +110,18 @@ class LayerWeights:
         self._prefix = f"model.layers.{layer}"
 
     def __call__(self, role: str) -> np.ndarray[Any, Any]:
-        """Return one weight.
-
-        Parameters
-        ----------
-        role : str
-            One of :func:`~trt_kvcache.model.weight_parts.layer_parts`, such as ``"q.weight"``.
-
-        Returns
-        -------
-        ndarray
-            As :meth:`Weights.__call__`; a weight that shares a tensor with others is its rows.
-
-        Raises
-        ------
-        BuildError
-            A value is too large for the dtype.
-        """
+        """Return one weight."""
         part = self._parts[role]
         return self._weights(part.tensor) if part.is_whole else self._weights(part.tensor, part.index)
 
     def matrix(self, role: str) -> np.ndarray[Any, Any] | PackedWeight:
-        """Return one matrix, packed if it is quantized.
-
-        Parameters
-        ----------
-        role : str
-            As for :meth:`__call__`.
-
-        Returns
-        -------
-        ndarray or PackedWeight
-            As :meth:`Weights.matrix`.
-        """
+        """Return one matrix, packed if it is quantized."""
         part = self._parts[role]
         if part.is_whole:
             return self._weights.matrix(part.tensor)
         return self._weights.matrix(part.tensor, part.rows)
 
     def module(self, role: str) -> str:
-        """Return what layers of a network that apply a weight are named after.
-
-        Parameters
-        ----------
-        role : str
-            Such as ``"q"``.
-
-        Returns
-        -------
-        str
-            The module of the stored weight, or where it shares a tensor with others the module that Llama has.
-        """
+        """Return what layers of a network that apply a weight are named after."""
         part = self._parts[f"{role}.weight"]
         return part.tensor.removesuffix(".weight") if part.is_whole else f"{self._prefix}.{LLAMA_NAMES.get(role, role)}"

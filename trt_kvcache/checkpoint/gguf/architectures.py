@@ -75,11 +75,7 @@ _PAIRED: Mapping[str, Order] = {"attn_q": _halves("attention.head_count"), "attn
 
 
 def _values_of_heads(metadata: Metadata, length: int, *, is_behind_keys: bool = False) -> npt.NDArray[np.int64]:
-    """Return the order of what a gated delta net has for each head of values.
-
-    A file has first the first head of values of each head of keys, then their second ones; transformers has those of a head of keys beside
-    each other. ``is_behind_keys`` says that queries and keys come before the values.
-    """
+    """Return the order of what a gated delta net has for each head of values."""
     own, integer = metadata.own, metadata.integer
     keys, values = integer(own("ssm.group_count")), integer(own("ssm.time_step_rank"))
     before = 2 * keys * integer(own("ssm.state_size")) if is_behind_keys else 0
@@ -95,27 +91,7 @@ def _values_behind_keys(metadata: Metadata, length: int) -> npt.NDArray[np.int64
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One architecture of GGUF.
-
-    Parameters
-    ----------
-    family : str
-        The ``model_type`` of transformers.
-    config : callable
-        Takes the metadata, returns the fields of ``config.json`` but for ``model_type``.
-    names : mapping of str to str
-        Like :data:`MODEL_NAMES`.
-    layer_names : mapping of str to str
-        Like :data:`LAYER_NAMES`; where several have one name in transformers, they are the rows of one tensor there, in this order.
-    layers : str
-        What precedes the index of a layer in the names of transformers.
-    norms_plus_one : frozenset of str
-        Norms that have 1 + weight in a file, and the weight in transformers.
-    rows, columns : mapping of str to callable
-        In which order the rows, and the columns, of a tensor are.
-    variants : tuple of pair
-        Other families that have this name in GGUF, each with what tells them apart.
-    """
+    """One architecture of GGUF."""
 
     family: str
     config: Callable[[Metadata], dict[str, Any]]
@@ -254,18 +230,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
-    """Return what is known of the architecture of a model.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Of its file.
-
-    Raises
-    ------
-    CheckpointError
-        It is not known, or the file is of no model: an adapter, a vision tower.
-    """
+    """Return what is known of the architecture of a model."""
     kind = metadata.text("general.type", "model")
     if kind != "model":
         raise metadata.refusal("general.type", "model: adapters and vision towers are not read")

@@ -53,21 +53,7 @@ _UINT32, _UINT64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """Where one tensor is in its file.
-
-    Parameters
-    ----------
-    kind : str
-        Its type in GGUF, such as ``"Q4_K"``.
-    shape : tuple of int
-        Number of elements along each dimension, the fastest last.
-    offset : int
-        Position of the first byte, from the start of the file.
-    nbytes : int
-        Size in bytes.
-    mapping : mmap
-        The bytes of the file.
-    """
+    """Where one tensor is in its file."""
 
     kind: str
     shape: tuple[int, ...]
@@ -98,29 +84,7 @@ class Texts:
 
 
 class GGUFHeader:
-    """What a GGUF file says of itself. No tensor is read.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Attributes
-    ----------
-    path : Path
-        The file.
-    mapping : mmap
-        Its bytes.
-    fields : dict of str to object
-        The metadata: numbers, flags, bytes of texts, arrays of numbers, and :class:`Texts`.
-    tensors : dict of str to StoredBlocks
-        The tensors by their names in GGUF.
-
-    Raises
-    ------
-    CheckpointError
-        The file is missing, damaged, of another version or byte order, or no GGUF file.
-    """
+    """What a GGUF file says of itself. No tensor is read."""
 
     def __init__(self, path: Path) -> None:
         with naming_the_extra():

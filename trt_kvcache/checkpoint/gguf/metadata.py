@@ -14,24 +14,7 @@ from trt_kvcache.errors import CheckpointError
 
 
 class Metadata:
-    """The metadata of a model.
-
-    Parameters
-    ----------
-    header : GGUFHeader
-        Of its file, or of the first file of a split model.
-    tensors : mapping of str to StoredBlocks
-        The tensors of all its files.
-
-    Attributes
-    ----------
-    header : GGUFHeader
-        The header.
-    tensors : mapping of str to StoredBlocks
-        The tensors by their names in GGUF.
-    architecture : str
-        ``general.architecture``: the keys of sizes begin with it.
-    """
+    """The metadata of a model."""
 
     def __init__(self, header: GGUFHeader, tensors: Mapping[str, StoredBlocks]) -> None:
         self.header = header

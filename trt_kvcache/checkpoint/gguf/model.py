@@ -20,29 +20,7 @@ _MAX_PARTS = 1 << 12
 
 
 class GGUFModel:
-    """A model in a GGUF file, or split into several: only their headers are read.
-
-    Parameters
-    ----------
-    path : Path
-        The file; of a split model the first one, ``...-00001-of-0000N.gguf``.
-
-    Attributes
-    ----------
-    path : Path
-        The file.
-    metadata : Metadata
-        That of the first file.
-    architecture : Architecture
-        What is known of its architecture.
-    tensors : mapping of str to StoredBlocks
-        The tensors of all files, by their names in GGUF.
-
-    Raises
-    ------
-    CheckpointError
-        A file is damaged or missing, or it is of an architecture that is not read.
-    """
+    """A model in a GGUF file, or split into several: only their headers are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

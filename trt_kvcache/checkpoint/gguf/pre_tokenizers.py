@@ -39,17 +39,7 @@ _GPT4O = _cased_words(r"\p{N}{1,3}", rf"{_SUFFIX}?")
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """What a name in ``tokenizer.ggml.pre`` stands for.
-
-    Parameters
-    ----------
-    patterns : sequence of str
-        Regular expressions; each one cuts the pieces that those before it left.
-    ignore_merges : bool
-        Whether a piece that is a token is that token, whatever the merges make of it.
-    add_bos : bool
-        Whether a text begins with ``bos`` in a file that does not say it.
-    """
+    """What a name in ``tokenizer.ggml.pre`` stands for."""
 
     patterns: Sequence[str]
     ignore_merges: bool = False

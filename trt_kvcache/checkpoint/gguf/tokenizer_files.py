@@ -56,18 +56,7 @@ def token_id(metadata: Metadata, name: str) -> int | None:
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """Return ``tokenizer_config.json``: the special tokens by name, and the chat templates.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Of a file that has a tokenizer.
-
-    Raises
-    ------
-    CheckpointError
-        A field has another type, or a value out of range.
-    """
+    """Return ``tokenizer_config.json``: the special tokens by name, and the chat templates."""
     tokens = metadata.texts(f"{_KEY}tokens")
     ids = {name: token_id(metadata, key) for name, key in _SPECIAL_TOKENS.items()}
     config: dict[str, Any] = {name: tokens[index] for name, index in ids.items() if index is not None}
@@ -83,23 +72,7 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def tokenizer_json(metadata: Metadata) -> str:
-    """Return ``tokenizer.json``.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Of a file that has a tokenizer.
-
-    Returns
-    -------
-    str
-        What the ``tokenizers`` library reads.
-
-    Raises
-    ------
-    CheckpointError
-        The kind or the pre-tokenizer is not known, or a field contradicts another one.
-    """
+    """Return ``tokenizer.json``."""
     key = f"{_KEY}model"
     kind = metadata.text(key)
     if kind not in _KINDS:

@@ -52,26 +52,7 @@ class _Source:
 
 
 class GGUFWeights:
-    """Tensors of one GGUF file, or of the files of a split model, as arrays over memory mappings.
-
-    Blocks that engines keep packed stay as they are; those of other types are dequantized when they are read.
-
-    Parameters
-    ----------
-    model : GGUFModel
-        The files.
-
-    Attributes
-    ----------
-    path : Path
-        The first file.
-    paths : tuple of Path
-        All files.
-    tensors : dict of str to StoredTensor
-        The tensors by their names in transformers. The dtype of a packed one is its type in GGUF; its shape that of the weight.
-    dequantized : dict of str to str
-        The types of those that are dequantized when they are read.
-    """
+    """Tensors of one GGUF file, or of the files of a split model, as arrays over memory mappings."""
 
     #: Values are rounded by whoever computes with them, and not to the dtype of the model before: norms are in float32 in all files.
     keeps_values = True
@@ -93,23 +74,7 @@ class GGUFWeights:
             self.tensors[name] = StoredTensor(dtype=dtype, shape=source.shape, offset=first.offset, nbytes=nbytes)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor as a read-only array.
-
-        Parameters
-        ----------
-        name : str
-            One of :attr:`tensors`.
-
-        Returns
-        -------
-        ndarray
-            Floats in their dtype, float32 for those that are dequantized; the blocks of a packed tensor as uint8 ``[out, bytes]``.
-
-        Raises
-        ------
-        CheckpointError
-            Values are stored that no model has.
-        """
+        """Return a tensor as a read-only array."""
         source, stored = self._sources[name], self.tensors[name]
         keeps_blocks = stored.dtype not in _ARRAYS.keys() | set(_FLOATS.values())
         parts = [_stored(one) if keeps_blocks or one.kind in _FLOATS else _dequantized(one) for one in source.blocks]
@@ -133,25 +98,13 @@ class GGUFWeights:
         return found
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Give tensors other names.
-
-        Parameters
-        ----------
-        names : mapping of str to str
-            The new name of each tensor that changes its name.
-        """
+        """Give tensors other names."""
         self.tensors = {names.get(name, name): value for name, value in self.tensors.items()}
         self.dequantized = {names.get(name, name): value for name, value in self.dequantized.items()}
         self._sources = {names.get(name, name): value for name, value in self._sources.items()}
 
     def release(self, name: str) -> None:
-        """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again.
-
-        Parameters
-        ----------
-        name : str
-            One of :attr:`tensors`.
-        """
+        """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again."""
         for one in self._sources[name].blocks:
             release_pages(one.mapping, one.offset, one.nbytes)
 

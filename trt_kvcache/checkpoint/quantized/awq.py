@@ -16,18 +16,7 @@ NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AWQ(QuantizedFormat):
-    """``qweight`` int32 ``[in, out / 8]``, ``qzeros`` int32 ``[groups, out / 8]``, ``scales`` ``[groups, out]``.
-
-    Parameters
-    ----------
-    config : mapping of str to object
-        ``quantization_config``.
-
-    Raises
-    ------
-    ConfigError
-        It describes what is not read. The message names the field.
-    """
+    """``qweight`` int32 ``[in, out / 8]``, ``qzeros`` int32 ``[groups, out / 8]``, ``scales`` ``[groups, out]``."""
 
     name = "AWQ"
     kinds = ("uint4",)

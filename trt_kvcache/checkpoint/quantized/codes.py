@@ -22,33 +22,7 @@ _UNSIGNED = {1: np.uint8, 4: np.uint32}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Codes:
-    """A matrix of codes ``[rows, columns]``, over the memory of a file.
-
-    Parameters
-    ----------
-    stored : ndarray
-        As the file has them, ``[rows, columns]`` or transposed, with one code or several in each element.
-    kind : {"int4", "uint4", "int8", "uint8", "e4m3", "e2m1"}
-        What one code is.
-    shape : tuple of int
-        Rows and columns of the matrix.
-    is_transposed : bool
-        Whether ``stored`` is ``[columns, rows]``.
-    packed_axis : {"rows", "columns"}
-        Neighbours along which share an element, if it holds more than one code.
-    order : tuple of int, optional
-        The place of each neighbour in its element, in codes from the lowest bits. In order, if left out.
-    added : int
-        Added to each stored integer, modulo what its bits can hold.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from trt_kvcache.checkpoint.quantized.codes import Codes
-    >>> Codes(stored=np.array([[0x21], [0xF3]], np.uint8), kind="int4", shape=(2, 2)).unpacked()
-    array([[ 1,  2],
-           [ 3, -1]], dtype=int8)
-    """
+    """A matrix of codes ``[rows, columns]``, over the memory of a file."""
 
     stored: npt.NDArray[Any]
     kind: str
@@ -64,18 +38,7 @@ class Codes:
         return self.stored.nbytes
 
     def unpacked(self, rows: slice = slice(None)) -> npt.NDArray[Any]:
-        """Return codes, one an element.
-
-        Parameters
-        ----------
-        rows : slice
-            Which rows of the matrix, without a step.
-
-        Returns
-        -------
-        ndarray ``[rows, columns]``
-            int8 or uint8; e4m3 of ml_dtypes; codes of e2m1 as uint8.
-        """
+        """Return codes, one an element."""
         start, stop, _ = rows.indices(self.shape[0])
         bits = CODE_BITS[self.kind]
         together = self.stored.dtype.itemsize * 8 // bits
@@ -104,17 +67,6 @@ class Codes:
         return codes
 
     def values(self, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
-        """Return what the codes stand for, before they are scaled.
-
-        Parameters
-        ----------
-        rows : slice
-            As for :meth:`unpacked`.
-
-        Returns
-        -------
-        ndarray float32 ``[rows, columns]``
-            A copy.
-        """
+        """Return what the codes stand for, before they are scaled."""
         codes = self.unpacked(rows)
         return E2M1_VALUES[codes] if self.kind == "e2m1" else codes.astype(np.float32, order="C")

@@ -36,23 +36,7 @@ _FP4_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the weights of a group of modules are stored.
-
-    Parameters
-    ----------
-    packing : str
-        The ``format`` of the group.
-    kind : str
-        Of the codes: see :class:`~trt_kvcache.checkpoint.quantized.codes.Codes`.
-    targets : tuple of str
-        Which modules: names, ends of names, ``re:`` and an expression, or ``Linear`` for all.
-    block : tuple of int or None
-        Rows and columns that share a scale; None for all.
-    has_zero_points : bool
-        Whether weights have zero points.
-    has_order : bool
-        Whether groups do not lie one after another.
-    """
+    """How the weights of a group of modules are stored."""
 
     packing: str
     kind: str
@@ -90,18 +74,7 @@ def kv_dtype_of_scheme(scheme: object) -> str | None:
 
 
 class CompressedTensors(QuantizedFormat):
-    """Codes in ``weight`` or ``weight_packed``, with ``weight_scale``, and what the packing has beside them.
-
-    Parameters
-    ----------
-    config : mapping of str to object
-        ``quantization_config``.
-
-    Raises
-    ------
-    ConfigError
-        It describes what is not read. The message names the field.
-    """
+    """Codes in ``weight`` or ``weight_packed``, with ``weight_scale``, and what the packing has beside them."""
 
     name = "compressed-tensors"
     kinds = ("int4", "int8", "e4m3", "e2m1")

@@ -18,20 +18,7 @@ WEIGHT_ONLY = "activations are not quantized, only weights are"
 
 
 class FP8Blocks(QuantizedFormat):
-    """``weight`` e4m3 ``[out, in]``, ``weight_scale_inv`` ``[blocks of out, blocks of in]``, which weights are multiplied with.
-
-    Without ``weight_block_size`` there is one scale, which may be called ``weight_scale``.
-
-    Parameters
-    ----------
-    config : mapping of str to object
-        ``quantization_config``.
-
-    Raises
-    ------
-    ConfigError
-        It describes what is not read. The message names the field.
-    """
+    """``weight`` e4m3 ``[out, in]``, ``weight_scale_inv`` ``[blocks of out, blocks of in]``, which weights are multiplied with."""
 
     name = "FP8"
     kinds = ("e4m3",)

@@ -37,15 +37,7 @@ class BlockCodes(Codes):
 
 
 class GGUF(QuantizedFormat):
-    """``weight`` as bytes ``[out, in / 32 * bytes of a block]``: a float16 scale, then 32 codes.
-
-    Parameters
-    ----------
-    dtypes : iterable of str
-        The types of the tensors of the file.
-    dequantized : iterable of str, optional
-        Those of them that are dequantized when they are read.
-    """
+    """``weight`` as bytes ``[out, in / 32 * bytes of a block]``: a float16 scale, then 32 codes."""
 
     name = "GGUF"
     kinds = tuple(TYPES.values())

@@ -30,19 +30,7 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How modules are stored.
-
-    Parameters
-    ----------
-    bits : int
-        4 or 8.
-    group_size : int or None
-        Inputs that share a scale; None for all.
-    is_symmetric : bool
-        Whether all zero points are the middle.
-    has_order : bool
-        Whether each input has the group that ``g_idx`` names (act-order).
-    """
+    """How modules are stored."""
 
     bits: int
     group_size: int | None
@@ -59,17 +47,7 @@ class Settings:
 class GPTQ(QuantizedFormat):
     """``qweight`` int32 ``[in / n, out]``, ``qzeros`` int32 ``[groups, out / n]``, ``scales`` ``[groups, out]``, ``g_idx`` int32 ``[in]``.
 
-    Zero points are stored less one in the first version of the format (``checkpoint_format: gptq``), as they are in the second.
-
-    Parameters
-    ----------
-    config : mapping of str to object
-        ``quantization_config``.
-
-    Raises
-    ------
-    ConfigError
-        It describes what is not read. The message names the field.
+    The first version of the format (``checkpoint_format: gptq``) stores each zero point less one, the second as it is.
     """
 
     name = "GPTQ"

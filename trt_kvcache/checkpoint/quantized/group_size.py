@@ -9,18 +9,7 @@ from trt_kvcache.model.config_fields import ConfigFields
 
 
 def group_size_of(fields: ConfigFields) -> int | None:
-    """Return how many inputs share a scale, or None if all do, which is written -1.
-
-    Parameters
-    ----------
-    fields : ConfigFields
-        Of ``quantization_config``.
-
-    Raises
-    ------
-    ConfigError
-        It is missing, or neither -1 nor a positive integer.
-    """
+    """Return how many inputs share a scale, or None if all do, which is written -1."""
     if "group_size" not in fields:
         raise ConfigError("quantization_config.group_size: expected a positive integer, or -1 for one group, got none.")
     size = fields.get("group_size")

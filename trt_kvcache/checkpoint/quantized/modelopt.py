@@ -28,18 +28,7 @@ _NVFP4_GROUP = 16
 
 
 class ModelOpt(QuantizedFormat):
-    """Codes in ``weight``, with ``weight_scale``; ``weight_scale_2`` of NVFP4; ``pre_quant_scale`` of AWQ.
-
-    Parameters
-    ----------
-    config : mapping of str to object
-        ``quantization`` of ``hf_quant_config.json``, or ``quantization_config`` of ``config.json``.
-
-    Raises
-    ------
-    ConfigError
-        It describes what is not read. The message names the field.
-    """
+    """Codes in ``weight``, with ``weight_scale``; ``weight_scale_2`` of NVFP4; ``pre_quant_scale`` of AWQ."""
 
     name = "ModelOpt"
     kinds = ("int4", "e4m3", "e2m1")

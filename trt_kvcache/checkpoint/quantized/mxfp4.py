@@ -15,13 +15,7 @@ _GROUP = 32
 
 
 class MXFP4(QuantizedFormat):
-    """``weight_blocks`` uint8 ``[out, in / 32, 16]``, ``weight_scales`` uint8 (e8m0) ``[out, in / 32]``. Linear layers only, no experts.
-
-    Parameters
-    ----------
-    config : mapping of str to object
-        ``quantization_config``: nothing of it decides how tensors are read.
-    """
+    """``weight_blocks`` uint8 ``[out, in / 32, 16]``, ``weight_scales`` uint8 (e8m0) ``[out, in / 32]``. Linear layers only, no experts."""
 
     name = "MXFP4"
     kinds = ("e2m1",)

@@ -15,25 +15,7 @@ _HINT = "Such as int8, int4, int4:128, or int4:32,head=int8."
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Which weights are rounded to the nearest integers of a scale.
-
-    Parameters
-    ----------
-    weights : str
-        How linear layers are rounded: ``"int8"`` with a scale for each output, or ``"int4:32"`` or ``"int4:128"`` with a scale for each
-        group of so many inputs.
-    embedding : str, optional
-        The same of the embedding, which stays as it is stored if left out. A head that is tied to it is the same matrix.
-    head : str, optional
-        The same of a head with a matrix of its own.
-
-    Examples
-    --------
-    >>> Quantization.parse("int4,head=int8")
-    Quantization(weights='int4:32', embedding=None, head='int8')
-    >>> str(Quantization(weights="int4:128"))
-    'int4:128'
-    """
+    """Which weights are rounded to the nearest integers of a scale."""
 
     weights: str
     embedding: str | None = None
@@ -51,23 +33,7 @@ class Quantization:
 
     @classmethod
     def parse(cls, text: str | Quantization) -> Quantization:
-        """Read what a command line says.
-
-        Parameters
-        ----------
-        text : str
-            ``WEIGHTS[,embedding=...][,head=...]``, as :meth:`__str__` returns it.
-
-        Returns
-        -------
-        Quantization
-            Equal to any other that says the same.
-
-        Raises
-        ------
-        ConfigError
-            It says nothing that is known.
-        """
+        """Read what a command line says."""
         if isinstance(text, Quantization):
             return text
         if not isinstance(text, str):

@@ -35,25 +35,7 @@ FIELDS = ("quantization_config", "compression_config")
 
 
 def quantized_format(data: Mapping[str, Any], folder: Path) -> QuantizedFormat | None:
-    """Return how the weights of a model are quantized.
-
-    Parameters
-    ----------
-    data : mapping of str to object
-        The parsed ``config.json``.
-    folder : path
-        Where it is, with ``hf_quant_config.json`` if ModelOpt made it.
-
-    Returns
-    -------
-    QuantizedFormat or None
-        None for weights as they are.
-
-    Raises
-    ------
-    ConfigError
-        The weights are quantized in a way that is not read. The message names the field.
-    """
+    """Return how the weights of a model are quantized."""
     field = next((name for name in FIELDS if data.get(name)), None)
     if field is None:
         return _of_modelopt(folder)

@@ -21,15 +21,7 @@ from trt_kvcache.model.weight_parts import layer_parts
 
 @dataclass(frozen=True)
 class RoundToNearest:
-    """How a weight is rounded, said as a :class:`~trt_kvcache.checkpoint.quantized.format.QuantizedFormat` says how it is stored.
-
-    Parameters
-    ----------
-    scheme : str
-        One of :data:`~trt_kvcache.checkpoint.quantized.quantization.SCHEMES`.
-    dtype : str
-        Of the scales.
-    """
+    """How a weight is rounded, said as a :class:`~trt_kvcache.checkpoint.quantized.format.QuantizedFormat` says how it is stored."""
 
     scheme: str
     dtype: str
@@ -48,17 +40,7 @@ class RoundToNearest:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedWeight:
-    """A weight in files that is rounded when it is read; it has the members of a ``StoredWeight``.
-
-    Parameters
-    ----------
-    quantized : RoundToNearest
-        How it is rounded.
-    name : str
-        Of the weight.
-    shape : tuple of int
-        Of the weight, ``[out, in]``.
-    """
+    """A weight in files that is rounded when it is read; it has the members of a ``StoredWeight``."""
 
     quantized: RoundToNearest
     name: str
@@ -78,23 +60,7 @@ class RoundedWeight:
         return rounded_nbytes(self.shape, self.quantized.scheme, self.quantized.dtype)
 
     def read(self, files: Mapping[str, WeightFile]) -> QuantizedWeight:
-        """Round the weight.
-
-        Parameters
-        ----------
-        files : mapping of str to WeightFile
-            The file of each tensor.
-
-        Returns
-        -------
-        QuantizedWeight
-            New memory, as large as :meth:`nbytes` says.
-
-        Raises
-        ------
-        CheckpointError
-            A value is not finite.
-        """
+        """Round the weight."""
         file = files[self.name]
         weight = rounded_to_nearest(file.array(self.name), self.quantized.scheme, self.quantized.dtype)
         file.release(self.name)
@@ -110,25 +76,7 @@ def rounded_nbytes(shape: tuple[int, int], scheme: str, dtype: str) -> int:
 
 
 def rounding_schemes(config: ModelConfig, quantization: Quantization) -> dict[str, str]:
-    """Return how the weights of a model are rounded.
-
-    Parameters
-    ----------
-    config : ModelConfig
-        The model.
-    quantization : Quantization
-        What is asked for.
-
-    Returns
-    -------
-    dict of str to str
-        The scheme of each weight that is rounded, by name.
-
-    Raises
-    ------
-    ConfigError
-        The model has no head of its own.
-    """
+    """Return how the weights of a model are rounded."""
     parts = (part for index in range(config.num_layers) for role, part in layer_parts(config, index).items() if role.endswith(".weight"))
     schemes = {part.tensor: quantization.weights for part in parts if len(part.shape) == 2}
     if quantization.embedding is not None:
@@ -141,24 +89,7 @@ def rounding_schemes(config: ModelConfig, quantization: Quantization) -> dict[st
 
 
 def rounded_weights(config: ModelConfig, quantization: Quantization, packed: Mapping[str, Any]) -> dict[str, RoundedWeight]:
-    """Return the weights of a checkpoint that are to be rounded, by name.
-
-    Parameters
-    ----------
-    config : ModelConfig
-        The model.
-    quantization : Quantization
-        What is asked for.
-    packed : mapping
-        The weights of the checkpoint that are quantized as they are stored.
-
-    Raises
-    ------
-    CheckpointError
-        There are such weights.
-    ConfigError
-        As :func:`rounding_schemes`.
-    """
+    """Return the weights of a checkpoint that are to be rounded, by name."""
     if packed:
         title = next(iter(packed.values())).quantized.title
         raise CheckpointError(f"quantize: expected a checkpoint in 16 or 32 bits, got one in {title}. Leave the option out.")

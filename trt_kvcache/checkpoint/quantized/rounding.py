@@ -26,38 +26,7 @@ Float32 = npt.NDArray[np.float32]
 
 
 def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> QuantizedWeight:
-    """Round a matrix.
-
-    A row of int8 has the scale ``max(|w|) / 127``. A group of int4 has ``max(|w|)`` divided by that one of :data:`DIVISORS` with which
-    the squared error is the least. Codes are the nearest ones to the scale as it is stored.
-
-    Parameters
-    ----------
-    values : ndarray ``[out, in]``
-        The matrix.
-    scheme : str
-        One of :data:`~trt_kvcache.checkpoint.quantized.quantization.SCHEMES`. The last group of inputs may be smaller.
-    dtype : {"float16", "bfloat16", "float32"}
-        Of the scales.
-
-    Returns
-    -------
-    QuantizedWeight
-        New memory, packed. A scale is infinite or NaN where a value is.
-
-    Notes
-    -----
-    At the ends of a dtype, a scale is not 0 unless all values are; it is smaller where a code times scale would be infinite in the dtype;
-    and it is the next larger number where the largest value would have no code and the squared error is smaller with it.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> weight = rounded_to_nearest(np.array([[-127, 3.4], [0.5, 1.0]], np.float32), "int8", "float32")
-    >>> weight.codes.unpacked()
-    array([[-127,    3],
-           [  64,  127]], dtype=int8)
-    """
+    """Round a matrix."""
     bits, group = SCHEMES[scheme]
     outputs, inputs = values.shape
     width = group or inputs

@@ -16,19 +16,7 @@ Files = Mapping[str, WeightFile]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeight:
-    """A quantized weight in files.
-
-    Parameters
-    ----------
-    quantized : QuantizedFormat
-        How it is stored.
-    module : str
-        Its name without ``.weight``.
-    shape : tuple of int
-        Of the weight, ``[out, in]``.
-    parts : tuple of pair of str
-        Of each of its tensors that are there, what the format calls it, and the end of its name.
-    """
+    """A quantized weight in files."""
 
     quantized: QuantizedFormat
     module: str
@@ -41,13 +29,7 @@ class StoredWeight:
         return tuple(f"{self.module}.{stored}" for _, stored in self.parts)
 
     def nbytes(self, files: Files) -> int:
-        """Return the bytes that are stored.
-
-        Parameters
-        ----------
-        files : mapping of str to WeightFile
-            The file of each tensor.
-        """
+        """Return the bytes that are stored."""
         return sum(files[name].tensors[name].nbytes for name in self.tensor_names)
 
     def code_kind(self, files: Files) -> str:
@@ -55,18 +37,7 @@ class StoredWeight:
         return self.read(files).codes.kind
 
     def read(self, files: Files) -> QuantizedWeight:
-        """Return the weight over the memory of the files.
-
-        Parameters
-        ----------
-        files : mapping of str to WeightFile
-            The file of each tensor.
-
-        Raises
-        ------
-        CheckpointError
-            Values contradict ``config.json``.
-        """
+        """Return the weight over the memory of the files."""
         arrays = {part: files[name].array(name) for (part, _), name in zip(self.parts, self.tensor_names, strict=True)}
         try:
             return self.quantized.weight(self.module, arrays, self.shape)
@@ -75,29 +46,7 @@ class StoredWeight:
 
 
 def stored_weight(quantized: QuantizedFormat, name: str, shape: tuple[int, ...], files: Files) -> StoredWeight | None:
-    """Find a weight, and check its tensors.
-
-    Parameters
-    ----------
-    quantized : QuantizedFormat
-        How weights of the model are stored.
-    name : str
-        Of the weight, as Hugging Face transformers has it.
-    shape : tuple of int
-        Of the weight.
-    files : mapping of str to WeightFile
-        The file of each tensor.
-
-    Returns
-    -------
-    StoredWeight or None
-        None for a tensor that is not quantized.
-
-    Raises
-    ------
-    CheckpointError
-        A tensor is missing, or has another shape or dtype than the format stores.
-    """
+    """Find a weight, and check its tensors."""
     module, _, kind = name.rpartition(".")
     if kind != "weight" or len(shape) != 2:
         return None

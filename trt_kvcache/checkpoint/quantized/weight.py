@@ -15,19 +15,7 @@ from trt_kvcache.dtypes import numpy_dtype
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scales:
-    """What codes are multiplied with: one number for each block.
-
-    Parameters
-    ----------
-    stored : ndarray ``[blocks of rows, blocks of columns]``
-        float16, bfloat16, float32, e4m3 or e8m0, over the memory of a file.
-    block : tuple of int
-        Rows and columns of a block. The last ones may be smaller.
-    factor : float
-        Each scale is multiplied with it (a float32).
-    divisor : float
-        Each scale is divided by it first (a float32).
-    """
+    """What codes are multiplied with: one number for each block."""
 
     stored: npt.NDArray[Any]
     block: tuple[int, int]
@@ -35,28 +23,11 @@ class Scales:
     divisor: float = 1.0
 
     def blocks(self, rows: slice) -> slice:
-        """Return the blocks that rows of the weight lie in.
-
-        Parameters
-        ----------
-        rows : slice
-            Of the weight, with both ends.
-        """
+        """Return the blocks that rows of the weight lie in."""
         return slice(rows.start // self.block[0], -(-rows.stop // self.block[0]))
 
     def values(self, blocks: slice = slice(None)) -> npt.NDArray[np.float32]:
-        """Return the scales.
-
-        Parameters
-        ----------
-        blocks : slice
-            Which blocks of rows.
-
-        Returns
-        -------
-        ndarray float32 ``[blocks of rows, blocks of columns]``
-            Exact but for the rounding of factor and divisor.
-        """
+        """Return the scales."""
         scales: npt.NDArray[np.float32] = self.stored[blocks].astype(np.float32)
         if self.divisor != 1:
             scales /= np.float32(self.divisor)
@@ -67,38 +38,7 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeight:
-    """A matrix ``[out, in]``: ``(code - zero point) * scale``, with a scale and a zero point for each block.
-
-    It is described, not computed: the arrays are views of memory-mapped files, and :meth:`dequantized` returns new memory.
-
-    Parameters
-    ----------
-    codes : Codes ``[out, in]``
-        The packed codes.
-    scales : Scales
-        Their scales.
-    zero_points : Codes or None
-        One for each block, as scales are. None where there are none.
-    group_index : ndarray int32 ``[in]``, or None
-        The block of columns of each input, where inputs of a group do not lie beside each other (act-order).
-    input_factor : ndarray float32 ``[in]``, or None
-        What each input is multiplied with before the matrix.
-    first_row, num_rows : int
-        Which rows of the stored matrix the weight is; all, if ``num_rows`` is left out.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from trt_kvcache.checkpoint.quantized.codes import Codes
-    >>> from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
-    >>> codes = Codes(stored=np.array([[0x21, 0x43], [0xF3, 0x0E]], np.uint8), kind="int4", shape=(2, 4))
-    >>> weight = QuantizedWeight(codes=codes, scales=Scales(stored=np.array([[0.5, 2], [1, 10]], np.float16), block=(1, 2)))
-    >>> weight.dequantized()
-    array([[  0.5,   1. ,   6. ,   8. ],
-           [  3. ,  -1. , -20. ,   0. ]], dtype=float32)
-    >>> weight.rows(slice(1, 2)).dequantized("float16")
-    array([[  3.,  -1., -20.,   0.]], dtype=float16)
-    """
+    """A matrix ``[out, in]``: ``(code - zero point) * scale``, with a scale and a zero point for each block."""
 
     codes: Codes
     scales: Scales
@@ -120,29 +60,12 @@ class QuantizedWeight:
         return None if self.group_index is None else np.argsort(self.group_index, kind="stable")
 
     def rows(self, rows: slice) -> QuantizedWeight:
-        """Return a part of the weight, over the same memory.
-
-        Parameters
-        ----------
-        rows : slice
-            Which outputs, without a step; as :attr:`trt_kvcache.model.weight_parts.WeightPart.rows`.
-        """
+        """Return a part of the weight, over the same memory."""
         start, stop, _ = rows.indices(self.shape[0])
         return replace(self, first_row=self.first_row + start, num_rows=stop - start)
 
     def dequantized(self, dtype: str = "float32") -> npt.NDArray[Any]:
-        """Return the values of the weight.
-
-        Parameters
-        ----------
-        dtype : {"float16", "bfloat16", "float32"}
-            What the values are rounded to, once. Too large ones become infinite.
-
-        Returns
-        -------
-        ndarray ``[out, in]``
-            New memory. In float32 it is exact, unless scales are float32 themselves or have a factor: then products are rounded.
-        """
+        """Return the values of the weight."""
         values = self.codes.values(self._rows)
         zero_points = self.zero_points_of_rows()
         if zero_points is not None:

@@ -29,27 +29,7 @@ class DecodePlan(NamedTuple):
 def decode_plan(
     cache: tuple[int, ...], width: int, group: int, arch: str, multiprocessors: int, quantized: bool = False
 ) -> DecodePlan | None:
-    """Return the launch for a call, or None if the slots have too many new tokens for a decode kernel.
-
-    Parameters
-    ----------
-    cache : tuple of int
-        Its shape, ``[B, 2, num_kv_heads, S, D]``.
-    width : int
-        New tokens of a slot.
-    group : int
-        Query heads for each K/V head.
-    arch : str
-        Of the GPU.
-    multiprocessors : int
-        Of the GPU.
-    quantized : bool
-        Whether the cache has scales.
-
-    Notes
-    -----
-    Keys and values are read once for all rows of a K/V head, so a few new tokens take hardly more time than one.
-    """
+    """Return the launch for a call, or None if the slots have too many new tokens for a decode kernel."""
     (slots, _, kv_heads, tokens, head_dim), rows = cache, width * group
     if width == 1:
         source, tiles = "attention_decode", decode_tiles(head_dim, arch, quantized=quantized)

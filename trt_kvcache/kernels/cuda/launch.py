@@ -77,36 +77,7 @@ def launch(
     cooperative: bool = False,
     programmatic_dependent_launch: bool = False,
 ) -> None:
-    """Launch a kernel.
-
-    Parameters
-    ----------
-    memory : CudaMemory
-        Of the device that the kernel runs on.
-    source : str
-        A name of :func:`~trt_kvcache.kernels.sources.source_names`.
-    name : str
-        The kernel in it.
-    grid : tuple of int
-        Blocks in x, y and z.
-    arguments : tuple of int or float
-        Addresses and numbers; cuda.core passes each as 64 bits.
-    stream : cuda.core.Stream or GraphBuilder
-        The launch is ordered on it; the call does not wait. The first launch of a kernel loads it, and may compile it.
-    threads : int
-        Of a block.
-    shared_nbytes : int
-        Dynamic shared memory of a block.
-    cooperative : bool
-        Blocks wait for each other: either all of them are resident at once, or the launch is refused.
-    programmatic_dependent_launch : bool
-        The launch may start before the previous one has ended, and the kernel itself waits for it (sm_90 and later).
-
-    Raises
-    ------
-    CudaError
-        The kernel could not be compiled, loaded or launched.
-    """
+    """Launch a kernel."""
     from cuda.core import launch as launch_kernel
 
     assert isinstance(memory, CudaMemory)
@@ -126,15 +97,5 @@ def starts_early(memory: Any) -> bool:
 
 
 def blocks_for(vectors: int, runs: int = 1, *, max_blocks: int = _MAX_BLOCKS) -> int:
-    """Return the blocks along x that share a run of vectors. Each thread handles its vectors in flight once, or several times.
-
-    Parameters
-    ----------
-    vectors : int
-        Of the longest run.
-    runs : int
-        Blocks in y and z.
-    max_blocks : int
-        Blocks in x, y and z together; but at least one along x.
-    """
+    """Return the blocks along x that share a run of vectors. Each thread handles its vectors in flight once, or several times."""
     return max(1, min(-(-vectors // (THREADS_PER_BLOCK * VECTORS_IN_FLIGHT)), max_blocks // runs))

@@ -61,15 +61,7 @@ class PrefillPlan(NamedTuple):
 
 
 def prefill_plan(params: AttentionParams) -> PrefillPlan:
-    """Return the launch for a call with several new tokens per slot.
-
-    Notes
-    -----
-    The rows of a K/V head are its new tokens times its query heads. The fewer they are, the smaller a row block. Where all row blocks can
-    be resident at once, K and V of each are split over the blocks that are left. Few tokens in several row blocks over a long cache, if
-    it is quantized or not all of these are split, are faster in blocks of four warps, two of which share a multiprocessor, than in one of
-    eight, although another launch appends.
-    """
+    """Return the launch for a call with several new tokens per slot."""
     width, rows, multiprocessors = params.q.shape[1], params.q.shape[1] * params.group, _memory(params).multiprocessor_count
     few, wide = plan_of(params, "64"), plan_of(params, "wide")
     tokens, row_blocks = params.cache.shape[3], params.q.shape[0] * params.cache.shape[2] * wide.row_blocks
@@ -94,13 +86,7 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
 
 
 def prefers_row_blocks(params: AttentionParams) -> bool:
-    """Return whether a call with a few new tokens per slot takes less time in row blocks than in a decode kernel that has room for them.
-
-    Notes
-    -----
-    Where warpgroups multiply, over a short cache: its time is that of beginning and end, and with many rows a decode kernel merges the
-    results of many warps at its end.
-    """
+    """Return whether a call with a few new tokens per slot takes less time in row blocks than in a decode kernel that has room for them."""
     (slots, _, kv_heads, tokens, head_dim), width = params.cache.shape, params.q.shape[1]
     if width == 1 or params.kv_scales is not None:  # a decode step asks for nothing more
         return False

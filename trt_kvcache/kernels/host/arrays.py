@@ -40,15 +40,7 @@ def new_counts(new_lengths: DeviceTensor | None, tokens: Array) -> list[int]:
 
 
 def moves_of(plan: AnyCompactionPlan, tokens_per_row: int = 1) -> Iterator[CompactionMove]:
-    """Yield the moves of a plan, in order. A mapping in a tensor is read now; entries that do not keep the order are ignored.
-
-    Parameters
-    ----------
-    plan : CompactionPlan or DeviceCompactionPlan
-        The moves of the former count rows already.
-    tokens_per_row : int
-        Of a row, where lengths in a tensor count tokens.
-    """
+    """Yield the moves of a plan, in order. A mapping in a tensor is read now; entries that do not keep the order are ignored."""
     if isinstance(plan, CompactionPlan):
         for moves in plan.move_lists:
             yield from moves
@@ -60,17 +52,7 @@ def moves_of(plan: AnyCompactionPlan, tokens_per_row: int = 1) -> Iterator[Compa
 
 
 def carry_out(slots: Array, moves: Iterable[CompactionMove], *, whole_slots: bool) -> None:
-    """Carry out moves over an array whose first dimension is the slot.
-
-    Parameters
-    ----------
-    slots : array (B, H, S, row bytes), or with ``whole_slots`` (B, ...)
-        Changed in place.
-    moves : iterable of CompactionMove
-        In order.
-    whole_slots : bool
-        Whether whole slots move, rather than their first tokens.
-    """
+    """Carry out moves over an array whose first dimension is the slot."""
     held = slots[0]
     for move in moves:
         part = (...,) if whole_slots else (slice(None), slice(0, move.tokens))

@@ -10,26 +10,7 @@ from trt_kvcache.kernels.host.most_likely import most_likely
 def log_probabilities(
     logits: np.ndarray[Any, np.dtype[np.float32]], token: int, count: int
 ) -> tuple[float, np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.float64]]]:
-    """Return the log-probability of a token, and the most likely tokens with theirs.
-
-    Parameters
-    ----------
-    logits : ndarray (vocab,) float32
-        On the host, without NaN; the largest is finite.
-    token : int
-        Which one.
-    count : int
-        How many of the most likely tokens; all at most.
-
-    Returns
-    -------
-    chosen : float
-        Of the token.
-    top : ndarray (count,) intp
-        The most likely tokens, the most likely one first; of equally likely ones the lowest id first.
-    values : ndarray (count,) float64
-        Theirs.
-    """
+    """Return the log-probability of a token, and the most likely tokens with theirs."""
     largest = logits.max()
     with np.errstate(invalid="ignore"):
         total = float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))

@@ -9,33 +9,7 @@ _GROUPS_PER_TOKEN, _MIN_GROUPS = 4, 1024
 
 
 def most_likely(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return the tokens with the largest logits.
-
-    Parameters
-    ----------
-    logits : ndarray (vocab,) float32
-        On the host, without NaN; the largest is finite.
-    count : int
-        How many tokens, from 0 to ``vocab``.
-
-    Returns
-    -------
-    ndarray (count,) intp
-        In the order of their ids. Of tokens with equal logits (0 and -0 are equal) those with the lowest ids.
-
-    Notes
-    -----
-    Of any k groups that have no token in common, the smallest of their largest logits is a lower bound of the k-th largest logit.
-    So few tokens are left to choose from after two passes over the vocabulary. Those that are as likely as the bound are counted, not
-    ordered: with a grammar, or where many tokens are excluded, it is that of most of them.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from trt_kvcache.kernels.host.most_likely import most_likely
-    >>> most_likely(np.array([1, 3, 2, 3, 2], np.float32), 3).tolist()
-    [1, 2, 3]
-    """
+    """Return the tokens with the largest logits."""
     if count >= logits.size:
         return np.arange(logits.size)
     if not count:

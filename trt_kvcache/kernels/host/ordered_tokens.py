@@ -22,19 +22,7 @@ _TOKENS_PER_CLASS, _BIN_BITS = 2, 11
 
 @dataclass(frozen=True)
 class Found:
-    """A token with which the sum of the weights exceeds a target.
-
-    Parameters
-    ----------
-    group : int
-        The class, or bin of classes, that it is in.
-    place : int
-        How many tokens of the group are before it.
-    sum : int
-        Of the weights up to it.
-    in_last_class : bool
-        Whether no token has a smaller weight.
-    """
+    """A token with which the sum of the weights exceeds a target."""
 
     group: int
     place: int
@@ -43,13 +31,7 @@ class Found:
 
 
 class CountedTokens:
-    """Tokens of few classes: they are counted, and only the weights of classes are computed.
-
-    Parameters
-    ----------
-    classes : ndarray (n,) int32
-        Of the tokens. Not changed, and used until the last token is found.
-    """
+    """Tokens of few classes: they are counted, and only the weights of classes are computed."""
 
     def __init__(self, classes: Classes) -> None:
         self._classes = classes
@@ -67,13 +49,7 @@ class CountedTokens:
         return _sum_of_at_least(weight, self._weights, self._sums)
 
     def find(self, target: int) -> Found | None:
-        """Return the first token with which the sum of the weights exceeds a target; None if the sum of all does not.
-
-        Parameters
-        ----------
-        target : int
-            At least 0.
-        """
+        """Return the first token with which the sum of the weights exceeds a target; None if the sum of all does not."""
         if target >= self.total:
             return None
         chosen = int(np.searchsorted(self._ends, target, side="right"))
@@ -87,15 +63,7 @@ class CountedTokens:
 
 
 class BinnedTokens:
-    """Tokens of many classes: they are in bins of neighbouring classes, and only the bins that are asked for are sorted.
-
-    Parameters
-    ----------
-    classes : ndarray (n,) int32
-        Of the tokens. Not changed, and used until the last token is found.
-    last : int
-        The largest of them.
-    """
+    """Tokens of many classes: they are in bins of neighbouring classes, and only the bins that are asked for are sorted."""
 
     def __init__(self, classes: Classes, last: int) -> None:
         self._classes, self._last = classes, last
@@ -119,13 +87,7 @@ class BinnedTokens:
         return _sum_of_at_least(weight, self._weights, self._weights)
 
     def find(self, target: int) -> Found | None:
-        """Return the first token with which the sum of the weights exceeds a target; None if the sum of all does not.
-
-        Parameters
-        ----------
-        target : int
-            At least 0.
-        """
+        """Return the first token with which the sum of the weights exceeds a target; None if the sum of all does not."""
         if target >= self.total:
             return None
         chosen = int(np.searchsorted(self._ends, target, side="right"))
@@ -158,22 +120,7 @@ def are_counted(last: float, size: int) -> bool:
 
 
 def in_order(logits: Float32, largest: Any, scale: float) -> CountedTokens | BinnedTokens:
-    """Return tokens in the order of their classes, then of their ids.
-
-    Parameters
-    ----------
-    logits : ndarray (n,) float32
-        Of the tokens.
-    largest : float32
-        Of all tokens, these or others.
-    scale : float
-        Of :func:`~trt_kvcache.kernels.host.token_weights.scale_of`.
-
-    Returns
-    -------
-    CountedTokens or BinnedTokens
-        Valid until the next call of this thread: both compute in the same arrays.
-    """
+    """Return tokens in the order of their classes, then of their ids."""
     classes = token_classes(logits, largest, scale, out=scratch.array("classes of all", "int32", logits.size))
     last = int(classes.max())
     return CountedTokens(classes) if are_counted(last, logits.size) else BinnedTokens(classes, last)

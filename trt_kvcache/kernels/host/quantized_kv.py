@@ -15,37 +15,14 @@ _BY_TOKEN = 3
 
 
 def row_scales(rows: Array, dtype: str) -> Array:
-    """Return a scale for each row: its largest magnitude becomes the largest value that is stored.
-
-    Parameters
-    ----------
-    rows : array [..., D]
-        K or V. NaN does not count.
-    dtype : str
-        What they will be stored as: ``"float8_e4m3fn"`` or ``"int8"``.
-
-    Returns
-    -------
-    array [...]
-        float32; 1 for a row of zeros.
-    """
+    """Return a scale for each row: its largest magnitude becomes the largest value that is stored."""
     largest = np.fmax.reduce(np.abs(rows.astype(np.float32)), axis=-1, initial=np.float32(0))
     scales: Array = np.where(largest == 0, np.float32(1), largest / np.float32(SCALED_KV_DTYPES[dtype]))
     return scales
 
 
 def quantize(rows: Array, scales: Array, dtype: str) -> Array:
-    """Return rows divided by their scales, rounded, and held within the largest value that is stored.
-
-    Parameters
-    ----------
-    rows : array [..., D]
-        K or V.
-    scales : array [...]
-        float32, one for each row.
-    dtype : str
-        ``"float8_e4m3fn"``, in which NaN stays NaN; or ``"int8"``, in which it becomes 0.
-    """
+    """Return rows divided by their scales, rounded, and held within the largest value that is stored."""
     largest = np.float32(SCALED_KV_DTYPES[dtype])
     with np.errstate(invalid="ignore", over="ignore"):  # infinite rows; a static scale that is far too small
         quotients = rows.astype(np.float32) / scales[..., None]
@@ -64,21 +41,7 @@ def dequantize(stored: Array, scales: Array) -> Array:
 
 
 def append_rows(cache: Array, scales: Array | None, start: int, keys: Array, values: Array, dtype: str) -> None:
-    """Write the rows of new tokens into a slot, and the scales of these tokens if they have some.
-
-    Parameters
-    ----------
-    cache : array (2, H, S, D)
-        The slot.
-    scales : array (2, H) or (2, H, S or more), or None
-        float32. None: the cache is not quantized. Those by token are written.
-    start : int
-        The first new token.
-    keys, values : array (n, H, D)
-        K after RoPE, and V.
-    dtype : str
-        Of the cache.
-    """
+    """Write the rows of new tokens into a slot, and the scales of these tokens if they have some."""
     rows = np.stack([keys, values]).swapaxes(1, 2)
     window = slice(start, start + len(keys))
     if scales is None:

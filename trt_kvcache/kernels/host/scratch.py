@@ -13,17 +13,7 @@ class Scratch(threading.local):
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
 
     def array(self, name: str, dtype: str, size: int) -> np.ndarray[Any, Any]:
-        """Return an array of any content; the next call with this name overwrites it.
-
-        Parameters
-        ----------
-        name : str
-            What it is for.
-        dtype : str
-            Always the same for a name.
-        size : int
-            Elements.
-        """
+        """Return an array of any content; the next call with this name overwrites it."""
         array = self._arrays.get(name)
         if array is None or array.size < size:
             self._arrays[name] = array = np.empty(size, dtype)

@@ -52,19 +52,7 @@ _BLOCK = 512
 
 @dataclass(frozen=True)
 class ChoiceParams:
-    """How a token is chosen, as the numbers of the definition.
-
-    Parameters
-    ----------
-    scale : float
-        What distances of logits are multiplied with; a float32.
-    top_k : int
-        Keep so many tokens; 0 for all.
-    top_p : int
-        Times ``2**53``, rounded up; 0 for all.
-    min_weight : int
-        Drop tokens of a smaller weight.
-    """
+    """How a token is chosen, as the numbers of the definition."""
 
     scale: float
     top_k: int = 0
@@ -73,45 +61,12 @@ class ChoiceParams:
 
 
 def choice_params(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> ChoiceParams:
-    """Return the numbers that stand for fields of ``SamplingParams``.
-
-    Parameters
-    ----------
-    temperature : float
-        Above 0.
-    top_k, top_p, min_p : int, float, float
-        As of ``SamplingParams``.
-    """
+    """Return the numbers that stand for fields of ``SamplingParams``."""
     return ChoiceParams(scale_of(temperature), top_k, top_p_bits(top_p), min_weight(min_p))
 
 
 def choose_token(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> int:
-    """Return the token that random bits choose.
-
-    Parameters
-    ----------
-    logits : ndarray (vocab,) float32
-        On the host, without NaN. Not changed.
-    largest : float32
-        The largest of them, finite.
-    random : int
-        From 0 to ``2**53 - 1``.
-    params : ChoiceParams
-        Of the row.
-
-    Returns
-    -------
-    int
-        Token id.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from trt_kvcache.kernels.host.token_choice import choice_params, choose_token
-    >>> logits = np.log(np.array([0.25, 0.5, 0.25], np.float32))
-    >>> [choose_token(logits, logits.max(), int(u * 2**53), choice_params(temperature=1.0)) for u in (0.2, 0.3, 0.7, 0.8)]
-    [0, 1, 1, 2]
-    """
+    """Return the token that random bits choose."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # distances to -inf
         tokens = _where_most_have_no_weight(logits, largest, params)
         kept = logits if tokens is None else logits[tokens]

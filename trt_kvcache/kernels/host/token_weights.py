@@ -50,13 +50,7 @@ CHUNK = 1 << 16
 
 
 def scale_of(temperature: float) -> float:
-    """Return what distances of logits are multiplied with, as a float32.
-
-    Parameters
-    ----------
-    temperature : float
-        Above 0.
-    """
+    """Return what distances of logits are multiplied with, as a float32."""
     scale = math.ldexp(math.log2(math.e), FRACTION_BITS) / max(temperature, 1e-300)
     return float(np.float32(min(max(scale, float(_FLOAT32.tiny)), float(_FLOAT32.max))))
 
@@ -74,19 +68,7 @@ def min_weight(min_p: float) -> int:
 def token_classes(
     logits: Float32, largest: Any, scale: float, *, out: np.ndarray[Any, np.dtype[np.int32]]
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return the classes of tokens.
-
-    Parameters
-    ----------
-    logits : ndarray (n,) float32
-        On the host, without NaN. Not changed.
-    largest : float32
-        The largest logit, finite.
-    scale : float
-        Of :func:`scale_of`.
-    out : ndarray (n,) int32
-        What is returned, overwritten. From ``NUM_CLASSES`` on, weights are 0; classes end at twice as much.
-    """
+    """Return the classes of tokens."""
     for start in range(0, logits.size, CHUNK):
         part = slice(start, start + CHUNK)
         distances = out[part].view(np.float32)
@@ -104,15 +86,7 @@ _MAX_CLASS = np.float32(2 * NUM_CLASSES)
 
 
 def class_weights(classes: np.ndarray[Any, np.dtype[np.int32]], *, out: Float32) -> Float32:
-    """Return the weights of classes: integers, though float32.
-
-    Parameters
-    ----------
-    classes : ndarray (n,) int32
-        Of :func:`token_classes`. Not changed.
-    out : ndarray (n,) float32
-        What is returned, overwritten.
-    """
+    """Return the weights of classes: integers, though float32."""
     for start in range(0, classes.size, CHUNK):
         part = slice(start, start + CHUNK)
         _chunk_weights(classes[part], out[part])
@@ -136,28 +110,7 @@ def _chunk_weights(classes: np.ndarray[Any, np.dtype[np.int32]], out: Float32) -
 
 
 def token_weights(logits: Float32, largest: Any, scale: float, *, out: Float32) -> Float32:
-    """Return the weights of tokens: integers, though float32.
-
-    Parameters
-    ----------
-    logits : ndarray (n,) float32
-        On the host, without NaN. Not changed.
-    largest : float32
-        The largest logit, finite.
-    scale : float
-        Of :func:`scale_of`.
-    out : ndarray (n,) float32
-        What is returned, overwritten.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from trt_kvcache.kernels.host.token_weights import scale_of, token_weights
-    >>> logits = np.log(np.array([0.25, 0.5, 0.125], np.float32))
-    >>> weights = token_weights(logits, logits.max(), scale_of(1.0), out=np.empty(3, np.float32))
-    >>> (weights / 2**33).tolist()
-    [0.5, 1.0, 0.25]
-    """
+    """Return the weights of tokens: integers, though float32."""
     for start in range(0, logits.size, CHUNK):
         part = slice(start, start + CHUNK)
         classes = scratch.array("classes", "int32", logits[part].size)

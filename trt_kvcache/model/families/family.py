@@ -45,39 +45,7 @@ DRAFT_HEADS = "mtp."
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of models.
-
-    Parameters
-    ----------
-    name : str
-        The ``model_type`` of transformers.
-    architecture : str
-        The class name that ``architectures`` lists.
-    title : str
-        What people call it.
-    defaults : mapping of str to object
-        Fields that have a default in transformers which is not null. A field that is ``null`` in the file is not absent.
-    read : callable
-        Takes the fields of a ``config.json``, the defaults filled in, and returns the model.
-    embedding, final_norm : str
-        Names of the weights outside the layers. The head is ``lm_head.weight`` everywhere.
-    layers : str
-        What precedes the index of a layer in the names of its weights.
-    names : mapping of str to str
-        Like :data:`LLAMA_NAMES`. Weights of one name are stored in one tensor, row under row, in the order in which
-        :func:`~trt_kvcache.model.weight_parts.layer_parts` lists them.
-    head_by_head : frozenset of str
-        Those of these names whose tensors hold first all that belongs to the first head (of queries; in a gated delta net of keys), then
-        all that belongs to the next one.
-    renamed : mapping of str to str
-        How names of tensors may begin in files of older versions and of models that contain this one, and what that stands for.
-    ignored : tuple of str
-        How names of tensors begin that are no part of the decoder, after they are renamed: those that transformers leaves out too.
-    uses : frozenset of str
-        Fields that are refused where a family does not read them, and that this one reads.
-    code : frozenset of str
-        What ``auto_map`` may name: code that transformers has taken over.
-    """
+    """One family of models."""
 
     name: str
     architecture: str

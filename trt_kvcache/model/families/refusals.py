@@ -17,24 +17,7 @@ _MAX_NAME = 60
 
 
 def unsupported(fields: ConfigFields, found: Mapping[str, str], *, where: str = "", way_out: str = NO_WAY_OUT) -> ConfigError:
-    """Return the error for a model with features that nothing here computes, for the caller to raise.
-
-    Parameters
-    ----------
-    fields : ConfigFields
-        The fields of ``config.json``.
-    found : mapping of str to str
-        By the field that shows it, what the model is or has, such as :data:`EXPERTS`.
-    where : str
-        Put behind the features, such as ``" in layer 0"``.
-    way_out : str
-        What the user can do.
-
-    Returns
-    -------
-    ConfigError
-        It names the fields and the model, and shows no value.
-    """
+    """Return the error for a model with features that nothing here computes, for the caller to raise."""
     features = list(dict.fromkeys(found.values()))
     listed = " and ".join([", ".join(features[:-1]), features[-1]] if len(features) > 1 else features)
     verb = "are" if len(features) > 1 else "is"
@@ -42,18 +25,7 @@ def unsupported(fields: ConfigFields, found: Mapping[str, str], *, where: str = 
 
 
 def named(fields: ConfigFields) -> str:
-    """Return a model as messages name it: ``Gemma3 (model_type gemma3)``.
-
-    Parameters
-    ----------
-    fields : ConfigFields
-        The fields of ``config.json``.
-
-    Returns
-    -------
-    str
-        Short, whatever the file holds.
-    """
+    """Return a model as messages name it: ``Gemma3 (model_type gemma3)``."""
     architectures, model_type = fields.get("architectures"), fields.get("model_type")
     first = architectures[0] if isinstance(architectures, list) and architectures else None
     name = first.split("For")[0] if isinstance(first, str) else ""

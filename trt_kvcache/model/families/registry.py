@@ -66,25 +66,7 @@ _TEXT_CONFIG = {"text_config": "is more than a text decoder"}
 
 
 def read_config(data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
-    """Read a ``config.json``: see :meth:`trt_kvcache.ModelConfig.from_dict`.
-
-    Parameters
-    ----------
-    data : mapping of str to object
-        The parsed file.
-    default_dtype : str, optional
-        The dtype for a file that does not name one.
-
-    Returns
-    -------
-    ModelConfig
-        The model.
-
-    Raises
-    ------
-    ConfigError
-        The model is not supported, or the file is incomplete.
-    """
+    """Read a ``config.json``: see :meth:`trt_kvcache.ModelConfig.from_dict`."""
     fields = ConfigFields(data)
     known = _known(fields.data)
     for features in (_REFUSED_FIELDS, _TEXT_CONFIG):

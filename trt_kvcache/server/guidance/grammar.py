@@ -17,23 +17,7 @@ _SHOWN = 60
 
 
 class Grammar:
-    """What a text must follow.
-
-    Parameters
-    ----------
-    guided : mapping
-        One of ``json`` (a JSON schema), ``json_object`` (True), ``regex``, ``choice`` (texts) and ``grammar`` (Lark).
-
-    Raises
-    ------
-    ConfigError
-        Not one of these.
-
-    Examples
-    --------
-    >>> Grammar({"choice": ["yes", "no"]}).text
-    b'start: "yes" | "no"'
-    """
+    """What a text must follow."""
 
     def __init__(self, guided: Mapping[str, Any]) -> None:
         given = [(name, value) for name, value in guided.items() if value is not None]

@@ -50,15 +50,7 @@ _BASE = 4 << 30
 
 
 class GuidedText:
-    """A grammar, and the text that one request writes by it. Its state is where it is used last, and can be made again anywhere.
-
-    Parameters
-    ----------
-    grammar : Grammar
-        What the text follows.
-    client : str
-        Whose it is.
-    """
+    """A grammar, and the text that one request writes by it. Its state is where it is used last, and can be made again anywhere."""
 
     _names = itertools.count()
 
@@ -70,19 +62,7 @@ class GuidedText:
 
 @dataclass(eq=False)
 class Job:
-    """The mask behind some tokens of a text.
-
-    Parameters
-    ----------
-    text : GuidedText
-        Which text.
-    tokens : sequence of int
-        Its tokens so far.
-    result : Future of bytes
-        The mask: a bit for each token that may come next.
-    attempts : int
-        How often its worker has ended.
-    """
+    """The mask behind some tokens of a text."""
 
     text: GuidedText
     tokens: tuple[int, ...]
@@ -149,24 +129,7 @@ class _Lane:
 
 
 class WorkerPool:
-    """Does jobs in worker processes, each of which ends with the job that takes too much.
-
-    Parameters
-    ----------
-    opening : Opening
-        What a worker begins with.
-    options : GuidanceOptions
-        What a grammar may cost.
-    max_texts : int
-        Texts that may be written at a time: each can have a worker for itself if its masks take long.
-
-    Notes
-    -----
-    Short jobs share a worker. When one turns out to be long, the others go on in another worker, where their grammars are compiled
-    again and consume the tokens so far: both give what they gave before. So a worker that ends costs nobody a request but the one whose job
-    it did; and if something else has ended it, not that one either. The first worker starts with the first job, and one is kept from
-    then on; the others end when there is no work for them.
-    """
+    """Does jobs in worker processes, each of which ends with the job that takes too much."""
 
     def __init__(self, opening: Opening, options: GuidanceOptions, *, max_texts: int) -> None:
         self._opening = opening._replace(memory=_BASE + 2 * (options.memory_mib << 20))

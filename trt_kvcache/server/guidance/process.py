@@ -25,19 +25,7 @@ _LONGEST_ANSWER = 1 << 16
 
 
 class Opening(NamedTuple):
-    """What a worker begins with.
-
-    Parameters
-    ----------
-    tokenizer : bytes
-        A ``tokenizer.json``.
-    vocab_size : int
-        Bits of a mask.
-    eos_token_ids : tuple of int
-        Tokens that end a text.
-    memory : int
-        Bytes that it may have.
-    """
+    """What a worker begins with."""
 
     tokenizer: bytes
     vocab_size: int
@@ -57,13 +45,7 @@ class Usage(NamedTuple):
 
 
 class WorkerProcess:
-    """A process that runs :mod:`trt_kvcache.server.guidance.worker`, once it is opened.
-
-    Parameters
-    ----------
-    opening : Opening
-        What it begins with.
-    """
+    """A process that runs :mod:`trt_kvcache.server.guidance.worker`, once it is opened."""
 
     def __init__(self, opening: Opening) -> None:
         self._opening = opening
@@ -77,13 +59,7 @@ class WorkerProcess:
         return None if self._process is None else self._process.pid
 
     def open(self) -> dict[str, Any]:
-        """Start it, wait until it has opened the tokenizer, and return what it says: ``missing`` or ``refused`` if it cannot.
-
-        Raises
-        ------
-        WorkerEndedError
-            It cannot be started, or has ended.
-        """
+        """Start it, wait until it has opened the tokenizer, and return what it says: ``missing`` or ``refused`` if it cannot."""
         try:
             self._process = subprocess.Popen(
                 [os.fsdecode(get_executable() or sys.executable), worker.__file__],
@@ -107,13 +83,7 @@ class WorkerProcess:
         return self.exchange(header, opening.tokenizer)[0]
 
     def exchange(self, header: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
-        """Send a frame, and wait for the answer.
-
-        Raises
-        ------
-        WorkerEndedError
-            It has ended, by itself or by :meth:`kill`.
-        """
+        """Send a frame, and wait for the answer."""
         process = self._process
         assert process is not None
         assert process.stdin is not None

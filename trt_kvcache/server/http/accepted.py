@@ -14,18 +14,7 @@ _SHOWN_UNKNOWN = 6
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Return what refuses an object with more members, before it looks at any of them.
-
-    Parameters
-    ----------
-    count : int
-        The most.
-
-    Returns
-    -------
-    BeforeValidator
-        For a field.
-    """
+    """Return what refuses an object with more members, before it looks at any of them."""
 
     def checked(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -52,11 +41,7 @@ class Body(BaseModel):
 
 
 class AcceptedFields(Body):
-    """What a chat may have besides what it asks for. Values that would ask for something are refused.
-
-    The first group says who asks and what to compute or keep of a request, none of which changes its
-    answer. The second one has the only values that mean what is done here in any case, the third one has no value that could be followed.
-    """
+    """What a chat may have besides what it asks for. Values that would ask for something are refused."""
 
     user: str | None = None
     safety_identifier: _Text | None = None

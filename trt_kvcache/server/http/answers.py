@@ -15,23 +15,7 @@ from trt_kvcache.server.generate_request import GenerateChunk
 
 @dataclass
 class Answer:
-    """One whole answer.
-
-    Parameters
-    ----------
-    text : str
-        All of it.
-    token_ids : list of int
-        All of it.
-    log_probs, top_logprobs : list
-        Of its tokens, if asked for.
-    prompt_logprobs : PromptScore, optional
-        If asked for, with the first answer to a prompt.
-    finish_reason : str
-        Why it ended.
-    usage : dict
-        What it cost.
-    """
+    """One whole answer."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -90,27 +74,7 @@ def _cached(usage: Mapping[str, Any]) -> int:
 
 
 async def chunks_of(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
-    """Yield the chunks of the answers to all requests, each with the number of its request, as they come.
-
-    Parameters
-    ----------
-    engine : Engine
-        What answers.
-    requests : sequence of mapping
-        To the engine. If one fails, the others are cancelled.
-
-    Yields
-    ------
-    int
-        Which request.
-    GenerateChunk
-        The next tokens of one of its answers.
-
-    Raises
-    ------
-    KVCacheError, TimeoutError
-        As ``AsyncEngine.generate``.
-    """
+    """Yield the chunks of the answers to all requests, each with the number of its request, as they come."""
     if len(requests) == 1:
         async with aclosing(engine.generate(requests[0])) as chunks:
             async for chunk in chunks:
@@ -147,22 +111,7 @@ async def _merged(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> Asyn
 
 
 async def whole_answers(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> tuple[list[list[Answer]], Usage]:
-    """Wait for all answers.
-
-    Parameters
-    ----------
-    engine : Engine
-        What answers.
-    requests : sequence of mapping
-        As for :func:`chunks_of`.
-
-    Returns
-    -------
-    list of list of Answer
-        For each request its answers.
-    Usage
-        What they cost.
-    """
+    """Wait for all answers."""
     found: list[dict[int, Answer]] = [{} for _ in requests]
     usage = Usage()
     async with aclosing(chunks_of(engine, requests)) as chunks:

@@ -22,31 +22,7 @@ from trt_kvcache.server.http.tokens import token_routes
 
 
 def make_app(engine: Engine, options: ServerOptions | None = None, *, metrics: Metrics | None = None) -> FastAPI:
-    """Return an ASGI application. It starts the engine when it starts, and closes it when it ends.
-
-    Parameters
-    ----------
-    engine : Engine
-        What answers; not started.
-    options : ServerOptions, optional
-        What is allowed.
-    metrics : Metrics, optional
-        The observer of the engine, for ``/metrics``.
-
-    Returns
-    -------
-    FastAPI
-        For uvicorn, or to be mounted in another application, which then starts and closes the engine.
-
-    Examples
-    --------
-    >>> from trt_kvcache import SessionSource
-    >>> from trt_kvcache.server import AsyncEngine
-    >>> from trt_kvcache.server.http import make_app
-    >>> app = make_app(AsyncEngine(SessionSource("examples/tiny-llama", engine="numpy"), model="tiny"))
-    >>> "/v1/completions" in app.openapi()["paths"]
-    True
-    """
+    """Return an ASGI application. It starts the engine when it starts, and closes it when it ends."""
     allowed = options or ServerOptions()
 
     @asynccontextmanager

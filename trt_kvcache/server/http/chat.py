@@ -22,18 +22,7 @@ from trt_kvcache.server.http.written import as_json
 
 
 def chat_route(service: Service) -> APIRouter:
-    """Return the route.
-
-    Parameters
-    ----------
-    service : Service
-        What answers.
-
-    Returns
-    -------
-    APIRouter
-        With ``/v1/chat/completions``.
-    """
+    """Return the route."""
     router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/v1/chat/completions", response_model=None)

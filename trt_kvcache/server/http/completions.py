@@ -27,18 +27,7 @@ _Logprobs = dict[str, list[Any]]
 
 
 def completions_route(service: Service) -> APIRouter:
-    """Return the route.
-
-    Parameters
-    ----------
-    service : Service
-        What answers.
-
-    Returns
-    -------
-    APIRouter
-        With ``/v1/completions``.
-    """
+    """Return the route."""
     router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/v1/completions", response_model=None)

@@ -32,25 +32,7 @@ async def _ended(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for a result, as long as the client does.
-
-    Parameters
-    ----------
-    request : Request
-        Of the client. Its body has been read.
-    work : coroutine
-        What it waits for. Cancelled if it goes away.
-
-    Returns
-    -------
-    object
-        The result.
-
-    Raises
-    ------
-    ApiError
-        The client has gone away.
-    """
+    """Wait for a result, as long as the client does."""
     working = asyncio.ensure_future(work)
     gone = asyncio.create_task(_disconnected(request.receive))
     try:
@@ -63,17 +45,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -
 
 
 class EventStream(Response):
-    """Server-sent events from a generator, which is closed when the client goes away or takes nothing for too long.
-
-    Parameters
-    ----------
-    first : bytes
-        The first event: it is there before the status is sent, so that an error before it has a status of its own.
-    events : async generator of bytes
-        Those that follow.
-    stalled_seconds : float
-        A client that takes nothing for so long is cut off.
-    """
+    """Server-sent events from a generator, which is closed when the client goes away or takes nothing for too long."""
 
     media_type = "text/event-stream"
 
@@ -115,29 +87,7 @@ class EventStream(Response):
 
 
 async def event_stream(request: Request, events: AsyncGenerator[bytes, None], *, stalled_seconds: float) -> EventStream:
-    """Return a stream of events, once the first one is there.
-
-    Parameters
-    ----------
-    request : Request
-        Of the client.
-    events : async generator of bytes
-        At least one.
-    stalled_seconds : float
-        As for :class:`EventStream`.
-
-    Returns
-    -------
-    EventStream
-        The answer.
-
-    Raises
-    ------
-    KVCacheError, TimeoutError
-        As the generator raised it before its first event.
-    ApiError
-        The client has gone away.
-    """
+    """Return a stream of events, once the first one is there."""
 
     async def first_event() -> bytes:
         return await anext(events)

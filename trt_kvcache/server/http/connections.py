@@ -37,16 +37,7 @@ class Closable(Protocol):
 
 
 class Connections:
-    """The open connections of a server, by what they wait for, in the order in which they began to.
-
-    Parameters
-    ----------
-    most : int
-        Open at once. A further one closes the oldest one of the first kind of ``Waits`` that there is; if all have answers to come, itself.
-    most_without_headers : int
-        Of one address, waiting for headers. A further one closes the oldest of them, and never itself: nobody is kept out by others at the
-        same address, such as that of a proxy.
-    """
+    """The open connections of a server, by what they wait for, in the order in which they began to."""
 
     def __init__(self, most: int, most_without_headers: int) -> None:
         self._most = most

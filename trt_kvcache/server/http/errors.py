@@ -40,23 +40,7 @@ _SHOWN = 5
 
 
 class ApiError(Exception):
-    """An answer that is an error.
-
-    Parameters
-    ----------
-    status : int
-        The HTTP status.
-    message : str
-        What is wrong, for people.
-    param : str, optional
-        The field of the request that is.
-    code : str, optional
-        What is wrong, for programs.
-    retry_after : float, optional
-        Seconds after which to try again.
-    headers : mapping of str to str, optional
-        Further ones of the answer.
-    """
+    """An answer that is an error."""
 
     def __init__(
         self,
@@ -94,24 +78,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the answer to a request that has raised.
-
-    Parameters
-    ----------
-    error : BaseException
-        What it raised.
-
-    Returns
-    -------
-    ApiError
-        Of what is no fault of the request, the log has the details and the answer has none.
-
-    Examples
-    --------
-    >>> from trt_kvcache.errors import ClosedError, RangeError
-    >>> [as_api_error(error).status for error in (RangeError("n: ..."), ClosedError("..."), ZeroDivisionError())]
-    [400, 503, 500]
-    """
+    """Return the answer to a request that has raised."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -136,18 +103,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def of_validation(complaints: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return what a body has wrong, field by field: the first ones.
-
-    Parameters
-    ----------
-    complaints : sequence of mapping
-        As pydantic has them.
-
-    Returns
-    -------
-    ApiError
-        The answer.
-    """
+    """Return what a body has wrong, field by field: the first ones."""
     found = [_complaint(one) for one in complaints[:_SHOWN]]
     said = [f"{place or 'body'}: {text}" for place, text in found] + ["and more"] * (len(complaints) > _SHOWN)
     unknown = any(one["type"] == "extra_forbidden" for one in complaints)

@@ -22,15 +22,7 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.-]+)(?::[0-9]{1,5})?")
 
 
 class Guard:
-    """Lets a request through to an application, or answers it. Routes find the name of its client in ``request.state.client``.
-
-    Parameters
-    ----------
-    app : ASGI application
-        What it guards.
-    options : ServerOptions
-        What is allowed.
-    """
+    """Lets a request through to an application, or answers it. Routes find the name of its client in ``request.state.client``."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app

@@ -33,38 +33,14 @@ _QUOTE = ord('"')
 
 
 class BodyReader:
-    """Reads bodies: short ones at once, longer ones one after the other in a thread of its own.
-
-    Parameters
-    ----------
-    max_values : callable
-        Return how many values a body may have.
-    """
+    """Reads bodies: short ones at once, longer ones one after the other in a thread of its own."""
 
     def __init__(self, max_values: Callable[[], int]) -> None:
         self._max_values = max_values
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trt_kvcache bodies")
 
     async def read(self, request: Request, kind: type[_Model]) -> _Model:
-        """Return the body of a request.
-
-        Parameters
-        ----------
-        request : Request
-            Its body has not been read.
-        kind : type
-            Of the body.
-
-        Returns
-        -------
-        BaseModel
-            The body.
-
-        Raises
-        ------
-        ApiError
-            It is no such body, or its client has gone away.
-        """
+        """Return the body of a request."""
         _check_headers(request)
         parts = []
         try:
@@ -133,27 +109,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def parsed(content: bytes, kind: type[_Model], *, max_values: int) -> _Model:
-    """Return a body that has been received.
-
-    Parameters
-    ----------
-    content : bytes
-        JSON.
-    kind : type
-        Of the body.
-    max_values : int
-        How many values it may have.
-
-    Returns
-    -------
-    BaseModel
-        The body.
-
-    Raises
-    ------
-    ApiError
-        It is no JSON, has too many values, or is no such body.
-    """
+    """Return a body that has been received."""
     if not content:
         raise ApiError(400, "body: expected a JSON object, got nothing.", code="invalid_json")
     for what, count, most in _sizes(content, max_values):

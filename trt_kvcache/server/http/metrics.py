@@ -15,17 +15,7 @@ _WHOLE = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 
 
 class Metrics:
-    """Counts and times of one server: an :class:`~trt_kvcache.server.engine_stats.EngineObserver`.
-
-    Examples
-    --------
-    >>> from trt_kvcache.server.engine_stats import RequestRecord
-    >>> metrics = Metrics()
-    >>> tokens = {"prompt_tokens": 3, "cached_tokens": 0, "generated_tokens": 2}
-    >>> metrics.ended(RequestRecord(**tokens, submitted=1.0, times=(2.0, 2.5), finish_reason="stop"))
-    >>> b'trt_kvcache_requests_total{finish_reason="stop"} 1.0' in metrics.text(None, None)
-    True
-    """
+    """Counts and times of one server: an :class:`~trt_kvcache.server.engine_stats.EngineObserver`."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -59,20 +49,7 @@ class Metrics:
         self._refused.inc()
 
     def text(self, config: EngineConfig | None, stats: EngineStats | None) -> bytes:
-        """Return all of it in Prometheus' text form.
-
-        Parameters
-        ----------
-        config : EngineConfig, optional
-            Of the engine.
-        stats : EngineStats, optional
-            Of the engine now. None for what was counted here only.
-
-        Returns
-        -------
-        bytes
-            The text.
-        """
+        """Return all of it in Prometheus' text form."""
         self._now = None if config is None or stats is None else (config, stats)
         return generate_latest(self._registry)
 

@@ -16,55 +16,7 @@ ProxyHeader = Literal["x-forwarded-for", "forwarded"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What a server allows.
-
-    Parameters
-    ----------
-    api_keys : tuple of str
-        A request must bring one of them as ``Authorization: Bearer KEY``. Empty: anyone may ask who calls the server by a name of this
-        machine, so that no page of another site can.
-    any_host : bool
-        Without keys, answer to every name.
-    max_body_bytes : int
-        Longest body of a request; a longer one is status 413.
-    max_prompt_tokens : int, optional
-        Longest prompt; what fits into a slot if left out.
-    body_seconds : float
-        A body that takes longer to arrive is status 408.
-    max_header_bytes : int
-        Longest request line and headers together, as far as they are one block of lines; longer ones are status 431.
-    header_seconds : float
-        Request line and headers that take longer to arrive are status 408.
-    max_connections : int, optional
-        Connections at once; what the process has descriptors for if left out. A further one closes the oldest one that is idle, or else one
-        that has not sent its request.
-    max_connections_without_headers : int
-        Those of one address that have not sent their headers. A further one closes the oldest of them.
-    stalled_seconds : float
-        A reader that takes nothing for so long is cut off.
-    trusted_proxies : tuple of str
-        Addresses and networks of proxies. Only of a request that comes from one of them the header of proxies is read: without keys it
-        says whose turn the request is.
-    proxy_header : {"x-forwarded-for", "forwarded"}
-        The header that these proxies write; any other one they may pass on as a client wrote it.
-
-    tool_call_parser : {"hermes", "llama3_json", "mistral"}, optional
-        How the model writes calls of tools. If left out, the chat template says.
-
-    Raises
-    ------
-    ConfigError
-        A key is empty, or has characters that a header cannot carry; a proxy is no address; the header or the parser is not known.
-    RangeError
-        A limit is no positive integer.
-
-    Examples
-    --------
-    >>> ServerOptions(api_keys=("",))
-    Traceback (most recent call last):
-        ...
-    trt_kvcache.errors.ConfigError: api_keys: expected keys of visible ASCII characters, got one of 0 characters that is not.
-    """
+    """What a server allows."""
 
     api_keys: tuple[str, ...] = ()
     any_host: bool = False
@@ -104,23 +56,7 @@ def _check_proxy(text: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address is this machine, seen from itself.
-
-    Parameters
-    ----------
-    host : str
-        A name or an address, without a port.
-
-    Returns
-    -------
-    bool
-        False for names other than ``localhost``: they may change.
-
-    Examples
-    --------
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("example.org")
-    (True, True, True, False, False)
-    """
+    """Tell whether a host name or address is this machine, seen from itself."""
     if host.lower() == "localhost":
         return True
     try:

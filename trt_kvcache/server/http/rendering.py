@@ -24,25 +24,7 @@ class _Turn:
 
 
 class Rendering:
-    """Calls functions that render a text in threads: as many at once as there are processes for it. Belongs to one event loop.
-
-    The next place is for the client that has the fewest. The last free one is for a client that has none: so one whose texts take long
-    never has all, and the others' texts do not wait for them.
-
-    Parameters
-    ----------
-    max_queue : int
-        Texts that may wait. Of several clients each has its share.
-
-    Examples
-    --------
-    >>> import asyncio
-    >>> async def main():
-    ...     rendering = Rendering(max_queue=4)
-    ...     return await rendering.run("a", lambda: "text")
-    >>> asyncio.run(main())
-    'text'
-    """
+    """Calls functions that render a text in threads: as many at once as there are processes for it. Belongs to one event loop."""
 
     def __init__(self, max_queue: int) -> None:
         self._places = MOST_PROCESSES + max_queue
@@ -53,27 +35,7 @@ class Rendering:
         self._closed = False
 
     async def run(self, client: str, render: Callable[[], str]) -> str:
-        """Call a function when it is the client's turn.
-
-        Parameters
-        ----------
-        client : str
-            Whose text it is.
-        render : callable
-            Called in a thread. If the task is cancelled, it keeps its place until it returns.
-
-        Returns
-        -------
-        str
-            What it returned.
-
-        Raises
-        ------
-        QueueFullError
-            As many texts wait as may, and as many of this client as is its share.
-        ClosedError
-            It is closed, or was before it was the client's turn.
-        """
+        """Call a function when it is the client's turn."""
         if self._closed:
             raise _refusal()
         if not room_for(client, self._taken, self._places):

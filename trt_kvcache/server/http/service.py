@@ -46,17 +46,7 @@ _NORMALIZED = 4
 
 @dataclass(frozen=True)
 class Service:
-    """One engine behind HTTP.
-
-    Parameters
-    ----------
-    engine : Engine
-        Started before the first request.
-    options : ServerOptions
-        What is allowed.
-    created : int
-        When it was made, in seconds since 1970.
-    """
+    """One engine behind HTTP."""
 
     engine: Engine
     options: ServerOptions

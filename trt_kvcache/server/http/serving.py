@@ -33,23 +33,7 @@ _KEEP_ALIVE = 65
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server with an orderly end: the first signal drains, a second one ends at once.
-
-    Parameters
-    ----------
-    app : FastAPI
-        Of :func:`~trt_kvcache.server.http.app.make_app`.
-    engine : AsyncEngine
-        Of the application.
-    options : ServerOptions, optional
-        The limits of connections.
-    drain_seconds : float
-        Answers that have not ended so long after the first signal are cut off.
-    on_start : callable, optional
-        Called when it listens.
-    on_drain : callable, optional
-        Called with the first signal.
-    """
+    """A uvicorn server with an orderly end: the first signal drains, a second one ends at once."""
 
     def __init__(
         self,
@@ -113,29 +97,7 @@ class Server(uvicorn.Server):
 
 
 def bound_socket(host: str, port: int, options: ServerOptions) -> socket.socket:
-    """Return a socket to serve at.
-
-    Parameters
-    ----------
-    host : str
-        A name or an address.
-    port : int
-        0 for any that is free.
-    options : ServerOptions
-        What is allowed: from other machines, only who has a key, unless ``any_host`` is set.
-
-    Returns
-    -------
-    socket
-        Bound, and closed by the server.
-
-    Raises
-    ------
-    ConfigError
-        Other machines could reach the server, and there are no keys; or another process has the port.
-    OSError
-        The address is not of this machine, or its port may not be used.
-    """
+    """Return a socket to serve at."""
     if not options.api_keys and not options.any_host and not is_loopback(host):
         raise ConfigError(
             f"host: expected an address of this machine alone, such as 127.0.0.1, for a server without API keys, got {host!r}. "
@@ -165,30 +127,11 @@ def bound_socket(host: str, port: int, options: ServerOptions) -> socket.socket:
 
 
 def address_of(bound: socket.socket) -> str:
-    """Return the URL of a socket.
-
-    Parameters
-    ----------
-    bound : socket
-        As of :func:`bound_socket`.
-
-    Returns
-    -------
-    str
-        Such as ``http://127.0.0.1:8000``.
-    """
+    """Return the URL of a socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(server: Server, sockets: Sequence[socket.socket]) -> None:
-    """Serve until a signal.
-
-    Parameters
-    ----------
-    server : Server
-        What serves. In the main thread it takes SIGINT and SIGTERM.
-    sockets : sequence of socket
-        Bound. Closed at the end.
-    """
+    """Serve until a signal."""
     server.run(sockets=list(sockets))

@@ -33,20 +33,7 @@ def _readable(router: APIRouter, path: str) -> Callable[[_Function], _Function]:
 
 
 def status_routes(service: Service, metrics: Metrics) -> APIRouter:
-    """Return the routes.
-
-    Parameters
-    ----------
-    service : Service
-        What answers.
-    metrics : Metrics
-        What was counted.
-
-    Returns
-    -------
-    APIRouter
-        With ``/``, ``/health``, ``/stats``, ``/metrics`` and ``/v1/models``.
-    """
+    """Return the routes."""
     router = APIRouter()
 
     def described() -> dict[str, Any]:

@@ -14,18 +14,7 @@ from trt_kvcache.server.http.written import as_json
 
 
 def token_routes(service: Service) -> APIRouter:
-    """Return the routes.
-
-    Parameters
-    ----------
-    service : Service
-        What answers.
-
-    Returns
-    -------
-    APIRouter
-        With ``/tokenize`` and ``/detokenize``.
-    """
+    """Return the routes."""
     router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/tokenize")

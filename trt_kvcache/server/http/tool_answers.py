@@ -31,20 +31,7 @@ def _token_ids(tokenizer: Tokenizer, tags: Sequence[str]) -> dict[str, int]:
 
 
 class AnswerTools:
-    """What one request says of tools.
-
-    Parameters
-    ----------
-    service : Service
-        What answers.
-    body : ChatBody
-        The request.
-
-    Raises
-    ------
-    ApiError
-        A tool must be called, but not in a way that is known.
-    """
+    """What one request says of tools."""
 
     def __init__(self, service: Service, body: ChatBody) -> None:
         guided = body.response_format is not None and body.response_format.guided is not None
@@ -78,17 +65,7 @@ class AnswerTools:
 
 
 class AnswerParts:
-    """Content and calls of one answer.
-
-    Parameters
-    ----------
-    stream : ToolStream or None
-        None if calls are not looked for.
-    tags : TagTexts or None
-        None if no tag is a special token.
-    mistral : bool
-        Whether the template wants ids of nine letters and digits, as those of Mistral do.
-    """
+    """Content and calls of one answer."""
 
     def __init__(self, stream: ToolStream | None, tags: TagTexts | None, *, mistral: bool) -> None:
         self._stream, self._tags, self._mistral = stream, tags, mistral

@@ -14,23 +14,7 @@ _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 
 
 def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the properties of the parameters of each tool, as far as its description has them.
-
-    Parameters
-    ----------
-    tools : sequence of mapping
-        As OpenAI's API has them; what has another form has no types.
-
-    Returns
-    -------
-    dict of str to mapping
-        By the names of the tools.
-
-    Examples
-    --------
-    >>> parameter_types([{"function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}])
-    {'look': {'at': {'type': 'string'}}}
-    """
+    """Return the properties of the parameters of each tool, as far as its description has them."""
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function")
@@ -44,31 +28,7 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str
 def forced_calls(
     form: ToolFormat, tools: Sequence[Mapping[str, Any]], *, name: str | None, several: bool, tag_ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return what guides an answer that must be calls of tools.
-
-    Parameters
-    ----------
-    form : ToolFormat
-        How the model writes calls.
-    tools : sequence of mapping
-        As OpenAI's API has them.
-    name : str, optional
-        The only tool that may be called.
-    several : bool
-        Whether there may be more than one call.
-    tag_ids : mapping of str to int
-        Tags that are tokens: llguidance takes no text for one whose name is in angle brackets.
-
-    Returns
-    -------
-    dict
-        The ``guided_decoding`` of an engine's request.
-
-    Raises
-    ------
-    ApiError
-        There is no such tool, or a description has no form that a grammar could follow.
-    """
+    """Return what guides an answer that must be calls of tools."""
     functions = [_function(index, tool) for index, tool in enumerate(tools)]
     wanted = [(tool, parameters) for tool, parameters in functions if name in (None, tool)]
     if not wanted:

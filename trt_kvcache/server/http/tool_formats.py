@@ -38,15 +38,7 @@ _NAME_BEFORE_OBJECT = re.compile(r"\s*([^\s\[\]{}\"<>]{1,256})(?:\[CALL_ID\][^\s
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a model wrote.
-
-    Parameters
-    ----------
-    name : str
-        Of the function.
-    arguments : str
-        A JSON object.
-    """
+    """A call that a model wrote."""
 
     name: str
     arguments: str
@@ -246,21 +238,7 @@ def _call_in_tags(text: str, types: ParameterTypes) -> ToolCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls of tools.
-
-    Parameters
-    ----------
-    name : {"hermes", "llama3_json", "mistral"}
-        What it is called.
-    opening : str
-        The tag in front of a call.
-    tags : tuple of str
-        All tags, of which some may be special tokens.
-    bare : bool
-        Whether an answer may begin with a call without a tag.
-    names_before_arguments : bool
-        Of Mistral: the newer one of its two forms.
-    """
+    """How a model writes calls of tools."""
 
     name: ToolParserName
     opening: str
@@ -274,27 +252,7 @@ class ToolFormat:
 
 
 def tool_format(name: ToolParserName | None, template: str) -> ToolFormat | None:
-    """Return how a model writes calls of tools.
-
-    Parameters
-    ----------
-    name : {"hermes", "llama3_json", "mistral"}, optional
-        Its name. If left out, it is known by what the chat template writes.
-    template : str
-        The chat template.
-
-    Returns
-    -------
-    ToolFormat or None
-        None if the template does not say.
-
-    Examples
-    --------
-    >>> tool_format(None, "{{ '<tool_call>' }}").name
-    'hermes'
-    >>> tool_format(None, "{{ messages[0].content }}") is None
-    True
-    """
+    """Return how a model writes calls of tools."""
     name = name or next((name for marker, name in _MARKERS if marker in template), None)
     if name == "hermes":
         return ToolFormat(name, _OPEN, (_OPEN, _CLOSE))

@@ -17,28 +17,7 @@ _MOST_FAILURES = 64
 
 
 class ToolStream:
-    """Takes an answer apart. White space around calls is no content. What only begins like a call is content.
-
-    Parameters
-    ----------
-    form : ToolFormat
-        How the model writes calls.
-    types : mapping
-        Of each tool the types of its parameters.
-    only_one : bool
-        Whether calls after the first one are left out.
-    hidden : collection of str
-        Tags that are special tokens: they are never content.
-
-    Examples
-    --------
-    >>> from trt_kvcache.server.http.tool_formats import tool_format
-    >>> stream = ToolStream(tool_format("hermes", ""))
-    >>> stream.push("Let me look. <tool_")
-    ['Let me look.']
-    >>> stream.push('call>{"name": "look", "arguments": {"at": 1}}</tool_call>')
-    [ToolCall(name='look', arguments='{"at": 1}')]
-    """
+    """Takes an answer apart. White space around calls is no content. What only begins like a call is content."""
 
     def __init__(
         self, form: ToolFormat, types: ParameterTypes | None = None, *, only_one: bool = False, hidden: Sequence[str] = ()
@@ -152,15 +131,7 @@ def _held(text: str, tags: Sequence[str]) -> int:
 
 
 class TagTexts:
-    """Puts tags that are special tokens, which texts of answers leave out, into the text of one answer.
-
-    Parameters
-    ----------
-    places : TextPlaces
-        Of the answer.
-    tags : mapping of int to str
-        Texts of the tags by their tokens.
-    """
+    """Puts tags that are special tokens, which texts of answers leave out, into the text of one answer."""
 
     def __init__(self, places: TextPlaces, tags: Mapping[int, str]) -> None:
         self._places, self._tags = places, tags

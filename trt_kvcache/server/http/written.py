@@ -14,23 +14,7 @@ _AT_ONCE, _LEVELS = 32, 4
 
 
 def as_json(document: Any) -> bytes:
-    r"""Return a document as JSON.
-
-    Parameters
-    ----------
-    document : object
-        What ``json.dumps`` takes; the names of its objects are texts.
-
-    Returns
-    -------
-    bytes
-        In UTF-8, without spaces. What UTF-8 has no bytes for becomes ``?``.
-
-    Examples
-    --------
-    >>> as_json({"text": "é", "tokens": [1, 2]})
-    b'{"text":"\xc3\xa9","tokens":[1,2]}'
-    """
+    r"""Return a document as JSON."""
     return "".join(_pieces(document, _LEVELS)).encode("utf-8", "replace")
 
 

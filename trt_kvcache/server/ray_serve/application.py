@@ -47,49 +47,7 @@ def make_application(
     actor: dict[str, Any] | None = None,
     block_tokens: int = 16,
 ) -> Application:
-    """Return an application for ``ray.serve.run``.
-
-    A deployment with OpenAI's API makes token ids of prompts, and sends them to a deployment of engines. A prompt goes to the replica that
-    was given its beginning before, unless that one has more to do than it saves: see
-    :class:`~trt_kvcache.server.prefix_routing.PrefixRouting`.
-
-    Parameters
-    ----------
-    source : SessionSource
-        Opens the session of each replica. Its folder must be there on each machine.
-    model : str
-        The name that it is served under.
-    replicas : int
-        Engines, each with a session of its own. With ``max_replicas``, the fewest.
-    max_replicas : int, optional
-        The most engines. Ray starts and ends them as ``target_requests`` says; it starts ``replicas`` of them if this is left out.
-    target_requests : float
-        Requests per replica that Ray aims at when their number may change: about the slots of one.
-    max_requests : int
-        Requests that a replica takes, those that wait for a slot too. A further one goes to another replica; if all are full, it waits
-        for one of them, and is refused with status 429 when as many wait as all replicas take.
-    max_seconds : float, optional
-        A request that lasts longer is cancelled.
-    options : ServerOptions, optional
-        What is allowed.
-    actor : dict, optional
-        What a replica needs, as Ray's ``ray_actor_options``: ``{"num_gpus": 1}`` for a replica on a GPU. Without ``num_gpus`` Ray hides the
-        GPUs from it.
-    block_tokens : int
-        Beginnings of prompts are compared by blocks of so many tokens.
-
-    Returns
-    -------
-    ray.serve.Application
-        To be run.
-
-    Raises
-    ------
-    ConfigError
-        ``max_replicas`` is smaller than ``replicas``.
-    RangeError
-        A number is no positive integer.
-    """
+    """Return an application for ``ray.serve.run``."""
     most = int_in_range("replicas", replicas, 1) if max_replicas is None else int_in_range("max_replicas", max_replicas, 1)
     if most < int_in_range("replicas", replicas, 1):
         raise ConfigError(f"max_replicas: expected at least {replicas}, as many as replicas, got {most}.")
@@ -122,37 +80,7 @@ def make_application(
 
 
 class Arguments(BaseModel):
-    """The arguments of :func:`application`.
-
-    Parameters
-    ----------
-    model : str
-        A Hugging Face folder, an engine folder, or a name of the Hugging Face Hub.
-    name : str, optional
-        What clients call it; the name of its folder if left out.
-    engine : {"auto", "numpy", "tensorrt", "torch"}
-        What runs it.
-    slots : int, optional
-        Requests that run at once in a replica; 8 if left out. An engine folder has its own.
-    context : int, optional
-        Tokens that a slot can hold. An engine folder has its own.
-    replicas, max_replicas : int
-        Engines: as many as ``replicas``, or from ``replicas`` to ``max_replicas``.
-    gpus, cpus : float
-        What a replica needs.
-    requests : int
-        Requests that a replica takes, those that wait for a slot too.
-    max_seconds : float
-        Longest time of a request.
-    prompt_cache : int
-        Memory of each replica for copies of prompts, in MiB.
-    allow_anyone : bool
-        Serve other machines without keys, under any name.
-    trusted_proxies : list of str
-        Addresses and networks of proxies whose header says which client a request comes from.
-    proxy_header : {"x-forwarded-for", "forwarded"}
-        That header.
-    """
+    """The arguments of :func:`application`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -175,25 +103,7 @@ class Arguments(BaseModel):
 
 # Ray makes the arguments what their annotation says, if that is a class: this module does without `from __future__ import annotations`.
 def application(arguments: Arguments) -> Application:
-    """Return the application that ``serve run`` and ``serve deploy`` make of arguments.
-
-    A key that clients must bring is taken from the environment variable ``TRT_KVCACHE_API_KEY``.
-
-    Parameters
-    ----------
-    arguments : Arguments
-        As ``serve run trt_kvcache.server.ray_serve:application model=FOLDER replicas=2`` has them, or ``args`` in a file.
-
-    Returns
-    -------
-    ray.serve.Application
-        Of :func:`make_application`.
-
-    Raises
-    ------
-    ConfigError, RangeError
-        An argument does not fit.
-    """
+    """Return the application that ``serve run`` and ``serve deploy`` make of arguments."""
     folder = Path(arguments.model)
     source = SessionSource(
         folder.resolve() if folder.is_dir() else arguments.model,

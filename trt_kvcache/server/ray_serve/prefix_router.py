@@ -11,39 +11,16 @@ from trt_kvcache.server.prefix_routing import PrefixRouting
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Sends a prompt to the replica that has its beginning, unless that has more to do than it saves.
-
-    For ``RequestRouterConfig``; its keyword arguments are those of :class:`~trt_kvcache.server.prefix_routing.PrefixRouting`. Each
-    deployment handle has a router of its own, which knows what it has sent itself.
-    """
+    """Sends a prompt to the replica that has its beginning, unless that has more to do than it saves."""
 
     def initialize_state(self, **options: int) -> None:
-        """Take the keyword arguments of the configuration.
-
-        Parameters
-        ----------
-        **options
-            Of :class:`~trt_kvcache.server.prefix_routing.PrefixRouting`.
-        """
+        """Take the keyword arguments of the configuration."""
         self._routing = PrefixRouting[ReplicaID](**options)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in the order in which they are to be tried; those that are full are passed over by Ray.
-
-        Parameters
-        ----------
-        candidate_replicas : list of RunningReplica
-            Those that run.
-        pending_request : PendingRequest, optional
-            A call of a method, of which the first argument may be a request to an engine.
-
-        Returns
-        -------
-        list of list of RunningReplica
-            One by one.
-        """
+        """Return the replicas in the order in which they are to be tried; those that are full are passed over by Ray."""
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # all of them are tried, so Ray may wait before it asks again
@@ -51,50 +28,20 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         return [[running[name]] for name in self._routing.order(_prompt(pending_request), running)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record which replica has taken a request.
-
-        Parameters
-        ----------
-        pending_request : PendingRequest
-            What was sent.
-        replica_id : ReplicaID
-            Which replica.
-        result : ReplicaResult
-            Its answer, which has only begun.
-        """
+        """Record which replica has taken a request."""
         self._routing.begin(pending_request.metadata.internal_request_id, _prompt(pending_request), replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Record that a replica has answered a request.
-
-        Parameters
-        ----------
-        replica_id : ReplicaID
-            Which replica.
-        internal_request_id : str
-            Which request.
-        """
+        """Record that a replica has answered a request."""
         self._routing.end(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica that has died.
-
-        Parameters
-        ----------
-        replica_id : ReplicaID
-            Which replica.
-        """
+        """Forget a replica that has died."""
         super().on_replica_actor_died(replica_id)
         self._routing.forget(replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the list of the replicas that run now, and forget the others.
-
-        Parameters
-        ----------
-        replicas : list of RunningReplica
-            All of them.
-        """
+        """Take the list of the replicas that run now, and forget the others."""
         gone = self.curr_replicas.keys() - {replica.replica_id for replica in replicas}
         super().update_replicas(replicas)
         for replica_id in gone:

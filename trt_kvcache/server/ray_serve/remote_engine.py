@@ -23,17 +23,7 @@ _T = TypeVar("_T")
 
 
 class RemoteEngine:
-    """Has the replicas of a deployment answer requests, as one :class:`~trt_kvcache.server.async_engine.AsyncEngine`.
-
-    Parameters
-    ----------
-    handle : DeploymentHandle
-        Of :class:`~trt_kvcache.server.ray_serve.replica.EngineReplica`.
-    tokenizer : Tokenizer, optional
-        Of the model.
-    observer : EngineObserver, optional
-        Is told of each answer that ends, for metrics.
-    """
+    """Has the replicas of a deployment answer requests, as one :class:`~trt_kvcache.server.async_engine.AsyncEngine`."""
 
     def __init__(self, handle: DeploymentHandle, *, tokenizer: Tokenizer | None, observer: EngineObserver | None = None) -> None:
         self._handle = handle
@@ -43,26 +33,14 @@ class RemoteEngine:
         self._draining = False
 
     async def start(self) -> EngineConfig:
-        """Wait for a replica, and ask it what it is.
-
-        Returns
-        -------
-        EngineConfig
-            Of one replica.
-        """
+        """Wait for a replica, and ask it what it is."""
         self._config = await _alone(self._handle.config.remote)
         assert self._config is not None
         return self._config
 
     @property
     def config(self) -> EngineConfig:
-        """What each of the engines is.
-
-        Raises
-        ------
-        ClosedError
-            Before :meth:`start`.
-        """
+        """What each of the engines is."""
         if self._config is None:
             raise ClosedError("this RemoteEngine: expected start() first.")
         return self._config
@@ -78,29 +56,7 @@ class RemoteEngine:
         return self._draining
 
     async def generate(self, request: Mapping[str, Any]) -> AsyncGenerator[GenerateChunk, None]:
-        """Have a replica answer a request. Leaving the iteration ends the request there.
-
-        A request of which nothing has been answered when its replica dies is sent to another one.
-
-        Parameters
-        ----------
-        request : mapping
-            A :class:`~trt_kvcache.server.generate_request.GenerateRequest`.
-
-        Yields
-        ------
-        GenerateChunk
-            As ``AsyncEngine.generate``.
-
-        Raises
-        ------
-        ClosedError
-            Its replica has died in the middle of the answer, or the deployment ends.
-        QueueFullError
-            All replicas have as many requests as they may.
-        KVCacheError, TimeoutError
-            As ``AsyncEngine.generate``.
-        """
+        """Have a replica answer a request. Leaving the iteration ends the request there."""
         for attempt in range(_ATTEMPTS):
             answers = _Answers(len(request["token_ids"]))
             response = _alone(lambda: self._handle.options(stream=True).generate.remote(dict(request)))
@@ -125,13 +81,7 @@ class RemoteEngine:
                         self._observer.ended(record)
 
     async def stats(self) -> EngineStats:
-        """Return what all replicas do now, together.
-
-        Returns
-        -------
-        EngineStats
-            Sums, and the slots of all.
-        """
+        """Return what all replicas do now, together."""
         return EngineStats.together(await _alone(lambda: self._handle.broadcast("stats")).results_async())
 
     async def cleanup(self) -> None:

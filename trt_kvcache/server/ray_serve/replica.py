@@ -14,57 +14,22 @@ from trt_kvcache.session.session import InferenceSession
 
 
 class EngineReplica:
-    """An :class:`~trt_kvcache.server.async_engine.AsyncEngine` as a class to be deployed.
-
-    Parameters
-    ----------
-    source : callable
-        Opens the session of this replica.
-    **options
-        Of ``AsyncEngine``.
-    """
+    """An :class:`~trt_kvcache.server.async_engine.AsyncEngine` as a class to be deployed."""
 
     async def __init__(self, source: Callable[[], InferenceSession], **options: Any) -> None:  # type: ignore[misc]
         self._engine = AsyncEngine(source, **options)
         await self._engine.start()
 
     async def config(self) -> EngineConfig:
-        """Return what the engine of this replica is.
-
-        Returns
-        -------
-        EngineConfig
-            The same for all replicas.
-        """
+        """Return what the engine of this replica is."""
         return self._engine.config
 
     async def stats(self) -> EngineStats:
-        """Return what this replica does now.
-
-        Returns
-        -------
-        EngineStats
-            Between two steps.
-        """
+        """Return what this replica does now."""
         return await self._engine.stats()
 
     async def generate(self, request: Mapping[str, Any]) -> AsyncGenerator[GenerateChunk | Exception, None]:
-        """Answer a request. A caller that cancels it ends it.
-
-        An error that is one of a request is yielded: what is raised, Ray writes into its log with the stack.
-
-        Parameters
-        ----------
-        request : mapping
-            A :class:`~trt_kvcache.server.generate_request.GenerateRequest`.
-
-        Yields
-        ------
-        GenerateChunk
-            As ``AsyncEngine.generate``.
-        Exception
-            What that raises, as the last one.
-        """
+        """Answer a request. A caller that cancels it ends it."""
         try:
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:

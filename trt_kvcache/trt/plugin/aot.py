@@ -70,22 +70,7 @@ def macros(fields: AttentionAttributes, dtype: str) -> dict[str, str]:
 
 
 def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
-    """Compile the kernel with NVRTC. Needs no GPU.
-
-    Parameters
-    ----------
-    fields : AttentionAttributes
-        Attributes of the attention, which are compiled into the kernel as constants.
-    dtype : str
-        ``"float16"`` or ``"bfloat16"``.
-    arch : str
-        Such as ``"sm_90"``; the PTX runs on it and on later ones.
-
-    Raises
-    ------
-    CudaError
-        NVRTC is not installed, or refused; the text holds what it logged.
-    """
+    """Compile the kernel with NVRTC. Needs no GPU."""
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -114,29 +99,7 @@ def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
 
 
 def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
-    """Make the plugin known to ``tensorrt.plugin``, as ``trt_kvcache::KVCacheAttentionDecode``.
-
-    ``tensorrt.plugin.op.trt_kvcache.KVCacheAttentionDecode(q, k, v, cache, lengths, cos_sin, **fields.plugin_field_arrays())`` is what
-    ``INetworkDefinition.add_plugin`` then takes, with ``aot=True``; s is 1. Build with
-    :func:`~trt_kvcache.trt.plugin.allow_aliasing`.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        Full TensorRT.
-    arch : str
-        What the PTX is compiled for, such as ``"sm_90"``.
-
-    Returns
-    -------
-    callable
-        What TensorRT calls to have the kernel.
-
-    Raises
-    ------
-    EngineError
-        This TensorRT knows no plugins compiled ahead of time.
-    """
+    """Make the plugin known to ``tensorrt.plugin``, as ``trt_kvcache::KVCacheAttentionDecode``."""
     trtp = ahead_of_time_module(tensorrt)
 
     def describe(*tensors: Any, **fields: Any) -> Any:

@@ -16,51 +16,13 @@ from trt_kvcache.trt.plugin.versions import PLUGIN_ABIS, PLUGIN_NAME, PLUGIN_NAM
 
 
 def register(tensorrt: TensorRT) -> dict[str, Any]:
-    """Register the plugin with TensorRT's plugin registry: before a network uses it, and before an engine that has it is opened.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        The imported TensorRT.
-
-    Returns
-    -------
-    dict of str to IPluginCreatorV3One
-        The creator of each version of the plugin; the same ones at every call.
-
-    Raises
-    ------
-    EngineError
-        This TensorRT has no plugins with aliased outputs, or has a creator of the same name and version already.
-
-    Notes
-    -----
-    ``IPluginRegistry.register_creator``.
-    """
+    """Register the plugin with TensorRT's plugin registry: before a network uses it, and before an engine that has it is opened."""
     return {version: register_version(tensorrt, version) for version in PLUGIN_ABIS}
 
 
 @cache
 def register_version(tensorrt: TensorRT, version: str) -> Any:
-    """Register one version of the plugin: see :func:`register`.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        The imported TensorRT.
-    version : str
-        Such as ``"1"``.
-
-    Returns
-    -------
-    IPluginCreatorV3One
-        The creator; the same one at every call.
-
-    Raises
-    ------
-    EngineError
-        As :func:`register`.
-    """
+    """Register one version of the plugin: see :func:`register`."""
     plugin = plugin_class(tensorrt)
     trt = tensorrt.module
     quantized = version == QUANTIZED_VERSION

@@ -24,24 +24,7 @@ _LOG = logging.getLogger("trt_kvcache.tensorrt")
 
 
 class PluginEnqueue:
-    """Launches the kernels for inputs of certain shapes. Made when the shapes change; :meth:`run` then allocates nothing.
-
-    Parameters
-    ----------
-    attributes : AttentionAttributes
-        Attributes of the attention.
-    dtype : str
-        Dtype of q.
-    shapes : mapping of str to sequence of int
-        Shapes of the inputs by name, in the order of the plugin; checked.
-    memory : CudaMemory
-        The device.
-
-    Raises
-    ------
-    CapacityError
-        The GPU has more multiprocessors than the workspace is made for.
-    """
+    """Launches the kernels for inputs of certain shapes. Made when the shapes change; :meth:`run` then allocates nothing."""
 
     def __init__(self, attributes: AttentionAttributes, dtype: str, shapes: Mapping[str, Sequence[int]], memory: CudaMemory) -> None:
         if memory.multiprocessor_count > MAX_MULTIPROCESSORS:
@@ -76,30 +59,7 @@ class PluginEnqueue:
         return DeviceTensor(self._inputs[-1], shape=shape, dtype=dtype)
 
     def run(self, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:
-        """Launch the kernels; does not wait.
-
-        Parameters
-        ----------
-        inputs, outputs : sequence of int
-            Device addresses, in the order of the plugin.
-        workspace : int
-            Device address of the workspace. Its contents are not used, and are undefined afterwards.
-        stream : int
-            The ``cudaStream_t``.
-
-        Raises
-        ------
-        CudaError
-            A kernel could not be loaded or launched.
-
-        Notes
-        -----
-        TensorRT may put copies between the tensors of an engine and those of a plugin, so the output of the cache, or that of its scales,
-        can be elsewhere than its input. Then the whole input is copied to the output first, on ``stream``, and the kernels work on the
-        output. That is what the operation means without aliasing, whatever the two addresses are: the input is only read, and TensorRT
-        never lets two tensors overlap in part. If TensorRT then copies the output to where the caller has bound it, the new tokens arrive
-        there too.
-        """
+        """Launch the kernels; does not wait."""
         for allocation, address in zip(self._inputs, inputs, strict=True):
             allocation.ptr = address
         for position, output in self._updated:
@@ -146,18 +106,7 @@ def _stream(handle: int) -> Any:
 
 
 def current_memory() -> CudaMemory:
-    """Return the memory of the device that is current in this thread; TensorRT makes the engine's device current.
-
-    Returns
-    -------
-    CudaMemory
-        One object for each device: later calls on the same device return it again.
-
-    Raises
-    ------
-    CudaError
-        No device is current.
-    """
+    """Return the memory of the device that is current in this thread; TensorRT makes the engine's device current."""
     from cuda.bindings import driver
 
     return _memory_of(int(check(driver.cuCtxGetDevice())))

@@ -22,23 +22,7 @@ def _sizes(dims: Any) -> tuple[int | None, ...]:
 
 @cache
 def plugin_class(tensorrt: TensorRT) -> Any:
-    """Return the class of the plugin for a TensorRT module; the same class at every call.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        Full TensorRT from 10.3 on. TensorRT for RTX has the classes, too, but no layer to add a plugin with.
-
-    Returns
-    -------
-    type
-        ``plugin_class(tensorrt)(attributes)`` is an ``IPluginV3`` for ``INetworkDefinition.add_plugin_v3``.
-
-    Raises
-    ------
-    EngineError
-        This TensorRT has no plugins with aliased outputs.
-    """
+    """Return the class of the plugin for a TensorRT module; the same class at every call."""
     check_plugins(tensorrt)
     trt, reported = tensorrt.module, reporter(tensorrt)
 

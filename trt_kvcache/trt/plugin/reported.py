@@ -11,18 +11,7 @@ from trt_kvcache.trt.plugin.versions import PLUGIN_NAME
 
 
 def reporter(tensorrt: TensorRT) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for the methods that TensorRT calls.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        An exception of a method goes to its log, whose open collections keep it as the cause of the next error. It is raised again.
-
-    Returns
-    -------
-    callable
-        The decorator.
-    """
+    """Return a decorator for the methods that TensorRT calls."""
 
     def reported(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

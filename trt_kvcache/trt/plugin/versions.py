@@ -28,18 +28,7 @@ _NEEDED_AHEAD_OF_TIME = ("register", "aot_impl", "KernelLaunchParams", "SymIntEx
 
 
 def plugin_version(attributes: AttentionAttributes) -> str:
-    """Return the version of the plugin that attention with these attributes is.
-
-    Parameters
-    ----------
-    attributes : AttentionAttributes
-        Attributes of the attention.
-
-    Returns
-    -------
-    str
-        ``"2"`` over quantized K and V, else ``"1"``: an engine in 16 bits opens in a release of this package that has no other.
-    """
+    """Return the version of the plugin that attention with these attributes is."""
     return PLUGIN_VERSION if attributes.kv_dtype is None else QUANTIZED_VERSION
 
 
@@ -49,98 +38,31 @@ def abi_digest(version: str) -> str:
 
 
 def check_plugins(tensorrt: TensorRT) -> None:
-    """Check that this TensorRT has plugins with aliased outputs.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        The imported TensorRT.
-
-    Raises
-    ------
-    EngineError
-        It is older than 10.3, or lacks one of the classes.
-    """
+    """Check that this TensorRT has plugins with aliased outputs."""
     missing = [name for name in _NEEDED if not hasattr(tensorrt.module, name)]
     if missing:
         raise EngineError(f"{PLUGIN_NAME}: expected TensorRT 10.3 or newer, got {tensorrt}, which has no {missing[0]}.")
 
 
 def needs_extra_reference(tensorrt: TensorRT) -> bool:
-    """Return whether Python must never free a plugin.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        The imported TensorRT.
-
-    Returns
-    -------
-    bool
-        True before 10.4. There the C++ destructor of a Python plugin drops a reference that it does not have: a plugin that Python frees is
-        freed twice. One reference more, which nobody drops, prevents that; it costs the memory of the object, one for each plugin layer,
-        clone and execution context, until the process ends.
-    """
+    """Return whether Python must never free a plugin."""
     return not tensorrt.is_rtx and tensorrt.release < (10, 4)
 
 
 def can_add_plugins(tensorrt: TensorRT) -> bool:
-    """Return whether networks have plugin layers.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        The imported TensorRT.
-
-    Returns
-    -------
-    bool
-        False for TensorRT for RTX.
-
-    Notes
-    -----
-    ``INetworkDefinition.add_plugin_v3``.
-    """
+    """Return whether networks have plugin layers."""
     return hasattr(tensorrt.module.INetworkDefinition, "add_plugin_v3")
 
 
 def allow_aliasing(tensorrt: TensorRT, config: Any) -> None:
-    """Allow plugins to write to their inputs in builds with this configuration.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        The imported TensorRT.
-    config : IBuilderConfig
-        Configuration of the build.
-
-    Notes
-    -----
-    ``PreviewFeature.ALIASED_PLUGIN_IO_10_03``. A TensorRT without this feature allows it anyway.
-    """
+    """Allow plugins to write to their inputs in builds with this configuration."""
     feature = getattr(tensorrt.module.PreviewFeature, "ALIASED_PLUGIN_IO_10_03", None)
     if feature is not None:
         config.set_preview_feature(feature, True)
 
 
 def ahead_of_time_module(tensorrt: TensorRT) -> Any:
-    """Return the module ``tensorrt.plugin``.
-
-    Parameters
-    ----------
-    tensorrt : TensorRT
-        The imported TensorRT.
-
-    Returns
-    -------
-    module
-        It has every name that is used to register a plugin compiled ahead of time.
-
-    Raises
-    ------
-    EngineError
-        It is not there, or has no plugins that are compiled ahead of time.
-    """
+    """Return the module ``tensorrt.plugin``."""
     name = f"{tensorrt.flavour}.plugin"
     try:
         module = importlib.import_module(name)
@@ -153,18 +75,7 @@ def ahead_of_time_module(tensorrt: TensorRT) -> Any:
 
 
 def constant_of(expression: Any) -> int | None:
-    """Return the value of a symbolic size.
-
-    Parameters
-    ----------
-    expression : ShapeExpr
-        A size of ``tensorrt.plugin``.
-
-    Returns
-    -------
-    int or None
-        None where it is not constant.
-    """
+    """Return the value of a symbolic size."""
     if not expression.is_constant:
         return None
     value = expression.constant_value
