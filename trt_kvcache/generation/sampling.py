@@ -299,40 +299,41 @@ def params_for(
     return each
 
 
-#: Seed of a :class:`Sampler` and how many tokens were chosen with it: its whole state. A plain tuple, as one is made for every token.
+#: Seed of a :class:`Sampler` and number of tokens chosen with it: all that its next choice depends on. A plain tuple, made for every token.
 SamplerPosition = tuple[int, int]
 
 
 class Sampler:
-    """Chooses the tokens of one request. Its randomness depends on the seed and on how many tokens it chose, on nothing else."""
+    """Chooses the tokens of one request. The randomness of a choice depends on the seed and the token's number, on nothing else."""
 
     def __init__(self, params: SamplingParams) -> None:
-        self._params = params
+        self._greedy = params.temperature == 0
         #: The seed in use: the request's, or one drawn for it.
         self.seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
-        #: Tokens chosen so far.
-        self.counter = params.counter
-        self._generator: np.random.Generator | None = None
         self._choice = choice_params(params.temperature, params.top_k, params.top_p, params.min_p)
+        # A memo: the generator after the number with index `counter`, and that number. Reaching another index costs more than the next one.
+        self._drawn: tuple[np.random.Generator, int, int] | None = None
 
-    def move_to(self, counter: int) -> None:
-        """Continue as if ``counter`` tokens had been chosen so far."""
-        self._generator = None
-        self.counter = counter
+    def choose(self, logits: np.ndarray[Any, Any], counter: int) -> int:
+        """Choose token number ``counter`` of the seed, from 0. The same arguments give the same token."""
+        return self.choose_from(logits, check_logits(logits), counter)
 
-    def choose(self, logits: np.ndarray[Any, Any]) -> int:
-        """Choose the next token."""
-        return self.choose_from(logits, check_logits(logits))
+    def choose_from(self, logits: np.ndarray[Any, Any], best: int, counter: int) -> int:
+        """Choose token number ``counter`` from checked logits, whose largest is at ``best``."""
+        return best if self._greedy else choose_token(logits, logits[best], self._random_bits(counter), self._choice)
 
-    def choose_from(self, logits: np.ndarray[Any, Any], best: int) -> int:
-        """Choose the next token from checked logits."""
-        if self._params.temperature == 0:
-            self.counter += 1
-            return best
-        if self._generator is None:
-            self._generator = generator_at(self.seed, self.counter)
-        self.counter += 1
-        return choose_token(logits, logits[best], int(self._generator.random() * 2.0**RANDOM_BITS), self._choice)
+    def _random_bits(self, counter: int) -> int:
+        drawn, self._drawn = self._drawn, None  # an interrupt leaves no generator at an unknown index
+        if drawn is None or counter not in (drawn[1], drawn[1] + 1):
+            generator = generator_at(self.seed, counter)
+        elif counter == drawn[1]:
+            self._drawn = drawn
+            return drawn[2]
+        else:
+            generator = drawn[0]
+        bits = int(generator.random() * 2.0**RANDOM_BITS)
+        self._drawn = generator, counter, bits
+        return bits
 
 
 def check_logits(logits: np.ndarray[Any, Any]) -> int:

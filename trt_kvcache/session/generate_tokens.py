@@ -25,7 +25,7 @@ def generate_tokens(
     check_open()
     logits = prefill()
     for slot, request in enumerate(requests):
-        request.follow(batch[slot].tokens)
+        request.set_context(batch[slot].tokens)
         request.prepare()
         batch.assign_sampler(slot, request.sampler)
     chosen = _first_tokens(batch, requests, logits)
@@ -78,4 +78,5 @@ def _check_unchanged(batch: Batch, changes: int, check_open: Callable[[], None])
 
 @nvtx_range("sampling")
 def _first_tokens(batch: Batch, requests: Sequence[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:
-    return [request.choose(logits[slot], full=batch.is_full(slot)) for slot, request in enumerate(requests)]
+    choices = [request.choose(logits[slot], full=batch.is_full(slot)) for slot, request in enumerate(requests)]
+    return [token for request, choice in zip(requests, choices, strict=True) if (token := request.take(choice)) is not None]

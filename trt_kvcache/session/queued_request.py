@@ -9,7 +9,7 @@ import numpy as np
 
 from trt_kvcache._util.turns import Turns
 from trt_kvcache.generation.prompt_score import PromptScore
-from trt_kvcache.generation.request import GeneratedToken, Request, RequestSavepoint
+from trt_kvcache.generation.request import GeneratedToken, Request, RequestProgress
 from trt_kvcache.generation.sampling import check_logits
 from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
 from trt_kvcache.session.request_handle import RequestHandle, RequestStage, RequestState
@@ -24,7 +24,7 @@ class SharedPrompt(NamedTuple):
 
 #: What a :class:`QueuedRequest` needs to return to an earlier state: stage, text, what it did not run and what it waits for,
 #: log-probabilities of the prompt, and its request's.
-QueuedSavepoint = tuple[RequestStage, str, tuple[int, SharedPrompt | None], tuple[list[TokenLogprobs], int], RequestSavepoint]
+QueuedSavepoint = tuple[RequestStage, str, tuple[int, SharedPrompt | None], tuple[list[TokenLogprobs], int], RequestProgress]
 
 
 class QueuedRequest:
@@ -80,7 +80,7 @@ class QueuedRequest:
     @property
     def last_token(self) -> int:
         """The token that was chosen last."""
-        return self.request.tokens[-1]
+        return self.request.last_token
 
     @property
     def is_scored(self) -> bool:
@@ -128,11 +128,11 @@ class QueuedRequest:
 
     def savepoint(self) -> QueuedSavepoint:
         """Return the state now, for one :meth:`rollback`."""
-        return self.stage, self.text, (self.reused, self.shared), (self._scored, len(self._scored)), self.request.savepoint()
+        return self.stage, self.text, (self.reused, self.shared), (self._scored, len(self._scored)), self.request.progress
 
     def rollback(self, savepoint: QueuedSavepoint) -> None:
         """Return to the state at ``savepoint``. A request that was cancelled since stays cancelled."""
-        self.stage, self.text, (self.reused, self.shared), (self._scored, num_scored), request = savepoint
+        self.stage, self.text, (self.reused, self.shared), (self._scored, num_scored), progress = savepoint
         del self._scored[num_scored:]
-        self.request.rollback(request)
-        del self.events[len(self.request.tokens) :]
+        self.request.restore(progress)
+        del self.events[self.request.num_tokens :]

@@ -48,7 +48,7 @@ class RequestHandle(Uncopyable):
 
     def __repr__(self) -> str:
         seed = f", seed={self.seed}" if self._queued.request.sampled else ""
-        return f"RequestHandle(index={self.index}, state={self.state!r}, tokens={len(self._queued.request.tokens)}{seed})"
+        return f"RequestHandle(index={self.index}, state={self.state!r}, tokens={self._queued.request.num_tokens}{seed})"
 
     @property
     def index(self) -> int:

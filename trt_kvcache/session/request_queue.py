@@ -117,7 +117,7 @@ class RequestQueue:
                 reused = self._batch.reused[slot]
                 _LOGGER.info("request %d: begins in slot %d, %d of its tokens are copies", queued.index, slot, reused)
             if queued.finished:
-                _LOGGER.info("request %d: ended after %d tokens, %s", queued.index, len(queued.request.tokens), queued.handle.finish_reason)
+                _LOGGER.info("request %d: ended after %d tokens, %s", queued.index, queued.request.num_tokens, queued.handle.finish_reason)
 
     def _record_step(self, timeline: Timeline, begin: float, decoding: Sequence[bool], advanced: Sequence[QueuedRequest]) -> None:
         """Record what each slot did in the step that has just ended."""
@@ -188,9 +188,9 @@ class RequestQueue:
         advanced = []
         for slot, queued in enumerate(self._running):
             if queued.state == "decoding" and queued.request.waits:
-                token = queued.request.resume()
-                if token is not None:
-                    self._take(slot, token)
+                choice = queued.request.resume()
+                if choice is not None:
+                    self._take(slot, queued.request.take(choice))
                     advanced.append(queued)
         return advanced
 
@@ -275,12 +275,13 @@ class RequestQueue:
     @nvtx_range("sampling")
     def _choose_first(self, slot: int, logits: np.ndarray[Any, Any]) -> None:
         """Choose the first token of a slot's request, unless it waits for a logits processor."""
-        token = self._running[slot].request.offer(logits, full=self._batch.is_full(slot))
-        if token is not None:
-            self._take(slot, token)
+        request = self._running[slot].request
+        self._take(slot, request.take(request.choose_or_keep(logits, full=self._batch.is_full(slot))))
 
-    def _take(self, slot: int, token: GeneratedToken) -> None:
-        """Hand the next token of a slot's request out."""
+    def _take(self, slot: int, token: GeneratedToken | None) -> None:
+        """Record the next token of a slot's request; None if it waits for a logits processor."""
+        if token is None:
+            return
         queued = self._running[slot]
         queued.add(token)
         self._batch.record_token(slot, queued.last_token, queued.request.sampler, generated=queued.request.generated)

@@ -76,7 +76,7 @@ class TokenSteps:
         return self._step(requests, going, ahead=ahead, waits=False)
 
     def _step(self, requests: Sequence[Request], going: Sequence[bool], *, ahead: bool, waits: bool) -> list[GeneratedToken | None]:
-        tokens = [request.tokens[-1] if goes else 0 for request, goes in zip(requests, going, strict=True)]
+        tokens = [request.last_token if goes else 0 for request, goes in zip(requests, going, strict=True)]
         taking_part = None if all(going) else going
         if self.on_device and all(request.fits_device for request in compress(requests, going)):
             return [*self._step_on_device(requests, tokens, taking_part, ahead=ahead)]
@@ -86,9 +86,10 @@ class TokenSteps:
 
     @nvtx_range("sampling")
     def _choose(self, requests: Sequence[Request], going: Sequence[bool], logits: Logits, *, waits: bool) -> list[GeneratedToken | None]:
-        choose = Request.choose if waits else Request.offer
-        slots = compress(range(len(requests)), going)
-        return [choose(requests[slot], logits[slot], full=self._batch.is_full(slot)) for slot in slots]
+        choose = Request.choose if waits else Request.choose_or_keep
+        slots = [*compress(range(len(requests)), going)]
+        choices = [choose(requests[slot], logits[slot], full=self._batch.is_full(slot)) for slot in slots]
+        return [requests[slot].take(choice) for slot, choice in zip(slots, choices, strict=True)]
 
     @nvtx_range("decode")
     def _step_on_device(
@@ -113,7 +114,12 @@ class TokenSteps:
                 following, held = self._follow(places, held)
             sampled = step.sampled.read()
             batch.count_step(going, started)
-            chosen = [place.request.take(sampled[slot], full=batch.is_full(slot)) for slot, place in enumerate(places) if place is not None]
+            received = [
+                (place.request, place.request.receive(sampled[slot], full=batch.is_full(slot)))
+                for slot, place in enumerate(places)
+                if place is not None
+            ]
+            chosen = [token for request, choice in received if (token := request.take(choice)) is not None]
         self._known = _Known(held, following)
         return chosen
 
@@ -172,4 +178,4 @@ class TokenSteps:
 
 
 def _places(requests: Sequence[Request], going: Sequence[bool] | None) -> _Places:
-    return [_Place(request, len(request.tokens)) if going is None or going[slot] else None for slot, request in enumerate(requests)]
+    return [_Place(request, request.num_tokens) if going is None or going[slot] else None for slot, request in enumerate(requests)]
