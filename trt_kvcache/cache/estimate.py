@@ -4,13 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.cache.config import CacheConfig, KVCacheConfig
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig
-from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION
-
-AnyCacheConfig = KVCacheConfig | CacheConfig | MambaCacheConfig | HybridCacheConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +21,7 @@ class MemoryEstimate:
     nbytes: int
 
 
-def estimate_memory(config: AnyCacheConfig) -> MemoryEstimate:
+def estimate_memory(config: DecoderCacheConfig) -> MemoryEstimate:
     """Return the bytes of a cache of this configuration.
 
     Parameters
@@ -63,7 +59,7 @@ def estimate_memory(config: AnyCacheConfig) -> MemoryEstimate:
     )
 
 
-def longest_sequence(config: AnyCacheConfig, nbytes: int) -> int:
+def longest_sequence(config: DecoderCacheConfig, nbytes: int) -> int:
     """Return the largest ``max_sequence_length`` with which a cache of this batch size takes at most ``nbytes``.
 
     Parameters
@@ -99,7 +95,7 @@ def longest_sequence(config: AnyCacheConfig, nbytes: int) -> int:
     return length
 
 
-def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
+def largest_batch(config: DecoderCacheConfig, nbytes: int) -> int:
     """Return the largest ``max_batch_size`` with which a cache of this sequence length takes at most ``nbytes``.
 
     Parameters

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,26 +26,20 @@ from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
-class LayerPlace(NamedTuple):
-    """Where the bytes of one layer are: the allocation, and the byte in it at which the layer starts."""
-
-    allocation: Allocation
-    start: int
-
-
 class KVLayers:
-    """K and V of all attention layers, one part of a cache: :class:`~trt_kvcache.cache.slot_contents.SlotContents`."""
+    """K and V of all attention layers, one of the :class:`~trt_kvcache.cache.slot_contents.SlotContents` of a cache."""
 
     is_recurrent = False
 
-    def __init__(self, config: KVCacheConfig, places: Sequence[LayerPlace], resources: Resources, *, stream: Any) -> None:
-        self._config = config
+    def __init__(self, config: KVCacheConfig, resources: Resources, *, stream: Any, one_allocation: bool = False) -> None:
+        #: The layers.
+        self.config = config
         self._memory = resources.memory
-        layers = list(zip(places, config.storages, strict=True))
+        layers = self._allocate(resources, stream, one_allocation)
         #: For each layer K and V as one view ``[B, 2, H, S, D]``.
-        self.combined = tuple(_combined_view(place, storage) for place, storage in layers)
+        self.combined = tuple(_combined_view(*layer) for layer in layers)
         #: For each layer K and V as two views ``[B, H, S, D]``.
-        self.separate = tuple(_separate_views(place, storage) for place, storage in layers)
+        self.separate = tuple(_separate_views(*layer) for layer in layers)
         #: For each layer its float32 scales: static ``[2, H]``, or by token ``[B, 2, H, S']``; empty for a dtype without scales.
         self.scales = self._make_scales(resources, stream) if config.has_scales else ()
         #: The scales by token of all layers, as rows that kernels move; None without them.
@@ -55,8 +49,17 @@ class KVLayers:
         #: The layers by head dim.
         self.groups = self._make_groups(resources, stream)
 
+    def _allocate(self, resources: Resources, stream: Any, one_allocation: bool) -> list[tuple[Allocation, int, KVLayerStorage]]:
+        """Return for each layer its allocation, the byte in it at which the layer starts, and its strides."""
+        storages = self.config.storages
+        if not one_allocation:
+            return [(resources.allocate(storage.nbytes, stream=stream), 0, storage) for storage in storages]
+        *starts, nbytes = accumulate((storage.nbytes for storage in storages), initial=0)
+        allocation = resources.allocate(nbytes, stream=stream)
+        return [(allocation, start, storage) for start, storage in zip(starts, storages, strict=True)]
+
     def _make_scales(self, resources: Resources, stream: Any) -> tuple[DeviceTensor, ...]:
-        config = self._config
+        config = self.config
         allocation = resources.allocate(config.scales_nbytes, stream=stream)
         starts = [0, *accumulate(config.layer_scales_nbytes)]
         if config.scales_by_token:
@@ -70,7 +73,7 @@ class KVLayers:
 
     def _make_groups(self, resources: Resources, stream: Any) -> tuple[KVHeadDimGroup, ...]:
         members: dict[int, list[int]] = {}
-        for index, layer in enumerate(self._config.layers):
+        for index, layer in enumerate(self.config.layers):
             members.setdefault(layer.head_dim, []).append(index)
         return tuple(
             KVHeadDimGroup(resources.add(KVLayerInfos([self.combined[index] for index in indices], stream=stream)), tuple(indices))
@@ -101,23 +104,23 @@ class KVLayers:
         """Check captured tensors, then copy their rows, and their scales, to the front of a slot."""
         sequence_length = self._sequence_length_of(saved)
         kv_shapes, scale_shapes = self._saved_shapes(sequence_length)
-        if scale_shapes and isinstance(saved, Sequence) and len(saved) == 2 * self._config.num_layers:
-            check_saved(saved[: len(kv_shapes)], kv_shapes, self._config.dtype, self._memory, per="attention layer")
+        if scale_shapes and isinstance(saved, Sequence) and len(saved) == 2 * self.config.num_layers:
+            check_saved(saved[: len(kv_shapes)], kv_shapes, self.config.dtype, self._memory, per="attention layer")
             check_saved(saved[len(kv_shapes) :], scale_shapes, "float32", self._memory, per="attention layer", what="saved scales")
         else:
             expected = [*kv_shapes, *scale_shapes]
-            check_saved(saved, expected, self._config.dtype, self._memory, per="attention layer" + " and its scales" * bool(scale_shapes))
+            check_saved(saved, expected, self.config.dtype, self._memory, per="attention layer" + " and its scales" * bool(scale_shapes))
         for infos, tensors in self._pairs_of(saved, stream):
             instantiate_kv_cache_batched(infos, tensors, slot, sequence_length, stream=stream)
 
     def _allocate_saved(self, sequence_length: int, stream: Any) -> list[DeviceTensor]:
         kv_shapes, scale_shapes = self._saved_shapes(sequence_length)
-        saved = allocate_tensors(self._memory, kv_shapes, self._config.dtype, stream=stream)
+        saved = allocate_tensors(self._memory, kv_shapes, self.config.dtype, stream=stream)
         return saved + (allocate_tensors(self._memory, scale_shapes, "float32", stream=stream) if scale_shapes else [])
 
     def _saved_shapes(self, sequence_length: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return the shapes of what is saved of so many tokens: K and V of each layer, and their scales if tokens have them."""
-        config = self._config
+        config = self.config
         scales: list[tuple[int, ...]] = []
         if config.scales_by_token:
             scales = [(2, layer.num_kv_heads, saved_scales(sequence_length)) for layer in config.layers]
@@ -131,9 +134,9 @@ class KVLayers:
         if first.ndim != SAVED_NDIM:
             raise ShapeError(f"saved[0]: expected a tensor [2, H, n, D], got {first!r}.")
         tokens = first.shape[2]
-        if tokens > self._config.max_sequence_length:
+        if tokens > self.config.max_sequence_length:
             raise ShapeError(
-                f"saved[0]: expected at most max_sequence_length={self._config.max_sequence_length} tokens, got {tokens} in {first!r}."
+                f"saved[0]: expected at most max_sequence_length={self.config.max_sequence_length} tokens, got {tokens} in {first!r}."
             )
         return tokens
 
@@ -143,14 +146,12 @@ class KVLayers:
             (group.layer_infos, KVLayerInfos([saved[index] for index in group.attn_layer_indices], stream=stream)) for group in self.groups
         ]
         if self.scale_rows is not None:
-            pairs.append((self.scale_rows, scale_infos(saved[self._config.num_layers :], stream=stream)))
+            pairs.append((self.scale_rows, scale_infos(saved[self.config.num_layers :], stream=stream)))
         return pairs
 
 
-def _combined_view(place: LayerPlace, storage: KVLayerStorage) -> DeviceTensor:
-    return DeviceTensor(
-        place.allocation, shape=storage.combined_shape, dtype=storage.dtype, strides=storage.combined_strides, offset=place.start
-    )
+def _combined_view(allocation: Allocation, start: int, storage: KVLayerStorage) -> DeviceTensor:
+    return DeviceTensor(allocation, shape=storage.combined_shape, dtype=storage.dtype, strides=storage.combined_strides, offset=start)
 
 
 def _scales_view(allocation: Allocation, start: int, storage: KVLayerStorage) -> DeviceTensor:
@@ -161,15 +162,9 @@ def _scales_view(allocation: Allocation, start: int, storage: KVLayerStorage) ->
     )
 
 
-def _separate_views(place: LayerPlace, storage: KVLayerStorage) -> tuple[DeviceTensor, DeviceTensor]:
+def _separate_views(allocation: Allocation, start: int, storage: KVLayerStorage) -> tuple[DeviceTensor, DeviceTensor]:
     k, v = (
-        DeviceTensor(
-            place.allocation,
-            shape=storage.separate_shape,
-            dtype=storage.dtype,
-            strides=storage.separate_strides,
-            offset=place.start + shift,
-        )
+        DeviceTensor(allocation, shape=storage.separate_shape, dtype=storage.dtype, strides=storage.separate_strides, offset=start + shift)
         for shift in (0, storage.kv_stride * itemsize(storage.dtype))
     )
     return k, v

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
+from trt_kvcache.cache.config import MambaCacheConfig
 from trt_kvcache.cache.layout import StateStorage
-from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.resources import Resources
 from trt_kvcache.kernels import AnyCompactionPlan, StateInfos, compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved

@@ -8,11 +8,12 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._util.lifetime import Closable
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.errors import CapacityError, ClosedError, ShapeError
 from trt_kvcache.generation.token_ids import TokenArray, common_prefix, reusable_tokens, token_array
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.sequences.slot_copy import Place, SlotCopy, check_capture
-from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
+from trt_kvcache.sequences.slot_format import SlotFormat
 
 #: Token ids on the host, ``(n,)``.
 Tokens = Sequence[int] | npt.NDArray[Any]
@@ -105,10 +106,10 @@ class PromptCache(Closable):
     >>> cache.close()
     """
 
-    def __init__(self, cache: AnyCache, *, max_bytes: int = 0, place: Place = "cache") -> None:
+    def __init__(self, cache: Cache, *, max_bytes: int = 0, place: Place = "cache") -> None:
         self._format = SlotFormat.of(cache)
         super().__init__(cache=cache)
-        self._cache: AnyCache = cache
+        self._cache: Cache = cache
         self._max_bytes = int_in_range("PromptCache.max_bytes", max_bytes, 0)
         one_of("PromptCache.place", place, get_args(Place))
         self._place: Place = place
@@ -120,7 +121,7 @@ class PromptCache(Closable):
         return f"PromptCache({state}, hits={self._hits}, misses={self._misses})"
 
     @property
-    def cache(self) -> AnyCache:
+    def cache(self) -> Cache:
         """The cache whose slots are copied."""
         return self._cache
 

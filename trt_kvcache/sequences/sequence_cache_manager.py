@@ -7,6 +7,7 @@ import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
 from trt_kvcache._util.lifetime import Closable
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
 from trt_kvcache.memory.base import Array
@@ -15,7 +16,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.sequences.sequence_follower import SequenceFollower
 from trt_kvcache.sequences.sequence_swapper import SequenceSwapper
 from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
-from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
+from trt_kvcache.sequences.slot_format import SlotFormat
 from trt_kvcache.sequences.slot_transfer import SlotTransfer
 
 #: K or V of a sequence: ``[L, H, n, D]`` where layers are equal, else ``[H_i, n, D_i]`` of each attention layer.
@@ -104,7 +105,7 @@ class SequenceCacheManager(Closable):
     >>> cache.close()
     """
 
-    def __init__(self, cache: AnyCache, *, enable_swapping: bool = False, swap_threshold: float = 0.85) -> None:
+    def __init__(self, cache: Cache, *, enable_swapping: bool = False, swap_threshold: float = 0.85) -> None:
         SlotFormat.of(cache, name="SequenceCacheManager")  # or it raises
         if not isinstance(enable_swapping, bool):
             raise ConfigError(f"enable_swapping: expected True or False, got {enable_swapping!r}.")
@@ -115,7 +116,7 @@ class SequenceCacheManager(Closable):
                 "SequenceCacheManager: expected a cache that no other SequenceCacheManager uses, got one in use. Close that one first."
             )
         super().__init__(cache=cache)
-        self._cache: AnyCache = cache
+        self._cache: Cache = cache
         self._memory = cache.memory
         self._lengths = cache.lengths
         self._transfer = SlotTransfer(cache)
@@ -130,7 +131,7 @@ class SequenceCacheManager(Closable):
         return f"SequenceCacheManager({state}, over {self._cache!r})"
 
     @property
-    def cache(self) -> AnyCache:
+    def cache(self) -> Cache:
         """The cache whose slots these are."""
         return self._cache
 

@@ -9,18 +9,19 @@ from typing import Any, Literal
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, slot_index
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.errors import RangeError
 from trt_kvcache.memory.base import Array
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
+from trt_kvcache.sequences.slot_format import SlotFormat
 from trt_kvcache.sequences.slot_transfer import SavedTensors, SlotTransfer, head_rows
 
 #: Where a copy is: in the memory of the cache, or on the host (page-locked for a device).
 Place = Literal["cache", "host"]
 
 
-def check_capture(cache: AnyCache, slot: int, length: int, *, stream: Any) -> None:
+def check_capture(cache: Cache, slot: int, length: int, *, stream: Any) -> None:
     """Check the arguments of :meth:`SlotCopy.capture`, and raise what it raises but :class:`CapacityError`."""
     held = cache.host_kv_cache_lengths
     index = slot_index(slot, len(held), of="active slots")
@@ -41,7 +42,7 @@ class SlotCopy:
     contents: tuple[Array, ...] | SavedTensors
 
     @classmethod
-    def capture(cls, cache: AnyCache, slot: int, length: int, *, place: Place = "cache", stream: Any) -> SlotCopy:
+    def capture(cls, cache: Cache, slot: int, length: int, *, place: Place = "cache", stream: Any) -> SlotCopy:
         """Copy a slot."""
         check_capture(cache, slot, length, stream=stream)
         transfer = SlotTransfer(cache)
@@ -62,7 +63,7 @@ class SlotCopy:
         assert not isinstance(self.contents, SavedTensors)
         return self.contents
 
-    def restore(self, cache: AnyCache, slot: int, length: int, *, stream: Any) -> None:
+    def restore(self, cache: Cache, slot: int, length: int, *, stream: Any) -> None:
         """Copy the first tokens, and the states, into a slot. Its length stays as it is."""
         transfer = SlotTransfer(cache)
         slot_index(slot, cache.max_batch_size)
@@ -75,7 +76,7 @@ class SlotCopy:
             transfer.upload(self.contents, slot, length, stream=stream)
             cache.memory.synchronize(stream)
 
-    def to_host(self, cache: AnyCache, *, stream: Any) -> SlotCopy:
+    def to_host(self, cache: Cache, *, stream: Any) -> SlotCopy:
         """Return this copy on the host."""
         if not isinstance(self.contents, SavedTensors):
             return self
@@ -85,7 +86,7 @@ class SlotCopy:
         cache.memory.synchronize(stream)
         return copy
 
-    def to_cache(self, cache: AnyCache, *, stream: Any) -> SlotCopy:
+    def to_cache(self, cache: Cache, *, stream: Any) -> SlotCopy:
         """Return this copy in the memory of a cache."""
         if isinstance(self.contents, SavedTensors):
             return self

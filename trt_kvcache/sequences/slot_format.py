@@ -7,18 +7,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
-from trt_kvcache.cache.kv_cache_base import KVCacheBase
+from trt_kvcache.cache.cache import Cache
+from trt_kvcache.cache.config import KVCacheConfig, MambaCacheConfig
 from trt_kvcache.cache.layout import StateStorage
-from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.kernels.scale_views import saved_scales
 from trt_kvcache.memory.shapes import align_up, dense_nbytes
-
-#: The managers whose slots hold whole sequences. For a model of Mamba layers alone this is a ``HybridCacheManager`` too.
-AnyCache = KVCacheBase | HybridCacheManager
 
 # Fields of a MambaCacheConfig that say nothing about the states of one slot.
 _CACHE_SIZES = ("num_layers", "max_batch_size", "max_sequence_length", "ping_pong")
@@ -32,9 +27,9 @@ class SlotFormat:
     mamba: MambaCacheConfig | None
 
     @classmethod
-    def of(cls, cache: AnyCache, *, name: str = "cache") -> SlotFormat:
+    def of(cls, cache: Cache, *, name: str = "cache") -> SlotFormat:
         """Return the format of the slots of a cache."""
-        if not isinstance(cache, AnyCache):
+        if not isinstance(cache, Cache) or not cache.holds_whole_sequences:
             raise ConfigError(f"{name}: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got {type(cache).__name__}.")
         return cls(kv=cache.kv_config, mamba=cache.mamba_config)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.kernels import KVLayerInfos, instantiate_kv_cache_batched, instantiate_rows, save_kv_cache_batched, save_rows
@@ -17,7 +18,7 @@ from trt_kvcache.memory.base import Array
 from trt_kvcache.memory.saved_tensors import allocate_tensors
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
+from trt_kvcache.sequences.slot_format import SlotFormat
 
 
 class SavedTensors(NamedTuple):
@@ -38,7 +39,7 @@ class SavedTensors(NamedTuple):
 class SlotTransfer:
     """Moves the contents of the slots of one cache. Bytes are not changed on the way, whatever the dtype."""
 
-    def __init__(self, cache: AnyCache) -> None:
+    def __init__(self, cache: Cache) -> None:
         #: What the slots hold.
         self.slot_format = SlotFormat.of(cache)
         self._cache = cache

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._version import __version__
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.dtypes import dtype_name
 from trt_kvcache.errors import CapacityError, KVCacheError, SnapshotError
 from trt_kvcache.generation.sampler_state import SamplerState
@@ -19,7 +20,7 @@ from trt_kvcache.generation.token_ids import reusable_tokens, token_array
 from trt_kvcache.sequences.model_identity import ModelIdentity, check_type
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptEntry
 from trt_kvcache.sequences.slot_copy import SlotCopy
-from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
+from trt_kvcache.sequences.slot_format import SlotFormat
 from trt_kvcache.sequences.snapshot_file import SnapshotFile
 
 # Names of the tensors of token ids in a file.
@@ -98,7 +99,7 @@ class Snapshot:
     @classmethod
     def of_slot(
         cls,
-        cache: AnyCache,
+        cache: Cache,
         slot: int,
         *,
         tokens: Sequence[int],
@@ -264,7 +265,7 @@ class Snapshot:
             contents=SlotCopy(slot_format, len(tokens), tuple(arrays[name] for name in expected)),
         )
 
-    def check_fits(self, cache: AnyCache, model: ModelIdentity) -> None:
+    def check_fits(self, cache: Cache, model: ModelIdentity) -> None:
         """Check that the contents mean the same in a cache. Its sizes and layout may differ.
 
         Parameters
@@ -314,7 +315,7 @@ class Snapshot:
         held = token_array(_TOKENS, self.tokens)
         return reusable_tokens(held, token_array("prompt", prompt), whole=self.slot_format.has_states)
 
-    def restore_slot(self, cache: AnyCache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any) -> int:
+    def restore_slot(self, cache: Cache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any) -> int:
         """Copy the sequence to the front of a slot. Its length stays as it is: commit what is returned afterwards.
 
         Parameters
@@ -397,7 +398,7 @@ class LoadedSnapshot:
 
 def save_snapshot(
     path: str | os.PathLike[str],
-    cache: AnyCache,
+    cache: Cache,
     slot: int,
     *,
     tokens: Sequence[int],
@@ -464,7 +465,7 @@ def save_snapshot(
 
 
 def load_snapshot(
-    path: str | os.PathLike[str], cache: AnyCache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any
+    path: str | os.PathLike[str], cache: Cache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any
 ) -> LoadedSnapshot:
     """Read a file and restore it into a slot. Its length stays as it is: commit ``reused_tokens`` afterwards.
 
