@@ -633,7 +633,7 @@ class Cache(Closable):
         index = slot_index(slot, self.max_batch_size)
         number = int_in_range("sequence_length", sequence_length, 0, self._lengths.max_sequence_length)
         refuse_capture(self._memory, "capture_kv_cache", stream)
-        return [] if self._kv is None else self._kv.capture(index, number, stream=stream)
+        return [] if self._kv is None else self._kv.capture(index, number, stream=stream).tensors
 
     def restore_kv_cache(self, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
         """Copy captured tokens to the front of a slot. Lengths stay as they are.
@@ -667,7 +667,7 @@ class Cache(Closable):
         index = slot_index(slot, self.max_batch_size)
         refuse_capture(self._memory, "restore_kv_cache", stream)
         if self._kv is not None:
-            self._kv.restore(saved, index, stream=stream)
+            self._kv.restore_tensors(saved, index, stream=stream)
         elif saved:
             raise ShapeError(f"saved: expected no tensor, as there is no attention layer, got {len(saved)}.")
 
@@ -870,7 +870,7 @@ class Cache(Closable):
         index = slot_index(slot, self.max_batch_size)
         refuse_capture(self._memory, f"restore_{kind.value}_states", stream)
         if self._states is not None:
-            self._states.restore(kind, saved, index, stream=stream)
+            self._states.restore_tensors(kind, saved, index, stream=stream)
         elif saved:
             raise ShapeError(f"saved: expected no tensor, as there is no recurrent layer, got {len(saved)}.")
 

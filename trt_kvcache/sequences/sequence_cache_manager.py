@@ -17,7 +17,6 @@ from trt_kvcache.sequences.sequence_follower import SequenceFollower
 from trt_kvcache.sequences.sequence_swapper import SequenceSwapper
 from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
 from trt_kvcache.sequences.slot_format import SlotFormat
-from trt_kvcache.sequences.slot_transfer import SlotTransfer
 
 #: K or V of a sequence: ``[L, H, n, D]`` where layers are equal, else ``[H_i, n, D_i]`` of each attention layer.
 LayerArrays = Array | list[Array]
@@ -106,7 +105,7 @@ class SequenceCacheManager(Closable):
     """
 
     def __init__(self, cache: Cache, *, enable_swapping: bool = False, swap_threshold: float = 0.85) -> None:
-        SlotFormat.of(cache, name="SequenceCacheManager")  # or it raises
+        slot_format = SlotFormat.of(cache, name="SequenceCacheManager")
         if not isinstance(enable_swapping, bool):
             raise ConfigError(f"enable_swapping: expected True or False, got {enable_swapping!r}.")
         if isinstance(swap_threshold, bool) or not isinstance(swap_threshold, int | float) or not 0 < swap_threshold <= 1:
@@ -119,10 +118,10 @@ class SequenceCacheManager(Closable):
         self._cache: Cache = cache
         self._memory = cache.memory
         self._lengths = cache.lengths
-        self._transfer = SlotTransfer(cache)
-        self._table = SequenceTable(cache.lengths, self._transfer.copy_to_both_buffers)
+        self._slot_format = slot_format
+        self._table = SequenceTable(cache.lengths, self._keep_states)
         threshold = float(swap_threshold) if enable_swapping else None
-        self._swapper = SequenceSwapper(self._table, self._transfer, cache.lengths, threshold=threshold)
+        self._swapper = SequenceSwapper(self._table, cache, threshold=threshold)
         self._follower = SequenceFollower(self._table, self._swapper)
         self._lengths.attach(self._follower)
 
@@ -316,7 +315,8 @@ class SequenceCacheManager(Closable):
                 "Nothing was changed."
             )
         slot = self._swapper.swap_in(entry, count, stream=stream)
-        self._transfer.upload_rows(rows, slot, length, stream=stream)
+        assert self._cache.kv_layers is not None  # without attention layers there are recurrent ones
+        self._cache.kv_layers.upload(rows, slot, length, stream=stream)
         if self._table.is_active(entry):
             self._lengths.commit([count if other == slot else 0 for other in range(self._lengths.active_batch_size)], stream=stream)
         entry.length = length + count
@@ -389,15 +389,14 @@ class SequenceCacheManager(Closable):
         entry = self._begin(what, seq, stream)
         length = self._table.length(entry)
         slot = self._swapper.swap_in(entry, 0, stream=stream)
-        kv = self._cache.kv_config
-        if kv is None:
+        layers = self._cache.kv_layers
+        if layers is None:
             return [([], [])]
-        slot_format = self._transfer.slot_format
-        pairs = [self._empty_layers(slot_format.kv_shapes(length), kv.dtype)]
-        if kv.scales_by_token:
-            pairs.append(self._empty_layers(slot_format.scale_shapes(length), "float32"))
+        pairs = [self._empty_layers(self._slot_format.kv_shapes(length), layers.config.dtype)]
+        if layers.config.scales_by_token:
+            pairs.append(self._empty_layers(self._slot_format.scale_shapes(length), "float32"))
         rows = [array for pair in pairs for layer in zip(*pair, strict=True) for array in layer]
-        self._transfer.download_rows(rows, slot, stream=stream)
+        layers.download(rows, slot, stream=stream)
         self._memory.synchronize(stream)
         return pairs
 
@@ -452,7 +451,7 @@ class SequenceCacheManager(Closable):
         pair = {name: self._layers_of(name, given, kv.num_layers) for name, given in (("keys", keys), ("values", values))}
         first = pair["keys"][0]
         count = first.shape[1] if first.ndim == 3 else 0
-        shapes = self._transfer.slot_format.kv_shapes(count)
+        shapes = self._slot_format.kv_shapes(count)
         return self._checked(pair, shapes, f"{kv.dtype}, which the cache stores", kv.dtype, "[num_kv_heads, n, head_dim]"), count
 
     def _new_scales(self, key_scales: Any, value_scales: Any, count: int) -> list[Array]:
@@ -466,7 +465,7 @@ class SequenceCacheManager(Closable):
                     raise DTypeError(f"{name}: expected None, as the cache has no scales by token, got {type(scales).__name__}.")
             return []
         pair = {name: self._layers_of(name, scales, kv.num_layers, "[H, n]") for name, scales in given.items()}
-        return self._checked(pair, self._transfer.slot_format.scale_shapes(count), "float32", "float32", "[num_kv_heads, n]")
+        return self._checked(pair, self._slot_format.scale_shapes(count), "float32", "float32", "[num_kv_heads, n]")
 
     @staticmethod
     def _checked(
@@ -539,8 +538,8 @@ class SequenceCacheManager(Closable):
             slot = slot_index(slot, self._cache.max_batch_size)
             self._swapper.move(entry, slot, stream=stream)
         entry.pinned = True
-        if not length:
-            self._transfer.zero_states(slot, stream=stream)
+        if not length and self._cache.states is not None:
+            self._cache.states.reset_slots([slot], stream=stream)
         return slot
 
     def unpin(self, seq: int, *, stream: Any) -> None:
@@ -577,12 +576,18 @@ class SequenceCacheManager(Closable):
         """Return the sequence that an operation is about, after the checks that all operations have in common."""
         self._check_open()
         entry = self._table.find(seq)
-        if self._transfer.slot_format.has_states and needs_no_states:
+        if self._slot_format.has_states and needs_no_states:
             raise ConfigError(
                 f"{what}: the cache has recurrent layers, whose states only an engine can update. Pin the sequence and run it."
             )
         refuse_capture(self._memory, what, stream, because="it waits for the device")
         return entry
+
+    def _keep_states(self, slot: int, *, stream: Any) -> None:
+        """Copy the current states of a slot that leaves the active batch to the next ones, so that a swap does not lose them."""
+        states = self._cache.states
+        if states is not None and states.config.ping_pong:
+            self._cache.keep_states(slot, stream=stream)
 
     def close(self) -> None:
         """Destroy all sequences and release their copies on the host. The cache stays open. Idempotent."""

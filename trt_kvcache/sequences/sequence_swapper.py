@@ -3,20 +3,21 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache.cache.lengths import Lengths
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
 from trt_kvcache.sequences.slot_copy import SlotCopy
-from trt_kvcache.sequences.slot_transfer import SlotTransfer
+from trt_kvcache.sequences.slot_format import SlotFormat
 
 
 class SequenceSwapper:
     """Moves the sequences of a table between the slots of a cache and the host."""
 
-    def __init__(self, table: SequenceTable, transfer: SlotTransfer, lengths: Lengths, *, threshold: float | None) -> None:
+    def __init__(self, table: SequenceTable, cache: Cache, *, threshold: float | None) -> None:
         self._table = table
-        self._transfer = transfer
-        self._lengths = lengths
+        self._cache = cache
+        self._lengths = lengths = cache.lengths
+        self._slot_format = SlotFormat.of(cache)
         self._threshold = threshold
         #: Bytes of tokens and states in the slots when all are full.
         self.capacity = lengths.max_batch_size * self._live_nbytes(lengths.max_sequence_length)
@@ -33,7 +34,7 @@ class SequenceSwapper:
         return sum(self._live_nbytes(length) for length in (*self._lengths.upper_bounds, *waiting))
 
     def _live_nbytes(self, length: int) -> int:
-        return self._transfer.slot_format.live_nbytes(length)
+        return self._slot_format.live_nbytes(length)
 
     def swap_in(self, entry: SequenceEntry, new_tokens: int, *, stream: Any) -> int:
         """Bring a sequence into a slot, and make room for tokens that it will get."""
@@ -130,13 +131,13 @@ class SequenceSwapper:
         length = self._table.length(entry)
         if entry.slot is None or not length:
             return entry.saved
-        return SlotCopy(self._transfer.slot_format, length, self._transfer.download(entry.slot, length, stream=stream))
+        return SlotCopy.download(self._cache, entry.slot, length, stream=stream)
 
     def _restore(self, entry: SequenceEntry, slot: int, stream: Any) -> None:
         """Put a sequence that is swapped out into a free slot, or into an active and empty one."""
         if entry.saved is not None:
             waiting = slot >= self._lengths.active_batch_size
-            self._transfer.upload(entry.saved.arrays, slot, entry.saved.length, both_buffers=waiting, stream=stream)
+            entry.saved.upload(self._cache, slot, entry.saved.length, both_buffers=waiting, stream=stream)
             self._lengths.memory.synchronize(stream)
         entry.slot, entry.saved = slot, None
         if self._table.is_active(entry):
