@@ -84,6 +84,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
     from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
     from trt_kvcache.generation.sampling import SamplingOptions as SamplingOptions, SamplingParams as SamplingParams
+    from trt_kvcache.handles.sequence_cache_manager import SequenceCacheManager as SequenceCacheManager
     from trt_kvcache.memory.base import Memory as Memory
     from trt_kvcache.memory.cuda_memory import CudaMemory as CudaMemory
     from trt_kvcache.memory.host_memory import HostMemory as HostMemory
@@ -104,7 +105,6 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.reference import ReferenceEngine as ReferenceEngine
     from trt_kvcache.sequences.model_identity import ModelIdentity as ModelIdentity
     from trt_kvcache.sequences.prompt_cache import PromptCache as PromptCache, PromptEntry as PromptEntry, PromptMatch as PromptMatch
-    from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager as SequenceCacheManager
     from trt_kvcache.sequences.snapshot import Snapshot as Snapshot, load_snapshot as load_snapshot, save_snapshot as save_snapshot
     from trt_kvcache.session.async_request import AsyncRequest as AsyncRequest
     from trt_kvcache.session.async_session import AsyncSession as AsyncSession
@@ -189,7 +189,7 @@ _MODULE_OF = {
     "SamplingOptions": "generation.sampling",
     "SamplingParams": "generation.sampling",
     "SegmentedEngine": "trt.segmented_engine",
-    "SequenceCacheManager": "sequences.sequence_cache_manager",
+    "SequenceCacheManager": "handles.sequence_cache_manager",
     "SequenceError": "errors",
     "SessionOptions": "session.session_options",
     "SessionRunner": "polygraphy.runners",

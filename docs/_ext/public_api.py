@@ -37,7 +37,7 @@ import trt_kvcache
 AREAS = {
     "cache": ("cache", "plot"),
     "memory": ("memory", "dtypes"),
-    "sequences": ("sequences",),
+    "sequences": ("sequences", "handles"),
     "sessions": ("session",),
     "generation": ("generation",),
     "engines": ("engine", "engine_folder", "trt", "builder", "reference"),

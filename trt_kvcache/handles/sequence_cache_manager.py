@@ -10,12 +10,11 @@ from trt_kvcache._util.lifetime import Closable
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
+from trt_kvcache.handles.sequence_swapper import SequenceFollower, SequenceSwapper
+from trt_kvcache.handles.sequence_table import SequenceEntry, SequenceTable
 from trt_kvcache.memory.base import Array
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.sequences.sequence_follower import SequenceFollower
-from trt_kvcache.sequences.sequence_swapper import SequenceSwapper
-from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
 from trt_kvcache.sequences.slot_format import SlotFormat
 
 #: K or V of a sequence: ``[L, H, n, D]`` where layers are equal, else ``[H_i, n, D_i]`` of each attention layer.

@@ -5,7 +5,8 @@ from typing import Any
 
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.errors import CapacityError
-from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
+from trt_kvcache.handles.sequence_table import SequenceEntry, SequenceTable
+from trt_kvcache.kernels import AnyCompactionPlan
 from trt_kvcache.sequences.slot_copy import SlotCopy
 from trt_kvcache.sequences.slot_format import SlotFormat
 
@@ -143,3 +144,25 @@ class SequenceSwapper:
         if self._table.is_active(entry):
             active = range(self._lengths.active_batch_size)
             self._lengths.commit([entry.length if other == slot else 0 for other in active], stream=stream)
+
+
+class SequenceFollower:
+    """Keeps the sequences right while the owner of the cache changes the active batch or compacts it: a ``SlotContents``."""
+
+    is_recurrent = False
+
+    def __init__(self, table: SequenceTable, swapper: SequenceSwapper) -> None:
+        self._table = table
+        self._swapper = swapper
+
+    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Move the sequences that wait in slots that enter out of them, and follow the change."""
+        self._swapper.make_way(lengths, stream=stream)
+        self._table.resize(lengths, stream=stream)
+
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
+        """Do nothing: the cache's lengths count for sequences in active slots."""
+
+    def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
+        """Follow the moves of a compaction."""
+        self._table.compact(plan)
