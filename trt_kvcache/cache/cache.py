@@ -91,7 +91,7 @@ class Cache(Closable):
         self._own_contents = contents
 
     def _allocate(self, stream: Any) -> list[SlotContents]:
-        """Allocate K, V and states, and return what is to follow the lengths."""
+        """Allocate K, V and states, and return the contents that must follow the lengths."""
         if self._config.kv is not None:
             self._kv = KVLayers(self._config.kv, self._resources, stream=stream, one_allocation=self._kv_in_one_allocation)
         if self._config.mamba is not None:
@@ -118,7 +118,7 @@ class Cache(Closable):
 
     @property
     def memory(self) -> Memory:
-        """Where the cache lives."""
+        """The memory of the cache."""
         return self._memory
 
     @property
@@ -407,14 +407,14 @@ class Cache(Closable):
 
     @property
     def kv_cache_all_empty(self) -> bool:
-        """Whether no active slot holds a token."""
+        """True if no active slot holds a token."""
         self._check_open()
         return self._lengths.all_empty
 
     def reset_for_new_sequences(self, reuse_lengths: Sequence[int] | np.ndarray[Any, Any], *, stream: Any) -> None:
         """Make ``n = len(reuse_lengths)`` slots active for new sequences.
 
-        K and V are not cleared. States of slots of length 0 are zeroed; those of other slots must have been restored before.
+        K and V are not cleared. States of slots of length 0 are zeroed. The states of other slots must be restored first.
 
         Parameters
         ----------
@@ -434,7 +434,7 @@ class Cache(Closable):
 
         Notes
         -----
-        ``resetForNewSequences`` of seeds 001 and 003.
+        ``resetForNewSequences`` of ``LinearKVCache`` and ``HybridCacheManager``.
         """
         self._check_open()
         self._lengths.reset(reuse_lengths, stream=stream)
@@ -466,7 +466,7 @@ class Cache(Closable):
 
         Notes
         -----
-        ``commitSequenceLength`` of seeds 001 and 003.
+        ``commitSequenceLength`` of ``LinearKVCache`` and ``HybridCacheManager``.
         """
         self._check_open()
         self._lengths.commit(increment, max_increment=max_increment, stream=stream)
@@ -477,7 +477,7 @@ class Cache(Closable):
         Parameters
         ----------
         stream : cuda.core.Stream
-            What is waited for.
+            The stream to wait for.
 
         Raises
         ------
@@ -510,7 +510,7 @@ class Cache(Closable):
 
         Notes
         -----
-        ``setActiveBatchSize`` of seeds 001 and 003, where added slots come with the lengths that they last had.
+        ``setActiveBatchSize`` of ``LinearKVCache`` and ``HybridCacheManager``. In C++ added slots have the lengths that they last had.
         """
         self._check_open()
         self._lengths.set_active_batch_size(new_active_batch_size, stream=stream)
@@ -543,7 +543,7 @@ class Cache(Closable):
         slot : int
             An active slot.
         length : int
-            Tokens to keep, at most those that the slot holds.
+            Tokens to keep, at most the present length.
         stream : cuda.core.Stream
             The write is ordered on it.
 
@@ -591,8 +591,8 @@ class Cache(Closable):
 
         Notes
         -----
-        ``HybridCacheManager::compactBatch`` of seed 003, for every manager. Addresses do not change. Managers that share their
-        lengths are compacted together.
+        ``HybridCacheManager::compactBatch``, for every manager. Addresses do not change. Caches that share their lengths are compacted
+        together.
         """
         self._check_open()
         self._lengths.compact(batch_mapping, old_batch, new_batch, stream=stream)
@@ -613,13 +613,13 @@ class Cache(Closable):
         -------
         list of DeviceTensor ``[2, H_i, n, D_i]``
             One per attention layer: K, then V, contiguous, in the cache's dtype and memory, whatever the layout. They share one
-            allocation. With ``scales="token"`` as many more, ``[2, H_i, n']`` float32, hold the scales of each layer, with n' the
-            smallest multiple of 4 from n on. Static scales are not saved: they are part of the configuration.
+            allocation. With ``scales="token"`` the scales of each layer follow, ``[2, H_i, n']`` float32, with n' the smallest multiple
+            of 4 from n on. Static scales are not saved: they are part of the configuration.
 
         Raises
         ------
         SlotError, RangeError
-            There is no such slot, or a slot cannot hold so many tokens.
+            There is no such slot, or ``sequence_length`` is not from 0 to S.
         CapacityError
             The memory has no room for the copy.
         CaptureError
@@ -627,7 +627,7 @@ class Cache(Closable):
 
         Notes
         -----
-        ``captureKVCache`` of seed 003.
+        ``captureKVCache`` of ``HybridCacheManager``.
         """
         self._check_open()
         index = slot_index(slot, self.max_batch_size)
@@ -641,7 +641,7 @@ class Cache(Closable):
         Parameters
         ----------
         saved : sequence of DeviceTensor ``[2, H_i, n, D_i]``
-            What ``capture_kv_cache`` returned, of this cache or of one with equal layers and dtype in the same memory; its layout
+            Tensors of ``capture_kv_cache``, of this cache or of one with equal layers and dtype in the same memory; its layout
             and sizes may differ. Static scales should be the same, because the stored values are copied. The tensors must stay open
             until the copies are done.
         slot : int
@@ -661,7 +661,7 @@ class Cache(Closable):
 
         Notes
         -----
-        ``restoreKVCache`` of seed 003.
+        ``restoreKVCache`` of ``HybridCacheManager``.
         """
         self._check_open()
         index = slot_index(slot, self.max_batch_size)
@@ -673,7 +673,7 @@ class Cache(Closable):
 
     @property
     def parity(self) -> int:
-        """Which of the two buffers of ``ping_pong`` is current, 0 or 1; always 0 without."""
+        """Index of the current buffer of states, 0 or 1; always 0 without ``ping_pong``."""
         return 0 if self._states is None else self._states.parity
 
     def swap(self) -> None:
@@ -732,7 +732,7 @@ class Cache(Closable):
         """
         self._check_open()
         index = slot_index(slot, self.max_batch_size)
-        refuse_capture(self._memory, "keep_states", stream, because="what is replayed later keeps nothing now")
+        refuse_capture(self._memory, "keep_states", stream, because="a graph keeps nothing until it is replayed")
         if self._states is not None:
             self._states.keep(index, stream=stream)
 
@@ -746,7 +746,7 @@ class Cache(Closable):
 
         Notes
         -----
-        ``clearMambaStates`` of seed 001.
+        ``clearMambaStates`` of ``LinearKVCache``.
         """
         self._check_open()
         self._memory.check_stream(stream)
@@ -779,7 +779,7 @@ class Cache(Closable):
 
         Notes
         -----
-        ``captureRecurrentStates`` of seed 003, ``captureSSMStates`` of seed 001.
+        ``captureRecurrentStates`` of ``HybridCacheManager``, ``captureSSMStates`` of ``LinearKVCache``.
         """
         return self._capture(StateKind.RECURRENT, slot, stream)
 
@@ -809,7 +809,7 @@ class Cache(Closable):
 
         Notes
         -----
-        ``captureConvStates`` of seeds 001 and 003.
+        ``captureConvStates`` of ``LinearKVCache`` and ``HybridCacheManager``.
         """
         return self._capture(StateKind.CONV, slot, stream)
 
@@ -819,7 +819,7 @@ class Cache(Closable):
         Parameters
         ----------
         saved : sequence of DeviceTensor ``[num_heads, head_dim, state_size]``
-            What ``capture_recurrent_states`` returned. The tensors must stay open until the copies are done.
+            Tensors of ``capture_recurrent_states``. The tensors must stay open until the copies are done.
         slot : int
             Any slot, active or not.
         stream : cuda.core.Stream
@@ -842,7 +842,7 @@ class Cache(Closable):
         Parameters
         ----------
         saved : sequence of DeviceTensor ``[conv_dim, conv_kernel]``
-            What ``capture_conv_states`` returned. The tensors must stay open until the copies are done.
+            Tensors of ``capture_conv_states``. The tensors must stay open until the copies are done.
         slot : int
             Any slot, active or not.
         stream : cuda.core.Stream
@@ -894,8 +894,8 @@ def _check_shared(lengths: Lengths, max_batch_size: int, max_sequence_length: in
     limit = lengths.max_sequence_length if max_sequence_length is None else max_sequence_length
     if (lengths.max_batch_size, lengths.max_sequence_length) != (max_batch_size, limit):
         raise ConfigError(
-            f"lengths: expected those of {max_batch_size} slots of {limit} tokens, got "
+            f"lengths: expected {max_batch_size} slots of {limit} tokens, got "
             f"{lengths.max_batch_size} slots of {lengths.max_sequence_length}."
         )
     if lengths.memory is not memory:
-        raise PlaceError(f"lengths: expected those of the memory that the cache is in, got another one's ({lengths.memory.device}).")
+        raise PlaceError(f"lengths: expected lengths in the memory of the cache, got lengths in another one ({lengths.memory.device}).")

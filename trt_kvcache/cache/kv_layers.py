@@ -30,8 +30,8 @@ from trt_kvcache.memory.tensor import DeviceTensor
 class SavedRows(NamedTuple):
     """K and V of the first n tokens of a slot, and their scales by token, in the memory of the cache."""
 
-    #: ``[2, H_i, n, D_i]`` of each attention layer: K, then V. With scales by token as many more: ``[2, H_i, n']`` float32, with n'
-    #: the smallest multiple of 4 from n on.
+    #: ``[2, H_i, n, D_i]`` of each attention layer: K, then V. With scales by token ``[2, H_i, n']`` float32 of each layer follow,
+    #: with n' the smallest multiple of 4 from n on.
     tensors: list[DeviceTensor]
     #: The same tensors, grouped as :attr:`KVLayers.infos` are.
     infos: list[KVLayerInfos]
@@ -61,7 +61,7 @@ class KVLayers:
             self.scale_rows = resources.add(scale_infos(self.scales, stream=stream))
         #: The layers by head dim.
         self.groups = self._make_groups(resources, stream)
-        #: The layers that one launch moves: those of a head dim, and last the scales by token.
+        #: The layers that one launch moves: for each head dim its layers, and last the scales by token of all layers.
         self.infos = (*(group.layer_infos for group in self.groups), *(() if self.scale_rows is None else (self.scale_rows,)))
 
     def _allocate(self, resources: Resources, stream: Any, one_allocation: bool) -> list[tuple[Allocation, int, KVLayerStorage]]:
@@ -143,7 +143,7 @@ class KVLayers:
         self.restore(self._saved_rows(list(tensors), stream), slot, sequence_length, stream=stream)
 
     def _saved_shapes(self, sequence_length: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Return the shapes of K and V of so many tokens, and of their scales by token, for each layer."""
+        """Return the shapes of the saved K and V of each layer, and of their scales by token."""
         config = self.config
         scales: list[tuple[int, ...]] = []
         if config.scales_by_token:
@@ -172,8 +172,8 @@ class KVLayers:
 
     # --- direct copies to and from the host: one for each head, without a kernel and without memory on the device ---
     #
-    # Host arrays are K, then V, ``[H_i, n, D_i]`` of each layer, and then with scales by token those of K, then V, ``[H_i, n]`` float32 of
-    # each layer. The rows of a head are dense. The arrays must stay until the stream was waited for.
+    # Host arrays are K, then V, ``[H_i, n, D_i]`` of each layer; with scales by token the scales of K, then of V, ``[H_i, n]`` float32 of
+    # each layer follow. The rows of a head are dense. The arrays must stay until the stream was waited for.
 
     def download(self, arrays: Sequence[Array], slot: int, *, stream: Any) -> None:
         """Copy the first n rows of a slot, and their scales, to host arrays."""

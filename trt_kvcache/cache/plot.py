@@ -16,7 +16,7 @@ COLOURS = {"reused": "#1b4f72", "live": "#5dade2", "free": "#e8eef2"}
 #: The colour of the bytes of a layer.
 LAYER_COLOUR = "#ca6f1e"
 
-#: Up to so many slots each has its name and its number of tokens.
+#: Slots up to which each is labelled with its name and number of tokens.
 _MAX_NAMED_SLOTS = 40
 
 
@@ -25,7 +25,7 @@ def draw_cache(config: DecoderCacheConfig, lengths: Sequence[int] = (), reused: 
 
     Parameters
     ----------
-    config : KVCacheConfig or HybridCacheConfig
+    config : KVCacheConfig, CacheConfig, MambaCacheConfig or HybridCacheConfig
         The cache.
     lengths : sequence of int (A,)
         Tokens that each active slot holds. Slots without a length are drawn as not active.
@@ -40,7 +40,7 @@ def draw_cache(config: DecoderCacheConfig, lengths: Sequence[int] = (), reused: 
     Plot
         Two panels: a bar of S tokens per slot, with the reused, live and free ones; and the bytes of the layers, where neighbours of one
         shape share a bar, and all layers with states. Where nothing limits S, as in a cache of states alone, the axis ends at the longest
-        one.
+        sequence.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def _token_ticks(longest: int) -> list[int]:
 
 
 def layer_runs(config: DecoderCacheConfig) -> list[tuple[str, int, int]]:
-    """Return the runs of neighbouring attention layers that have one shape, and all layers with states as one run."""
+    """Return name, number of layers and bytes of one layer for each run of equal attention layers, and for all layers with states."""
     sizes = estimate_memory(config).bytes_per_layer
     layers = () if config.kv is None else config.kv.layers
     shapes = [(layer.num_kv_heads, layer.head_dim, nbytes) for layer, nbytes in zip(layers, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""``SequenceCacheManager`` (seed 002): sequences by handle, over the slots of a cache; they are swapped to the host when slots run out."""
+"""``SequenceCacheManager``: sequences by handle over the slots of a cache, swapped to the host when slots run out."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,8 +29,8 @@ class SequenceCacheManager(Closable):
     cache : KVCacheManager, LinearKVCache or HybridCacheManager
         The cache whose slots hold the sequences. The caller closes it. Only one ``SequenceCacheManager`` may use it at a time.
     enable_swapping : bool
-        Whether sequences are swapped out to the host (page-locked memory for a device) when slots run out. They are swapped in again
-        when they are used.
+        Swap sequences out to the host (page-locked memory for a device) when slots run out. They are swapped in again when they are
+        used.
     swap_threshold : float
         With swapping, the share of :attr:`memory_capacity` that may be in use before sequences are swapped out; above 0, at most 1.
 
@@ -41,14 +41,14 @@ class SequenceCacheManager(Closable):
 
     Notes
     -----
-    ``KVCacheManager`` of TinyLLM (seed 002).
+    ``KVCacheManager`` of TinyLLM.
 
     Everything is ordered on the ``stream`` of a call, a ``cuda.core.Stream``. Calls that copy from or to the host wait for it: arrays
     may be changed or read as soon as the call returns.
 
     A sequence waits in a slot that is not active, the highest one first, and its tokens are counted here. Active slots belong to
-    whoever made them active: this class never uses them by itself. A sequence in an active slot cannot be moved, and its length is
-    what the cache's lengths say. To run an engine on a sequence::
+    whoever made them active: this class never uses them by itself. A sequence in an active slot cannot be moved, and the
+    lengths of the cache hold its length. To run an engine on a sequence::
 
         cache.set_active_batch_size(1, stream=stream)
         sequences.pin(seq, slot=0, stream=stream)        # its tokens and states are in slot 0, its length is committed
@@ -417,7 +417,7 @@ class SequenceCacheManager(Closable):
         new_length : int
             Tokens to keep, from 0 to the present length.
         stream : cuda.core.Stream
-            What is copied or written is ordered on it.
+            Copies and writes are ordered on it.
 
         Raises
         ------
@@ -544,7 +544,7 @@ class SequenceCacheManager(Closable):
     def unpin(self, seq: int, *, stream: Any) -> None:
         """Let a sequence be moved again.
 
-        It leaves an active slot at once. What that slot holds stays there, and belongs to whoever made the slot active.
+        It leaves an active slot at once. The contents of that slot stay, and belong to whoever made the slot active.
 
         Parameters
         ----------

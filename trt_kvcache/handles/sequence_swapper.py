@@ -1,4 +1,4 @@
-"""``SequenceSwapper``: swaps sequences in and out, with all that a slot holds."""
+"""``SequenceSwapper``: moves sequences between slots and the host, with their states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,12 +25,12 @@ class SequenceSwapper:
 
     @property
     def enabled(self) -> bool:
-        """Whether sequences may be swapped out."""
+        """True if sequences may be swapped out."""
         return self._threshold is not None
 
     @property
     def used(self) -> int:
-        """Bytes of live tokens and states in the slots: of active ones (upper bounds), and of sequences in the others."""
+        """Bytes of live tokens and states: of active slots (upper bounds), and of sequences in the other slots."""
         waiting = [entry.length for entry in self._table if entry.slot is not None and not self._table.is_active(entry)]
         return sum(self._live_nbytes(length) for length in (*self._lengths.upper_bounds, *waiting))
 
@@ -38,7 +38,7 @@ class SequenceSwapper:
         return self._slot_format.live_nbytes(length)
 
     def swap_in(self, entry: SequenceEntry, new_tokens: int, *, stream: Any) -> int:
-        """Bring a sequence into a slot, and make room for tokens that it will get."""
+        """Return the slot of a sequence, swapped in if it is on the host, with room for ``new_tokens``."""
         grown = self._live_nbytes(entry.length + new_tokens) - (0 if entry.slot is None else self._live_nbytes(entry.length))
         needs_slot = entry.slot is None and not self._table.free_slots()
         self._swap_out(self._victims(entry, grown, needs_slot), stream)
@@ -50,7 +50,7 @@ class SequenceSwapper:
         return slot
 
     def _victims(self, entry: SequenceEntry, grown: int, needs_slot: bool) -> list[SequenceEntry]:
-        """Return the sequences to swap out, so that ``entry`` gets a slot or may grow by that many bytes: least recently used first."""
+        """Return the sequences to swap out so that ``entry`` gets a slot, or may grow by ``grown`` bytes: least recently used first."""
         candidates = self._table.movable(except_for=entry)
         if needs_slot and not candidates:
             raise CapacityError(f"sequence {entry.id} has no slot, and all slots are active or pinned. Nothing was changed.")
@@ -65,7 +65,7 @@ class SequenceSwapper:
         return victims
 
     def move(self, entry: SequenceEntry, slot: int, *, stream: Any) -> None:
-        """Move a sequence into a given slot. If the slot is active, the length of the sequence is committed there."""
+        """Move a sequence into a given slot. In an active slot the length of the sequence is committed."""
         other = self._table.in_slot(slot)
         if other is entry:
             return
@@ -86,7 +86,7 @@ class SequenceSwapper:
         self._restore(entry, slot, stream)
 
     def make_way(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Move the sequences that wait in slots that become active to other slots, or to the host: their owner will write there."""
+        """Move sequences out of slots that become active, to other slots or to the host: the owner of the cache will write there."""
         leaving = []
         for entry in self._table:
             if entry.slot is None or not self._lengths.active_batch_size <= entry.slot < len(lengths):

@@ -159,7 +159,7 @@ def check_capture(cache: Cache, slot: int, length: int, *, stream: Any) -> None:
     number = int_in_range("tokens", length, 0)
     whole = cache.states is not None
     if number > held[index] or (whole and number != held[index]):
-        expected = f"exactly as many, as its states are those after all of them, got {number}" if whole else f"no more, got {number}"
+        expected = f"exactly {held[index]}, as its states depend on all of them, got {number}" if whole else f"no more, got {number}"
         raise RangeError(f"tokens: slot {index} holds {held[index]}; expected {expected}.")
     refuse_capture(cache.memory, "copying a slot", stream)
 

@@ -136,7 +136,7 @@ class SlotFormat:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SlotFormat:
-        """Read what :meth:`to_dict` returned."""
+        """Return the format that :meth:`to_dict` wrote."""
         kv, mamba = data["kv"], data["mamba"]
         return cls(
             kv=None if kv is None else KVCacheConfig.from_dict(kv), mamba=None if mamba is None else MambaCacheConfig.from_dict(mamba)
