@@ -57,7 +57,6 @@ class DeviceKnownChanges(LengthState):
         self._check_open()
         self._mirror.check_old_batch(old_batch)
         self._mirror = self._mirror.after_device_compaction(new_batch)
-        self._active_tensor = self._tensor[: self.active_batch_size]
 
     def sync_lengths(self, *, stream: Any) -> None:
         """Read the lengths from the device into the mirror, which is exact afterwards. Waits for ``stream``.
@@ -77,7 +76,7 @@ class DeviceKnownChanges(LengthState):
         self._check_open()
         refuse_capture(self._memory, "sync_lengths", stream, because="it waits for the device")
         self._memory.synchronize(stream)
-        self._mirror = self._mirror.after_sync(self._memory.read(self._active_tensor).tolist())
+        self._mirror = self._mirror.after_sync(self._memory.read(self.active_tensor).tolist())
 
     def _commit_tensor(self, increments: DeviceTensor, max_increment: int | None, stream: Any) -> None:
         if max_increment is None:
@@ -91,11 +90,11 @@ class DeviceKnownChanges(LengthState):
             raise ShapeError(f"increment: expected shape ({active},), one per active slot, got {increments.shape}.")
         capturing = self._memory.is_capturing(stream)
         after = self._mirror if capturing else self._mirror.after_commit([limit] * active, exact=False)
-        increment_length_tensor(self._active_tensor, increments, stream=stream)
+        increment_length_tensor(self.active_tensor, increments, stream=stream)
         self._mirror = after
 
     def _compact_by_device_mapping(self, mapping: DeviceTensor, old: int, new: int, stream: Any) -> None:
-        plan = CompactionPlan.from_device(mapping, old, new, self._active_tensor)
+        plan = CompactionPlan.from_device(mapping, old, new, self.active_tensor)
         if self._memory.is_capturing(stream):
             self._move(plan, stream)
             return
@@ -103,8 +102,8 @@ class DeviceKnownChanges(LengthState):
             self._check_device_mapping(mapping, new, stream)
         self._move(plan, stream)
         after = self._mirror.after_device_compaction(new)
-        self._announce(after._replace(upper_bounds=(0,) * new), stream)
-        self._mirror, self._active_tensor = after, self._tensor[:new]
+        self._announce((0,) * new, stream)
+        self._mirror = after
 
     def _check_device_mapping(self, mapping: DeviceTensor, new_batch: int, stream: Any) -> None:
         """Read a device mapping and raise :class:`MappingError` if it is not valid, or changes the order of slots."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import add
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
 from trt_kvcache.errors import CapacityError, LengthsUnknown, MappingError, RangeError, ShapeError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class LengthMirror(NamedTuple):
@@ -106,11 +109,11 @@ class LengthMirror(NamedTuple):
             raise MappingError(f"compact_batch: expected old_batch={len(self.upper_bounds)}, the active batch size, got {number}.")
         return number
 
-    def after_compaction(self, mapping: Iterable[int], new_batch: int) -> LengthMirror:
+    def after_compaction(self, mapping: Sequence[int] | npt.NDArray[Any], new_batch: int) -> LengthMirror:
         """Return the mirror after the slots were moved by a valid mapping: its kept slots fill ``0..new_batch-1``."""
-        source_of = {int(new): old for old, new in enumerate(mapping)}
-        sources = [source_of[slot] for slot in range(new_batch)]
-        return self._with(tuple(self.upper_bounds[old] for old in sources), tuple(self.exact[old] for old in sources))
+        # Old slots in the order of their new ones; dropped ones (-1) come first.
+        sources = sorted(range(len(mapping)), key=mapping.__getitem__)[len(mapping) - new_batch :]
+        return self._with(tuple(map(self.upper_bounds.__getitem__, sources)), tuple(map(self.exact.__getitem__, sources)))
 
     def after_device_compaction(self, new_batch: Any) -> LengthMirror:
         """Return the mirror after a compaction by a mapping that only the device knows, and that keeps the order of the slots."""

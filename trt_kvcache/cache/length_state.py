@@ -33,7 +33,8 @@ class LengthState(Uncopyable):
             self._allocation.close()
             raise
         self._tensor = DeviceTensor(self._allocation, shape=(self._mirror.max_batch_size,), dtype="int32")
-        self._active_tensor = self._tensor[0:0]
+        # Views of the lengths of the first slots, by their number. The active slots are the first ones, so only the mirror is state.
+        self._views: dict[int, DeviceTensor] = {}
         # Weak: a SequenceCacheManager that nobody refers to stops following.
         self._contents: list[weakref.ref[SlotContents]] = []
 
@@ -76,7 +77,7 @@ class LengthState(Uncopyable):
     @property
     def active_tensor(self) -> DeviceTensor:
         """The lengths of the active slots, int32 ``[A]``."""
-        return self._active_tensor
+        return self._first(len(self._mirror.upper_bounds))
 
     @property
     def active_batch_size(self) -> int:
@@ -173,11 +174,17 @@ class LengthState(Uncopyable):
         if self._allocation.closed:
             raise ClosedError("these Lengths are closed.")
 
-    def _announce(self, after: LengthMirror, stream: Any) -> None:
+    def _first(self, count: int) -> DeviceTensor:
+        view = self._views.get(count)
+        if view is None:
+            view = self._views[count] = self._tensor[:count]
+        return view
+
+    def _announce(self, lengths: Sequence[int], stream: Any) -> None:
         """Tell the contents which slots leave the active batch or enter it, before the mirror changes."""
-        if len(after.upper_bounds) != len(self._mirror.upper_bounds):
+        if len(lengths) != len(self._mirror.upper_bounds):
             for contents in self.contents():
-                contents.resize(after.upper_bounds, stream=stream)
+                contents.resize(lengths, stream=stream)
 
     def _reset_slots(self, slots: Sequence[int], stream: Any) -> None:
         if slots:
@@ -185,10 +192,9 @@ class LengthState(Uncopyable):
                 contents.reset_slots(slots, stream=stream)
 
     def _move(self, plan: AnyCompactionPlan, stream: Any) -> None:
-        """Launch the moves of a compaction. The lengths move last: with a device mapping the other kernels read the old ones."""
+        """Launch the moves of a valid plan. The lengths move last: with a device mapping the other kernels read the old ones."""
         if plan.is_identity:
-            self._memory.check_stream(stream)
             return
         for contents in self.contents():
             contents.compact(plan, stream=stream)
-        compact_length_tensor(self._active_tensor, plan, stream=stream)
+        compact_length_tensor(self.active_tensor, plan, stream=stream)

@@ -85,13 +85,12 @@ class Lengths(DeviceKnownChanges):
         self._check_open()
         after = self._mirror.after_reset(_host_integers("reuse_lengths", reuse_lengths))
         refuse_capture(self._memory, "reset_for_new_sequences", stream)
-        self._announce(after, stream)
-        count = len(after.upper_bounds)
-        active = self._active_tensor if count == self.active_batch_size else self._tensor[:count]
-        store_length_values(active, after.upper_bounds, accumulate=False, stream=stream)
+        lengths = after.upper_bounds
+        self._announce(lengths, stream)
+        store_length_values(self._first(len(lengths)), lengths, accumulate=False, stream=stream)
         if self._contents:
-            self._reset_slots([slot for slot, length in enumerate(after.upper_bounds) if not length], stream)
-        self._mirror, self._active_tensor = after, active
+            self._reset_slots([slot for slot, length in enumerate(lengths) if not length], stream)
+        self._mirror = after
 
     def commit(
         self, increment: int | Sequence[int] | np.ndarray[Any, Any] | DeviceTensor, *, max_increment: int | None = None, stream: Any
@@ -126,12 +125,12 @@ class Lengths(DeviceKnownChanges):
         if isinstance(increment, Sequence) or (isinstance(increment, np.ndarray) and increment.ndim):
             after = self._mirror.after_commit(values := _host_integers("increment", increment))
             refuse_capture(self._memory, "commit_sequence_length with host values", stream)
-            store_length_values(self._active_tensor, values, accumulate=True, stream=stream)
+            store_length_values(self.active_tensor, values, accumulate=True, stream=stream)
         else:
             number = int_in_range("increment", increment, 0)
             capturing = self._memory.is_capturing(stream)
             after = self._mirror if capturing else self._mirror.after_commit([number] * self.active_batch_size)
-            increment_length_tensor(self._active_tensor, number, stream=stream)
+            increment_length_tensor(self.active_tensor, number, stream=stream)
         self._mirror = after
 
     def set_active_batch_size(self, new_active_batch_size: int, *, stream: Any) -> None:
@@ -159,11 +158,11 @@ class Lengths(DeviceKnownChanges):
         before, count = self.active_batch_size, after.active_batch_size
         if count > before:
             refuse_capture(self._memory, "set_active_batch_size", stream)
-        self._announce(after, stream)
+        self._announce(after.upper_bounds, stream)
         if count > before:
             store_length_values(self._tensor[before:count], [0] * (count - before), accumulate=False, stream=stream)
             self._reset_slots(range(before, count), stream)
-        self._mirror, self._active_tensor = after, self._tensor[:count]
+        self._mirror = after
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
         """Set the length of an active slot to 0 and its states to zero.
@@ -259,8 +258,8 @@ class Lengths(DeviceKnownChanges):
         refuse_capture(self._memory, "compact_batch with a host mapping", stream)
         after = self._mirror.after_compaction(batch_mapping, plan.new_batch)
         self._move(plan, stream)
-        self._announce(after, stream)
-        self._mirror, self._active_tensor = after, self._tensor[: plan.new_batch]
+        self._announce(after.upper_bounds, stream)
+        self._mirror = after
 
 
 def _host_integers(what: str, values: Any) -> list[int]:
