@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.model import ModelConfig
 
 
@@ -35,7 +34,7 @@ class CacheTraffic:
     states_nbytes: int
 
     @classmethod
-    def of(cls, config: KVCacheConfig | HybridCacheConfig, model: ModelConfig | None = None) -> CacheTraffic:
+    def of(cls, config: DecoderCacheConfig, model: ModelConfig | None = None) -> CacheTraffic:
         """Return what steps over a cache need.
 
         Parameters

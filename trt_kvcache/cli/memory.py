@@ -14,9 +14,8 @@ from trt_kvcache._util.shown import shown
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH, default_sequence_length
 from trt_kvcache.builder.what_fits import Fit, what_fits
-from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.config import DecoderCacheConfig, HybridCacheConfig, KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.checkpoint import Checkpoint
@@ -29,7 +28,7 @@ from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.cli.session_flags import MAX_SEQUENCE_LENGTH_HELP, QUANTIZE_HELP, located, located_headers
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES, MODEL_DTYPES, SCALED_KV_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import window_in_cache
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
+from trt_kvcache.engine.decoder_tensors import decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.model import ModelConfig
@@ -239,11 +238,11 @@ def _remark(fit: Fit, before: Sequence[Fit]) -> str | None:
 
 def _with_dtype(config: DecoderCacheConfig, dtype: str, scales: str | None) -> DecoderCacheConfig:
     """Return a configuration with another dtype of K and V, and of conv states if it is one that models are computed in."""
-    if not isinstance(config, HybridCacheConfig):
-        return replace(config, dtype=dtype, scales=scales)
     kv = None if config.kv is None else replace(config.kv, dtype=dtype, scales=scales)
+    if kv is not None and config.mamba is None:
+        return kv
     mamba = replace(config.mamba, conv_dtype=dtype) if config.mamba is not None and dtype in MODEL_DTYPES else config.mamba
-    return replace(config, kv=kv, mamba=mamba)
+    return HybridCacheConfig(layer_types=config.layer_types, kv=kv, mamba=mamba)
 
 
 def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int | None, max_sequence_length: int | None) -> KVCacheConfig:

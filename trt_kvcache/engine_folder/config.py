@@ -9,8 +9,9 @@ from typing import Any, TypeVar, get_type_hints
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache._util.shown import shown
 from trt_kvcache._version import __version__
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_from_dict
+from trt_kvcache.engine.decoder_tensors import decoder_cache_from_dict
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.consistency import check_consistency

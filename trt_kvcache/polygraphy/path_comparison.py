@@ -11,8 +11,7 @@ from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.errors import CapacityError, ConfigError, ShapeError
@@ -265,7 +264,7 @@ def _check_paths(paths: Sequence[SessionRunner]) -> None:
         raise ConfigError(f"paths: expected at least two, with different names, got {', '.join(names) or 'none'}.")
 
 
-def _layers(config: KVCacheConfig | HybridCacheConfig) -> tuple[Any, ...]:
+def _layers(config: DecoderCacheConfig) -> tuple[Any, ...]:
     """Return what layers keep, whatever the number and length of slots and the dtypes."""
     mamba = config.mamba
     states = {} if mamba is None else {kind: (mamba.num_layers, storage.slot_shape) for kind, storage in state_storages(mamba).items()}

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trt_kvcache.cache.recurrent_cache import RecurrentCache
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.sequences.slot_format import AnyCache
 from trt_kvcache.session.chunks import Chunk, plan_chunks
 from trt_kvcache.session.slots import Slot
 
@@ -41,12 +40,12 @@ class _Held(NamedTuple):
 class Runner:
     """Feeds tokens to an engine, commits their lengths, and holds the slots in force."""
 
-    def __init__(self, engine: Engine, cache: AnyCache, *, names: TensorNames = DEFAULT_NAMES) -> None:
+    def __init__(self, engine: Engine, cache: Cache, *, names: TensorNames = DEFAULT_NAMES) -> None:
         if cache.mamba_config is not None and not cache.mamba_config.ping_pong:
             raise ConfigError("cache: expected two buffers of states, ping_pong=True, got one: a step that fails could not be repeated.")
         self.engine = engine
         self.cache = cache
-        self._recurrent = cache if isinstance(cache, RecurrentCache) and cache.states is not None else None
+        self._recurrent = cache if cache.states is not None else None
         self.plan = BindingPlan(engine, cache, names=names)
         self.stream = cache.memory.create_stream()
         self._held = _Held((), _States.OF_SLOTS)
@@ -198,7 +197,7 @@ class Runner:
         if self._recurrent is not None:
             self._move_states(self._recurrent, increments)
 
-    def _move_states(self, cache: RecurrentCache, increments: int | Sequence[int]) -> None:
+    def _move_states(self, cache: Cache, increments: int | Sequence[int]) -> None:
         first, ran = self._ran
         active = cache.active_batch_size
         taken = [increments] * active if isinstance(increments, int) else increments

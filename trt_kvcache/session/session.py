@@ -13,9 +13,8 @@ import numpy as np
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.builder.build_engine import Progress
-from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig
+from trt_kvcache.cache.cache import Cache
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
@@ -32,7 +31,6 @@ from trt_kvcache.model import ModelConfig
 from trt_kvcache.plot import Plot
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
-from trt_kvcache.sequences.slot_format import AnyCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.decode_steps import DecodeSteps
@@ -121,7 +119,7 @@ class InferenceSession(Uncopyable):
     def __init__(
         self,
         engine: Engine,
-        cache: AnyCache,
+        cache: Cache,
         *,
         names: TensorNames = DEFAULT_NAMES,
         tokenizer: Tokenizer | None = None,
@@ -260,14 +258,14 @@ class InferenceSession(Uncopyable):
     # --- what it is ---
 
     @property
-    def cache(self) -> AnyCache:
+    def cache(self) -> Cache:
         """The cache manager of the session."""
         return self._cache
 
     @property
-    def cache_config(self) -> KVCacheConfig | HybridCacheConfig:
+    def cache_config(self) -> DecoderCacheConfig:
         """Sizes, dtype and layers of the cache."""
-        return self._cache.config if isinstance(self._cache, HybridCacheManager) else self._cache.kv_config
+        return self._cache.config
 
     @property
     def engine(self) -> Engine:

@@ -1,15 +1,15 @@
-"""What a slot holds, moved to tensors and to host arrays, and back."""
+"""Copies of a slot on the host, from any slot and into any, without a wait."""
 
 import itertools
 
-import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import LAYOUTS, SEQUENCE_KINDS, B, FailingMemory, Image, S, Unchanged, cache_holding, fill_all
+from tests.helpers.cache_cases import LAYOUTS, SEQUENCE_KINDS, FailingMemory, Image, S, Unchanged, cache_holding, fill_all
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError
-from trt_kvcache.sequences.slot_transfer import SlotTransfer
+from trt_kvcache.sequences.slot_copy import SlotCopy, host_arrays
+from trt_kvcache.sequences.slot_format import SlotFormat
 
 KINDS = pytest.mark.parametrize("kind", SEQUENCE_KINDS)
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
@@ -32,22 +32,22 @@ class TestDownload:
     @pytest.mark.parametrize("length", [0, 3, S])
     def test_is_what_the_slot_holds(self, memory, stream, kind, layout, dtype, length):
         with cache_holding(kind, memory, stream, 5, 5, layout=layout, dtype=dtype) as cache:
-            arrays = SlotTransfer(cache).download(3, length, stream=stream)
+            arrays = SlotCopy.download(cache, 3, length, stream=stream).arrays
             memory.synchronize(stream)
             assert as_bytes(arrays) == held_by(Image(cache), 3, length)
 
     @KINDS
     def test_arrays_are_those_of_the_format(self, memory, stream, kind):
         with cache_holding(kind, memory, stream, 5) as cache:
-            transfer = SlotTransfer(cache)
-            arrays = transfer.download(0, 5, stream=stream)
-            expected = [(shape, numpy_dtype(dtype)) for shape, dtype in transfer.slot_format.tensors(5).values()]
+            copy = SlotCopy.download(cache, 0, 5, stream=stream)
+            arrays = copy.arrays
+            expected = [(shape, numpy_dtype(dtype)) for shape, dtype in copy.slot_format.tensors(5).values()]
         assert [(array.shape, array.dtype) for array in arrays] == expected
 
     @KINDS
     def test_changes_nothing(self, memory, stream, kind):
         with cache_holding(kind, memory, stream, 5) as cache, Unchanged(cache):
-            SlotTransfer(cache).download(0, 5, stream=stream)
+            SlotCopy.download(cache, 0, 5, stream=stream)
             memory.synchronize(stream)
 
     @KINDS
@@ -57,14 +57,14 @@ class TestDownload:
         with cache_holding(kind, memory, stream, 5) as cache:
             memory.failures = 1
             with Unchanged(cache), pytest.raises(CapacityError, match="no room"):
-                SlotTransfer(cache).download(0, 5, stream=stream)
+                SlotCopy.download(cache, 0, 5, stream=stream)
 
     @needs_standin
     @KINDS
     def test_needs_neither_kernels_nor_device_memory(self, memory, stream, kind):
         with cache_holding(kind, memory, stream, 5) as cache:
-            transfer, standin = SlotTransfer(cache), StandIn()
-            arrays = transfer.download(0, 5, stream=stream)
+            standin = StandIn()
+            arrays = SlotCopy.download(cache, 0, 5, stream=stream).arrays
             made = standin.take_calls()
             assert {call for call in made if call in ALLOCATIONS} == {"cuMemAllocHost_v2"}
             assert not [call for call in made if call in WAITS or call.startswith("cuLaunchKernel")]
@@ -79,26 +79,26 @@ class TestUpload:
     @pytest.mark.parametrize("length", [0, 3, S])
     def test_into_another_slot(self, memory, stream, kind, layout, dtype, length):
         with cache_holding(kind, memory, stream, 5, 5, layout=layout, dtype=dtype) as cache:
-            transfer, expected = SlotTransfer(cache), Image(cache)
-            arrays = transfer.download(3, length, stream=stream)
+            expected = Image(cache)
+            copy = SlotCopy.download(cache, 3, length, stream=stream)
             memory.synchronize(stream)
             before = Image(cache)
             for into, taken in zip([*expected.rows, *expected.scales], [*before.rows, *before.scales], strict=True):
                 into[1, :, :, :length] = taken[3, :, :, :length]
             for states in expected.states:
                 states[1] = states[3]
-            transfer.upload(arrays, 1, length, stream=stream)
+            copy.upload(cache, 1, length, stream=stream)
             memory.synchronize(stream)
             expected.check(cache)
 
     def test_of_the_first_tokens_only(self, memory, stream):
         with cache_holding("manager", memory, stream, 5, 5) as cache:
-            transfer, expected = SlotTransfer(cache), Image(cache)
-            arrays = transfer.download(3, 5, stream=stream)
+            expected = Image(cache)
+            copy = SlotCopy.download(cache, 3, 5, stream=stream)
             memory.synchronize(stream)
             for rows in expected.rows:
                 rows[1, :, :, :2] = rows[3, :, :, :2]
-            transfer.upload(arrays, 1, 2, stream=stream)
+            copy.upload(cache, 1, 2, stream=stream)
             memory.synchronize(stream)
             expected.check(cache)
 
@@ -106,50 +106,25 @@ class TestUpload:
     @pytest.mark.parametrize("kind", ["linear", "hybrid"])
     def test_into_both_buffers_of_states(self, memory, stream, kind, both_buffers):
         with cache_holding(kind, memory, stream, 5, 5, ping_pong=True) as cache:
-            transfer, expected = SlotTransfer(cache), Image(cache)
-            arrays = transfer.download(3, 5, stream=stream)
+            expected = Image(cache)
+            copy = SlotCopy.download(cache, 3, 5, stream=stream)
             memory.synchronize(stream)
             for rows in expected.rows:
                 rows[1, :, :, :5] = rows[3, :, :, :5]
             for states, following in zip(expected.states, expected.next_states, strict=True):
                 states[1] = states[3]
                 following[1] = states[3] if both_buffers else following[1]
-            transfer.upload(arrays, 1, 5, both_buffers=both_buffers, stream=stream)
+            copy.upload(cache, 1, 5, both_buffers=both_buffers, stream=stream)
             memory.synchronize(stream)
             expected.check(cache)
-
-
-class TestRows:
-    @LAYOUTS
-    @pytest.mark.parametrize("first", [0, 2, S - 3])
-    def test_are_written_from_a_token_on(self, memory, stream, layout, first):
-        with cache_holding("manager", memory, stream, 5, layout=layout) as cache:
-            transfer, expected = SlotTransfer(cache), Image(cache)
-            rows = [
-                np.random.default_rng(index).integers(0, 2**16, (config.num_kv_heads, 3, config.head_dim), np.uint16).view(np.float16)
-                for index, config in enumerate(layer for layer in cache.kv_config.layers for _ in range(2))
-            ]
-            transfer.upload_rows(rows, 2, first, stream=stream)
-            memory.synchronize(stream)
-            for index, array in enumerate(rows):
-                expected.rows[index // 2][2, index % 2, :, first : first + 3] = array.view(np.uint8)
-            expected.check(cache)
-
-    @LAYOUTS
-    def test_are_read_from_the_first_token_on(self, memory, stream, layout):
-        with cache_holding("manager", memory, stream, 5, layout=layout) as cache:
-            rows = [np.zeros((layer.num_kv_heads, 4, layer.head_dim), np.float16) for layer in cache.kv_config.layers for _ in range(2)]
-            SlotTransfer(cache).download_rows(rows, B - 1, stream=stream)
-            memory.synchronize(stream)
-            assert as_bytes(rows) == held_by(Image(cache), B - 1, 4)
 
 
 @KINDS
-def test_what_was_saved_is_instantiated_in_another_slot(memory, stream, kind):
+def test_a_copy_in_the_memory_of_the_cache_is_restored_into_another_slot(memory, stream, kind):
     with cache_holding(kind, memory, stream, 5, 5) as cache:
-        transfer, taken, expected = SlotTransfer(cache), Image(cache), Image(cache)
-        transfer.instantiate(transfer.save(3, 5, stream=stream), 1, 5, stream=stream)
-        expected.move(1, taken, 3, 5)
+        taken, expected = Image(cache), Image(cache)
+        SlotCopy.capture(cache, 1, 5, stream=stream).restore(cache, 3, 5, stream=stream)
+        expected.move(3, taken, 1, 5)
         expected.check(cache)
 
 
@@ -157,7 +132,7 @@ def test_what_was_saved_is_instantiated_in_another_slot(memory, stream, kind):
 def test_states_of_a_slot_are_zeroed(memory, stream, kind):
     with cache_holding(kind, memory, stream, 5, 5) as cache:
         expected = Image(cache)
-        SlotTransfer(cache).zero_states(3, stream=stream)
+        cache.states.reset_slots([3], stream=stream)
         expected.zero_states(3)
         expected.check(cache)
 
@@ -168,7 +143,7 @@ def test_current_states_are_copied_to_the_next_ones(memory, stream, kind, ping_p
     with cache_holding(kind, memory, stream, 5, ping_pong=ping_pong) as cache:
         fill_all(cache, stream, 3)
         expected = Image(cache)
-        SlotTransfer(cache).copy_to_both_buffers(2, stream=stream)
+        cache.keep_states(2, stream=stream)
         for states, following in zip(expected.states, expected.next_states, strict=True):
             following[2] = states[2]
         expected.check(cache)
@@ -178,6 +153,6 @@ def test_host_arrays_lie_in_one_allocation():
     memory = FailingMemory()
     with cache_holding("hybrid", memory, memory.create_stream(), 5) as cache:
         memory.left, memory.failures = 1, 1
-        arrays = SlotTransfer(cache).host_arrays(5)
+        arrays = host_arrays(SlotFormat.of(cache), 5, memory)
     starts = [array.ctypes.data for array in arrays]
     assert [after - before for before, after in itertools.pairwise(starts)] == [array.nbytes for array in arrays[:-1]]

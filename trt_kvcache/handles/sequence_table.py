@@ -1,4 +1,4 @@
-"""``SequenceTable``: which sequence is in which slot, and which one was used least recently. Bookkeeping on the host only."""
+"""``SequenceTable``: the slot of each sequence, and the order of their last use. Bookkeeping on the host only."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,22 @@ class SequenceEntry:
     """One sequence."""
 
     id: int
+    #: None on the host.
     slot: int | None
+    #: Tokens; in an active slot the lengths of the cache count instead.
     length: int = 0
+    #: False if the slot left the active batch while only the device knew its length: then `length` is an upper bound.
     exact: bool = True
+    #: It must stay in its slot.
     pinned: bool = False
+    #: The tokens of a sequence on the host; None if it is empty.
     saved: SlotCopy | None = None
 
 
 class SequenceTable:
     """The sequences over the slots of one cache, in the order of their last use."""
 
+    # `before_slot_leaves(slot, stream=)` is called before a slot with tokens of a sequence leaves the active batch.
     def __init__(self, lengths: Lengths, before_slot_leaves: Callable[..., None]) -> None:
         self._lengths = lengths
         self._before_slot_leaves = before_slot_leaves
@@ -69,7 +75,7 @@ class SequenceTable:
         self._entries[entry.id] = self._entries.pop(entry.id)
 
     def remove(self, seq: int) -> None:
-        """Forget a sequence, also one whose tokens were lost."""
+        """Drop a sequence, also one whose tokens were lost."""
         number = as_int("sequence", seq, error=SequenceError)
         if number in self._lost_ids:
             self._lost_ids.remove(number)
@@ -77,7 +83,7 @@ class SequenceTable:
             del self._entries[self.find(number).id]
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Drop all sequences."""
         self._entries.clear()
         self._lost_ids.clear()
 
@@ -91,19 +97,19 @@ class SequenceTable:
         return [slot for slot in reversed(range(self._lengths.active_batch_size, self._lengths.max_batch_size)) if slot not in held]
 
     def is_active(self, entry: SequenceEntry) -> bool:
-        """Tell whether a sequence is in an active slot."""
+        """Return True if a sequence is in an active slot."""
         return entry.slot is not None and entry.slot < self._lengths.active_batch_size
 
     def is_movable(self, entry: SequenceEntry) -> bool:
-        """Tell whether a sequence may be moved out of its slot."""
+        """Return True if a sequence may be moved out of its slot."""
         return entry.slot is not None and not entry.pinned and not self.is_active(entry)
 
     def movable(self, *, except_for: SequenceEntry | None = None) -> list[SequenceEntry]:
-        """Return the sequences that may be moved out of their slots."""
+        """Return the sequences that may be moved out of their slots, least recently used first."""
         return [entry for entry in self if entry is not except_for and self.is_movable(entry)]
 
     def length(self, entry: SequenceEntry) -> int:
-        """Return the tokens of a sequence, and store them in its entry."""
+        """Return the number of tokens of a sequence, and store it in the entry. Waits for the device if only that knows it."""
         if entry.slot is not None and self.is_active(entry):
             entry.length = self._lengths.of_slot(entry.slot)
         elif entry.slot is not None and not entry.exact:

@@ -1,42 +1,44 @@
-"""``SequenceSwapper``: swaps sequences in and out, with all that a slot holds."""
+"""``SequenceSwapper``: moves sequences between slots and the host, with their states."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache.cache.lengths import Lengths
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.errors import CapacityError
-from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
+from trt_kvcache.handles.sequence_table import SequenceEntry, SequenceTable
+from trt_kvcache.kernels import AnyCompactionPlan
 from trt_kvcache.sequences.slot_copy import SlotCopy
-from trt_kvcache.sequences.slot_transfer import SlotTransfer
+from trt_kvcache.sequences.slot_format import SlotFormat
 
 
 class SequenceSwapper:
     """Moves the sequences of a table between the slots of a cache and the host."""
 
-    def __init__(self, table: SequenceTable, transfer: SlotTransfer, lengths: Lengths, *, threshold: float | None) -> None:
+    def __init__(self, table: SequenceTable, cache: Cache, *, threshold: float | None) -> None:
         self._table = table
-        self._transfer = transfer
-        self._lengths = lengths
+        self._cache = cache
+        self._lengths = lengths = cache.lengths
+        self._slot_format = SlotFormat.of(cache)
         self._threshold = threshold
         #: Bytes of tokens and states in the slots when all are full.
         self.capacity = lengths.max_batch_size * self._live_nbytes(lengths.max_sequence_length)
 
     @property
     def enabled(self) -> bool:
-        """Whether sequences may be swapped out."""
+        """True if sequences may be swapped out."""
         return self._threshold is not None
 
     @property
     def used(self) -> int:
-        """Bytes of live tokens and states in the slots: of active ones (upper bounds), and of sequences in the others."""
+        """Bytes of live tokens and states: of active slots (upper bounds), and of sequences in the other slots."""
         waiting = [entry.length for entry in self._table if entry.slot is not None and not self._table.is_active(entry)]
         return sum(self._live_nbytes(length) for length in (*self._lengths.upper_bounds, *waiting))
 
     def _live_nbytes(self, length: int) -> int:
-        return self._transfer.slot_format.live_nbytes(length)
+        return self._slot_format.live_nbytes(length)
 
     def swap_in(self, entry: SequenceEntry, new_tokens: int, *, stream: Any) -> int:
-        """Bring a sequence into a slot, and make room for tokens that it will get."""
+        """Return the slot of a sequence, swapped in if it is on the host, with room for ``new_tokens``."""
         grown = self._live_nbytes(entry.length + new_tokens) - (0 if entry.slot is None else self._live_nbytes(entry.length))
         needs_slot = entry.slot is None and not self._table.free_slots()
         self._swap_out(self._victims(entry, grown, needs_slot), stream)
@@ -48,7 +50,7 @@ class SequenceSwapper:
         return slot
 
     def _victims(self, entry: SequenceEntry, grown: int, needs_slot: bool) -> list[SequenceEntry]:
-        """Return the sequences to swap out, so that ``entry`` gets a slot or may grow by that many bytes: least recently used first."""
+        """Return the sequences to swap out so that ``entry`` gets a slot, or may grow by ``grown`` bytes: least recently used first."""
         candidates = self._table.movable(except_for=entry)
         if needs_slot and not candidates:
             raise CapacityError(f"sequence {entry.id} has no slot, and all slots are active or pinned. Nothing was changed.")
@@ -63,7 +65,7 @@ class SequenceSwapper:
         return victims
 
     def move(self, entry: SequenceEntry, slot: int, *, stream: Any) -> None:
-        """Move a sequence into a given slot. If the slot is active, the length of the sequence is committed there."""
+        """Move a sequence into a given slot. In an active slot the length of the sequence is committed."""
         other = self._table.in_slot(slot)
         if other is entry:
             return
@@ -84,7 +86,7 @@ class SequenceSwapper:
         self._restore(entry, slot, stream)
 
     def make_way(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Move the sequences that wait in slots that become active to other slots, or to the host: their owner will write there."""
+        """Move sequences out of slots that become active, to other slots or to the host: the owner of the cache will write there."""
         leaving = []
         for entry in self._table:
             if entry.slot is None or not self._lengths.active_batch_size <= entry.slot < len(lengths):
@@ -130,15 +132,37 @@ class SequenceSwapper:
         length = self._table.length(entry)
         if entry.slot is None or not length:
             return entry.saved
-        return SlotCopy(self._transfer.slot_format, length, self._transfer.download(entry.slot, length, stream=stream))
+        return SlotCopy.download(self._cache, entry.slot, length, stream=stream)
 
     def _restore(self, entry: SequenceEntry, slot: int, stream: Any) -> None:
         """Put a sequence that is swapped out into a free slot, or into an active and empty one."""
         if entry.saved is not None:
             waiting = slot >= self._lengths.active_batch_size
-            self._transfer.upload(entry.saved.arrays, slot, entry.saved.length, both_buffers=waiting, stream=stream)
+            entry.saved.upload(self._cache, slot, entry.saved.length, both_buffers=waiting, stream=stream)
             self._lengths.memory.synchronize(stream)
         entry.slot, entry.saved = slot, None
         if self._table.is_active(entry):
             active = range(self._lengths.active_batch_size)
             self._lengths.commit([entry.length if other == slot else 0 for other in active], stream=stream)
+
+
+class SequenceFollower:
+    """Keeps the sequences right while the owner of the cache changes the active batch or compacts it: a ``SlotContents``."""
+
+    is_recurrent = False
+
+    def __init__(self, table: SequenceTable, swapper: SequenceSwapper) -> None:
+        self._table = table
+        self._swapper = swapper
+
+    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Move the sequences that wait in slots that enter out of them, and follow the change."""
+        self._swapper.make_way(lengths, stream=stream)
+        self._table.resize(lengths, stream=stream)
+
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
+        """Do nothing: the cache's lengths count for sequences in active slots."""
+
+    def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
+        """Follow the moves of a compaction."""
+        self._table.compact(plan)

@@ -1,4 +1,4 @@
-"""``SequenceCacheManager`` (seed 002): sequences by handle, over the slots of a cache; they are swapped to the host when slots run out."""
+"""``SequenceCacheManager``: sequences by handle over the slots of a cache, swapped to the host when slots run out."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,16 +7,15 @@ import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
 from trt_kvcache._util.lifetime import Closable
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
+from trt_kvcache.handles.sequence_swapper import SequenceFollower, SequenceSwapper
+from trt_kvcache.handles.sequence_table import SequenceEntry, SequenceTable
 from trt_kvcache.memory.base import Array
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.sequences.sequence_follower import SequenceFollower
-from trt_kvcache.sequences.sequence_swapper import SequenceSwapper
-from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
-from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
-from trt_kvcache.sequences.slot_transfer import SlotTransfer
+from trt_kvcache.sequences.slot_format import SlotFormat
 
 #: K or V of a sequence: ``[L, H, n, D]`` where layers are equal, else ``[H_i, n, D_i]`` of each attention layer.
 LayerArrays = Array | list[Array]
@@ -30,8 +29,8 @@ class SequenceCacheManager(Closable):
     cache : KVCacheManager, LinearKVCache or HybridCacheManager
         The cache whose slots hold the sequences. The caller closes it. Only one ``SequenceCacheManager`` may use it at a time.
     enable_swapping : bool
-        Whether sequences are swapped out to the host (page-locked memory for a device) when slots run out. They are swapped in again
-        when they are used.
+        Swap sequences out to the host (page-locked memory for a device) when slots run out. They are swapped in again when they are
+        used.
     swap_threshold : float
         With swapping, the share of :attr:`memory_capacity` that may be in use before sequences are swapped out; above 0, at most 1.
 
@@ -42,14 +41,14 @@ class SequenceCacheManager(Closable):
 
     Notes
     -----
-    ``KVCacheManager`` of TinyLLM (seed 002).
+    ``KVCacheManager`` of TinyLLM.
 
     Everything is ordered on the ``stream`` of a call, a ``cuda.core.Stream``. Calls that copy from or to the host wait for it: arrays
     may be changed or read as soon as the call returns.
 
     A sequence waits in a slot that is not active, the highest one first, and its tokens are counted here. Active slots belong to
-    whoever made them active: this class never uses them by itself. A sequence in an active slot cannot be moved, and its length is
-    what the cache's lengths say. To run an engine on a sequence::
+    whoever made them active: this class never uses them by itself. A sequence in an active slot cannot be moved, and the
+    lengths of the cache hold its length. To run an engine on a sequence::
 
         cache.set_active_batch_size(1, stream=stream)
         sequences.pin(seq, slot=0, stream=stream)        # its tokens and states are in slot 0, its length is committed
@@ -104,8 +103,8 @@ class SequenceCacheManager(Closable):
     >>> cache.close()
     """
 
-    def __init__(self, cache: AnyCache, *, enable_swapping: bool = False, swap_threshold: float = 0.85) -> None:
-        SlotFormat.of(cache, name="SequenceCacheManager")  # or it raises
+    def __init__(self, cache: Cache, *, enable_swapping: bool = False, swap_threshold: float = 0.85) -> None:
+        slot_format = SlotFormat.of(cache, name="SequenceCacheManager")
         if not isinstance(enable_swapping, bool):
             raise ConfigError(f"enable_swapping: expected True or False, got {enable_swapping!r}.")
         if isinstance(swap_threshold, bool) or not isinstance(swap_threshold, int | float) or not 0 < swap_threshold <= 1:
@@ -115,13 +114,13 @@ class SequenceCacheManager(Closable):
                 "SequenceCacheManager: expected a cache that no other SequenceCacheManager uses, got one in use. Close that one first."
             )
         super().__init__(cache=cache)
-        self._cache: AnyCache = cache
+        self._cache: Cache = cache
         self._memory = cache.memory
         self._lengths = cache.lengths
-        self._transfer = SlotTransfer(cache)
-        self._table = SequenceTable(cache.lengths, self._transfer.copy_to_both_buffers)
+        self._slot_format = slot_format
+        self._table = SequenceTable(cache.lengths, self._keep_states)
         threshold = float(swap_threshold) if enable_swapping else None
-        self._swapper = SequenceSwapper(self._table, self._transfer, cache.lengths, threshold=threshold)
+        self._swapper = SequenceSwapper(self._table, cache, threshold=threshold)
         self._follower = SequenceFollower(self._table, self._swapper)
         self._lengths.attach(self._follower)
 
@@ -130,7 +129,7 @@ class SequenceCacheManager(Closable):
         return f"SequenceCacheManager({state}, over {self._cache!r})"
 
     @property
-    def cache(self) -> AnyCache:
+    def cache(self) -> Cache:
         """The cache whose slots these are."""
         return self._cache
 
@@ -315,7 +314,8 @@ class SequenceCacheManager(Closable):
                 "Nothing was changed."
             )
         slot = self._swapper.swap_in(entry, count, stream=stream)
-        self._transfer.upload_rows(rows, slot, length, stream=stream)
+        assert self._cache.kv_layers is not None  # without attention layers there are recurrent ones
+        self._cache.kv_layers.upload(rows, slot, length, stream=stream)
         if self._table.is_active(entry):
             self._lengths.commit([count if other == slot else 0 for other in range(self._lengths.active_batch_size)], stream=stream)
         entry.length = length + count
@@ -388,15 +388,14 @@ class SequenceCacheManager(Closable):
         entry = self._begin(what, seq, stream)
         length = self._table.length(entry)
         slot = self._swapper.swap_in(entry, 0, stream=stream)
-        kv = self._cache.kv_config
-        if kv is None:
+        layers = self._cache.kv_layers
+        if layers is None:
             return [([], [])]
-        slot_format = self._transfer.slot_format
-        pairs = [self._empty_layers(slot_format.kv_shapes(length), kv.dtype)]
-        if kv.scales_by_token:
-            pairs.append(self._empty_layers(slot_format.scale_shapes(length), "float32"))
+        pairs = [self._empty_layers(self._slot_format.kv_shapes(length), layers.config.dtype)]
+        if layers.config.scales_by_token:
+            pairs.append(self._empty_layers(self._slot_format.scale_shapes(length), "float32"))
         rows = [array for pair in pairs for layer in zip(*pair, strict=True) for array in layer]
-        self._transfer.download_rows(rows, slot, stream=stream)
+        layers.download(rows, slot, stream=stream)
         self._memory.synchronize(stream)
         return pairs
 
@@ -418,7 +417,7 @@ class SequenceCacheManager(Closable):
         new_length : int
             Tokens to keep, from 0 to the present length.
         stream : cuda.core.Stream
-            What is copied or written is ordered on it.
+            Copies and writes are ordered on it.
 
         Raises
         ------
@@ -451,7 +450,7 @@ class SequenceCacheManager(Closable):
         pair = {name: self._layers_of(name, given, kv.num_layers) for name, given in (("keys", keys), ("values", values))}
         first = pair["keys"][0]
         count = first.shape[1] if first.ndim == 3 else 0
-        shapes = self._transfer.slot_format.kv_shapes(count)
+        shapes = self._slot_format.kv_shapes(count)
         return self._checked(pair, shapes, f"{kv.dtype}, which the cache stores", kv.dtype, "[num_kv_heads, n, head_dim]"), count
 
     def _new_scales(self, key_scales: Any, value_scales: Any, count: int) -> list[Array]:
@@ -465,7 +464,7 @@ class SequenceCacheManager(Closable):
                     raise DTypeError(f"{name}: expected None, as the cache has no scales by token, got {type(scales).__name__}.")
             return []
         pair = {name: self._layers_of(name, scales, kv.num_layers, "[H, n]") for name, scales in given.items()}
-        return self._checked(pair, self._transfer.slot_format.scale_shapes(count), "float32", "float32", "[num_kv_heads, n]")
+        return self._checked(pair, self._slot_format.scale_shapes(count), "float32", "float32", "[num_kv_heads, n]")
 
     @staticmethod
     def _checked(
@@ -538,14 +537,14 @@ class SequenceCacheManager(Closable):
             slot = slot_index(slot, self._cache.max_batch_size)
             self._swapper.move(entry, slot, stream=stream)
         entry.pinned = True
-        if not length:
-            self._transfer.zero_states(slot, stream=stream)
+        if not length and self._cache.states is not None:
+            self._cache.states.reset_slots([slot], stream=stream)
         return slot
 
     def unpin(self, seq: int, *, stream: Any) -> None:
         """Let a sequence be moved again.
 
-        It leaves an active slot at once. What that slot holds stays there, and belongs to whoever made the slot active.
+        It leaves an active slot at once. The contents of that slot stay, and belong to whoever made the slot active.
 
         Parameters
         ----------
@@ -576,12 +575,18 @@ class SequenceCacheManager(Closable):
         """Return the sequence that an operation is about, after the checks that all operations have in common."""
         self._check_open()
         entry = self._table.find(seq)
-        if self._transfer.slot_format.has_states and needs_no_states:
+        if self._slot_format.has_states and needs_no_states:
             raise ConfigError(
                 f"{what}: the cache has recurrent layers, whose states only an engine can update. Pin the sequence and run it."
             )
         refuse_capture(self._memory, what, stream, because="it waits for the device")
         return entry
+
+    def _keep_states(self, slot: int, *, stream: Any) -> None:
+        """Copy the current states of a slot that leaves the active batch to the next ones, so that a swap does not lose them."""
+        states = self._cache.states
+        if states is not None and states.config.ping_pong:
+            self._cache.keep_states(slot, stream=stream)
 
     def close(self) -> None:
         """Destroy all sequences and release their copies on the host. The cache stays open. Idempotent."""

@@ -417,7 +417,7 @@ class TestRefused:
         cache.reset_for_new_sequences([0] * B)
         cache.commit_sequence_length(1)
         memory.capturing = True
-        with Unchanged(cache), pytest.raises(CaptureError, match=r"^keep_states cannot be captured: what is replayed later keeps nothing"):
+        with Unchanged(cache), pytest.raises(CaptureError, match=r"^keep_states cannot be captured: a graph keeps nothing"):
             cache.set_active_batch_size(B - 1)
 
 
