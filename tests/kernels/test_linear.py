@@ -8,7 +8,7 @@ import pytest
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import linear, linear_gelu_tanh_mul, linear_silu_mul, linear_tiles
-from trt_kvcache.kernels.linear import MAX_LINEAR_ROWS
+from trt_kvcache.kernels.linear_kernels import MAX_LINEAR_ROWS
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, linear_plan
 from trt_kvcache.memory.tensor import DeviceTensor
 

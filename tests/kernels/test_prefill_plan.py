@@ -7,20 +7,18 @@ import pytest
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, MAX_APPENDED_WIDTH, PREFILL_FORMS, prefill_form, shared_limit
 from trt_kvcache.kernels.attention_workspace import MAX_PREFILL_ROWS_PER_SM
 from trt_kvcache.kernels.compile import ARCHITECTURES
-from trt_kvcache.kernels.cuda import prefill_plan as module
-from trt_kvcache.kernels.cuda.prefill_plan import FROM_LAST, plan_of, prefers_row_blocks, prefill_plan
+from trt_kvcache.kernels.prefill_plan import FROM_LAST, plan_of, prefers_row_blocks, prefill_plan
 
 
 @pytest.fixture
-def call(monkeypatch):
+def call():
     """Return what makes the parameters of a call on a GPU of 132 multiprocessors."""
 
     def make(width, *, slots=1, kv_heads=8, group=4, head_dim=128, tokens=8200, arch="sm_90", kv_scales=None):
         memory = SimpleNamespace(arch=arch, multiprocessor_count=132)
-        monkeypatch.setattr(module, "_memory", lambda params: memory)
         q = SimpleNamespace(shape=(slots, width, kv_heads * group, head_dim), dtype="float16")
         cache = SimpleNamespace(shape=(slots, 2, kv_heads, tokens, head_dim), memory=memory)
-        return SimpleNamespace(q=q, group=group, cache=cache, kv_scales=kv_scales)
+        return SimpleNamespace(q=q, group=group, cache=cache, kv_scales=kv_scales, memory=memory)
 
     return make
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -27,6 +28,11 @@ class AttentionParams:
     scale: float
     window: int
     softcap: float
+
+    @property
+    def memory(self) -> Any:
+        """Memory of all tensors: for the CUDA half a CudaMemory."""
+        return self.cache.memory
 
     @property
     def group(self) -> int:

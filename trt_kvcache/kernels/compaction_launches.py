@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trt_kvcache.kernels.compaction_moves import REGISTER, CompactionMove
-from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
+from trt_kvcache.kernels.compaction_moves import MOVE_CAPACITIES, REGISTER, CompactionMove
 
 _DESTINATION_BIT, _SOURCE_BIT = 31, 47
 

@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from trt_kvcache.kernels.launch_limits import MAX_SLOTS
+from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
+
+#: Moves that one launch carries: its kernels exist in these sizes, because each argument costs the host about 40 ns. ``plugins/moves.cuh``
+#: has the same numbers.
+MOVE_CAPACITIES = (8, 32, 96)
+
+#: Moves that one launch carries at most: enough for any mapping of 64 slots.
+MAX_MOVES = MOVE_CAPACITIES[-1]
+
+#: Slots that a move can name: 16 bits, less the one value that stands for the register.
+MAX_SLOTS = MAX_BATCH_SIZE
 
 #: In the place of a slot number: the register in which a thread keeps its part of a slot. Slot numbers are below it.
 REGISTER = MAX_SLOTS

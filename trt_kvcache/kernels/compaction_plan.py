@@ -12,9 +12,9 @@ import numpy as np
 from trt_kvcache._util.checks import as_int, int_in_range
 from trt_kvcache.errors import DTypeError, MappingError, PlaceError, ShapeError
 from trt_kvcache.kernels.compaction_launches import CompactionLaunch, pack_moves, pack_simultaneous_moves
-from trt_kvcache.kernels.compaction_moves import CompactionMove, plan_moves
-from trt_kvcache.kernels.launch_limits import MAX_MOVES, MAX_SLOTS
+from trt_kvcache.kernels.compaction_moves import MAX_MOVES, MAX_SLOTS, CompactionMove, plan_moves
 from trt_kvcache.kernels.layer_views import check_memory
+from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -207,3 +207,14 @@ class DeviceCompactionPlan:
 
 
 AnyCompactionPlan = CompactionPlan | DeviceCompactionPlan
+
+
+def check_plan(moves: AnyCompactionPlan, slots: int, memory: Memory, stream: Any) -> None:
+    """Check that a plan, and the stream of its launches, fit a cache of some slots."""
+    if not isinstance(moves, CompactionPlan | DeviceCompactionPlan):
+        raise MappingError(f"moves: expected a CompactionPlan, got {type(moves).__name__}.")
+    if moves.old_batch > slots:
+        raise MappingError(f"moves: expected a plan of at most {slots} slots, got one of old_batch={moves.old_batch}.")
+    memory.check_stream(stream)
+    if isinstance(moves, DeviceCompactionPlan) and moves.mapping.memory is not memory:
+        raise PlaceError(f"moves: expected a mapping of {memory.device}, got one of {moves.mapping.memory.device}.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Bits of ``flags``. ``plugins/sampling/rows.cuh`` has the same numbers and fields.
@@ -58,3 +59,8 @@ class SamplingRows:
     results: DeviceTensor
     uses: DeviceTensor | None = None
     bias: DeviceTensor | None = None
+
+    @property
+    def memory(self) -> Memory:
+        """Memory of all arrays."""
+        return self.params.memory
