@@ -23,7 +23,7 @@ from tests.simt.standin import needs_standin
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import CudaError, KVCacheError
 from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
-from trt_kvcache.kernels.attention_tiles import PREFILL_FORMS, prefill_form
+from trt_kvcache.kernels.attention_tiles import PREFILL_VARIANTS, prefill_variant
 from trt_kvcache.kernels.prefill_plan import plan_of
 
 
@@ -61,11 +61,11 @@ def test_few(memory, stream, name, multiprocessors, monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
-@pytest.mark.parametrize("form", ["planned", *PREFILL_FORMS])
+@pytest.mark.parametrize("form", ["planned", *PREFILL_VARIANTS])
 def test_prefill(memory, stream, name, form, monkeypatch):
     case = PREFILL_CASES[name]
     appends = form not in ("planned", "short", "wide", "whole")
-    if appends and not memory.is_host and case.width > prefill_form(case.head_dim, memory.arch, form).tile_keys:
+    if appends and not memory.is_host and case.width > prefill_variant(case.head_dim, memory.arch, form).tile_keys:
         return  # new tokens are in one tile
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
     if form != "planned":
@@ -101,14 +101,14 @@ def test_quantized_prefill(memory, stream, name, kv_dtype, scales, monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
-@pytest.mark.parametrize("form", PREFILL_FORMS)
+@pytest.mark.parametrize("form", PREFILL_VARIANTS)
 def test_quantized_prefill_forms(memory, stream, name, form, monkeypatch):
     if memory.is_host:
         pytest.skip("the forms are those of the kernel")
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
     monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.decode_plan", lambda *_: None)
     monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefill_plan", lambda params: plan_of(params, form))
-    turn = list(PREFILL_CASES).index(name) + PREFILL_FORMS.index(form)  # each form has all kinds of caches
+    turn = list(PREFILL_CASES).index(name) + PREFILL_VARIANTS.index(form)  # each form has all kinds of caches
     check(quantized(PREFILL_CASES[name], *QUANTIZED[turn % len(QUANTIZED)]), memory, stream)
 
 

@@ -1,8 +1,8 @@
 """Kernels of the cache, of attention, of decoder layers and of sampling: each in NumPy, and in CUDA C++ under ``plugins/``.
 
-A family of kernels is one file, ``*_kernels.py``: the functions that users import from here, which check all their arguments before the first
-byte changes; the NumPy twins; the launches; and each pair of them as a :class:`~trt_kvcache.kernels.kernel.Kernel`, which the engines of this
-package call without a second check. Wrong arguments and closed objects raise the errors of :mod:`trt_kvcache.errors`.
+A family of kernels is one file, ``*_kernels.py``: the functions that users import from here, which check all their arguments before the
+first byte changes; the NumPy twins; the launches; and both as a pair, a :class:`~trt_kvcache.kernels.kernel.Kernel`, which the engines of
+this package call without a second check. Wrong arguments and closed objects raise the errors of :mod:`trt_kvcache.errors`.
 
 All work is stream-ordered; no function waits or allocates. The parameters of a kernel are arguments of its launch, or arrays that were made
 once (:class:`KVLayerInfos`, :class:`StateInfos`).

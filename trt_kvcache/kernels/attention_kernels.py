@@ -393,7 +393,7 @@ def _prefill(params: AttentionParams, workspace: AttentionWorkspace, stream: Any
         (plan.blocks, 1, 1),
         arguments,
         stream,
-        threads=_WARP * plan.form.warps,
+        threads=_WARP * plan.variant.warps,
         shared_nbytes=plan.shared_nbytes,
         cooperative=plan.splits,
         programmatic_dependent_launch=starts_early(memory),
@@ -411,5 +411,5 @@ def flagged_nbytes(params: AttentionParams) -> int:
         rows = MAX_BLOCKS_PER_SM * params.memory.multiprocessor_count * decode.rows
     else:
         plan = prefill_plan(params)
-        rows = plan.blocks * plan.form.rows if plan.splits else 0
+        rows = plan.blocks * plan.variant.rows if plan.splits else 0
     return dense_nbytes((rows, *partials_shape(1, 1, params.q.shape[3])[1:]), "float32")

@@ -1,4 +1,4 @@
-"""``DecodePlan``: which of the decode kernels attends to one new token per slot, or to a few, and with which blocks."""
+"""``DecodePlan``: the kernel and the blocks for attention of one new token per slot, or of a few."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DecodePlan(NamedTuple):
     #: Warps of a block, and its bytes of dynamic shared memory.
     warps: int
     shared_nbytes: int
-    #: Blocks of the launch. Blocks for each K/V head of a slot, and where these are more, heads for each block.
+    #: Blocks of the launch; blocks for each K/V head of a slot; and, if there are more heads than blocks, heads for each block.
     blocks: int
     splits_per_head: int
     heads_per_block: int
@@ -29,7 +29,10 @@ class DecodePlan(NamedTuple):
 def decode_plan(
     cache: tuple[int, ...], width: int, group: int, arch: str, multiprocessors: int, quantized: bool = False
 ) -> DecodePlan | None:
-    """Return the launch for a call, or None if the slots have too many new tokens for a decode kernel."""
+    """Return the launch for a cache ``[B, 2, num_kv_heads, S, D]``; None if a decode kernel has no room for the new tokens.
+
+    K and V are read once for all rows of a K/V head, so a few new tokens (``width``) take hardly longer than one.
+    """
     (slots, _, kv_heads, tokens, head_dim), rows = cache, width * group
     if width == 1:
         source, tiles = "attention_decode", decode_tiles(head_dim, arch, quantized=quantized)
@@ -39,7 +42,7 @@ def decode_plan(
             return None
     compiled = next(count for count in DECODE_ROWS if rows <= count)
     heads = slots * kv_heads
-    # As many blocks as can be resident at once, but none that could not have enough tiles of its own.
+    # All blocks that can be resident at once, but none that would have fewer tiles than pay for it.
     useful_blocks = heads * -(-tokens // (tiles["TILE_TOKENS"] * tiles["MIN_TILES_PER_BLOCK"]))
     blocks = min(multiprocessors * tiles["BLOCKS_PER_SM"], useful_blocks)
     shared_nbytes = decode_block_nbytes(head_dim, compiled, tiles, quantized=quantized)
