@@ -26,7 +26,7 @@ class OwnedBytes(Uncopyable, Generic[_Counter, _Owner]):
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True after ``close``."""
         return self._storage is None
 
     @property
