@@ -35,7 +35,7 @@ def split_qkv(qkv: DeviceTensor, num_heads: int, num_kv_heads: int) -> tuple[Dev
     Parameters
     ----------
     qkv : DeviceTensor ``[B, s, num_heads + 2 * num_kv_heads, D]``
-        What a fused projection gives. It is not copied.
+        Output of a fused projection. It is not copied.
     num_heads, num_kv_heads : int
         Query heads, and K/V heads.
 
@@ -47,7 +47,7 @@ def split_qkv(qkv: DeviceTensor, num_heads: int, num_kv_heads: int) -> tuple[Dev
     Raises
     ------
     ShapeError
-        The tensor does not have so many heads.
+        The tensor has another number of heads.
     """
     heads = num_heads + 2 * num_kv_heads
     if qkv.ndim != _Q_NDIM or qkv.shape[2] != heads:
@@ -92,7 +92,7 @@ def attend(
         Of either layout: a view by ``get_combined_kv_cache``. Of the dtype of q, or of ``float8_e4m3fn`` or ``int8`` with ``kv_scales``.
         Keys are stored after RoPE. Rows that are not live are never used.
     lengths : DeviceTensor (B,) int32
-        Live rows of each slot. New tokens that do not fit into S are left out: not appended, and zeros in ``out``.
+        Live rows of each slot. New tokens that exceed S are dropped: not appended, and zeros in ``out``.
     out : DeviceTensor ``[B, s, num_heads, D]``
         Contiguous; overwritten. May be q itself if that is contiguous.
     workspace : AttentionWorkspace
@@ -102,13 +102,13 @@ def attend(
     cos_sin : DeviceTensor ``[S or more, 2, rotary_dim / 2]`` float32, optional
         Cosines and sines of each position; elements i and ``i + rotary_dim / 2`` are a pair (NeoX). Without it RoPE is not applied.
     kv_scales : DeviceTensor ``[2, num_kv_heads]`` or ``[B, 2, num_kv_heads, S or more]`` float32, optional
-        Only with a quantized cache, and always with one: real value = stored value * scale. The first form has a scale for each head, of
-        K and then of V, and is dense. The second has one for each token and head, which the call writes with the new rows; its heads
-        are dense with a multiple of 4 tokens, and its slots and K and V start at multiples of 16 bytes, like those of the cache.
+        Only with a quantized cache, and always with one: real value = stored value * scale. Of two dimensions: a scale for each head of
+        K, then of V; contiguous. Of four: a scale for each token and head, which the call writes with the new rows; heads are
+        contiguous with a multiple of 4 tokens, and slots, K and V start at multiples of 16 bytes, as in the cache.
     scale : float, optional
-        What products of q and k are multiplied with, 1e-6 to 1e6; ``1 / sqrt(D)`` by default.
+        Factor of ``q @ k``, 1e-6 to 1e6; ``1 / sqrt(D)`` by default.
     window : int
-        Tokens that a token attends to, with itself; 0 for all.
+        Sliding window: tokens that a token attends to, itself included; 0 for all.
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
     stream : cuda.core.Stream or GraphBuilder
@@ -127,7 +127,7 @@ def attend(
     In a quantized cache a row is stored as ``row / scale``, rounded to nearest (ties to even) and held within 448 (``float8_e4m3fn``) or
     127 (``int8``) of zero, all in float32: keys after RoPE and rounded to the dtype of q. The scale of a token is its largest magnitude
     divided by 448 or 127; 1 for a row of zeros. NaN stays NaN in ``float8_e4m3fn``, becomes 0 in ``int8``, and does not count for a
-    scale. New tokens attend to their own K and V as they are stored, so how a prompt is split makes no difference.
+    scale. New tokens attend to their own K and V as stored, so results do not depend on the chunks of a prompt.
 
     Examples
     --------
@@ -246,11 +246,11 @@ def _check_cos_sin(tensor: DeviceTensor, cache: DeviceTensor) -> None:
         raise ShapeError(f"cos_sin: expected a dense tensor [{tokens} or more, 2, rotary_dim / 2], of an even size, got {tensor!r}.")
 
 
-# --- NumPy: attention in float32, whose probabilities are not rounded as those of plugins/attention are ---
+# --- NumPy, in float32; unlike in plugins/attention, probabilities are not rounded ---
 
 
 def _apply_rope(rows: Array, angles: Array | None) -> Array:
-    """Apply RoPE to rows (n, heads, D) by angles (n, 2, rotary_dim / 2), in float32, and round to the dtype of the rows."""
+    """Apply RoPE to rows (n, heads, D) with cosines and sines (n, 2, rotary_dim / 2), in float32, then round to the dtype of the rows."""
     if angles is None:
         return rows
     half = angles.shape[2]
@@ -279,8 +279,8 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
         if not count:
             continue
         keys, values = live_rows(cache[slot], scales, slice(end))
-        behind = np.arange(past, end)[:, None] - np.arange(end)
-        masked = (behind < 0) | ((behind >= params.window) if params.window else False)
+        distance = np.arange(past, end)[:, None] - np.arange(end)
+        masked = (distance < 0) | ((distance >= params.window) if params.window else False)
         for head in range(q.shape[2]):
             scores = queries[:, head] @ keys[head // params.group].T * np.float32(params.scale)
             if params.softcap:
@@ -316,7 +316,7 @@ def _decode_plan(params: AttentionParams) -> DecodePlan | None:
 
 
 def _scales(params: AttentionParams) -> tuple[int, ...]:
-    """Return the address of the scales and their strides, which count floats, and whether each token has one; nothing without scales."""
+    """Return address, strides in floats and a flag (1: one scale a token) of the scales; nothing without scales."""
     scales = params.kv_scales
     if scales is None:
         return ()
@@ -405,7 +405,7 @@ attend_kernel = Kernel(_attend_on_host, _attend_on_device)
 
 
 def flagged_nbytes(params: AttentionParams) -> int:
-    """Return how many bytes of flagged vectors, at the start of the workspace, a call uses. They must be zeros before it."""
+    """Return the bytes of flagged vectors, at the start of the workspace, that a call uses. They must be zeros before it."""
     decode = _decode_plan(params)
     if decode is not None:
         rows = MAX_BLOCKS_PER_SM * params.memory.multiprocessor_count * decode.rows

@@ -238,8 +238,7 @@ def _prefill_macros(variants: Sequence[tuple[int, ...]]) -> dict[str, int]:
 def prefill_variant(head_dim: int, arch: str, variant: str, quantized: bool = False) -> PrefillVariant:
     """Return the tile sizes of one of :data:`PREFILL_VARIANTS`, over a quantized cache or over one of 16 bits.
 
-    The ring is ``prefill_ring.cuh``; or two tiles, quantized values for one stage less, then the scales of their keys
-    (``prefill_stored_ring.cuh``).
+    Shared memory has the ring of ``prefill_ring.cuh``; or two tiles, then the stages of ``prefill_stored_ring.cuh`` and the scales of keys.
     """
     tiles = quantized_prefill_tiles(head_dim, arch) if quantized else prefill_tiles(head_dim, arch)
     row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm, warpgroups = (

@@ -1,4 +1,4 @@
-"""The short convolution of recurrent layers: depthwise, causal, over the new tokens of each slot and the inputs before them."""
+"""The short convolution of recurrent layers: depthwise and causal, over the new tokens of each slot and the inputs before them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def causal_conv1d(
     """Convolve the new tokens of each slot with a short kernel for each channel, and move the state on.
 
     The input of a token is ``x``, or ``x * gate_in`` rounded to its dtype. Its output is
-    ``sum(weight[:, j] * inputs[t - K + 1 + j]) + bias``, then SiLU if that is asked for, then times ``gate_out``. One new token for
+    ``sum(weight[:, j] * inputs[t - K + 1 + j]) + bias``, then SiLU with ``silu``, then times ``gate_out``. One new token for
     each slot is a decode step; more are a chunk or a whole prompt: in one launch, and with the same result.
 
     Parameters
     ----------
     x : DeviceTensor ``[B, s, channels]`` float16, bfloat16 or float32
-        New tokens. Slots and tokens may be strided: a part of what a projection gives.
+        New tokens. Slots and tokens may be strided, as in a slice of a projection.
     weight : DeviceTensor ``[channels, K]``
         K is 2, 3 or 4. The last column is for the token itself, as in PyTorch's ``Conv1d``. On a GPU it and ``bias`` are read before
         earlier launches on the stream have ended: none of those may still write them.
@@ -54,13 +54,13 @@ def causal_conv1d(
     present : DeviceTensor like ``past``
         Overwritten with the last K inputs after the new tokens. May be ``past`` itself; otherwise they must not overlap.
     out : DeviceTensor ``[B, s, channels]``
-        Contiguous, overwritten; it must not overlap ``x`` or the gates. Zeros behind the new tokens of a slot.
+        Contiguous, overwritten; it must not overlap ``x`` or the gates. Zeros after the new tokens of a slot.
     bias : DeviceTensor ``[channels]``, optional
-        Of the convolution.
+        Bias of the convolution.
     silu : bool
-        Whether ``x * sigmoid(x)`` follows the bias.
+        True for ``x * sigmoid(x)`` after the bias.
     gate_in, gate_out : DeviceTensor ``[B, s, channels]``, optional
-        What the inputs and the outputs are multiplied with. Strided as ``x`` may be.
+        Factors of the inputs and of the outputs. Strided as ``x`` may be.
     new_lengths : DeviceTensor (B,) int32, optional
         New tokens of each slot, at most s. The rest is padding, of any content, and leaves no trace; a slot of none keeps its state bit for
         bit. By default all s are new.
@@ -76,7 +76,7 @@ def causal_conv1d(
     -----
     ``causal_conv1d_update`` and ``causal_conv1d_fn`` of Mamba-2 (Dao and Gu, 2024; Bamba, Granite 4, Nemotron-H) and Qwen3-Next; with
     both gates the short convolution of LFM2, ``C * conv(B * x)``. The state has K columns as in Hugging Face transformers; the oldest
-    one is not used again. Sums are float32. However tokens are split into calls, outputs and states are equal bit for bit.
+    one is not used again. Sums are float32. Outputs and states do not depend on how tokens are split into calls, bit for bit.
 
     Examples
     --------
@@ -123,7 +123,7 @@ def causal_conv1d(
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv1dParams:
-    """The arguments of :func:`~trt_kvcache.kernels.causal_conv1d`, checked."""
+    """The arguments of :func:`~trt_kvcache.kernels.causal_conv1d`, which describes them."""
 
     x: DeviceTensor
     weight: DeviceTensor
@@ -142,7 +142,7 @@ class CausalConv1dParams:
         return self.x.memory
 
 
-# --- NumPy: in float32, slot by slot ---
+# --- NumPy, in float32 ---
 
 
 def _causal_conv1d_on_host(params: CausalConv1dParams, stream: Any) -> None:
@@ -176,7 +176,7 @@ def _causal_conv1d_on_host(params: CausalConv1dParams, stream: Any) -> None:
 # --- CUDA: launches of plugins/recurrent/causal_conv1d.cu ---
 
 
-#: Threads of a block at most, so many of them on a multiprocessor, and tokens that are loaded together. The source has them too.
+#: Threads of a block at most, resident blocks of a multiprocessor, and tokens that are loaded together. The source has the same numbers.
 CONV_THREADS, BLOCKS_PER_SM, TOKENS_IN_FLIGHT = 128, 4, 4
 
 #: Tokens of a tile at most. Each tile loads the inputs before it once more.
@@ -186,7 +186,7 @@ _WARP = 32
 
 
 class CausalConv1dPlan(NamedTuple):
-    """Which kernel a call takes, and how it is launched."""
+    """The kernel of a call, and its launch."""
 
     #: The kernel.
     name: str
@@ -199,7 +199,7 @@ class CausalConv1dPlan(NamedTuple):
 
 
 def causal_conv1d_plan(params: CausalConv1dParams, multiprocessors: int) -> CausalConv1dPlan:
-    """Return which kernel a call takes with so many multiprocessors: by shapes, strides and dtypes alone."""
+    """Return the kernel and launch of a call: by shapes, strides, dtypes and the number of multiprocessors alone."""
     x, kernel_width = params.x, params.weight.shape[1]
     slots, width, channels = x.shape
     of_thread, name = ROW_GRANULE // itemsize(x.dtype), "causal_conv1d"
@@ -209,7 +209,7 @@ def causal_conv1d_plan(params: CausalConv1dParams, multiprocessors: int) -> Caus
     elif width == 1:
         of_thread, name = of_thread if kernel_width == 3 else of_thread // 2, "causal_conv1d_update"
     needed = channels // of_thread
-    # As few threads without channels as can be.
+    # The block size that leaves the fewest threads without channels.
     threads = min(range(CONV_THREADS, CONV_THREADS // 2, -_WARP), key=lambda size: -(-needed // size) * size)
     blocks = -(-needed // threads)
     resident_tiles = max(multiprocessors * (BLOCKS_PER_SM * CONV_THREADS // threads) // (blocks * slots), 1)
@@ -217,9 +217,9 @@ def causal_conv1d_plan(params: CausalConv1dParams, multiprocessors: int) -> Caus
 
 
 def _tile_tokens(width: int, resident_tiles: int) -> int:
-    """Return the tokens of a tile with which the last of the blocks that take turns are about as many as the first ones."""
-    turns = -(-width // (resident_tiles * _MAX_TILE_TOKENS))
-    tokens = -(-width // (resident_tiles * turns))
+    """Return the tokens of a tile for which the last wave of blocks is about as large as the first."""
+    waves = -(-width // (resident_tiles * _MAX_TILE_TOKENS))
+    tokens = -(-width // (resident_tiles * waves))
     return -(-tokens // TOKENS_IN_FLIGHT) * TOKENS_IN_FLIGHT
 
 

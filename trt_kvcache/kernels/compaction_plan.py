@@ -1,4 +1,4 @@
-"""``CompactionPlan``: which slot moves where, checked on the host; ``DeviceCompactionPlan``: a mapping that only the device knows."""
+"""``CompactionPlan``: the moves of slots, checked on the host; ``DeviceCompactionPlan``: a mapping that only the device knows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CompactionPlan:
     old_batch, new_batch : int
         Active slots before and after.
     move_lists : tuple of tuples of CompactionMove
-        Carried out in this order; each list is what one launch carries.
+        Carried out in this order, one launch for each list.
     max_tokens : int
         Tokens of the longest slot that moves; 0 if none moves.
 
@@ -74,16 +74,16 @@ class CompactionPlan:
 
     @property
     def is_identity(self) -> bool:
-        """Whether no slot moves. Slots at the end may still be dropped."""
+        """True if no slot moves. Slots at the end may still be dropped."""
         return not self.move_lists
 
     def of_rows(self, tokens_per_row: int) -> CompactionPlan:
-        """Return the plan that counts rows of so many tokens, the last of them partly used, instead of tokens.
+        """Return the plan in rows of several tokens, rounded up, instead of tokens.
 
         Parameters
         ----------
         tokens_per_row : int
-            With 1 this plan is returned.
+            Tokens of a row. With 1 this plan is returned.
         """
         if tokens_per_row == 1:
             return self
@@ -97,7 +97,7 @@ class CompactionPlan:
 
     @cached_property
     def simultaneous_launches(self) -> tuple[CompactionLaunch, ...]:
-        """The same for a kernel that carries out all moves of a launch at once."""
+        """The launches for a kernel that carries out all moves of a launch at once."""
         return tuple(map(pack_simultaneous_moves, self.move_lists))
 
     @classmethod
@@ -116,7 +116,7 @@ class CompactionPlan:
         Returns
         -------
         CompactionPlan
-            For any number of caches with these slots and lengths.
+            The plan, for any number of caches with these slots and lengths.
 
         Raises
         ------
@@ -125,7 +125,7 @@ class CompactionPlan:
         RangeError
             A batch size or a length is out of range.
         ShapeError
-            There is not one length for each old slot.
+            Not one length for each old slot.
         PlaceError
             The mapping is a tensor on the device: see :meth:`from_device`.
         """
@@ -155,7 +155,7 @@ class CompactionPlan:
         Returns
         -------
         DeviceCompactionPlan
-            See there for details.
+            The plan.
 
         Raises
         ------

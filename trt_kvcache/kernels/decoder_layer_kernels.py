@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products: residual and norm in one launch, norms of q and k, and the gate of the MLP."""
+"""Elementwise kernels of a decoder layer: residual and norm in one launch, norms of q and k, and the gate of the MLP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trt_kvcache.kernels.layer_views import check_place
 from trt_kvcache.memory.shapes import is_dense
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Rows of a call, at most: blocks of a launch along y.
+#: Rows of a call, at most: the limit of a grid along y.
 MAX_ROWS = 65535
 
 _QKV_NDIM = 3
@@ -36,27 +36,27 @@ def add_rms_norm(
 ) -> None:
     """Add ``change`` to ``hidden`` and write the RMS norm of the sum, times ``weight_offset + weight``, into ``out``.
 
-    What is added may be the norm of ``change``, and be multiplied with a factor.
+    Optionally the norm of ``change`` is added instead (post-norm), and a factor multiplies it.
 
     Parameters
     ----------
     hidden : DeviceTensor ``[rows, columns]`` float16 or bfloat16
         The residual stream; an even number of columns. Overwritten with the rounded sum.
     change : DeviceTensor ``[rows, columns]``
-        What is added.
+        Output of attention or of the MLP.
     weight : DeviceTensor ``[columns]``, or None
-        Of the norm. On a GPU weights are read before earlier launches on the stream have ended: none of those may still write them. None,
-        with ``out``: the sum alone.
+        Weight of the norm. On a GPU weights are read before earlier launches on the stream have ended: none of them may still write them.
+        None, with ``out`` None: only the sum.
     out : DeviceTensor ``[rows, columns]``, or None
         Overwritten.
     eps : float
-        Added to mean squares.
+        Epsilon of the norms, added to mean squares.
     weight_offset : float
         Added to weights, in float32.
     change_weight : DeviceTensor ``[columns]``, optional
-        Of a norm of ``change``, with the same ``eps`` and ``weight_offset``. By default it has none.
+        Weight of the norm of ``change``, with the same ``eps`` and ``weight_offset``. By default ``change`` is not normalized.
     change_factor : float
-        What is added is multiplied with it.
+        Factor of ``change``, after its norm.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
 
@@ -67,8 +67,8 @@ def add_rms_norm(
 
     Notes
     -----
-    Sums are float32, over the rounded values. A norm of ``change`` and its product with the factor are rounded, each, as if they were
-    written: Gemma and OLMo 2 have such norms, Granite has a factor.
+    Sums are float32, over the rounded values. The norm of ``change`` and its product with the factor are each rounded, as if they were
+    stored. Gemma and OLMo 2 have post-norms, Granite has a factor.
     """
     _check("hidden", hidden, hidden)
     if hidden.ndim != 2 or hidden.shape[1] % 2 or len(hidden) > MAX_ROWS:
@@ -102,12 +102,12 @@ def qk_rms_norm(
     Parameters
     ----------
     qkv : DeviceTensor ``[rows, heads, D]`` float16 or bfloat16
-        Query heads, then K heads, then whatever else, which stays as it is. D is even; rows may be apart by an even number of elements.
+        Query heads, then K heads, then others, which are not changed. D is even; rows may be strided by an even number of elements.
     q_weight : DeviceTensor ``[D]`` or ``[num_heads * D]``
-        Its length says over how many elements a mean square is taken. On a GPU it is read before earlier launches on the stream have
-        ended: none of those may still write it.
+        Each norm spans its length: a head, or all heads. On a GPU it is read before earlier launches on the stream have ended: none of
+        them may still write it.
     k_weight : DeviceTensor ``[D]`` or ``[num_kv_heads * D]``
-        The same for k.
+        As ``q_weight``, for k.
     num_heads, num_kv_heads : int
         Query heads, and K/V heads.
     eps : float
@@ -128,7 +128,7 @@ def qk_rms_norm(
 
     Examples
     --------
-    One query head and one K/V head, in host memory; values stay:
+    One query head and one K/V head, in host memory; v is not changed:
 
     >>> import numpy as np
     >>> from trt_kvcache import HostMemory
@@ -164,7 +164,7 @@ def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
     Parameters
     ----------
     gate_up : DeviceTensor ``[rows, 2 * columns]`` float16 or bfloat16
-        Columns of gate, then as many of up; an even number of each.
+        Columns of gate, then of up; an even number of each.
     out : DeviceTensor ``[rows, columns]``
         Overwritten.
     stream : cuda.core.Stream or GraphBuilder
@@ -270,7 +270,7 @@ def _qk_rms_norm_on_host(
 
 
 def _normed(rows: np.ndarray, weight: DeviceTensor, eps: float, weight_offset: float) -> np.ndarray:
-    """Return the norm of the last axis, in float32."""
+    """Return the RMS norm of the last axis, in float32."""
     values = rows.astype(np.float32)
     scale = 1 / np.sqrt(np.mean(values * values, axis=-1, keepdims=True) + np.float32(eps))
     normed: np.ndarray = values * scale * (np.float32(weight_offset) + array_of(weight).astype(np.float32))
@@ -283,7 +283,7 @@ def _gated_mul_on_host(gate_up: DeviceTensor, out: DeviceTensor, activation: str
 
 _TANH_FACTOR, _CUBE_FACTOR = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
 
-#: What the sigmoid is of.
+#: Inputs of the sigmoid, by activation: each activation is x times a sigmoid.
 _SIGMOID_INPUTS: dict[str, Callable[[Array], Array]] = {
     "silu": lambda x: x,
     "gelu_tanh": lambda x: _TANH_FACTOR * (x + _CUBE_FACTOR * x * x * x),
@@ -293,7 +293,7 @@ _SIGMOID_INPUTS: dict[str, Callable[[Array], Array]] = {
 def gated(activation: str, gate_up: Array) -> Array:
     """Return ``activation(gate) * up`` of float32 ``[rows, 2 * columns]``."""
     gate, up = np.split(gate_up, 2, axis=1)
-    with np.errstate(over="ignore"):  # far below 0, where what it divides becomes 0
+    with np.errstate(over="ignore"):  # far below 0, where the quotient becomes 0
         product: Array = gate / (1 + np.exp(-_SIGMOID_INPUTS[activation](gate))) * up
     return product
 
@@ -305,10 +305,10 @@ _SOURCE = "decoder_layer"
 
 _WARP, _MAX_THREADS = 32, 1024
 
-#: Warps of a block of ``qk_rms_norm``, each of which has a unit.
+#: Warps of a block of ``qk_rms_norm``, each with one norm.
 _WARPS = 4
 
-#: Words that a thread keeps in registers: ``kHeldWords`` of the source.
+#: Words of 4 bytes that a thread keeps in registers: ``kHeldWords`` of the source.
 _HELD_WORDS = 4
 
 

@@ -22,7 +22,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: The largest size of a key.
 MAX_KEY_DIM = 128
 
-#: What divides the sizes of keys and values.
+#: Sizes of keys and values are multiples of it.
 SIZE_GRANULE = 8
 
 
@@ -54,7 +54,7 @@ def gated_delta_rule(
     v : DeviceTensor ``[B, s, heads, value_dim]``
         Strided as ``q`` may be; value_dim is a multiple of 8. Each key head serves ``heads / key_heads`` heads that follow each other.
     a, b : DeviceTensor ``[B, s, heads]``
-        What decay and strength of the change come from. Slots and tokens may be strided.
+        Inputs of the decay and of the strength of the update. Slots and tokens may be strided.
     past : DeviceTensor ``[B, heads, key_dim, value_dim]``, of the dtype of ``q`` or float32
         The state before the new tokens; zeros before the first one. A recurrent state of the cache.
     decay : DeviceTensor ``[heads]`` float32
@@ -62,7 +62,7 @@ def gated_delta_rule(
     present : DeviceTensor like ``past``
         Overwritten with the state after the new tokens. May be ``past`` itself; otherwise they must not overlap.
     out : DeviceTensor ``[B, s, heads, value_dim]``
-        Contiguous, overwritten; it must not overlap the inputs. Zeros behind the new tokens of a slot.
+        Contiguous, overwritten; it must not overlap the inputs. Zeros after the new tokens of a slot.
     dt_bias : DeviceTensor ``[heads]`` float32, optional
         Added to ``a``.
     new_lengths : DeviceTensor (B,) int32, optional
@@ -130,7 +130,7 @@ def gated_delta_rule(
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRuleParams:
-    """The arguments of :func:`~trt_kvcache.kernels.gated_delta_rule`, checked."""
+    """The arguments of :func:`~trt_kvcache.kernels.gated_delta_rule`, which describes them."""
 
     q: DeviceTensor
     k: DeviceTensor
@@ -150,7 +150,7 @@ class DeltaRuleParams:
         return self.q.memory
 
 
-# --- NumPy: in float32, token by token ---
+# --- NumPy, in float32, token by token ---
 
 
 #: Added to the squared norms of q and k.
@@ -168,7 +168,7 @@ def _gated_delta_rule_on_host(params: DeltaRuleParams, stream: Any) -> None:
     q, k, v, a, b = (array_of(tensor) for tensor in (params.q, params.k, params.v, params.a, params.b))
     past, present, out = (array_of(tensor) for tensor in (params.past, params.present, params.out))
     heads, key_dim = v.shape[2], q.shape[3]
-    key_head = np.arange(heads) * q.shape[2] // heads  # of each head
+    key_head = np.arange(heads) * q.shape[2] // heads  # key head of each head
     bias = 0 if params.dt_bias is None else array_of(params.dt_bias)
     for slot, count in enumerate(new_counts(params.new_lengths, q)):
         out[slot, count:] = 0
@@ -193,27 +193,27 @@ def _gated_delta_rule_on_host(params: DeltaRuleParams, stream: Any) -> None:
 # --- CUDA: launches of plugins/recurrent/delta_rule.cu ---
 
 
-#: Threads of a block in a decode step, and columns of a state that it has. The source has them too.
+#: Threads of a block in a decode step, and its columns of a state. The source has the same numbers.
 DELTA_UPDATE_THREADS, DELTA_UPDATE_COLUMNS = 256, 128
 
-#: Threads of a block in a scan, lanes of a row, and tokens of a tile. The source has them too.
+#: Threads of a block in a scan, lanes of a row, and tokens of a tile. The source has the same numbers.
 DELTA_THREADS, DELTA_SCAN_LANES, DELTA_TILE_TOKENS = 128, 2, 16
 
-#: What chunks are compiled for: sizes of keys, smaller ones filled up with zeros, and warps of a block with 16 columns of a state each.
+#: In chunks: compiled key sizes (smaller ones are padded with zeros), and warps of a block, each with 16 columns of a state.
 CHUNK_KEY_DIMS, STATE_WARPS = (64, 128), (2, 4)
 
-#: Warps of a block that make matrices of chunks. The source has them too.
+#: Warps of a block that compute the matrices of chunks. The source has the same number.
 MATRIX_WARPS = 4
 
 _WARP, _WARP_COLUMNS, _STEP_FLOATS = 32, 16, 5
 
 
 class DeltaRulePlan(NamedTuple):
-    """Which kernel a call takes, and how it is launched."""
+    """The kernel of a call, and its launch."""
 
     #: The kernel.
     name: str
-    #: Columns of a state that a block has.
+    #: Columns of a state in a block.
     columns: int
     #: Threads of a block.
     threads: int
@@ -222,7 +222,7 @@ class DeltaRulePlan(NamedTuple):
 
 
 def delta_rule_plan(params: DeltaRuleParams, arch: str, multiprocessors: int) -> DeltaRulePlan:
-    """Return which kernel a call takes on an architecture such as ``"sm_90"`` with so many multiprocessors: by shapes and dtypes alone."""
+    """Return the kernel and launch of a call on an architecture such as ``"sm_90"``. They depend on shapes and dtypes alone."""
     width, key_dim = params.q.shape[1], params.q.shape[3]
     size = itemsize(params.q.dtype)
     if width == 1:
@@ -258,11 +258,11 @@ def _gated_delta_rule_on_device(params: DeltaRuleParams, stream: Any) -> None:
 
 
 def _chunk_plan(params: DeltaRuleParams, arch: str, multiprocessors: int) -> DeltaRulePlan:
-    """Return how chunks are launched. A multiprocessor has one block: few warps in many blocks, unless these come in more turns."""
+    """Return the launch of chunks. A multiprocessor holds one block, so few warps in many blocks, unless that takes more waves."""
     slots, _, heads, value_dim = params.v.shape
     key_dim = next(one for one in CHUNK_KEY_DIMS if one >= params.q.shape[3])
-    turns = {warps: -(-slots * heads * -(-value_dim // (_WARP_COLUMNS * warps)) // multiprocessors) for warps in STATE_WARPS}
-    warps = min(STATE_WARPS, key=turns.__getitem__)
+    waves = {warps: -(-slots * heads * -(-value_dim // (_WARP_COLUMNS * warps)) // multiprocessors) for warps in STATE_WARPS}
+    warps = min(STATE_WARPS, key=waves.__getitem__)
     threads = _WARP * (warps + MATRIX_WARPS)
     return DeltaRulePlan(
         f"delta_rule_chunks_{key_dim}_{warps}", _WARP_COLUMNS * warps, threads, _chunk_nbytes(chunk_tokens(arch), key_dim, warps)
@@ -271,7 +271,7 @@ def _chunk_plan(params: DeltaRuleParams, arch: str, multiprocessors: int) -> Del
 
 def _scan_nbytes(key_dim: int, columns: int, size: int) -> int:
     """Return the bytes of shared memory of a scan: ``ScanTiles`` of the source lays it out."""
-    tile = (2 * key_dim + columns) * size + 2 * itemsize("float32")  # of a token, with its gates
+    tile = (2 * key_dim + columns) * size + 2 * itemsize("float32")  # bytes of a token, with its gates
     return DELTA_TILE_TOKENS * (2 * tile + _STEP_FLOATS * itemsize("float32"))
 
 

@@ -1,4 +1,4 @@
-"""RMS norm with a gate, over groups of columns: what follows the states of recurrent layers."""
+"""RMS norm with a gate, over groups of columns: the norm after the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def gated_rms_norm(
     gate : DeviceTensor ``[B, s, columns]``
         Strided as ``x`` may be.
     weight : DeviceTensor ``[columns]`` or ``[group_size]``
-        One for all columns, or one that all groups share.
+        One weight for each column, or one group of weights that all groups share.
     out : DeviceTensor ``[B, s, columns]``
-        Contiguous, overwritten; may be ``x`` itself if that is contiguous. Zeros behind the new tokens of a slot.
+        Contiguous, overwritten; may be ``x`` itself if that is contiguous. Zeros after the new tokens of a slot.
     group_size : int
         Columns of a group: a divisor of the columns.
     gate_first : bool
-        Whether the gate comes before the norm.
+        True for the gate before the norm.
     eps : float
         Added to the mean square.
     new_lengths : DeviceTensor (B,) int32, optional
@@ -63,8 +63,8 @@ def gated_rms_norm(
 
     Notes
     -----
-    ``MambaRMSNormGated`` of Mamba-2, Bamba, Granite 4 and Nemotron-H in Hugging Face transformers, with ``gate_first`` and as many groups
-    as B and C have; ``Qwen3NextRMSNormGated``, without, where a group is a head and all heads share the weight. Everything is float32
+    ``MambaRMSNormGated`` of Mamba-2, Bamba, Granite 4 and Nemotron-H in Hugging Face transformers, with ``gate_first`` and the groups
+    of B and C; ``Qwen3NextRMSNormGated`` without it, where a group is a head and all heads share the weight. Everything is float32
     within a call.
 
     Examples
@@ -103,7 +103,7 @@ def gated_rms_norm(
 
 @dataclass(frozen=True, kw_only=True)
 class GatedNormParams:
-    """The arguments of :func:`~trt_kvcache.kernels.gated_rms_norm`, checked."""
+    """The arguments of :func:`~trt_kvcache.kernels.gated_rms_norm`, which describes them."""
 
     x: DeviceTensor
     gate: DeviceTensor
@@ -120,7 +120,7 @@ class GatedNormParams:
         return self.x.memory
 
 
-# --- NumPy: in float32, slot by slot ---
+# --- NumPy, in float32 ---
 
 
 def _gated_rms_norm_on_host(params: GatedNormParams, stream: Any) -> None:
@@ -145,7 +145,7 @@ def _gated_rms_norm_on_host(params: GatedNormParams, stream: Any) -> None:
 #: Threads of a block: ``kNormThreads`` of the source.
 NORM_THREADS = 256
 
-#: The largest group that one warp norms.
+#: The largest group for one warp.
 _WARP_GROUP = 512
 
 _WARP = 32
@@ -155,7 +155,7 @@ def _gated_rms_norm_on_device(params: GatedNormParams, stream: Any) -> None:
     x, size = params.x, params.group_size
     slots, width, columns = x.shape
     in_vectors = size % (ROW_GRANULE // itemsize(x.dtype)) == 0 and has_vectors(x) and has_vectors(params.gate)
-    warps = 1 if size <= _WARP_GROUP else NORM_THREADS // _WARP  # of a group
+    warps = 1 if size <= _WARP_GROUP else NORM_THREADS // _WARP  # warps of a group
     groups = slots * width * (columns // size)
     arguments = (
         *(*token_rows(x), *token_rows(params.gate), params.weight.ptr, address(params.new_lengths), slots, width, columns),

@@ -1,4 +1,4 @@
-"""NumPy arrays over tensors of host memory, and the loop over moves that all compactions share."""
+"""NumPy arrays over tensors of host memory, and the moves of a compaction over an array."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,7 +21,7 @@ def array_of(tensor: DeviceTensor) -> Array:
 
 
 def bytes_of(tensor: DeviceTensor) -> Array:
-    """Return K/V rows as bytes: the last dimension counts them. Copies then never look at an element."""
+    """Return K/V rows as uint8, with the bytes of a row as the last dimension: copies then depend on no dtype."""
     return array_of(tensor).view(np.uint8)
 
 
@@ -45,12 +45,12 @@ def moves_of(plan: AnyCompactionPlan, tokens_per_row: int = 1) -> Iterator[Compa
 
 
 def carry_out(slots: Array, moves: Iterable[CompactionMove], *, whole_slots: bool) -> None:
-    """Carry out moves over an array whose first dimension is the slot."""
+    """Carry out moves in place over an array (B, H, S, row bytes), or with ``whole_slots`` (B, ...)."""
     held = slots[0]
     for move in moves:
         part = (...,) if whole_slots else (slice(None), slice(0, move.tokens))
         source = held if move.source == REGISTER else slots[move.source]
         if move.destination == REGISTER:
-            held = np.empty_like(source[part])  # as large as what is live: a whole slot would touch far more memory
+            held = np.empty_like(source[part])  # of the live rows only: a whole slot would touch far more memory
         destination = held if move.destination == REGISTER else slots[move.destination]
         destination[part] = source[part]

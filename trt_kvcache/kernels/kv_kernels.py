@@ -1,4 +1,4 @@
-"""K and V of slots: save them, instantiate a slot from saved ones, compact the slots of a batch."""
+"""K and V of slots: save a slot, restore it from saved tensors, compact the slots of a batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trt_kvcache.kernels.parallel_layers import for_each_layer
 from trt_kvcache.memory.shapes import ROW_GRANULE, row_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Blocks of a launch whose host does not know how many tokens are live: most of them may find nothing to do.
+#: Blocks of a launch if only the device knows the live tokens: most of them may have nothing to do.
 _MAX_BLOCKS_UNKNOWN = 4096
 
-#: Blocks of a launch with a list of moves: each block reads the list once and then moves several groups of columns.
+#: Blocks of a launch with a list of moves: each block reads the list once, then moves several groups of columns.
 _MAX_BLOCKS_LISTED = 16384
 
 _INFO_NBYTES = len(KVLayerInfo._fields) * itemsize("int64")
@@ -60,14 +60,14 @@ def save_kv_cache_layer_into_tensor(dst: DeviceTensor, src: DeviceTensor, batch_
 
     Notes
     -----
-    ``saveKVCacheLayerIntoTensor`` of TensorRT Edge-LLM (seed 004).
+    ``saveKVCacheLayerIntoTensor`` of TensorRT Edge-LLM.
     """
     source = _check_single(src, dst, batch_idx, stream)
     copy_layer_kernel(dst, source, dst.shape[2], stream)
 
 
 def instantiate_kv_cache_layer_from_tensor(dst: DeviceTensor, src: DeviceTensor, batch_idx: int, *, stream: Any) -> None:
-    """Instantiate K and V of one slot of one layer from a saved tensor.
+    """Restore K and V of one slot of one layer from a saved tensor.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def instantiate_kv_cache_layer_from_tensor(dst: DeviceTensor, src: DeviceTensor,
 
     Notes
     -----
-    ``instantiateKVCacheLayerFromTensor`` of TensorRT Edge-LLM (seed 004). Lengths are not changed.
+    ``instantiateKVCacheLayerFromTensor`` of TensorRT Edge-LLM. Lengths are not changed.
     """
     destination = _check_single(dst, src, batch_idx, stream)
     copy_layer_kernel(destination, src, src.shape[2], stream)
@@ -98,7 +98,7 @@ def _check_batched(cache: KVLayerInfos, saved: KVLayerInfos, batch_idx: int, seq
     check_kind("cache layers", cache, saved=False)
     check_kind("saved tensors", saved, saved=True)
     if saved.memory is not cache.memory:
-        raise PlaceError(f"saved tensors: expected tensors of {cache.memory.device}, got those of {saved.memory.device}.")
+        raise PlaceError(f"saved tensors: expected tensors of {cache.memory.device}, got tensors of {saved.memory.device}.")
     if saved.dtype != cache.dtype:
         raise DTypeError(f"saved tensors: expected {cache.dtype} as the cache, got {saved.dtype}.")
     if saved.num_layers != cache.num_layers or saved.head_dim != cache.head_dim:
@@ -112,7 +112,7 @@ def _check_batched(cache: KVLayerInfos, saved: KVLayerInfos, batch_idx: int, seq
     slot = slot_index(batch_idx, cache.max_batch_size)
     tokens = int_in_range("sequence_length", sequence_length, 0)
     if saved.tokens_per_row != cache.tokens_per_row:
-        raise ShapeError(f"saved tensors: expected rows of {cache.tokens_per_row} tokens, got those of {saved.tokens_per_row}.")
+        raise ShapeError(f"saved tensors: expected rows of {cache.tokens_per_row} tokens, got rows of {saved.tokens_per_row}.")
     for name, infos in (("the slots of the cache", cache), ("the saved tensors", saved)):
         if tokens > infos.shortest_sequence:
             raise RangeError(f"sequence_length: {name} hold at most {infos.shortest_sequence} tokens, got {tokens}.")
@@ -147,7 +147,7 @@ def save_kv_cache_batched(
 
     Notes
     -----
-    ``saveKVCacheBatched`` of TensorRT Edge-LLM (seed 004). There ``numLayers``, ``headDim``, ``maxKVHeads`` and ``maxBatchSize`` are
+    ``saveKVCacheBatched`` of TensorRT Edge-LLM. There ``numLayers``, ``headDim``, ``maxKVHeads`` and ``maxBatchSize`` are
     arguments; here the infos hold them.
     """
     slot, rows = _check_batched(src_layer_infos, dst_layer_infos, batch_idx, sequence_length, stream)
@@ -158,7 +158,7 @@ def save_kv_cache_batched(
 def instantiate_kv_cache_batched(
     dst_layer_infos: KVLayerInfos, src_layer_infos: KVLayerInfos, batch_idx: int, sequence_length: int, *, stream: Any
 ) -> None:
-    """Instantiate the first tokens of one slot of all layers of a head-dim group, in one launch for every 64 layers.
+    """Restore the first tokens of one slot of all layers of a head-dim group, in one launch for every 64 layers.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ def instantiate_kv_cache_batched(
 
     Notes
     -----
-    ``instantiateKVCacheBatched`` of TensorRT Edge-LLM (seed 004). Lengths are not changed.
+    ``instantiateKVCacheBatched`` of TensorRT Edge-LLM. Lengths are not changed.
     """
     slot, rows = _check_batched(dst_layer_infos, src_layer_infos, batch_idx, sequence_length, stream)
     if rows:
@@ -232,8 +232,8 @@ def _instantiate_layers_on_host(cache: KVLayerInfos, saved: KVLayerInfos, slot: 
 def _copy_saved_on_host(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, *, save: bool) -> None:
     def copy(pair: tuple[DeviceTensor, DeviceTensor]) -> None:
         layer, tensor = bytes_of(pair[0])[slot, :, :, :rows], bytes_of(pair[1])[:, :, :rows]
-        into, of = (tensor, layer) if save else (layer, tensor)
-        into[...] = of
+        destination, source = (tensor, layer) if save else (layer, tensor)
+        destination[...] = source
 
     for_each_layer(copy, zip(cache.views, saved.views, strict=True), _nbytes(cache, rows))
 
@@ -243,7 +243,7 @@ def _compact_layers_on_host(layers: KVLayerInfos, plan: AnyCompactionPlan, strea
 
     def compact(layer: DeviceTensor) -> None:
         array = bytes_of(layer)
-        # First K, then V: so NumPy sees that slots do not overlap. Otherwise it would copy everything twice.
+        # First K, then V: then NumPy sees that slots do not overlap. Otherwise it would copy everything twice.
         for kv in (0, 1):
             carry_out(array[:, kv], moves, whole_slots=False)
 
@@ -251,7 +251,7 @@ def _compact_layers_on_host(layers: KVLayerInfos, plan: AnyCompactionPlan, strea
 
 
 def _nbytes(infos: KVLayerInfos, rows: int) -> int:
-    """Return the bytes of so many rows of all layers, or somewhat more."""
+    """Return an upper bound of the bytes of some rows of all layers."""
     return 2 * infos.num_layers * infos.max_kv_heads * rows * infos.row_nbytes
 
 
@@ -267,10 +267,10 @@ def _copy_layer_on_device(destination: DeviceTensor, source: DeviceTensor, token
     _, heads, _, head_dim = destination.shape
     nbytes = tokens * row_nbytes(head_dim, destination.dtype)
     size = itemsize(destination.dtype)
-    to, of = ((tensor.ptr, tensor.strides[0] * size, tensor.strides[1] * size) for tensor in (destination, source))
+    addresses = (part for tensor in (destination, source) for part in (tensor.ptr, tensor.strides[0] * size, tensor.strides[1] * size))
     if nbytes:
         grid = (blocks_for(nbytes // ROW_GRANULE, 2 * heads), heads, 2)
-        launch(destination.memory, "kv", "copy_layer", grid, (*to, *of, nbytes), stream)
+        launch(destination.memory, "kv", "copy_layer", grid, (*addresses, nbytes), stream)
 
 
 def _copy_saved_on_device(kernel: str, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, stream: Any) -> None:

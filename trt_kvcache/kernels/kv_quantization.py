@@ -1,6 +1,6 @@
-"""Rows of K and V in float8_e4m3fn and int8, in NumPy: the definition that ``plugins/attention`` follows bit by bit.
+"""Quantized rows of K and V, float8_e4m3fn and int8, in NumPy: the definition that ``plugins/attention`` follows bit by bit.
 
-A real value is a stored value times a scale. Every operation is one of float32, rounded to nearest, ties to even.
+A real value is a stored value times a scale. Every operation is in float32, rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _BY_TOKEN = 3
 
 
 def row_scales(rows: Array, dtype: str) -> Array:
-    """Return a scale for each row: its largest magnitude becomes the largest value that is stored."""
+    """Return a float32 scale for each row ``[..., D]``: largest magnitude / largest stored value; 1 for zeros. NaN does not count."""
     largest = np.fmax.reduce(np.abs(rows.astype(np.float32)), axis=-1, initial=np.float32(0))
     scales: Array = np.where(largest == 0, np.float32(1), largest / np.float32(SCALED_KV_DTYPES[dtype]))
     return scales
 
 
 def quantize(rows: Array, scales: Array, dtype: str) -> Array:
-    """Return rows divided by their scales, rounded, and held within the largest value that is stored."""
+    """Return rows divided by their scales, rounded and clipped to the range of the dtype. NaN stays in float8, and becomes 0 in int8."""
     largest = np.float32(SCALED_KV_DTYPES[dtype])
     with np.errstate(invalid="ignore", over="ignore"):  # infinite rows; a static scale that is far too small
         quotients = rows.astype(np.float32) / scales[..., None]
@@ -35,13 +35,16 @@ def quantize(rows: Array, scales: Array, dtype: str) -> Array:
 
 
 def dequantize(stored: Array, scales: Array) -> Array:
-    """Return what stored rows ``[..., D]`` stand for with their scales ``[...]``, in float32."""
+    """Return the real values of stored rows ``[..., D]`` with their scales ``[...]``, in float32."""
     real: Array = stored.astype(np.float32) * scales[..., None]
     return real
 
 
 def append_rows(cache: Array, scales: Array | None, start: int, keys: Array, values: Array, dtype: str) -> None:
-    """Write the rows of new tokens into a slot, and the scales of these tokens if they have some."""
+    """Write keys and values (n, H, D) of new tokens into a slot (2, H, S, D), and their scales, if it has scales by token.
+
+    ``scales``: (2, H), or by token (2, H, S or more), or None for a cache that is not quantized.
+    """
     rows = np.stack([keys, values]).swapaxes(1, 2)
     window = slice(start, start + len(keys))
     if scales is None:
@@ -53,7 +56,7 @@ def append_rows(cache: Array, scales: Array | None, start: int, keys: Array, val
 
 
 def live_rows(cache: Array, scales: Array | None, window: slice) -> Array:
-    """Return what the tokens of a window of a slot stand for, (2, H, tokens, D) in float32. Other arguments as for :func:`append_rows`."""
+    """Return the real values of a window of rows of a slot, (2, H, tokens, D) float32. Other arguments as for :func:`append_rows`."""
     stored = cache[:, :, window]
     rows: Array = stored.astype(np.float32) if scales is None else dequantize(stored, _scales_of(scales, window))
     return rows

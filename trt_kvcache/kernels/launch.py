@@ -1,6 +1,6 @@
-"""Load and launch a kernel of ``plugins/*.cu``, and its arguments.
+"""``launch``: load and launch a kernel of ``plugins/*.cu``; and its arguments.
 
-Importing this file imports nothing of cuda-python, and no compiler: the first launch does.
+The first launch of a process imports cuda-python, and the first of a kernel may compile it: importing this file does neither.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from trt_kvcache.kernels.attention_tiles import MIN_PDL_ARCH, arch_number
 from trt_kvcache.memory.cuda_driver import check, cuda_core_error
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Threads of a block, in every bookkeeping kernel, and vectors that a thread has in flight: see ``plugins/vector_copy.cuh``.
+#: Threads of a block of every copy kernel, and vectors in flight in a thread: see ``plugins/vector_copy.cuh``.
 THREADS_PER_BLOCK, VECTORS_IN_FLIGHT = 256, 4
 
-#: Blocks of a launch at most, if fewer can do the work: enough waves of them that the last one hardly counts on a large GPU.
+#: Blocks of a launch, at most, if fewer can do the work: so many waves that the last one hardly counts on a large GPU.
 _MAX_BLOCKS = 1 << 20
 
-#: Addresses of saved tensors that one launch carries: layers of one capture or restore. The sources have the same number.
+#: Addresses of saved tensors in the arguments of one launch: layers of one save or restore. The sources have the same number.
 MAX_SAVED_TENSORS = 64
 
 Grid = tuple[int, int, int]
@@ -28,7 +28,7 @@ Grid = tuple[int, int, int]
 
 @cache
 def _module(source: str, arch: str) -> Any:
-    """Load the machine code of one source. It stays loaded until the process ends."""
+    """Load the machine code of one variant of a source. It stays loaded until the process ends."""
     from cuda.core import ObjectCode
 
     from trt_kvcache.kernels.compile import cubin
@@ -44,12 +44,12 @@ def _kernel(source: str, name: str, arch: str) -> Any:
         raise CudaError(f"{name} of {source} could not be loaded for {arch}: {error}") from None
 
 
-#: Bytes of dynamic shared memory that blocks of a kernel may have, by kernel and device.
+#: Limits of the dynamic shared memory of a block that were set, by kernel and device.
 _shared_allowed: dict[tuple[Any, str], int] = {}
 
 
 def _allow_shared(kernel: Any, nbytes: int, device: str) -> None:
-    """Let blocks of a kernel have this much dynamic shared memory, or what they may have already: otherwise 48 KiB is the most."""
+    """Raise the limit of dynamic shared memory of a block, which is 48 KiB, to at least this."""
     if nbytes <= _shared_allowed.get((kernel, device), 0):
         return
     from cuda.bindings import driver
@@ -78,15 +78,15 @@ def launch(
     source: str,
     name: str,
     grid: Grid,
-    arguments: tuple[int | float, ...],
-    stream: Any,
+    arguments: tuple[int | float, ...],  # of Python's types: cuda.core passes each as 64 bits
+    stream: Any,  # Stream or GraphBuilder
     *,
     threads: int = THREADS_PER_BLOCK,
     shared_nbytes: int = 0,
-    cooperative: bool = False,
-    programmatic_dependent_launch: bool = False,
+    cooperative: bool = False,  # blocks wait for each other: refused unless all are resident at once
+    programmatic_dependent_launch: bool = False,  # may start before the launch before has ended; the kernel waits for it
 ) -> None:
-    """Launch a kernel in the memory of a GPU. Each argument is a Python int or float, which cuda.core passes as 64 bits."""
+    """Launch a kernel of a variant of a source, on the GPU of a memory. It allocates nothing and does not wait."""
     from cuda.core import launch as launch_kernel
 
     memory.make_current()
@@ -100,12 +100,12 @@ def launch(
 
 
 def starts_early(memory: Any) -> bool:
-    """Tell whether a launch on the GPU of a memory can start before the previous one has ended: programmatic dependent launch."""
+    """Return True if the GPU of a memory has programmatic dependent launch."""
     return arch_number(memory.arch) >= MIN_PDL_ARCH
 
 
 def blocks_for(vectors: int, runs: int = 1, *, max_blocks: int = _MAX_BLOCKS) -> int:
-    """Return the blocks along x that share a run of vectors. Each thread handles its vectors in flight once, or several times."""
+    """Return the blocks along x that share ``vectors``, at least one. ``runs``: blocks in y and z; ``max_blocks``: limit of all of them."""
     return max(1, min(-(-vectors // (THREADS_PER_BLOCK * VECTORS_IN_FLIGHT)), max_blocks // runs))
 
 

@@ -1,4 +1,4 @@
-"""The lengths of slots: increment them, store or add values that the host knows, compact them."""
+"""The lengths of slots: increment them, store or add values of the host, compact them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trt_kvcache.kernels.launch import THREADS_PER_BLOCK, launch
 from trt_kvcache.kernels.layer_views import check_memory
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Host values that one launch of ``store_values`` carries.
+#: Host values in the arguments of one launch of ``store_values``. The source has the same number.
 MAX_STORED_VALUES = 16
 
 
@@ -34,7 +34,7 @@ def increment_length_tensor(length_tensor: DeviceTensor, increment: int | Device
     increment : int, or DeviceTensor (n,) int32
         One number for all, or one per length, in the same memory.
     stream : cuda.core.Stream or GraphBuilder
-        The launch is ordered on it; the call neither waits nor allocates, and both forms can be captured in a CUDA graph.
+        The launch is ordered on it; the call neither waits nor allocates, and can be captured in a CUDA graph.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def increment_length_tensor(length_tensor: DeviceTensor, increment: int | Device
 
     Notes
     -----
-    ``incrementLengthTensor`` of TensorRT Edge-LLM (seed 004). Sums are not checked against a capacity here.
+    ``incrementLengthTensor`` of TensorRT Edge-LLM. Sums are not checked against a capacity here.
     """
     _check_lengths(length_tensor)
     length_tensor.memory.check_stream(stream)
@@ -66,8 +66,8 @@ def increment_length_tensor(length_tensor: DeviceTensor, increment: int | Device
 def store_length_values(length_tensor: DeviceTensor, values: Sequence[int], *, accumulate: bool, stream: Any) -> None:
     """Store host values into lengths, or add them.
 
-    The values travel in the arguments of the launch, 16 in each, so there is no staging buffer that a later call could overwrite
-    before it was read.
+    The values are arguments of the launch, 16 in each, so there is no staging buffer that a later call could overwrite before it
+    was read.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def store_length_values(length_tensor: DeviceTensor, values: Sequence[int], *, a
     values : sequence of int
         One int32 for each length.
     accumulate : bool
-        Whether to add the values instead of storing them.
+        True to add the values instead of storing them.
     stream : cuda.core.Stream
         The launch is ordered on it; the call neither waits nor allocates.
 
@@ -103,7 +103,7 @@ def compact_length_tensor(lengths: DeviceTensor, moves: AnyCompactionPlan, *, st
     lengths : DeviceTensor (n,) int32
         ``n >= old_batch``. Entries from ``new_batch`` on keep what they hold.
     moves : CompactionPlan, or DeviceCompactionPlan
-        With a device mapping this comes last: the other parts read the old lengths.
+        With a device mapping compact the lengths last: the other compactions read the old ones.
     stream : cuda.core.Stream, or with a device mapping GraphBuilder
         The launches, one for every 96 moves, are ordered on it; the call neither waits nor allocates.
 

@@ -1,4 +1,4 @@
-"""Products of a few rows with a matrix of weights, at the speed at which the weights can be read: the projections of a decode step."""
+"""Projections of a decode step: products of a few rows with a weight matrix, at the speed of reading the weights."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MAX_LINEAR_ROWS = ROW_COUNTS[-1]
 #: The inputs of a row, at multiples of 16 bytes.
 INPUT_GRANULE = 8
 
-#: Elements of a row of weights, and rows, at most: their products with a few bytes fit into 32 bits.
+#: Columns and rows of a weight matrix, at most: their byte counts fit into 32 bits.
 _MAX_INPUTS, _MAX_OUTPUTS = 1 << 24, 1 << 30
 
-#: What x and weights are aligned to.
+#: Alignment of x and weights.
 GRANULE_NBYTES = 16
 
 
@@ -45,7 +45,7 @@ def linear(
     x : DeviceTensor ``[rows, inputs]`` float16 or bfloat16
         1 to 16 rows; a multiple of 8 inputs.
     weight : DeviceTensor ``[outputs, inputs]``
-        Of the dtype of ``x``. On a GPU it is read before earlier launches on the stream have ended: none of those may still write it.
+        Of the dtype of ``x``. On a GPU it is read before earlier launches on the stream have ended: none of them may still write it.
     bias : DeviceTensor ``[outputs]``, optional
         Of the dtype of ``x``.
     out : DeviceTensor ``[rows, outputs]``
@@ -83,14 +83,14 @@ def linear(
 
 
 def linear_silu_mul(x: DeviceTensor, weight: DeviceTensor, *, bias: DeviceTensor | None = None, out: DeviceTensor, stream: Any) -> None:
-    """Write ``silu(gate) * up`` into ``out``, where ``x @ weight.T + bias`` has columns of gate, then as many of up.
+    """Write ``silu(gate) * up`` into ``out``, where ``x @ weight.T + bias`` has the columns of gate, then of up.
 
     Parameters
     ----------
     x : DeviceTensor ``[rows, inputs]`` float16 or bfloat16
         As for :func:`linear`.
     weight : DeviceTensor ``[2 * columns, inputs]``
-        Of the dtype of ``x``: the rows of gate, then those of up. Read early, as :func:`linear` says.
+        Of the dtype of ``x``: the rows of gate, then of up. Read early, as in :func:`linear`.
     bias : DeviceTensor ``[2 * columns]``, optional
         Of the dtype of ``x``.
     out : DeviceTensor ``[rows, columns]``
@@ -159,7 +159,7 @@ def _check(
         inputs = f"a multiple of {INPUT_GRANULE} inputs, at most {_MAX_INPUTS}"
         raise ShapeError(f"x: expected [1 to {MAX_LINEAR_ROWS} rows, {inputs}], got {x!r}.")
     if weight.ndim != 2 or weight.shape[1] != x.shape[1] or len(weight) % outputs_per_column or len(weight) > _MAX_OUTPUTS:
-        outputs = "outputs" if outputs_per_column == 1 else "outputs of gate and as many of up"
+        outputs = "outputs" if outputs_per_column == 1 else "outputs of gate, then of up"
         raise ShapeError(f"weight: expected [{outputs}, {x.shape[1]} inputs], got {weight!r}.")
     if out.shape != (len(x), len(weight) // outputs_per_column):
         raise ShapeError(f"out: expected shape {(len(x), len(weight) // outputs_per_column)}, got {out!r}.")
@@ -175,7 +175,7 @@ def _check(
     for name, tensor in inputs_of.items():
         if tensor.ptr < out.ptr + out.nbytes and out.ptr < tensor.ptr + tensor.nbytes:
             raise LayoutError(
-                f"out: expected memory of its own, got {out!r}, which {name} overlaps. Blocks still read what others have written."
+                f"out: expected memory of its own, got {out!r}, which {name} overlaps. Blocks read inputs while others write."
             )
 
 
@@ -190,7 +190,7 @@ def _check_tensor(name: str, tensor: DeviceTensor, like: DeviceTensor, dtypes: t
 # --- NumPy, for host memory ---
 
 
-#: Rows of weights that are widened to float32 at once.
+#: Rows of weights that are converted to float32 at once.
 _OUTPUTS_AT_ONCE = 4096
 
 
@@ -260,5 +260,5 @@ def _launch(
 #: Multiply a few rows with a matrix of weights.
 linear_kernel = Kernel(_linear_on_host, _linear_on_device)
 
-#: The same product, then the activation of its first half of columns times its second half.
+#: The same product, then the activation (``silu``, ``gelu_tanh``) of its first half of columns times its second half.
 linear_gated_mul_kernel = Kernel(_linear_gated_mul_on_host, _linear_gated_mul_on_device)

@@ -22,7 +22,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: The largest state size.
 MAX_STATE_SIZE = 256
 
-#: What divides head dims and state sizes.
+#: Head dims and state sizes are multiples of it.
 SIZE_GRANULE = 8
 
 
@@ -65,9 +65,9 @@ def mamba2_scan(
     present : DeviceTensor like ``past``
         Overwritten with the state after the new tokens. May be ``past`` itself; otherwise they must not overlap.
     out : DeviceTensor ``[B, s, heads, head_dim]``
-        Contiguous, overwritten; it must not overlap the inputs. Zeros behind the new tokens of a slot.
+        Contiguous, overwritten; it must not overlap the inputs. Zeros after the new tokens of a slot.
     d : DeviceTensor ``[heads]`` float32, optional
-        Of the skip connection.
+        Weight of the skip connection.
     dt_bias : DeviceTensor ``[heads]`` float32, optional
         Added to ``dt``.
     dt_limits : tuple of float
@@ -142,7 +142,7 @@ def mamba2_scan(
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Params:
-    """The arguments of :func:`~trt_kvcache.kernels.mamba2_scan`, checked."""
+    """The arguments of :func:`~trt_kvcache.kernels.mamba2_scan`, which describes them."""
 
     x: DeviceTensor
     dt: DeviceTensor
@@ -163,13 +163,13 @@ class Mamba2Params:
         return self.x.memory
 
 
-# --- NumPy: in float32, token by token ---
+# --- NumPy, in float32, token by token ---
 
 
 def _mamba2_scan_on_host(params: Mamba2Params, stream: Any) -> None:
     x, dt, past, present, out = (array_of(tensor) for tensor in (params.x, params.dt, params.past, params.present, params.out))
     heads = x.shape[2]
-    group = np.arange(heads) * params.b.shape[2] // heads  # of each head
+    group = np.arange(heads) * params.b.shape[2] // heads  # group of each head
     a = array_of(params.a)
     bias = 0 if params.dt_bias is None else array_of(params.dt_bias)
     for slot, count in enumerate(new_counts(params.new_lengths, x)):
@@ -193,21 +193,21 @@ def _mamba2_scan_on_host(params: Mamba2Params, stream: Any) -> None:
 # --- CUDA: launches of plugins/recurrent/mamba2.cu ---
 
 
-#: Threads of a block; rows of a state that a thread has a share in, and elements of it; tokens of a tile. The source has them too.
+#: Threads of a block; rows of a state in which a thread has a share, and elements of that share; tokens of a tile. The source has the same.
 MAMBA_THREADS, MAMBA_ROWS, MAMBA_LANE_ELEMENTS, MAMBA_TILE_TOKENS = 128, 2, 16, 16
 
-#: In chunks: rows of a state that a block has, 16 for a warp, and the state sizes that there are. The source has them too.
+#: In chunks: rows of a state in a block, 16 for each warp, and the supported state sizes. The source has the same numbers.
 CHUNK_ROWS, CHUNK_STATE_SIZES = 64, (64, 128)
 
 _WARP, _WARP_ROWS = 32, 16
 
 
 class Mamba2Plan(NamedTuple):
-    """Which kernel a call takes, and how it is launched."""
+    """The kernel of a call, and its launch."""
 
     #: The kernel.
     name: str
-    #: Rows of a state that a block has.
+    #: Rows of a state in a block.
     rows: int
     #: Threads of a block.
     threads: int
@@ -216,7 +216,7 @@ class Mamba2Plan(NamedTuple):
 
 
 def mamba2_plan(params: Mamba2Params, arch: str) -> Mamba2Plan:
-    """Return which kernel a call takes on an architecture such as ``"sm_90"``: by shapes and dtypes alone."""
+    """Return the kernel and launch of a call on an architecture such as ``"sm_90"``. They depend on shapes and dtypes alone."""
     width, state_size, size = params.x.shape[1], params.b.shape[3], itemsize(params.x.dtype)
     if width >= MIN_CHUNK_TOKENS and state_size in CHUNK_STATE_SIZES and size == itemsize("float16"):
         tokens = chunk_tokens(arch)
@@ -254,7 +254,7 @@ def _mamba2_scan_on_device(params: Mamba2Params, stream: Any) -> None:
 
 
 def _lanes(state_size: int) -> int:
-    """Return how many lanes share a row of a state: a power of 2."""
+    """Return the lanes that share a row of a state: a power of 2."""
     lanes = 1
     while lanes * MAMBA_LANE_ELEMENTS < state_size:
         lanes *= 2

@@ -1,4 +1,4 @@
-"""The most likely tokens of a vocabulary without sorting it, and log-probabilities of tokens."""
+"""The most likely tokens of a vocabulary, without sorting it; and log-probabilities: the log-softmax of logits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
-#: Groups that a vocabulary is divided into to find a bound of the k-th largest logit, per token that is wanted, and at least.
+#: Groups of a vocabulary, for a bound of the k-th largest logit: per wanted token, and at least.
 _GROUPS_PER_TOKEN, _MIN_GROUPS = 4, 1024
 
 
 def most_likely(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return the tokens with the largest logits."""
+    """Return the ``count`` tokens with the largest logits, which have no NaN, in the order of ids; of equal logits the lowest ids."""
+    # The smallest of the maxima of any k disjoint groups is a lower bound of the k-th largest logit, so two passes over the vocabulary
+    # leave few candidates. Tokens with exactly the logit of the bound are counted, not sorted: with a grammar most tokens may have it.
     if count >= logits.size:
         return np.arange(logits.size)
     if not count:
@@ -32,7 +34,7 @@ def most_likely(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np
 
 
 def _bound(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np.float32:
-    """Return a lower bound of the ``count``-th largest logit, which is one of them."""
+    """Return a lower bound of the ``count``-th largest logit, which is one of the logits."""
     groups = max(_GROUPS_PER_TOKEN * count, _MIN_GROUPS)
     rows = logits.size // groups
     maxima = logits if rows < 2 else logits[: rows * groups].reshape(rows, groups).max(axis=0)
@@ -44,7 +46,7 @@ def _bound(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np.floa
 def log_probabilities(
     logits: np.ndarray[Any, np.dtype[np.float32]], token: int, count: int
 ) -> tuple[float, np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.float64]]]:
-    """Return the log-probability of a token, and the most likely tokens with theirs."""
+    """Return the log-probability of a token; and the ``count`` most likely tokens, the likeliest first, with their log-probabilities."""
     largest = logits.max()
     with np.errstate(invalid="ignore"):
         total = float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))

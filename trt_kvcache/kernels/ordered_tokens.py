@@ -1,4 +1,4 @@
-"""Tokens in the order of their classes, then of their ids, of which only few are sorted."""
+"""Tokens in the order of their classes, then of their ids; only few of them are sorted."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from trt_kvcache.kernels.token_weights import Float32, class_weights, token_clas
 Classes = np.ndarray[Any, np.dtype[np.int32]]
 Places = np.ndarray[Any, np.dtype[np.intp]]
 
-#: So few tokens are sorted at once.
+#: Up to this number, tokens are sorted together.
 FEW = 2048
 
-#: Classes are counted if there are so many times more tokens; otherwise tokens are in at most so many bins, as a power of 2.
+#: Classes are counted if there are at least this many tokens a class; otherwise tokens are put into at most ``2**_BIN_BITS`` bins.
 _TOKENS_PER_CLASS, _BIN_BITS = 2, 11
 
 
 @dataclass(frozen=True)
 class Found:
-    """A token with which the sum of the weights exceeds a target."""
+    """The first token for which the sum of the weights up to it exceeds a target."""
 
-    group: int
-    place: int
-    sum: int
-    in_last_class: bool
+    group: int  # its class, or its bin of classes
+    place: int  # tokens of the group before it
+    sum: int  # of the weights up to it
+    in_last_class: bool  # no token has a smaller weight
 
 
 class CountedTokens:
-    """Tokens of few classes: they are counted, and only the weights of classes are computed."""
+    """Tokens of few classes: the classes are counted, and only their weights are computed. ``classes`` must not change meanwhile."""
 
     def __init__(self, classes: Classes) -> None:
         self._classes = classes
@@ -45,11 +45,11 @@ class CountedTokens:
         self.total = int(self._ends[-1])
 
     def sum_of_at_least(self, weight: int) -> int:
-        """Return the sum of the weights that are not less than one."""
+        """Return the sum of the weights that are at least ``weight``."""
         return _sum_of_at_least(weight, self._weights, self._sums)
 
     def find(self, target: int) -> Found | None:
-        """Return the first token with which the sum of the weights exceeds a target; None if the sum of all does not."""
+        """Return the first token for which the sum of the weights up to it exceeds a target; None if the sum of all does not."""
         if target >= self.total:
             return None
         chosen = int(np.searchsorted(self._ends, target, side="right"))
@@ -63,7 +63,7 @@ class CountedTokens:
 
 
 class BinnedTokens:
-    """Tokens of many classes: they are in bins of neighbouring classes, and only the bins that are asked for are sorted."""
+    """Tokens of many classes: in bins of adjacent classes, each of which is sorted when needed. ``classes`` must not change meanwhile."""
 
     def __init__(self, classes: Classes, last: int) -> None:
         self._classes, self._last = classes, last
@@ -71,10 +71,8 @@ class BinnedTokens:
         self._bins = scratch.array("bins", "int32", classes.size)
         np.right_shift(classes, max(last.bit_length() - bin_bits, 0), out=self._bins)
         self._weights = class_weights(classes, out=scratch.array("weights of all", "float32", classes.size))
-        # In the types that bincount adds up: otherwise it makes arrays of them, which takes longer than adding up.
-        bins, weights = (
-            scratch.array(f"{what} to add up", dtype, classes.size) for what, dtype in (("bins", "intp"), ("weights", "float64"))
-        )
+        # Of the dtypes in which bincount sums: otherwise it converts the arrays, which takes longer than the sum.
+        bins, weights = (scratch.array(f"{what} to sum", dtype, classes.size) for what, dtype in (("bins", "intp"), ("weights", "float64")))
         np.copyto(bins, self._bins)
         np.copyto(weights, self._weights)
         self._ends = np.cumsum(np.bincount(bins, weights))
@@ -83,11 +81,11 @@ class BinnedTokens:
         self.total = int(self._ends[-1])
 
     def sum_of_at_least(self, weight: int) -> int:
-        """Return the sum of the weights that are not less than one."""
+        """Return the sum of the weights that are at least ``weight``."""
         return _sum_of_at_least(weight, self._weights, self._weights)
 
     def find(self, target: int) -> Found | None:
-        """Return the first token with which the sum of the weights exceeds a target; None if the sum of all does not."""
+        """Return the first token for which the sum of the weights up to it exceeds a target; None if the sum of all does not."""
         if target >= self.total:
             return None
         chosen = int(np.searchsorted(self._ends, target, side="right"))
@@ -115,12 +113,12 @@ def _sum_of_at_least(weight: int, weights: Float32, sums: np.ndarray[Any, Any]) 
 
 
 def are_counted(last: float, size: int) -> bool:
-    """Tell whether the classes of so many tokens are counted, if this is the largest."""
+    """Return True if the classes of ``size`` tokens are counted, given the largest class."""
     return last < size / _TOKENS_PER_CLASS
 
 
 def in_order(logits: Float32, largest: Any, scale: float) -> CountedTokens | BinnedTokens:
-    """Return tokens in the order of their classes, then of their ids."""
+    """Return tokens in the order of their classes, then of their ids. The result is valid until the next call of this thread."""
     classes = token_classes(logits, largest, scale, out=scratch.array("classes of all", "int32", logits.size))
     last = int(classes.max())
     return CountedTokens(classes) if are_counted(last, logits.size) else BinnedTokens(classes, last)

@@ -1,4 +1,4 @@
-"""Large copies of many layers in several threads: one thread alone does not use the whole memory bandwidth."""
+"""Large copies of many layers in several threads: one thread does not use the whole memory bandwidth."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 _Layer = TypeVar("_Layer")
 
-# Smaller copies are done before threads have started.
+# A smaller copy takes less time than starting threads.
 _MIN_PARALLEL_NBYTES = 1 << 23
 
 
@@ -22,7 +22,7 @@ if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
 
 
 def for_each_layer(work: Callable[[_Layer], object], layers: Iterable[_Layer], nbytes: int) -> None:
-    """Call ``work`` for each layer, which must not touch another one. All calls have ended when this returns or raises."""
+    """Call ``work`` for each layer, perhaps in several threads. All calls have ended when this returns or raises."""
     if nbytes < _MIN_PARALLEL_NBYTES:
         for layer in layers:
             work(layer)
@@ -33,6 +33,6 @@ def for_each_layer(work: Callable[[_Layer], object], layers: Iterable[_Layer], n
             calls.append(_threads().submit(work, layer))
         wait(calls)
     finally:
-        wait(calls)  # also those that had started when this was interrupted
+        wait(calls)  # also the calls that had started when this was interrupted
     for call in calls:
         call.result()

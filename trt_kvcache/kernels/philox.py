@@ -1,4 +1,4 @@
-"""Random numbers by their index: Philox (Salmon et al., 2011) is counter-based, so any of them is reached at once."""
+"""Random numbers by index: Philox (Salmon et al., 2011) is counter-based, so any number is computed at once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 from trt_kvcache.kernels.token_weights import RANDOM_BITS
 
-# A Philox generator produces four numbers per block, and can skip whole blocks.
+# A Philox generator produces four numbers per block, and can skip blocks.
 _NUMBERS_PER_BLOCK = 4
 
 
 def generator_at(seed: int, counter: int) -> np.random.Generator:
-    """Return the random numbers of a seed, from the one with index ``counter`` on."""
+    """Return a generator of the random numbers of a seed, from index ``counter`` on."""
     blocks, rest = divmod(counter, _NUMBERS_PER_BLOCK)
     generator = np.random.Generator(np.random.Philox(key=seed).advance(blocks))
     generator.random(rest)
@@ -19,5 +19,5 @@ def generator_at(seed: int, counter: int) -> np.random.Generator:
 
 
 def random_bits(seed: int, counter: int) -> int:
-    """Return the number with index ``counter``, times ``2**53``: an integer."""
+    """Return the number at index ``counter``, times ``2**53``: an integer."""
     return int(generator_at(seed, counter).random() * 2.0**RANDOM_BITS)

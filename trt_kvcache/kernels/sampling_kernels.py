@@ -37,10 +37,10 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: Threads of a block.
 ROW_THREADS = 512
 
-#: Tokens of a block at least: with fewer, the blocks of a row wait for each other longer than they work.
+#: Tokens of a block at least: with fewer, the blocks of a row wait for each other longer than they compute.
 _MIN_TOKENS_OF_BLOCK = 2048
 
-#: Shared memory of a block of ``choose_tokens`` without the logits that it keeps: bins, sums, and up to 1 KiB that lies between.
+#: Shared memory of a block of ``choose_tokens`` besides its logits: bins, sums, and up to 1 KiB of padding.
 _BINS_NBYTES = 26 * 1024
 
 
@@ -50,11 +50,11 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
     Parameters
     ----------
     logits : DeviceTensor (B, vocab) float32
-        As the model gave them. Rows may be strided. Not changed.
+        Logits of the model. Rows may be strided. Not changed.
     rows : SamplingRows
         Parameters of the B rows. Counters advance, ``uses`` counts the tokens, ``results`` has the token or the error of each active row.
     tokens : DeviceTensor (B,) int32
-        The tokens; 0 for a row with an error, so that an engine can run them before the host looks. Rows that are not active keep theirs.
+        The tokens; 0 for a row with an error, so that an engine can run them before the host reads errors. Inactive rows are not written.
     workspace : SamplingWorkspace
         Large enough for these rows. Calls that share one must not run at the same time.
     stream : cuda.core.Stream or GraphBuilder
@@ -67,7 +67,7 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
 
     Notes
     -----
-    :mod:`trt_kvcache.kernels.token_weights` defines which token is chosen; host and device choose the same.
+    :mod:`trt_kvcache.kernels.token_weights` defines the chosen token; host and device choose the same.
     """
     batch, vocab_size = _check_logits(logits, rows, workspace, stream)
     _check("tokens", tokens, (batch,), "int32", logits)
@@ -86,14 +86,15 @@ def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, 
     Parameters
     ----------
     logits : DeviceTensor (B, vocab) float32
-        As the model gave them. Rows may be strided. Not changed.
+        Logits of the model. Rows may be strided. Not changed.
     rows : SamplingRows
-        Of the call before. Only rows with the flag ``LOGPROBS``, and without an error, are looked at.
+        Rows of the call of :func:`choose_tokens` before. Only rows with the flag ``LOGPROBS``, and without an error, are written.
     out : DeviceTensor (B, 1 + 2 * top) int32
-        For each of these rows: the log-probability of the token as the bits of a float32; ``top`` most likely tokens, the most likely
-        first, of equally likely ones the lowest id first, and -1 where the vocabulary has no more; theirs, again as bits. At most 20.
+        For each of these rows: the log-probability of the token as the bits of a float32; the ``top`` most likely tokens (at most 20),
+        the most likely first, of equally likely ones the lowest id first, -1 past the end of the vocabulary; and their
+        log-probabilities, again as bits.
     workspace : SamplingWorkspace
-        That of the call before.
+        Workspace of the call before.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
 
@@ -111,7 +112,7 @@ def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, 
 
 
 def _check_logits(logits: DeviceTensor, rows: SamplingRows, workspace: SamplingWorkspace, stream: Any) -> tuple[int, int]:
-    """Check what all calls have in common, and return the shape of the logits."""
+    """Check the arguments of both calls, and return the shape of the logits."""
     if not isinstance(logits, DeviceTensor):
         raise PlaceError(f"logits: expected a DeviceTensor, got {type(logits).__name__}.")
     check_open("logits", logits)
@@ -267,7 +268,7 @@ def _choose_tokens_on_device(
 
 
 def _kept_nbytes(memory: Any, tokens_of_block: int) -> int:
-    """Return the bytes of shared memory in which a block keeps its logits; 0 where it reads them again, as there is no room."""
+    """Return the bytes of shared memory for the logits of a block; 0 if there is no room, and it reads them again."""
     nbytes = tokens_of_block * 4
     return nbytes if nbytes <= share_nbytes(memory.arch, BLOCKS_PER_SM) - _BINS_NBYTES else 0
 

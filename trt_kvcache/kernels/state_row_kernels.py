@@ -1,4 +1,4 @@
-"""Recurrent and conv states of slots: zero, copy, save, instantiate and compact them. The state of a slot is a row of any size."""
+"""Recurrent and conv states of slots: zero, copy, save, restore and compact them. The state of a slot is a row of any size."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def copy_rows(dst: StateInfos, src: StateInfos, slot: int, *, count: int = 1, st
     Parameters
     ----------
     dst, src : StateInfos
-        As many layers with equal row bytes and slots, in one memory. They must not overlap.
+        The same number of layers, with equal row bytes and slots, in one memory. They must not overlap.
     slot, count : int
         The slots ``slot`` to ``slot + count - 1``.
     stream : cuda.core.Stream or GraphBuilder
@@ -79,7 +79,7 @@ def copy_rows(dst: StateInfos, src: StateInfos, slot: int, *, count: int = 1, st
     check_states("dst", dst)
     check_states("src", src)
     if src.memory is not dst.memory:
-        raise PlaceError(f"src: expected states of {dst.memory.device}, got those of {src.memory.device}.")
+        raise PlaceError(f"src: expected states of {dst.memory.device}, got states of {src.memory.device}.")
     if [info.row_nbytes for info in src.host] != [info.row_nbytes for info in dst.host] or src.max_batch_size != dst.max_batch_size:
         raise ShapeError(
             f"src: expected {dst.max_batch_size} slots of {dst.num_layers} layers with equal state bytes, "
@@ -121,7 +121,7 @@ def save_rows(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, *, s
     Parameters
     ----------
     states : StateInfos
-        Of tensors ``[B, ...]``.
+        States ``[B, ...]``.
     saved : sequence of DeviceTensor ``[...]``
         Contiguous, one per layer; overwritten.
     slot : int
@@ -139,14 +139,14 @@ def save_rows(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, *, s
 
 
 def instantiate_rows(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
-    """Instantiate the states of one slot from saved tensors, in one launch for every 64 layers.
+    """Restore the states of one slot from saved tensors, in one launch for every 64 layers.
 
     Parameters
     ----------
     states : StateInfos
-        Of tensors ``[B, ...]``; the slot is overwritten.
+        States ``[B, ...]``; the slot is overwritten.
     saved : sequence of DeviceTensor ``[...]``
-        Contiguous, one per layer: what :func:`save_rows` wrote.
+        Contiguous, one per layer, from :func:`save_rows`.
     slot : int
         The slot.
     stream : cuda.core.Stream or GraphBuilder
@@ -208,8 +208,8 @@ def _zero_rows_on_host(states: StateInfos, slot: int, count: int, stream: Any) -
 
 
 def _copy_rows_on_host(destination: StateInfos, source: StateInfos, slot: int, count: int, stream: Any) -> None:
-    for into, of in zip(_rows(destination), _rows(source), strict=True):
-        into[slot : slot + count] = of[slot : slot + count]
+    for new, old in zip(_rows(destination), _rows(source), strict=True):
+        new[slot : slot + count] = old[slot : slot + count]
 
 
 def _save_rows_on_host(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, stream: Any) -> None:
@@ -223,7 +223,7 @@ def _instantiate_rows_on_host(states: StateInfos, saved: Sequence[DeviceTensor],
 
 
 def _rows_of(view: DeviceTensor, info: StateInfo) -> Array:
-    """Return states ``[B, ...]`` as an array (B, row bytes) over the same bytes."""
+    """Return states ``[B, ...]`` as a uint8 array (B, row bytes) over the same bytes."""
     shape, strides = (len(view), info.row_nbytes), (info.slot_stride, 1)
     return array_of(DeviceTensor(view.allocation, shape=shape, dtype="uint8", strides=strides, offset=view.offset))
 
@@ -232,7 +232,7 @@ def _rows_of(view: DeviceTensor, info: StateInfo) -> Array:
 
 
 def _launch(name: str, states: StateInfos, slots: int, layers: int, arguments: tuple[int, ...], stream: Any) -> None:
-    # Rows that are no multiple of 16 bytes are copied in smaller vectors, of which a thread then takes more.
+    # Rows that are no multiple of 16 bytes are copied in smaller vectors, and a thread copies more of them.
     blocks = blocks_for(-(-states.max_row_nbytes // ROW_GRANULE), slots * layers)
     launch(states.memory, "states", name, (blocks, slots, layers), arguments, stream)
 

@@ -1,4 +1,4 @@
-"""The token that a random number chooses from logits, by the definition of :mod:`~trt_kvcache.kernels.token_weights`."""
+"""The token that a random number chooses from logits, as :mod:`~trt_kvcache.kernels.token_weights` defines it."""
 
 from __future__ import annotations
 
@@ -22,59 +22,58 @@ from trt_kvcache.kernels.token_weights import (
     top_p_bits,
 )
 
-#: Of many tokens those of the nucleus are looked for first, with the help of a sample of about so many.
+#: Logits of a sample, from which the threshold of the nucleus (top-p) is estimated.
 _SAMPLE = 1200
 
-#: They are, if they are at most such a share of all: with more, it takes less time to take all.
+#: The largest share of likely tokens for which only these are sorted: with more, sorting all takes less time.
 _FEW_ENOUGH = 0.35
 
-#: Which share of the weights behind the nucleus is left out of the search: less than all, since a sample is not exact.
-_SHARE_BEHIND = 0.8
+#: Share of the weights after the nucleus that the search excludes: less than all, since a sample is not exact.
+_SHARE_EXCLUDED = 0.8
 
-#: How many tokens of the sample are searched at least: those next to the likeliest ones are the least exact.
+#: Tokens of the sample that are searched at least: near the likeliest ones a sample is least exact.
 _LIKELIEST = 2
 
-#: Bound of the relative error of a sum of estimated weights. Half a class is 5.3e-6 of a weight. Exponents are off by three roundings,
-#: 2.5e-6: their mean, by weight, is at most the logarithm of the number of tokens, as the entropy is. The exponential function and the
-#: polynomial have errors of 6e-7, the pairwise sum in float32 one of 2e-6. Besides, each weight is rounded down by less than 1.
+#: Bound of the relative error of a sum of estimated weights. Half a class is 5.3e-6 of a weight. Three roundings of an exponent are 2.5e-6:
+#: the weighted mean of the exponents is at most the logarithm of the number of tokens, as the entropy is. The exponential function and the
+#: polynomial have errors of 6e-7, the pairwise sum in float32 of 2e-6. Besides, each weight is rounded down by less than 1.
 _ERROR = 1.2e-5
 
-#: Tokens without a weight are left out where so many times fewer have one; with top-k or min-p, which leave out more of them, where next to
-#: none has.
-_FEW_HAVE_WEIGHT, _NEXT_TO_NONE = 4, 32
+#: Tokens without a weight are excluded first if at most 1 of 4 has one; with top-k or min-p, which exclude more of them, 1 of 32.
+_TOKENS_PER_WEIGHT, _TOKENS_PER_WEIGHT_CUT = 4, 32
 
 #: The smallest logit that is not -inf.
 _SMALLEST = float(np.finfo(np.float32).min)
 
-#: Tokens whose weights are added up together, when a place among all sums is looked for.
+#: Tokens of a block of the search: first the block is found in the sums of blocks, then the token in the block.
 _BLOCK = 512
 
 
 @dataclass(frozen=True)
 class ChoiceParams:
-    """How a token is chosen, as the numbers of the definition."""
+    """Sampling parameters, as the numbers of the definition."""
 
-    scale: float
-    top_k: int = 0
-    top_p: int = 0
-    min_weight: int = 0
+    scale: float  # factor of distances of logits, a float32
+    top_k: int = 0  # 0 for all
+    top_p: int = 0  # times 2**53, rounded up; 0 for all
+    min_weight: int = 0  # tokens of smaller weights are dropped
 
 
 def choice_params(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> ChoiceParams:
-    """Return the numbers that stand for fields of ``SamplingParams``."""
+    """Return the numbers of the definition for fields of ``SamplingParams``; the temperature is above 0."""
     return ChoiceParams(scale_of(temperature), top_k, top_p_bits(top_p), min_weight(min_p))
 
 
 def choose_token(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> int:
-    """Return the token that random bits choose."""
+    """Return the token that 53 random bits choose from finite or -inf logits, of which ``largest`` is the largest and finite."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # distances to -inf
-        tokens = _where_most_have_no_weight(logits, largest, params)
+        tokens = _tokens_with_weight(logits, largest, params)
         kept = logits if tokens is None else logits[tokens]
         if 0 < params.top_k < kept.size:
             tokens = _of(tokens, most_likely(kept, params.top_k))
             kept = logits[tokens]
         if params.min_weight and not params.top_p:
-            # Only an estimate from above, so that few tokens are left: their weights are compared later.
+            # An upper estimate that leaves few tokens: their weights are compared later.
             is_likely = kept >= _lowest_of_weight(params.min_weight, largest, params.scale)
             if 4 * np.count_nonzero(is_likely) < logits.size:
                 tokens = _of(tokens, np.flatnonzero(is_likely))
@@ -84,19 +83,19 @@ def choose_token(logits: Float32, largest: Any, random: int, params: ChoiceParam
 
 
 def _of(tokens: Places | None, places: Places) -> Places:
-    """Return the tokens at places among some; None for all of them."""
+    """Return the tokens at some places of ``tokens``, of which None means all."""
     return places if tokens is None else tokens[places]
 
 
-def _where_most_have_no_weight(logits: Float32, largest: Any, params: ChoiceParams) -> Places | None:
-    """Return the tokens that may have a weight, if a sample says that they are few: a grammar, a bias or a function excludes the others.
+def _tokens_with_weight(logits: Float32, largest: Any, params: ChoiceParams) -> Places | None:
+    """Return the tokens that may have a weight if, by a sample, they are few (a grammar, a bias or a function excluded others); else None.
 
-    None if they are not few. The others are never chosen, nor do they change which ones are: they are behind all that have a weight.
+    Tokens without a weight are never chosen, and come after all others, so they do not change the choice.
     """
     lowest = _lowest_of_weight(1, largest, params.scale)
     sample = logits[:: max(logits.size // _SAMPLE, 1)]
-    fewer = _NEXT_TO_NONE if 0 < params.top_k < logits.size or params.min_weight else _FEW_HAVE_WEIGHT
-    if fewer * np.count_nonzero(sample >= lowest) >= sample.size:
+    tokens_per_weight = _TOKENS_PER_WEIGHT_CUT if 0 < params.top_k < logits.size or params.min_weight else _TOKENS_PER_WEIGHT
+    if tokens_per_weight * np.count_nonzero(sample >= lowest) >= sample.size:
         return None
     return np.flatnonzero(logits >= lowest)
 
@@ -118,7 +117,7 @@ def _nucleus_target(top_p: int, total: int) -> int:
     return (top_p * total + (1 << RANDOM_BITS) - 1 >> RANDOM_BITS) - 1
 
 
-# --- in the order of the ids ---
+# --- without top-p: in the order of ids ---
 
 
 def _place(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> int:
@@ -133,7 +132,7 @@ def _place(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> 
     return block * _BLOCK + int(np.searchsorted(sums, target, side="right"))
 
 
-# --- the most likely first ---
+# --- with top-p: the most likely first ---
 
 
 def _place_in_nucleus(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> int:
@@ -151,18 +150,18 @@ def _place_in_nucleus(logits: Float32, largest: Any, random: int, params: Choice
 def _place_among_likely(logits: Float32, sample: Float32, largest: Any, random: int, params: ChoiceParams) -> int | None:
     """Return the place from the exact weights of the likely tokens; None if these are not few, or the nucleus may contain others.
 
-    Bounds of the sum of all other weights often suffice; otherwise it is computed.
+    Bounds of the sum of all other weights often suffice; otherwise the sum is computed.
     """
     sums = np.cumsum(_estimate(sample, largest, params, out=np.empty_like(sample)), dtype=np.float64)
     outside, step = 1 - params.top_p / 2**RANDOM_BITS, logits.size / sample.size
     if np.searchsorted(sums, outside * (sums[-1] + 1 / step)) < (1 - _FEW_ENOUGH) * sample.size:  # the largest may not be in the sample
         return None
     weights = _estimate(logits, largest, params, out=scratch.array("weights", "float32", logits.size))
-    behind = _SHARE_BEHIND * outside * float(np.einsum("i->", weights)) / step
-    likely = np.flatnonzero(logits >= sample[min(int(np.searchsorted(sums, behind)), sample.size - _LIKELIEST)])
+    excluded = _SHARE_EXCLUDED * outside * float(np.einsum("i->", weights)) / step
+    likely = np.flatnonzero(logits >= sample[min(int(np.searchsorted(sums, excluded)), sample.size - _LIKELIEST)])
     tokens = in_order(logits[likely], largest, params.scale)
     first, last = (_choose_in_nucleus(tokens, bound, random, params) for bound in _bounds_of_others(weights, likely))
-    # A larger sum moves both borders towards less likely tokens: if those between choose another one too, it is not certain which.
+    # A larger sum moves both thresholds towards less likely tokens: if the bounds choose different tokens, the exact sum decides.
     if first != last:
         total = int(token_weights(logits, largest, params.scale, out=weights).sum(dtype=np.float64))
         last = _choose_in_nucleus(tokens, total - tokens.total, random, params)
@@ -170,21 +169,21 @@ def _place_among_likely(logits: Float32, sample: Float32, largest: Any, random: 
 
 
 def _bounds_of_others(weights: Float32, likely: Places) -> tuple[int, int]:
-    """Return bounds of the sum of all weights but those of likely tokens, from estimates, which are overwritten."""
+    """Return bounds of the sum of all weights but the weights of likely tokens, from estimates, which are overwritten."""
     weights[likely] = 0
     others = math.ldexp(float(weights.sum()), WEIGHT_BITS)
     return max(int(others * (1 - _ERROR)) - weights.size, 0), int(others * (1 + _ERROR)) + 1
 
 
 def _estimate(logits: Float32, largest: Any, params: ChoiceParams, *, out: Float32) -> Float32:
-    """Return about the weights, as parts of the largest."""
+    """Return estimates of the weights, relative to the largest."""
     np.subtract(logits, largest, out=out)
     np.multiply(out, np.float32(params.scale * math.log(2) / (1 << FRACTION_BITS)), out=out)
     return np.exp(out, out=out)
 
 
 def _choose_in_nucleus(tokens: CountedTokens | BinnedTokens, others: int | None, random: int, params: ChoiceParams) -> Found | None:
-    """Return what is chosen if all others weigh so much; None if the nucleus may contain one of those. None for no others."""
+    """Return the chosen token if ``others`` is the sum of all other weights; None if the nucleus may contain one of the other tokens."""
     end = tokens.find(_nucleus_target(params.top_p, tokens.total + (others or 0)))
     if end is None or (others is not None and end.in_last_class):
         return None

@@ -1,11 +1,11 @@
-"""The weights of tokens, as integers: the definition of sampling, for the host and the device alike.
+"""The weights of tokens, as integers: the definition of sampling, the same on host and device.
 
-Sums of floating-point numbers depend on their order, and a GPU adds in another one than NumPy. So weights are integers, made by single
-float32 operations that are rounded to nearest, which every CPU and GPU carries out alike (``plugins/sampling/weights.cuh`` has the same):
+Floating-point sums depend on their order, which differs between a GPU and NumPy. So weights are integers, from single float32 operations
+with rounding to nearest, which every CPU and GPU computes alike (``plugins/sampling/weights.cuh`` has the same):
 
 1. The *class* of a token is ``(largest - logit) * scale``, rounded to an integer, where ``scale`` is ``2**16 * log2(e) / temperature``:
-   the distance to the largest logit in powers of 2, to a multiple of ``2**-16``. Tokens of one class are equally likely.
-2. The *weight* of a class is ``2**(33 - class / 2**16)``, rounded down to an integer: that of the largest logit is ``2**33``. It falls
+   the distance to the largest logit as a power of 2, in steps of ``2**-16``. Tokens of one class are equally likely.
+2. The *weight* of a class is ``2**(33 - class / 2**16)``, rounded down to an integer: ``2**33`` for the largest logit. It falls
    with the class, down to 0, and sums over ``2**20`` tokens fit into 53 bits.
 3. A random number u, 53 bits of Philox, chooses the first token for which the sum of the weights up to it exceeds
    ``floor(u * total / 2**53)``. Tokens are in the order of their ids; with top-p, the lowest classes are first, and within a class the
@@ -14,7 +14,7 @@ float32 operations that are rounded to nearest, which every CPU and GPU carries 
    tokens with a sum of at least ``ceil(p * total)``, where p is a multiple of ``2**-53``, rounded up. Min-p then keeps weights of at least
    ``ceil(p * 2**33)``.
 
-Probabilities are within a factor of ``1 + 6e-6`` of those of float64, and a token that is ``2**33`` times less likely than the most likely
+Probabilities are within a factor of ``1 + 6e-6`` of float64, and a token that is ``2**33`` times less likely than the most likely
 one is never chosen.
 """
 
@@ -30,7 +30,7 @@ from trt_kvcache.kernels.scratch import scratch
 
 Float32 = np.ndarray[Any, np.dtype[np.float32]]
 
-#: Bits of a class behind the point, bits of the largest weight, and the class from which on weights are 0.
+#: Fraction bits of a class, bits of the largest weight, and the first class with weight 0.
 FRACTION_BITS, WEIGHT_BITS = 16, 33
 NUM_CLASSES = (WEIGHT_BITS + 1) << FRACTION_BITS
 
@@ -45,12 +45,12 @@ _POLYNOMIAL = tuple(
     for coefficient in ("-0x1.ef66d0p-58", "0x1.2da7d4p-38", "-0x1.c4fef8p-20", "0x1.ebe392p-2", "-0x1.62e3bcp16", "0x1p33")
 )
 
-#: Tokens that are computed at once: they stay in the nearest cache.
+#: Tokens that are computed together: they stay in the L1 or L2 cache.
 CHUNK = 1 << 16
 
 
 def scale_of(temperature: float) -> float:
-    """Return what distances of logits are multiplied with, as a float32."""
+    """Return the factor of distances of logits, a float32, for a temperature above 0."""
     scale = math.ldexp(math.log2(math.e), FRACTION_BITS) / max(temperature, 1e-300)
     return float(np.float32(min(max(scale, float(_FLOAT32.tiny)), float(_FLOAT32.max))))
 
@@ -68,7 +68,7 @@ def min_weight(min_p: float) -> int:
 def token_classes(
     logits: Float32, largest: Any, scale: float, *, out: np.ndarray[Any, np.dtype[np.int32]]
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return the classes of tokens."""
+    """Return the classes of tokens, in ``out``. Classes end at ``2 * NUM_CLASSES``."""
     for start in range(0, logits.size, CHUNK):
         part = slice(start, start + CHUNK)
         distances = out[part].view(np.float32)
@@ -81,12 +81,12 @@ def token_classes(
     return out
 
 
-#: Up to here, the exponent of a float32 can be that of a weight before it is rounded down.
+#: Up to this class a weight, before it is rounded down, has an exponent of float32.
 _MAX_CLASS = np.float32(2 * NUM_CLASSES)
 
 
 def class_weights(classes: np.ndarray[Any, np.dtype[np.int32]], *, out: Float32) -> Float32:
-    """Return the weights of classes: integers, though float32."""
+    """Return the weights of classes, in ``out``: integers as float32."""
     for start in range(0, classes.size, CHUNK):
         part = slice(start, start + CHUNK)
         _chunk_weights(classes[part], out[part])
@@ -110,7 +110,7 @@ def _chunk_weights(classes: np.ndarray[Any, np.dtype[np.int32]], out: Float32) -
 
 
 def token_weights(logits: Float32, largest: Any, scale: float, *, out: Float32) -> Float32:
-    """Return the weights of tokens: integers, though float32."""
+    """Return the weights of tokens, in ``out``: integers as float32."""
     for start in range(0, logits.size, CHUNK):
         part = slice(start, start + CHUNK)
         classes = scratch.array("classes", "int32", logits[part].size)

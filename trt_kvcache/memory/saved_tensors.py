@@ -38,4 +38,4 @@ def check_saved(
         if not tensor.is_contiguous:
             raise LayoutError(f"{what}[{index}]: expected a dense tensor, got {tensor!r}.")
         if tensor.allocation.closed:
-            raise ClosedError(f"{what}[{index}]: the memory behind this tensor is closed.")
+            raise ClosedError(f"{what}[{index}]: the memory of this tensor is closed.")

@@ -20,7 +20,7 @@ MAX_DIMENSION = 2**31 - 1
 #: The largest ``max_batch_size``: compaction names a slot in 16 bits, and one value of them stands for no slot.
 MAX_BATCH_SIZE = 0xFFFF
 
-#: The most layers of a cache, of either kind. No model has a hundredth of it; more is a mistake that would take all memory.
+#: Layers of each kind in a cache, at most: a larger number is a mistake that would take all memory.
 MAX_LAYERS = 10_000
 
 
