@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cache
 
 
-def give_back_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Return the pages of freed blocks to the operating system, where the C library keeps them."""
     trim = _malloc_trim()
     if trim is not None:

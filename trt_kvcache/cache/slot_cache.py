@@ -8,7 +8,7 @@ import numpy as np
 
 from trt_kvcache._util.checks import slot_index
 from trt_kvcache._util.lifetime import Closable
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
 from trt_kvcache.cache.lengths import Lengths
@@ -376,7 +376,7 @@ class SlotCache(Closable):
 
 def _check_shared(lengths: Lengths, max_batch_size: int, max_sequence_length: int, memory: Memory) -> None:
     if not isinstance(lengths, Lengths):
-        raise ConfigError(f"lengths: expected the Lengths of another cache, got {shown(lengths)}.")
+        raise ConfigError(f"lengths: expected the Lengths of another cache, got {short_repr(lengths)}.")
     if (lengths.max_batch_size, lengths.max_sequence_length) != (max_batch_size, max_sequence_length):
         raise ConfigError(
             f"lengths: expected those of {max_batch_size} slots of {max_sequence_length} tokens, got "

@@ -30,7 +30,7 @@ class Projection(Generic[ArrayT]):
 
 
 @dataclass(frozen=True)
-class LayerWeights(Generic[ArrayT]):
+class DecoderLayerWeights(Generic[ArrayT]):
     """One decoder layer: see :class:`~trt_kvcache.model.LayerConfig`."""
 
     parts: Mapping[str, ArrayT]
@@ -118,7 +118,7 @@ class DecoderWeights(Generic[ArrayT]):
     """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one array where they are tied."""
 
     embedding: ArrayT
-    layers: tuple[LayerWeights[ArrayT], ...]
+    layers: tuple[DecoderLayerWeights[ArrayT], ...]
     final_norm: ArrayT
     head: ArrayT
 
@@ -133,7 +133,7 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
 
 
-def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], ArrayT]) -> LayerWeights[ArrayT]:
+def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], ArrayT]) -> DecoderLayerWeights[ArrayT]:
     """Collect the weights of one layer: see :func:`decoder_weights`."""
     parts = layer_parts(config, index)
     tensors = {name: tensor(name) for name in dict.fromkeys(part.tensor for part in parts.values())}
@@ -142,7 +142,7 @@ def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], Array
         whole = tensors[part.tensor]
         return whole if part.is_whole else whole[part.index]  # type: ignore[index]  # arrays can be indexed
 
-    return LayerWeights({role: weight(part) for role, part in parts.items()})
+    return DecoderLayerWeights({role: weight(part) for role, part in parts.items()})
 
 
 class RoundedTensors:

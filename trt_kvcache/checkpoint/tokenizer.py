@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._util.extras import naming_the_extra
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.chat_template import ChatTemplate, find_chat_template
 from trt_kvcache.checkpoint.model_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, ModelFiles
 from trt_kvcache.checkpoint.token_bytes import TokenBytes
@@ -98,7 +98,7 @@ class Tokenizer:
         config = files.json_if_present(TOKENIZER_CONFIG_FILE)
         add_bos_token = config.get("add_bos_token")
         if not isinstance(add_bos_token, bool | None):
-            raise CheckpointError(f"{config_file}: add_bos_token: expected true or false, got {shown(add_bos_token)}.")
+            raise CheckpointError(f"{config_file}: add_bos_token: expected true or false, got {short_repr(add_bos_token)}.")
         return cls(
             path,
             _parse(files.text(TOKENIZER_FILE), file),

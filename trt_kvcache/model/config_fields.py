@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 
@@ -82,7 +82,7 @@ class ConfigFields:
 
     def refusal(self, name: str, expected: str) -> ConfigError:
         """Return the error for a field whose value is not supported, for the caller to raise."""
-        return ConfigError(f"{self._prefix}{name}: expected {expected}, got {shown(self.data.get(name))}.")
+        return ConfigError(f"{self._prefix}{name}: expected {expected}, got {short_repr(self.data.get(name))}.")
 
     def _required(self, name: str, default: Any) -> Any:
         value = self.data.get(name)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.dtypes import MODEL_DTYPES, numpy_dtype
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
@@ -223,7 +223,7 @@ class ModelConfig:
         from trt_kvcache.model.families.registry import FAMILIES
 
         if not isinstance(data, Mapping) or not isinstance(data.get("layer_kinds"), list) or not isinstance(data.get("layers"), list):
-            raise ConfigError(f"model: expected an object with layers and layer_kinds, got {shown(data)}.")
+            raise ConfigError(f"model: expected an object with layers and layer_kinds, got {short_repr(data)}.")
         kinds = [from_plain(LayerConfig, kind, f"model.layer_kinds[{index}]") for index, kind in enumerate(data["layer_kinds"])]
         layers = []
         for index, kind in enumerate(data["layers"]):

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig
 from trt_kvcache.reference.attention import LayerAttention, softcapped
 from trt_kvcache.reference.blas_threads import one_blas_thread
-from trt_kvcache.reference.weights import DecoderWeights, Float32, LayerWeights, Projection
+from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, Float32, Projection
 
 #: Takes the weights of a layer with states and its normalised input ``[A, s, hidden]``; returns ``[A, s, hidden]``.
-LayerRecurrence = Callable[[LayerWeights, Float32], Float32]
+LayerRecurrence = Callable[[DecoderLayerWeights, Float32], Float32]
 
 #: What a layer does with its cache: attention over K and V, the recurrence of a layer with states, or nothing.
 LayerCache = LayerAttention | LayerRecurrence | None
@@ -48,7 +48,7 @@ def _largest_weight(weights: DecoderWeights) -> int:
     return max((weight.size for layer in weights.layers[:1] for weight in layer.parts.values()), default=0)
 
 
-def decoder_layer(config: LayerConfig, weights: LayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
+def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
     """Apply one decoder layer."""
     if config.mixer is not None:
         assert cache is not None
@@ -66,7 +66,7 @@ def decoder_layer(config: LayerConfig, weights: LayerWeights, cache: LayerCache,
     return hidden
 
 
-def self_attention(config: AttentionConfig, layer: LayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
+def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
     """Apply the self-attention block of one layer."""
     q, k, v = (project(part, hidden) for part in (layer.q, layer.k, layer.v))
     over = None if config.qk_norm is None else config.qk_norm.over
@@ -82,14 +82,14 @@ def self_attention(config: AttentionConfig, layer: LayerWeights, attention: Laye
     return project(layer.o, attended)
 
 
-def qk_norm(config: AttentionConfig, layer: LayerWeights, q: Float32, k: Float32) -> tuple[Float32, Float32]:
+def qk_norm(config: AttentionConfig, layer: DecoderLayerWeights, q: Float32, k: Float32) -> tuple[Float32, Float32]:
     """Normalise q and k over their last axis, which is a head or all of them."""
     assert config.qk_norm is not None
     norm = config.qk_norm.norm
     return optional_norm(q, layer.q_norm, norm), optional_norm(k, layer.k_norm, norm)
 
 
-def mlp(config: MlpConfig, layer: LayerWeights, hidden: Float32) -> Float32:
+def mlp(config: MlpConfig, layer: DecoderLayerWeights, hidden: Float32) -> Float32:
     """Apply the MLP to ``hidden`` ``[..., hidden]``; the result has the same shape."""
     activation, up = _ACTIVATIONS[config.activation], project(layer.up, hidden)
     return project(layer.down, activation(project(layer.gate, hidden)) * up if config.gated else activation(up))

@@ -24,7 +24,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
 from trt_kvcache.reference.model import project
-from trt_kvcache.reference.weights import Float32, LayerWeights
+from trt_kvcache.reference.weights import DecoderLayerWeights, Float32
 
 #: States of a layer before and after a step, ``[A, ...]``.
 LayerStates = Mapping[StateKind, tuple[DeviceTensor, DeviceTensor]]
@@ -45,7 +45,7 @@ class Recurrence(ABC, Generic[MixerT]):
         self._stream = stream
 
     @abstractmethod
-    def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
+    def __call__(self, weights: DecoderLayerWeights, hidden: Float32) -> Float32:
         """Return the output ``[A, s, hidden]`` for the normalised input of that shape, and write the states."""
 
     def _tensor(self, array: npt.NDArray[Any]) -> DeviceTensor:
@@ -55,7 +55,7 @@ class Recurrence(ABC, Generic[MixerT]):
         return None if array is None else self._tensor(array)
 
     def _convolved(
-        self, weights: LayerWeights, x: Float32, *, silu: bool, gate_in: Float32 | None = None, gate_out: Float32 | None = None
+        self, weights: DecoderLayerWeights, x: Float32, *, silu: bool, gate_in: Float32 | None = None, gate_out: Float32 | None = None
     ) -> Float32:
         """Return the convolution of ``x`` ``[A, s, channels]``, with the gates of its inputs and outputs."""
         past, present = self._states[StateKind.CONV]
@@ -98,7 +98,7 @@ class Recurrence(ABC, Generic[MixerT]):
 class ShortConvolution(Recurrence[ShortConvConfig]):
     """The short convolution of one layer in one step: a :class:`Recurrence`."""
 
-    def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
+    def __call__(self, weights: DecoderLayerWeights, hidden: Float32) -> Float32:
         """Return ``out(c * conv(b * x))``, and write the state of the convolution."""
         b, c, x = np.split(project(weights.projection("conv_in"), hidden), 3, axis=-1)
         return project(weights.projection("conv_out"), self._convolved(weights, x, silu=False, gate_in=b, gate_out=c))
@@ -107,7 +107,7 @@ class ShortConvolution(Recurrence[ShortConvConfig]):
 class Mamba2(Recurrence[Mamba2Config]):
     """Mamba-2 of one layer in one step: a :class:`Recurrence`."""
 
-    def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
+    def __call__(self, weights: DecoderLayerWeights, hidden: Float32) -> Float32:
         """Return ``out(norm(scan(x, b, c, dt) * silu(z)))``, and write both states."""
         mixer = self._mixer
         projected = project(weights.projection("mamba_in"), hidden)
@@ -119,7 +119,7 @@ class Mamba2(Recurrence[Mamba2Config]):
         normed = self._gated_norm(scanned, gate, weights["mamba_norm.weight"], mixer.norm, group_size=size, gate_first=True)
         return project(weights.projection("mamba_out"), normed)
 
-    def _scanned(self, weights: LayerWeights, x: Float32, b: Float32, c: Float32, dt: Float32) -> Float32:
+    def _scanned(self, weights: DecoderLayerWeights, x: Float32, b: Float32, c: Float32, dt: Float32) -> Float32:
         """Return what the scan makes of ``x``, of the same shape, and write the recurrent state."""
         mixer, tokens = self._mixer, x.shape[:2]
         past, present = self._states[StateKind.RECURRENT]
@@ -148,7 +148,7 @@ class Mamba2(Recurrence[Mamba2Config]):
 class GatedDeltaNet(Recurrence[GatedDeltaNetConfig]):
     """The gated delta net of one layer in one step: a :class:`Recurrence`."""
 
-    def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
+    def __call__(self, weights: DecoderLayerWeights, hidden: Float32) -> Float32:
         """Return ``out(norm(rule(q, k, v, a, b)) * silu(z))``, and write both states."""
         mixer = self._mixer
         qkv, gate, b, a = (project(weights.projection(f"delta_{name}"), hidden) for name in ("qkv", "z", "b", "a"))
@@ -158,7 +158,7 @@ class GatedDeltaNet(Recurrence[GatedDeltaNetConfig]):
         normed = self._gated_norm(ruled, gate, weights["delta_norm.weight"], mixer.norm, group_size=size, gate_first=False)
         return project(weights.projection("delta_out"), normed)
 
-    def _ruled(self, weights: LayerWeights, q: Float32, k: Float32, v: Float32, a: Float32, b: Float32) -> Float32:
+    def _ruled(self, weights: DecoderLayerWeights, q: Float32, k: Float32, v: Float32, a: Float32, b: Float32) -> Float32:
         """Return what the delta rule makes of ``v``, of the same shape, and write the recurrent state."""
         mixer, tokens = self._mixer, v.shape[:2]
         past, present = self._states[StateKind.RECURRENT]

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from trt_kvcache.checkpoint.decoder_weights import LayerWeights, Projection
+from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, Projection
 from trt_kvcache.model import AttentionConfig, MlpConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, HeadCounts, Operations, StateSpace, TorchProjection
 
-StoredWeights = LayerWeights[torch.Tensor]
+StoredWeights = DecoderLayerWeights[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.decoder_weights import LayerWeights, RoundedTensors, layer_weights
+from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, RoundedTensors, layer_weights
 from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig
 from trt_kvcache.model.families.registry import FAMILIES
@@ -86,7 +86,7 @@ def _blocks(config: ModelConfig, load: LoadTensor) -> Iterator[Block]:
             yield Block(norm=norms[0], part=Mlp.of(layer.mlp, stored), output_norm=norms[1], factor=layer.residual_multiplier)
 
 
-def _mixer(index: int, config: Mixer, stored: LayerWeights[torch.Tensor]) -> Part:
+def _mixer(index: int, config: Mixer, stored: DecoderLayerWeights[torch.Tensor]) -> Part:
     """Return a mixer, which is the one of this index among those with K and V, or among those with states."""
     if isinstance(config, AttentionConfig):
         return SelfAttention.of(index, config, stored)

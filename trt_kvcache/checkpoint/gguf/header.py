@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.regular_file import open_regular
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -168,7 +168,7 @@ class GGUFHeader:
 
     def _plain(self, name: str, code: int, count: int) -> npt.NDArray[Any]:
         if code not in _PLAIN:
-            raise self._damaged(f"field {shown(name)} is of type {code}" + (", an array of arrays" if code == _ARRAY else ""))
+            raise self._damaged(f"field {short_repr(name)} is of type {code}" + (", an array of arrays" if code == _ARRAY else ""))
         dtype = np.dtype(_PLAIN[code])
         start = self._skip(count * dtype.itemsize)
         return np.frombuffer(self.mapping, dtype=dtype, count=count, offset=start)
@@ -194,12 +194,12 @@ class GGUFHeader:
         entries = [self._tensor() for _ in range(count)]
         alignment = self.fields.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise self._damaged(f"general.alignment is {shown(alignment)} and no power of two")
+            raise self._damaged(f"general.alignment is {short_repr(alignment)} and no power of two")
         start = -(-self._at // alignment) * alignment
         tensors = {}
         for name, kind, shape, offset, nbytes in entries:
             if offset % alignment or start + offset + nbytes > len(self.mapping):
-                raise self._damaged(f"{shown(name)} has {nbytes} bytes at byte {start + offset}, and the file has {len(self.mapping)}")
+                raise self._damaged(f"{short_repr(name)} has {nbytes} bytes at byte {start + offset}, and the file has {len(self.mapping)}")
             tensors[name] = StoredBlocks(kind=kind, shape=shape, offset=start + offset, nbytes=nbytes, mapping=self.mapping)
         self._check_names("tensor", count, len(tensors))
         return tensors
@@ -207,15 +207,15 @@ class GGUFHeader:
     def _tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
         name, dimensions = self._name(), self._number(_UINT32)
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise self._damaged(f"tensor {shown(name)} has {dimensions} dimensions")
+            raise self._damaged(f"tensor {short_repr(name)} has {dimensions} dimensions")
         shape = tuple(self._number(_UINT64) for _ in range(dimensions))[::-1]
         code, offset = self._number(_UINT32), self._number(_UINT64)
         if code not in self._sizes:
             raise CheckpointError(
-                f"{self.path}: {shown(name)}: expected a type that the installed gguf package knows, got number {code}. "
+                f"{self.path}: {short_repr(name)}: expected a type that the installed gguf package knows, got number {code}. "
                 "A newer gguf package may know it."
             )
         kind, block, block_nbytes = self._sizes[code]
         if shape[-1] % block:
-            raise self._damaged(f"{shown(name)} has rows of {shape[-1]} elements in blocks of {block}")
+            raise self._damaged(f"{short_repr(name)} has rows of {shape[-1]} elements in blocks of {block}")
         return name, kind, shape, offset, math.prod(shape) // block * block_nbytes

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.gguf.header import GGUFHeader, StoredBlocks, Texts
 from trt_kvcache.errors import CheckpointError
 
@@ -34,7 +34,7 @@ class Metadata:
         value = self.header.fields.get(key)
         if isinstance(value, bytes):
             value = value.decode("utf-8", "replace")
-        found = f"{len(value)} elements" if isinstance(value, Texts | np.ndarray) else shown(value)
+        found = f"{len(value)} elements" if isinstance(value, Texts | np.ndarray) else short_repr(value)
         return CheckpointError(f"{self.header.path}: {key}: expected {expected}, got {found}.")
 
     def text(self, key: str, default: str | None = None) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.gguf.architectures import architecture_of, check_is_read
 from trt_kvcache.checkpoint.gguf.header import GGUFHeader, StoredBlocks
 from trt_kvcache.checkpoint.gguf.metadata import Metadata
@@ -75,7 +75,9 @@ def _other_parts(first: GGUFHeader) -> list[Path]:
     """Return the other files of a split model, after checking that this is the first one and that all are there."""
     count, number = first.fields.get("split.count", 0), first.fields.get("split.no", 0)
     if not isinstance(count, int) or not isinstance(number, int) or not 0 <= number <= max(count, 1) - 1 or count > _MAX_PARTS:
-        raise CheckpointError(f"{first.path}: expected split.no from 0 to split.count - 1, got {shown(number)} of {shown(count)}.")
+        raise CheckpointError(
+            f"{first.path}: expected split.no from 0 to split.count - 1, got {short_repr(number)} of {short_repr(count)}."
+        )
     if count <= 1:
         return []
     named = _PART.fullmatch(first.path.name)

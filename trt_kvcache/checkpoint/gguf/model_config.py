@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.gguf.metadata import Metadata
 from trt_kvcache.checkpoint.gguf.tokenizer_files import end_token_ids, has_tokenizer, token_id
 from trt_kvcache.errors import CheckpointError
@@ -275,7 +275,7 @@ def _same(metadata: Metadata, key: str, layers: int, default: int | None = None)
     """Return the number that a field has for all layers that have one."""
     found = sorted(set(metadata.integers(key, layers, default)) - {0})
     if len(found) > 1:
-        raise CheckpointError(f"{metadata.header.path}: {key}: expected one number for all layers, got {shown(found)}.")
+        raise CheckpointError(f"{metadata.header.path}: {key}: expected one number for all layers, got {short_repr(found)}.")
     return found[0] if found else 0
 
 

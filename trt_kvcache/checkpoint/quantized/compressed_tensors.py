@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.quantized.codes import CODE_BITS, Codes
 from trt_kvcache.checkpoint.quantized.format import (
     FLOATS,
@@ -94,10 +94,10 @@ class CompressedTensors(QuantizedFormat):
         for name in ("sparsity_config", "transform_config"):
             value = config.get(name)
             if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-                raise ConfigError(f"quantization_config.{name}: expected nothing, got {shown(value)}.")
+                raise ConfigError(f"quantization_config.{name}: expected nothing, got {short_repr(value)}.")
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
-            raise ConfigError(f"quantization_config.config_groups: expected an object of groups, got {shown(groups)}.")
+            raise ConfigError(f"quantization_config.config_groups: expected an object of groups, got {short_repr(groups)}.")
         self.schemes = tuple(_scheme(f"config_groups.{name}", group, config.get("format")) for name, group in groups.items())
         self.title = "compressed-tensors " + " and ".join(sorted({scheme.title for scheme in self.schemes}))
         self.notes = (WEIGHT_ONLY,) if any(group.get("input_activations") for group in groups.values()) else ()
@@ -172,10 +172,10 @@ def _scheme(name: str, group: Any, packing: Any) -> Scheme:
     """Read a group of modules."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        raise ConfigError(f"quantization_config.{name}.weights: expected an object, got {shown(weights)}.")
+        raise ConfigError(f"quantization_config.{name}.weights: expected an object, got {short_repr(weights)}.")
     targets = group.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise ConfigError(f"quantization_config.{name}.targets: expected a list of names, got {shown(targets)}.")
+        raise ConfigError(f"quantization_config.{name}.targets: expected a list of names, got {short_repr(targets)}.")
     for target in targets:
         if target.startswith("re:"):
             checked_expression(f"quantization_config.{name}.targets", target.removeprefix("re:"))
@@ -184,7 +184,7 @@ def _scheme(name: str, group: Any, packing: Any) -> Scheme:
     is_fp4 = packing in _FP4_GROUPS
     bits = one_of_field(f"{name}.weights.num_bits", weights.get("num_bits", 8), (4,) if is_fp4 else (4, 8) if "pack" in packing else (8,))
     if is_float is not (is_fp4 or packing == "float-quantized" or (packing == "naive-quantized" and is_float)):
-        raise ConfigError(f"quantization_config.{name}.weights.type: expected the one of {packing}, got {shown(weights.get('type'))}.")
+        raise ConfigError(f"quantization_config.{name}.weights.type: expected the one of {packing}, got {short_repr(weights.get('type'))}.")
     fields = ConfigFields(weights, f"quantization_config.{name}.weights.")
     symmetric = fields.flag("symmetric", True)
     if is_float:
@@ -214,7 +214,9 @@ def _block(name: str, weights: Mapping[str, Any], fields: ConfigFields) -> tuple
         return 1, group_size_of(fields)
     block = weights.get("block_structure")
     if not isinstance(block, list) or len(block) != 2:
-        raise ConfigError(f"quantization_config.{name}.weights.block_structure: expected two sizes, as [128, 128], got {shown(block)}.")
+        raise ConfigError(
+            f"quantization_config.{name}.weights.block_structure: expected two sizes, as [128, 128], got {short_repr(block)}."
+        )
     sizes = ConfigFields({"rows": block[0], "columns": block[1]}, f"quantization_config.{name}.weights.block_structure.")
     return sizes.integer("rows"), sizes.integer("columns")
 

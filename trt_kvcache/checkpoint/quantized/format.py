@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.errors import ConfigError
 
@@ -75,8 +75,8 @@ def divided(module: str, what: str, size: int, by: int) -> int:
 def one_of_field(name: str, value: object, allowed: tuple[object, ...]) -> Any:
     """Return the value of a field of ``quantization_config``, or refuse one that is not supported."""
     if not any(value == one and type(value) is type(one) for one in allowed):
-        expected = " or ".join(shown(one) for one in allowed)
-        raise ConfigError(f"quantization_config.{name}: expected {expected}, got {shown(value)}.")
+        expected = " or ".join(short_repr(one) for one in allowed)
+        raise ConfigError(f"quantization_config.{name}: expected {expected}, got {short_repr(value)}.")
     return value
 
 
@@ -85,7 +85,7 @@ def checked_expression(name: str, expression: str) -> str:
     try:
         re.compile(expression)
     except re.error as error:
-        raise ConfigError(f"{name}: expected a regular expression, got {shown(expression)}: {error}.") from error
+        raise ConfigError(f"{name}: expected a regular expression, got {short_repr(expression)}: {error}.") from error
     return expression
 
 

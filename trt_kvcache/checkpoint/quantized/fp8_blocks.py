@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, one_of_field
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
@@ -63,7 +63,7 @@ def _block(block: object) -> tuple[int, int] | None:
     if block is None:
         return None
     if not isinstance(block, list) or len(block) != 2:
-        raise ConfigError(f"quantization_config.weight_block_size: expected two sizes, as [128, 128], got {shown(block)}.")
+        raise ConfigError(f"quantization_config.weight_block_size: expected two sizes, as [128, 128], got {short_repr(block)}.")
     rows, columns = (
         int_in_range(f"quantization_config.weight_block_size[{index}]", size, 1, MAX_DIMENSION, error=ConfigError)
         for index, size in enumerate(block)

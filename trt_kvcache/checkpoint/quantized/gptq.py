@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.format import (
     FLOATS,
@@ -131,7 +131,7 @@ def _other_settings(config: Mapping[str, Any]) -> dict[str, Settings]:
     """Return the settings of modules that ``dynamic`` names, by expression. What it says is not quantized (``-:``) has a plain weight."""
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(isinstance(changes, Mapping) for changes in dynamic.values()):
-        raise ConfigError(f"quantization_config.dynamic: expected an object of objects, got {shown(dynamic)}.")
+        raise ConfigError(f"quantization_config.dynamic: expected an object of objects, got {short_repr(dynamic)}.")
     found = {}
     for expression, changes in dynamic.items():
         if not expression.startswith("-:"):

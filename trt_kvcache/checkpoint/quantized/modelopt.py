@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.compressed_tensors import kv_dtype_of_scheme
 from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, constant, divided, groups_of
@@ -39,7 +39,7 @@ class ModelOpt(QuantizedFormat):
         layers = config.get("quantized_layers") or {}
         if self.algorithm == "MIXED_PRECISION":
             if not isinstance(layers, Mapping) or not layers or not all(isinstance(layer, Mapping) for layer in layers.values()):
-                raise ConfigError(f"quantization.quantized_layers: expected an object for each module, got {shown(layers)}.")
+                raise ConfigError(f"quantization.quantized_layers: expected an object for each module, got {short_repr(layers)}.")
             self.modules = {name: (_algorithm(layer.get("quant_algo")), _group_size(layer)) for name, layer in layers.items()}
         else:
             self.modules = {}
@@ -115,7 +115,7 @@ class ModelOpt(QuantizedFormat):
 
 def _algorithm(name: object) -> str:
     if not isinstance(name, str) or name not in ALGORITHMS:
-        raise ConfigError(f"quantization.quant_algo: expected one of {', '.join(ALGORITHMS)}, MIXED_PRECISION, got {shown(name)}.")
+        raise ConfigError(f"quantization.quant_algo: expected one of {', '.join(ALGORITHMS)}, MIXED_PRECISION, got {short_repr(name)}.")
     return name
 
 
@@ -127,5 +127,5 @@ def _group_size(config: Mapping[str, Any]) -> int | None:
         weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
         size = next((found["group_size"] for found in weights if isinstance(found, Mapping) and found.get("group_size")), None)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-        raise ConfigError(f"quantization.group_size: expected a positive integer, got {shown(size)}.")
+        raise ConfigError(f"quantization.group_size: expected a positive integer, got {short_repr(size)}.")
     return size

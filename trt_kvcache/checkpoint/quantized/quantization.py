@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 
 #: How a matrix can be rounded: the bits, and the inputs that share a scale (None for all).
@@ -27,7 +27,7 @@ class Quantization:
             if scheme is None and name != "weights":
                 continue
             if not isinstance(scheme, str) or scheme not in SCHEMES:
-                raise ConfigError(f"quantize: {name}: expected one of {', '.join(SCHEMES)}, got {shown(scheme)}. {_HINT}")
+                raise ConfigError(f"quantize: {name}: expected one of {', '.join(SCHEMES)}, got {short_repr(scheme)}. {_HINT}")
             if scheme == "int4":
                 object.__setattr__(self, name, "int4:32")
 
@@ -37,13 +37,15 @@ class Quantization:
         if isinstance(text, Quantization):
             return text
         if not isinstance(text, str):
-            raise ConfigError(f"quantize: expected a text, got {shown(text)}. {_HINT}")
+            raise ConfigError(f"quantize: expected a text, got {short_repr(text)}. {_HINT}")
         weights, *others = (part.strip() for part in text.split(","))
         fields: dict[str, str] = {}
         for other in others:
             name, equals, scheme = other.partition("=")
             if name not in ("embedding", "head") or not equals or name in fields:
-                raise ConfigError(f"quantize: expected embedding=... and head=... behind the linear layers, got {shown(other)}. {_HINT}")
+                raise ConfigError(
+                    f"quantize: expected embedding=... and head=... behind the linear layers, got {short_repr(other)}. {_HINT}"
+                )
             fields[name] = scheme
         return cls(weights=weights, **fields)
 

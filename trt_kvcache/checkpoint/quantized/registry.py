@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.quantized.awq import AWQ
 from trt_kvcache.checkpoint.quantized.compressed_tensors import CompressedTensors
@@ -41,13 +41,13 @@ def quantized_format(data: Mapping[str, Any], folder: Path) -> QuantizedFormat |
         return _of_modelopt(folder)
     config = data[field]
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{field}: expected an object, got {shown(config)}.")
+        raise ConfigError(f"{field}: expected an object, got {short_repr(config)}.")
     method = config.get("quant_method")
     made = FORMATS.get(method) if isinstance(method, str) else None
     if made is None:
         is_nf4 = method == "bitsandbytes"
         hint = "Its 16 values are no multiples of a scale; take a GPTQ or AWQ checkpoint of the model." if is_nf4 else "Convert the model."
-        raise ConfigError(f"{field}.quant_method: expected one of {', '.join(FORMATS)}, got {shown(method)}. {hint}")
+        raise ConfigError(f"{field}.quant_method: expected one of {', '.join(FORMATS)}, got {short_repr(method)}. {hint}")
     return (_of_modelopt(folder) if method == "modelopt" else None) or made(config)
 
 
@@ -58,5 +58,5 @@ def _of_modelopt(folder: Path) -> QuantizedFormat | None:
         return None
     config = read_json(path).get("quantization")
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{MODELOPT_FILE}: quantization: expected an object, got {shown(config)}.")
+        raise ConfigError(f"{MODELOPT_FILE}: quantization: expected an object, got {short_repr(config)}.")
     return ModelOpt(config) if config.get("quant_algo") else None

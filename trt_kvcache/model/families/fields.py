@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
@@ -57,7 +57,7 @@ def mlp(fields: ConfigFields, *, activation_field: str = "hidden_act", size_fiel
     """Return an MLP: a gated one without biases unless the options say otherwise."""
     activation = fields.get(activation_field)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise ConfigError(f"{activation_field}: {shown(activation)} is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
+        raise ConfigError(f"{activation_field}: {short_repr(activation)} is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
     return MlpConfig(intermediate_size=fields.integer(size_field), activation=_ACTIVATIONS[activation], **options)
 
 
@@ -119,7 +119,7 @@ def layer_types(fields: ConfigFields, default: Sequence[str], *, known: Sequence
         raise fields.refusal("layer_types", "a list of names")
     other = [kind for kind in given if kind not in known]
     if other:
-        raise ConfigError(f"layer_types: {other[0] if isinstance(other[0], str) else shown(other[0])} is not supported.")
+        raise ConfigError(f"layer_types: {other[0] if isinstance(other[0], str) else short_repr(other[0])} is not supported.")
     if len(given) != len(default):
         raise ConfigError(f"layer_types: expected {len(default)} as num_hidden_layers says, got {len(given)}.")
     return tuple(given)
@@ -147,7 +147,7 @@ def windows(fields: ConfigFields, has_window: Sequence[bool]) -> list[int | None
     window = fields.integer("sliding_window") if fields.flag("use_sliding_window", False) and "sliding_window" in fields else None
     kinds = layer_types(fields, [SLIDING if window is not None and has else FULL for has in has_window])
     if window is None and SLIDING in kinds:  # what transformers makes of it depends on its implementation of attention
-        given = ", ".join(f"{name} {shown(fields.get(name))}" for name in ("use_sliding_window", "sliding_window"))
+        given = ", ".join(f"{name} {short_repr(fields.get(name))}" for name in ("use_sliding_window", "sliding_window"))
         raise ConfigError(f"layer_types: expected {FULL} everywhere with {given}, got {SLIDING} in layer {kinds.index(SLIDING)}.")
     return [window if kind == SLIDING else None for kind in kinds]
 
@@ -214,10 +214,10 @@ def _max_positions(fields: ConfigFields, layers: Sequence[LayerConfig]) -> int:
 def _dtype(fields: ConfigFields) -> str:
     given = [fields.get(name) for name in ("dtype", "torch_dtype") if name in fields]
     if len(given) > 1 and given[0] != given[1]:
-        raise ConfigError(f"dtype and torch_dtype: expected one value, got {shown(given[0])} and {shown(given[1])}.")
+        raise ConfigError(f"dtype and torch_dtype: expected one value, got {short_repr(given[0])} and {short_repr(given[1])}.")
     dtype = given[0] if given else None
     if dtype not in MODEL_DTYPES:
-        raise ConfigError(f"dtype: {shown(dtype)} is not supported. Supported: weights in {', '.join(MODEL_DTYPES)}.")
+        raise ConfigError(f"dtype: {short_repr(dtype)} is not supported. Supported: weights in {', '.join(MODEL_DTYPES)}.")
     return str(dtype)
 
 

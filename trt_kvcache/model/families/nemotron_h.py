@@ -1,6 +1,6 @@
 """Nemotron-H: layers of one part each, which is Mamba-2, attention without RoPE, or an MLP with squared ReLU and no gate."""
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_LAYERS
 from trt_kvcache.model.config_fields import ConfigFields
@@ -53,7 +53,7 @@ def _kinds(fields: ConfigFields) -> list[str]:
     if not given or not isinstance(given, str if name == "hybrid_override_pattern" else list) or len(given) > MAX_LAYERS:
         raise ConfigError(
             f"{name}: expected from 1 to {MAX_LAYERS} kinds of layers, as a list layers_block_type or as a text hybrid_override_pattern, "
-            f"got {shown(given)}."
+            f"got {short_repr(given)}."
         )
     if fields.integer("num_hidden_layers", len(given)) != len(given):
         raise fields.refusal("num_hidden_layers", f"{len(given)} as {name} says")
@@ -62,7 +62,7 @@ def _kinds(fields: ConfigFields) -> list[str]:
         if kind == _EXPERTS:
             raise unsupported(fields, {name: EXPERTS}, where=f" in layer {index}")
         if kind not in (_MAMBA, _ATTENTION, _MLP):
-            raise ConfigError(f"{name}: {shown(given[index])} is not supported, got it in layer {index}.")
+            raise ConfigError(f"{name}: {short_repr(given[index])} is not supported, got it in layer {index}.")
     return kinds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 
@@ -33,5 +33,5 @@ def named(fields: ConfigFields) -> str:
 
 
 def _short(value: Any) -> str:
-    text = value if isinstance(value, str) and value.isprintable() else shown(value)
+    text = value if isinstance(value, str) and value.isprintable() else short_repr(value)
     return text if len(text) <= _MAX_NAME else f"{text[:_MAX_NAME]}..."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import (
@@ -106,12 +106,12 @@ def _family(fields: ConfigFields) -> Family:
         for family in FAMILIES.values():
             if family.architecture in architectures:
                 return family
-        raise ConfigError(f"architectures: {shown(architectures)} is not supported, and there is no model_type. {SUPPORTED}")
+        raise ConfigError(f"architectures: {short_repr(architectures)} is not supported, and there is no model_type. {SUPPORTED}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type: {shown(model_type)} is not supported. {SUPPORTED}")
+        raise ConfigError(f"model_type: {short_repr(model_type)} is not supported. {SUPPORTED}")
     family = FAMILIES[model_type]
     if architectures and family.architecture not in architectures:
-        raise ConfigError(f"architectures: expected {family.architecture} for model_type {model_type!r}, got {shown(architectures)}.")
+        raise ConfigError(f"architectures: expected {family.architecture} for model_type {model_type!r}, got {short_repr(architectures)}.")
     return family
 
 
