@@ -1,6 +1,6 @@
-"""Frozen dataclasses as plain JSON values and back: fields that have their defaults are left out.
+"""Frozen dataclasses as plain JSON values and back. Fields with default values are left out.
 
-A class with a ``kind`` writes it too, so that it is found again among the classes that a field may have.
+A class with a ``kind`` stores it, to be found among the classes that a field may have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Described = TypeVar("_Described")
 
 
 def to_plain(value: Any) -> Any:
-    """Return a dataclass as plain JSON values."""
+    """Return a dataclass, tuple or plain value as a plain JSON value."""
     if is_dataclass(value):
         found = ((field, getattr(value, field.name)) for field in fields(value))
         kind = {"kind": value.kind} if hasattr(value, "kind") else {}
@@ -27,7 +27,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[_Described], data: Any, where: str, **made: Any) -> _Described:
-    """Make a dataclass from what :func:`to_plain` returned."""
+    """Return the dataclass of a value of :func:`to_plain`; ``made``: its fields that are not in ``data``. Raises ConfigError."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: expected an object, got {short_repr(data)}.")
     hints = get_type_hints(kind)
@@ -42,7 +42,7 @@ def from_plain(kind: type[_Described], data: Any, where: str, **made: Any) -> _D
 
 
 def _value(kind: Any, data: Any, where: str) -> Any:
-    """Return a JSON value as what a field is annotated with."""
+    """Return a JSON value as the annotated type of a field."""
     if get_origin(kind) in (Union, UnionType):
         kinds = get_args(kind)
         if data is None and NoneType in kinds:
@@ -65,6 +65,6 @@ def _value(kind: Any, data: Any, where: str) -> Any:
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(data, accepted) or (isinstance(data, bool) and kind is not bool):
         raise ConfigError(f"{where}: expected a {kind.__name__}, got {short_repr(data)}.")
-    if kind is float and abs(data) <= sys.float_info.max:  # the class refuses others
+    if kind is float and abs(data) <= sys.float_info.max:  # the class refuses other values
         return float(data)
     return data

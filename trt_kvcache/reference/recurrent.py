@@ -1,7 +1,7 @@
-"""Mixers with states in the reference engine: they read the states before a step, and write those after it.
+"""Recurrent mixers of the reference engine: they read the states before a step, and write the states after it.
 
-They compute with the NumPy twins of the kernels, in float32 whatever the dtype of weights and states. Shapes: A slots, s new tokens per
-slot, of which those behind the new tokens of a slot are padding and leave no trace.
+They compute with the NumPy twins of the kernels, in float32 whatever the dtype of weights and states. Shapes: A slots, s tokens per slot;
+tokens past the new ones of a slot are padding and have no effect.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MixerT = TypeVar("MixerT", bound=RecurrentConfig)
 
 
 class Recurrence(ABC, Generic[MixerT]):
-    """A mixer with states of one layer in one step, and what all kinds share: arrays as tensors of host memory, convolution, norm."""
+    """A recurrent mixer of one layer in one step; base class with the convolution, the norm, and views of arrays."""
 
     def __init__(self, mixer: MixerT, states: LayerStates, new_lengths: DeviceTensor, stream: Any) -> None:
         memory = new_lengths.memory
@@ -57,7 +57,7 @@ class Recurrence(ABC, Generic[MixerT]):
     def _convolved(
         self, weights: DecoderLayerWeights, x: Float32, *, silu: bool, gate_in: Float32 | None = None, gate_out: Float32 | None = None
     ) -> Float32:
-        """Return the convolution of ``x`` ``[A, s, channels]``, with the gates of its inputs and outputs."""
+        """Return the convolution of ``x`` ``[A, s, channels]``, with gates of its input and output."""
         past, present = self._states[StateKind.CONV]
         out = self._tensor(x)
         kernel = weights["conv.weight"]
@@ -78,7 +78,7 @@ class Recurrence(ABC, Generic[MixerT]):
         return convolved
 
     def _gated_norm(self, x: Float32, gate: Float32, weight: Float32, norm: NormConfig, *, group_size: int, gate_first: bool) -> Float32:
-        """Return the norm of groups of columns of ``x`` ``[A, s, columns]``, times the SiLU of the gate before or after it."""
+        """Return the norm of column groups of ``x`` ``[A, s, columns]``, times the SiLU of the gate before or after it."""
         out = self._tensor(x)
         call = GatedNormParams(
             x=self._tensor(x),
@@ -120,7 +120,7 @@ class Mamba2(Recurrence[Mamba2Config]):
         return project(weights.projection("mamba_out"), normed)
 
     def _scanned(self, weights: DecoderLayerWeights, x: Float32, b: Float32, c: Float32, dt: Float32) -> Float32:
-        """Return what the scan makes of ``x``, of the same shape, and write the recurrent state."""
+        """Return the scan of ``x``, of the same shape, and write the recurrent state."""
         mixer, tokens = self._mixer, x.shape[:2]
         past, present = self._states[StateKind.RECURRENT]
         heads = x.reshape(*tokens, mixer.num_heads, mixer.head_dim)
@@ -159,7 +159,7 @@ class GatedDeltaNet(Recurrence[GatedDeltaNetConfig]):
         return project(weights.projection("delta_out"), normed)
 
     def _ruled(self, weights: DecoderLayerWeights, q: Float32, k: Float32, v: Float32, a: Float32, b: Float32) -> Float32:
-        """Return what the delta rule makes of ``v``, of the same shape, and write the recurrent state."""
+        """Return the delta rule of ``v``, of the same shape, and write the recurrent state."""
         mixer, tokens = self._mixer, v.shape[:2]
         past, present = self._states[StateKind.RECURRENT]
         keys, values = (mixer.num_key_heads, mixer.key_head_dim), (mixer.num_value_heads, mixer.value_head_dim)
@@ -182,7 +182,7 @@ class GatedDeltaNet(Recurrence[GatedDeltaNetConfig]):
         return ruled
 
 
-#: What computes the mixers of each kind.
+#: Recurrences by kind of mixer.
 _RECURRENCES: dict[str, type[Recurrence[Any]]] = {
     ShortConvConfig.kind: ShortConvolution,
     Mamba2Config.kind: Mamba2,

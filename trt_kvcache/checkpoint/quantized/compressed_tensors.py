@@ -36,18 +36,18 @@ _FP4_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the weights of a group of modules are stored."""
+    """Quantization scheme of a group of modules."""
 
-    packing: str
-    kind: str
-    targets: tuple[str, ...]
-    block: tuple[int | None, int | None]
+    packing: str  # `format` of the group
+    kind: str  # of quantized values, a key of CODE_BITS
+    targets: tuple[str, ...]  # module names, suffixes of them, "re:" and an expression, or "Linear" for all
+    block: tuple[int | None, int | None]  # rows and columns that share a scale; None: all
     has_zero_points: bool
-    has_order: bool
+    has_order: bool  # groups are not contiguous (act-order)
 
     @property
     def title(self) -> str:
-        """The packing, and what shares a scale."""
+        """The packing, and the block that shares a scale."""
         rows, columns = self.block
         if rows is None:
             return f"{self.kind} ({self.packing}), one scale a matrix"
@@ -56,7 +56,7 @@ class Scheme:
         return f"{self.kind} ({self.packing}) in groups of {columns}" if rows == 1 else f"{self.kind} in blocks of {rows} x {columns}"
 
     def targets_module(self, module: str) -> bool:
-        """Return whether a linear module is of the group."""
+        """Return True if a linear module belongs to the group."""
         for target in self.targets:
             if target.startswith("re:"):
                 if re.match(target[3:], module):
@@ -67,14 +67,14 @@ class Scheme:
 
 
 def kv_dtype_of_scheme(scheme: object) -> str | None:
-    """Return the dtype of K and V that a ``kv_cache_scheme`` has static scales for; None if it has none that are read."""
+    """Return the dtype of K and V for the static scales of a ``kv_cache_scheme``; None without any."""
     if not isinstance(scheme, Mapping) or scheme.get("num_bits") != 8 or scheme.get("dynamic") or not scheme.get("symmetric", True):
         return None
     return {"float": "float8_e4m3fn", "int": "int8"}.get(str(scheme.get("type")))
 
 
 class CompressedTensors(QuantizedFormat):
-    """Codes in ``weight`` or ``weight_packed``, with ``weight_scale``, and what the packing has beside them."""
+    """Quantized values in ``weight`` or ``weight_packed``, scales in ``weight_scale``; further tensors depend on the packing."""
 
     name = "compressed-tensors"
     kinds = ("int4", "int8", "e4m3", "e2m1")
@@ -157,7 +157,7 @@ class CompressedTensors(QuantizedFormat):
         return {"format": "compressed-tensors", "schemes": [asdict(scheme) for scheme in self.schemes]}
 
     def _scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of a module: one that names it goes before one of all linear modules."""
+        """Return the scheme of a module: one that names it comes before one of all linear modules."""
         named = [scheme for scheme in self.schemes if scheme.targets_module(module)]
         return min(named, key=lambda scheme: "Linear" in scheme.targets, default=None)
 
@@ -169,7 +169,7 @@ class CompressedTensors(QuantizedFormat):
 
 
 def _scheme(name: str, group: Any, packing: Any) -> Scheme:
-    """Read a group of modules."""
+    """Return the scheme of a group in ``config_groups``."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise ConfigError(f"quantization_config.{name}.weights: expected an object, got {short_repr(weights)}.")
@@ -203,7 +203,7 @@ def _scheme(name: str, group: Any, packing: Any) -> Scheme:
 
 
 def _block(name: str, weights: Mapping[str, Any], fields: ConfigFields) -> tuple[int | None, int | None]:
-    """Return how many rows and columns share a scale."""
+    """Return the rows and columns that share a scale."""
     implied = "group" if (weights.get("group_size") or -1) > 0 else "channel" if weights.get("group_size") == -1 else "tensor"
     strategy = one_of_field(f"{name}.weights.strategy", weights.get("strategy") or implied, ("tensor", "channel", "group", "block"))
     if strategy == "tensor":
@@ -222,13 +222,13 @@ def _block(name: str, weights: Mapping[str, Any], fields: ConfigFields) -> tuple
 
 
 def _shapes_of_scales(scheme: Scheme, shape: tuple[int, int]) -> tuple[Any, ...]:
-    """Return the shapes that scales may have; the first one is that of the blocks."""
+    """Return the allowed shapes of scales, first the shape of the blocks."""
     rows, columns = scheme.block
     if rows is None:
         return ((1, 1), (1,), ())
     if columns is None:
         return ((shape[0], 1), (shape[0],))
-    return ((-(-shape[0] // rows), -(-shape[1] // columns)),)  # the last ones may be smaller
+    return ((-(-shape[0] // rows), -(-shape[1] // columns)),)  # the last blocks may be smaller
 
 
 def _fp4_scales(module: str, scheme: Scheme, arrays: Arrays) -> Scales:
@@ -243,7 +243,7 @@ def _fp4_scales(module: str, scheme: Scheme, arrays: Arrays) -> Scales:
 
 
 def _group_index(module: str, arrays: Arrays, group_size: int) -> Any:
-    """Return the group of each input, or None if groups lie one after another: -1 says so too."""
+    """Return the group of each input; None for contiguous groups, for which -1 is stored too."""
     found = arrays.get("weight_g_idx")
     if found is None or (found == -1).any():
         return None

@@ -13,7 +13,7 @@ from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 
-#: What is said of formats that quantize activations too.
+#: Note on formats that quantize activations too.
 WEIGHT_ONLY = "activations are not quantized, only weights are"
 
 
@@ -59,7 +59,7 @@ class FP8Blocks(QuantizedFormat):
 
 
 def _block(block: object) -> tuple[int, int] | None:
-    """Return the rows and columns of a block, or None where a matrix has one scale."""
+    """Return the rows and columns of a block; None for one scale per matrix."""
     if block is None:
         return None
     if not isinstance(block, list) or len(block) != 2:

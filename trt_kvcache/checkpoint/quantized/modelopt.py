@@ -15,7 +15,7 @@ from trt_kvcache.checkpoint.quantized.fp8_blocks import WEIGHT_ONLY
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import ConfigError
 
-#: What is read, and what people call it.
+#: Titles of the supported algorithms.
 ALGORITHMS = {
     "FP8": "FP8 (e4m3), one scale a matrix",
     "NVFP4": "NVFP4",
@@ -28,7 +28,7 @@ _NVFP4_GROUP = 16
 
 
 class ModelOpt(QuantizedFormat):
-    """Codes in ``weight``, with ``weight_scale``; ``weight_scale_2`` of NVFP4; ``pre_quant_scale`` of AWQ."""
+    """Quantized values in ``weight``, scales in ``weight_scale``; ``weight_scale_2`` of NVFP4; ``pre_quant_scale`` of AWQ."""
 
     name = "ModelOpt"
     kinds = ("int4", "e4m3", "e2m1")
@@ -100,7 +100,7 @@ class ModelOpt(QuantizedFormat):
         return {"format": "modelopt", "algorithm": self.algorithm, "modules": self.modules or self.group_size}
 
     def _of(self, module: str) -> tuple[str, int | None]:
-        """Return the algorithm of a module, and its group size."""
+        """Return the algorithm and the group size of a module."""
         if not self.modules:
             return str(self.algorithm), self.group_size
         if module not in self.modules:
@@ -120,7 +120,7 @@ def _algorithm(name: object) -> str:
 
 
 def _group_size(config: Mapping[str, Any]) -> int | None:
-    """Return the group size, which ``config.json`` has inside of its groups."""
+    """Return the group size, which ``config.json`` has inside its groups."""
     size = config.get("group_size")
     groups = config.get("config_groups")
     if size is None and isinstance(groups, Mapping):

@@ -1,4 +1,4 @@
-"""``Quantization``: which weights of a model in 16 bits are rounded to integers when it is opened, and how."""
+"""``Quantization``: weight-only quantization of a 16-bit model when it is opened."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 
-#: How a matrix can be rounded: the bits, and the inputs that share a scale (None for all).
+#: Schemes of a matrix: bits, and the inputs that share a scale (None for all).
 SCHEMES: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 32), "int4:32": (4, 32), "int4:128": (4, 128)}
 
 _HINT = "Such as int8, int4, int4:128, or int4:32,head=int8."
@@ -15,7 +15,7 @@ _HINT = "Such as int8, int4, int4:128, or int4:32,head=int8."
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Which weights are rounded to the nearest integers of a scale."""
+    """Schemes by which weights are rounded to the nearest integers of a scale."""
 
     weights: str
     embedding: str | None = None
@@ -33,7 +33,7 @@ class Quantization:
 
     @classmethod
     def parse(cls, text: str | Quantization) -> Quantization:
-        """Read what a command line says."""
+        """Parse ``WEIGHTS[,embedding=...][,head=...]``, the text of :meth:`__str__`. Raises ConfigError."""
         if isinstance(text, Quantization):
             return text
         if not isinstance(text, str):
@@ -44,7 +44,7 @@ class Quantization:
             name, equals, scheme = other.partition("=")
             if name not in ("embedding", "head") or not equals or name in fields:
                 raise ConfigError(
-                    f"quantize: expected embedding=... and head=... behind the linear layers, got {short_repr(other)}. {_HINT}"
+                    f"quantize: expected embedding=... and head=... after the linear layers, got {short_repr(other)}. {_HINT}"
                 )
             fields[name] = scheme
         return cls(weights=weights, **fields)

@@ -1,4 +1,4 @@
-"""Which format a model folder is stored in, as ``config.json`` says."""
+"""Choice of the quantized format by ``config.json``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt
 from trt_kvcache.checkpoint.quantized.mxfp4 import MXFP4
 from trt_kvcache.errors import ConfigError
 
-#: By ``quant_method``.
+#: Formats by ``quant_method``.
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "gptq": GPTQ,
     "awq": AWQ,
@@ -27,7 +27,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "mxfp4": MXFP4,
 }
 
-#: What ModelOpt writes beside ``config.json``.
+#: File of ModelOpt next to ``config.json``.
 MODELOPT_FILE = "hf_quant_config.json"
 
 #: Fields of ``config.json`` that describe quantized weights.
@@ -35,7 +35,7 @@ FIELDS = ("quantization_config", "compression_config")
 
 
 def quantized_format(data: Mapping[str, Any], folder: Path) -> QuantizedFormat | None:
-    """Return how the weights of a model are quantized."""
+    """Return the quantized format of a model; None for plain weights. Raises ConfigError for an unsupported one."""
     field = next((name for name in FIELDS if data.get(name)), None)
     if field is None:
         return _of_modelopt(folder)
@@ -52,7 +52,7 @@ def quantized_format(data: Mapping[str, Any], folder: Path) -> QuantizedFormat |
 
 
 def _of_modelopt(folder: Path) -> QuantizedFormat | None:
-    """Return what the file of ModelOpt describes, or None if there is none, or if it describes no quantized weights."""
+    """Return the format in the file of ModelOpt; None without the file, or if it describes no quantized weights."""
     path = folder / MODELOPT_FILE
     if not path.is_file():
         return None

@@ -1,6 +1,6 @@
-"""The families that this package knows, and which one a ``config.json`` belongs to.
+"""Registry of the supported families, and the choice of one by ``config.json``.
 
-Anything that is not supported is an error that names the field: a model is never run as if it were a different one.
+Anything unsupported is an error that names the field: a model is never run as if it were another one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FAMILIES: Mapping[str, Family] = {
 
 SUPPORTED = f"Supported: {', '.join(FAMILIES)}."
 
-#: Fields that change what a model computes. A family that reads one of them says so.
+#: Fields that change the computation. A family that reads one of them lists it in ``uses``.
 _REFUSED_FIELDS = {
     "vision_config": "is a vision model",
     "audio_config": "is an audio model",
@@ -61,12 +61,12 @@ _REFUSED_FIELDS = {
     "final_logit_softcapping": "has final logit softcapping",
 }
 
-#: Refused too where none of these explains it: the text model is only a part.
+#: Fields of multimodal models, refused if no field above explains them: the text model is only a part.
 _TEXT_CONFIG = {"text_config": "is more than a text decoder"}
 
 
 def read_config(data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
-    """Read a ``config.json``: see :meth:`trt_kvcache.ModelConfig.from_dict`."""
+    """Return the model of a parsed ``config.json``. Raises ConfigError for an unsupported or incomplete one."""
     fields = ConfigFields(data)
     known = _known(fields.data)
     for features in (_REFUSED_FIELDS, _TEXT_CONFIG):
@@ -86,7 +86,7 @@ def _known(data: Mapping[str, Any]) -> Family | None:
 
 
 def _way_out(fields: ConfigFields) -> str:
-    """Return how to open a model in spite of what it has beside its text decoder."""
+    """Return the way to open only the text decoder of a model."""
     text = fields.get("text_config")
     family = _known(text) if isinstance(text, Mapping) else None
     if family is None:
@@ -97,7 +97,7 @@ def _way_out(fields: ConfigFields) -> str:
 
 
 def _family(fields: ConfigFields) -> Family:
-    """Choose the family by ``model_type``, or by ``architectures`` if there is no ``model_type``. If both are present, they must agree."""
+    """Return the family by ``model_type``, or else by ``architectures``. If both are present, they must agree."""
     model_type = fields.get("model_type")
     architectures = fields.get("architectures") or []
     if not isinstance(architectures, list):
@@ -116,7 +116,7 @@ def _family(fields: ConfigFields) -> Family:
 
 
 def _check_code(fields: ConfigFields, family: Family) -> None:
-    """Refuse code that comes with the model, except where transformers has taken it over."""
+    """Refuse custom code of a model, unless transformers has adopted it."""
     code = fields.get("auto_map")
     if code and not (isinstance(code, Mapping) and all(isinstance(name, str) and name in family.code for name in code.values())):
         raise unsupported(fields, {"auto_map": "needs code of its own (trust_remote_code)"})
