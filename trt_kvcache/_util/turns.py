@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
-from threading import Lock
+from threading import RLock
 from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
@@ -26,7 +26,7 @@ class Turns(Generic[_Item]):
         self._lines: dict[str, _Line[_Item]] = {}  # in the order of ``since``
         self._count = 0
         self._clock = count()
-        self._lock = Lock()
+        self._lock = RLock()  # after an interrupt that left it locked, the same thread goes on
 
     def __len__(self) -> int:
         return self._count
