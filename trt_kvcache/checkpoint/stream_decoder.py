@@ -10,7 +10,7 @@ from trt_kvcache.checkpoint.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 
-# How many earlier tokens can change what the next one decodes to. Also the most tokens that are held back.
+# Number of earlier tokens that can change the text of the next one; also the limit of tokens that are held back.
 _NEIGHBOURS = 8
 
 # A character of four bytes has at most this many tokens before its last one.
@@ -99,8 +99,8 @@ class StreamDecoder:
     """Decodes tokens one at a time and returns whole characters only.
 
     The bytes of one character may be spread over several tokens. While they are incomplete, the decoded text ends in U+FFFD and is
-    held back. Text that was returned is never changed, where ``decode`` of all tokens may change it: with byte fallback it replaces a
-    run of bytes as a whole if one of them is wrong.
+    held back. Text that was returned is never changed, although ``decode`` of all tokens may change it: with byte fallback it replaces
+    a run of bytes as a whole if one of them is wrong.
 
     Parameters
     ----------

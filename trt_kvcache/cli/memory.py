@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH, default_sequence_length
 from trt_kvcache.builder.what_fits import Fit, what_fits
@@ -186,7 +186,7 @@ def _parsed_size(text: str) -> int:
     if not found[2] and nbytes < _LEAST_WITHOUT_UNIT:
         raise typer.BadParameter(f"expected a unit with it, such as {found[1]}GB or {found[1]}GiB, got {text!r}.", param_hint="--fit")
     if nbytes > _MAX_GIB * _GIB:
-        raise typer.BadParameter(f"expected at most {_MAX_GIB:g} GiB, got {shown(text)}.", param_hint="--fit")
+        raise typer.BadParameter(f"expected at most {_MAX_GIB:g} GiB, got {short_repr(text)}.", param_hint="--fit")
     return nbytes
 
 

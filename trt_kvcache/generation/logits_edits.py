@@ -1,4 +1,4 @@
-"""``LogitsEdits``: what one request changes in the logits before a token is chosen: bias, penalties, functions of the caller's."""
+"""``LogitsEdits``: bias, penalties and logits processors of one request."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,10 @@ from trt_kvcache.kernels.scratch import scratch
 
 
 class LogitsEdits:
-    """The steps of :class:`SamplingParams` between the logits of the model and the temperature, for one request."""
+    """The steps of :class:`SamplingParams` between the model's logits and the temperature, for one request. Free if it has none.
+
+    ``generated``: number of tokens at the end of ``prompt`` that an earlier part of the request generated; penalties count them.
+    """
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], *, generated: int = 0) -> None:
         self._params = params
@@ -30,11 +33,14 @@ class LogitsEdits:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether logits processors may not be ready."""
+        """True if logits processors may have to be waited for."""
         return bool(self._deferred)
 
     def ready(self, tokens: Sequence[int], seconds: float = 0.0) -> bool:
-        """Have logits processors begin with the token behind those generated so far, and tell whether :meth:`apply` would not wait."""
+        """Let logits processors begin with the token after ``tokens``; return True if :meth:`apply` would not wait.
+
+        ``seconds``: limit of waiting for each.
+        """
         if not self._deferred:
             return True
         held = (*self._prompt, *tokens)
@@ -72,15 +78,18 @@ class LogitsEdits:
         return self._prompt_ids, np.repeat(counts.ids, counts.counts.astype(np.intp))
 
     def apply(self, logits: npt.NDArray[np.float32], tokens: Sequence[int]) -> tuple[npt.NDArray[np.float32], int]:
-        """Return the logits to choose from, and the most likely token."""
+        """Return the logits to choose from, without NaN, and the most likely token, the first of equal ones. ``logits`` is unchanged.
+
+        The result is valid until the next call of this thread. Raises EngineError or ProcessorError.
+        """
         if not self.active:
             return logits, check_logits(logits)
         if self._params.logits_processors:
-            edited = np.array(logits, np.float32)  # functions of the caller's may keep it
+            edited = np.array(logits, np.float32)  # logits processors may keep the array
         else:
             edited = scratch.array("edited", "float32", logits.size)
             np.copyto(edited, logits)
-        with np.errstate(over="ignore", invalid="ignore"):  # found below
+        with np.errstate(over="ignore", invalid="ignore"):  # checked below
             if self._bias.size:
                 edited[self._bias_ids] += self._bias
             if self._has_penalties:
@@ -111,12 +120,12 @@ class LogitsEdits:
 
 
 def _processed(what: str, processor: LogitsProcessor, tokens: tuple[int, ...], logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Call a processor and check what it returns."""
+    """Call a processor and check its result."""
     shape = logits.shape
     try:
         returned: Any = processor(tokens, logits)
     except ProcessorError:
-        raise  # says what is wrong with the request
+        raise  # it describes the request itself
     except Exception as error:
         raise ProcessorError(f"{what}: it raised {type(error).__name__}: {error}") from error
     if not isinstance(returned, np.ndarray):
@@ -133,5 +142,5 @@ def _processed(what: str, processor: LogitsProcessor, tokens: tuple[int, ...], l
 
 
 def _name(processor: LogitsProcessor) -> str:
-    """Return what a reader knows a function or object by."""
+    """Return the name of a function, or of an object's class."""
     return str(getattr(processor, "__qualname__", None) or type(processor).__qualname__)

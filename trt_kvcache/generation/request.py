@@ -1,4 +1,4 @@
-"""``Request``: one prompt that is being continued. It chooses tokens, turns them into text, and knows when it ends."""
+"""``Request``: one prompt that is continued: token choice, text, and the end."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class GeneratedToken:
     Parameters
     ----------
     index : int
-        Which prompt, from 0.
+        Number of the prompt, from 0.
     token : int
         Token id.
     text : str
@@ -48,7 +48,7 @@ class GeneratedToken:
     >>> last.index, last.finish_reason
     (0, 'length')
 
-    In an interactive session, only what is set is shown:
+    The ``repr`` shows fields that are set:
 
     >>> from trt_kvcache import GeneratedToken
     >>> GeneratedToken(0, 12, " cat", None)
@@ -97,7 +97,10 @@ class Choice(NamedTuple):
 
 
 class Request:
-    """One prompt and what is generated after it."""
+    """One prompt and its generated tokens.
+
+    ``generated``: number of tokens at the end of ``prompt`` that an earlier part of the request generated. Raises ConfigError.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class Request:
     ) -> None:
         if params.stop and tokenizer is None:
             raise ConfigError("stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids.")
-        #: Which prompt, from 0.
+        #: Number of the prompt, from 0: the label of its tokens.
         self.index = index
         #: Token ids of the prompt.
         self.prompt = tuple(prompt)

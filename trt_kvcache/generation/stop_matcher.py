@@ -17,7 +17,7 @@ class StopState(NamedTuple):
 
 
 class StopMatcher:
-    """Releases text up to the first stop text."""
+    """Releases text up to the first stop text (``stops``: none of them empty)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from trt_kvcache._util.returned_memory import return_memory
+from trt_kvcache._util.freed_memory import return_freed_memory
 from trt_kvcache.server.http.connection import CLIENT_CLOSED_REQUEST
 from trt_kvcache.server.http.errors import ApiError, of_validation
 
@@ -57,7 +57,7 @@ class BodyReader:
             return await loop.run_in_executor(self._thread, lambda: parsed(content, kind, max_values=self._max_values()))
         finally:
             if len(content) > _LARGE:
-                loop.call_later(0.05, self._thread.submit, return_memory)
+                loop.call_later(0.05, self._thread.submit, return_freed_memory)
 
     def route(self) -> type[APIRoute]:
         """Return a class of routes whose bodies are read here."""

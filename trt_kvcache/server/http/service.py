@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
-from trt_kvcache._util.returned_memory import return_memory
+from trt_kvcache._util.freed_memory import return_freed_memory
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
@@ -120,7 +120,7 @@ class Service:
             return await loop.run_in_executor(self._threads, work)
         finally:
             if size > _LARGE:
-                loop.call_later(1.0, self._threads.submit, return_memory)
+                loop.call_later(1.0, self._threads.submit, return_freed_memory)
 
     async def encoded(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of texts; long ones do not hold others up, and what cannot fit is refused before it is encoded.
