@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
-
-from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.errors import ConfigError, ShapeError
-from trt_kvcache.generation.sampling import SamplingParams, with_options
 
 if TYPE_CHECKING:
     from typing_extensions import Required
-
-#: Most answers to one prompt.
-MAX_CHOICES = 128
-
-#: Most characters of the name of a client.
-MAX_CLIENT = 256
-
-_SAMPLING = {
-    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-}
-_STOPPING = {"stop", "stop_token_ids", "ignore_eos"}
 
 
 class GenerateRequest(TypedDict, total=False):
@@ -86,70 +68,3 @@ class GenerateChunk(TypedDict, total=False):
     prompt_logprobs: Any
     finish_reason: str
     completion_usage: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WantedAnswers:
-    """A request that was read and checked as far as that needs no session."""
-
-    token_ids: list[int]
-    params: tuple[SamplingParams, ...]
-    scores_only: bool
-    prompt_logprobs: int | None
-    guided: dict[str, Any] | None
-    client: str
-
-
-def read_request(request: Mapping[str, Any], defaults: SamplingParams, *, context_length: int) -> WantedAnswers:
-    """Read a :class:`GenerateRequest`."""
-    _known("request", request, GenerateRequest.__annotations__)
-    sampling = _group(request, "sampling_options", {*_SAMPLING, "n", "guided_decoding"})
-    stopping = _group(request, "stop_conditions", {*_STOPPING, "max_tokens"})
-    output = _group(request, "output_options", {"logprobs", "prompt_logprobs"})
-    token_ids = request.get("token_ids")
-    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes) or not token_ids:
-        raise ShapeError(f"token_ids: expected the ids of at least one token, got {token_ids!r:.80}.")
-    count = int_in_range("n", sampling.pop("n", 1), 1, MAX_CHOICES)
-    guided = sampling.pop("guided_decoding", None)
-    options = {**sampling, **{name: stopping[name] for name in _STOPPING if name in stopping}}
-    if options.get("top_k") == -1:
-        options["top_k"] = 0
-    room = max(1, context_length - len(token_ids) + 1)
-    wanted_tokens = int_in_range("max_tokens", stopping.get("max_tokens", room), 0)
-    options["max_new_tokens"] = min(max(wanted_tokens, 1), room)
-    options["logprobs"] = output.get("logprobs")
-    params = with_options(defaults, options)
-    prompt_logprobs = output.get("prompt_logprobs")
-    if prompt_logprobs is not None:
-        int_in_range("prompt_logprobs", prompt_logprobs, 0)
-    client = "" if request.get("client") is None else request["client"]
-    if not isinstance(client, str) or len(client) > MAX_CLIENT:
-        raise ConfigError(f"client: expected a text of at most {MAX_CLIENT} characters, got {client!r:.80}.")
-    return WantedAnswers(
-        token_ids=list(token_ids),
-        params=tuple(_with_seed(params, index) for index in range(count)),
-        scores_only=wanted_tokens == 0,
-        prompt_logprobs=prompt_logprobs,
-        guided=guided,
-        client=client,
-    )
-
-
-def _with_seed(params: SamplingParams, index: int) -> SamplingParams:
-    return params if params.seed is None or not index else with_options(params, {"seed": (params.seed + index) % 2**63})
-
-
-def _group(request: Mapping[str, Any], name: str, known: Collection[str]) -> dict[str, Any]:
-    group = request.get(name)
-    if group is None:
-        return {}
-    _known(name, group, known)
-    return {key: value for key, value in group.items() if value is not None}
-
-
-def _known(what: str, group: Any, known: Collection[str]) -> None:
-    if not isinstance(group, Mapping):
-        raise ConfigError(f"{what}: expected a mapping, got {type(group).__name__}.")
-    unknown = sorted(str(key) for key, value in group.items() if key not in known and value is not None)
-    if unknown:
-        raise ConfigError(f"{what}: expected {', '.join(sorted(known))}, got {', '.join(unknown)}.")

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from trt_kvcache import __version__
-from trt_kvcache.server.engine import Engine
+from trt_kvcache.server.engine_client import EngineClient
 from trt_kvcache.server.http.chat import chat_route
 from trt_kvcache.server.http.completions import completions_route
 from trt_kvcache.server.http.errors import handle_errors
@@ -21,7 +21,7 @@ from trt_kvcache.server.http.status import status_routes
 from trt_kvcache.server.http.tokens import token_routes
 
 
-def make_app(engine: Engine, options: ServerOptions | None = None, *, metrics: Metrics | None = None) -> FastAPI:
+def make_app(engine: EngineClient, options: ServerOptions | None = None, *, metrics: Metrics | None = None) -> FastAPI:
     """Return an ASGI application. It starts the engine when it starts, and closes it when it ends."""
     allowed = options or ServerOptions()
 

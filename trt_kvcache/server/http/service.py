@@ -14,14 +14,13 @@ from trt_kvcache._util.returned_memory import return_memory
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
-from trt_kvcache.server.engine import Engine
+from trt_kvcache.server.engine_client import EngineClient
 from trt_kvcache.server.http.bodies import MAX_DETOKENIZED, Message
 from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.json_bodies import BodyReader
 from trt_kvcache.server.http.options import ServerOptions
 from trt_kvcache.server.http.rendering import Rendering
 from trt_kvcache.server.http.tool_formats import ToolFormat, tool_format
-from trt_kvcache.server.http.written import as_json, dumped
 
 _T = TypeVar("_T")
 
@@ -48,7 +47,7 @@ _NORMALIZED = 4
 class Service:
     """One engine behind HTTP."""
 
-    engine: Engine
+    engine: EngineClient
     options: ServerOptions
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -231,13 +230,3 @@ class Service:
     def token_text(self, token: int) -> str:
         """Return the text of one token for people and programs that compare them; bytes of a part of a character have none."""
         return self._known_tokens(token)[1]
-
-
-def as_event(document: dict[str, Any], *, is_long: bool = False) -> bytes:
-    """Return a document as a server-sent event, written in pieces if it is long."""
-    text = as_json(document) if is_long else dumped(document).encode("utf-8", "replace")
-    return b"data: " + text + b"\n\n"
-
-
-#: The last event of a stream.
-DONE = b"data: [DONE]\n\n"
