@@ -1,4 +1,4 @@
-"""``AsyncEngine``: a session behind ``start``, ``generate``, ``abort`` and ``cleanup``, for servers of any kind."""
+"""``AsyncEngine``: serves one session by ``start``, ``generate``, ``abort`` and ``cleanup``, for servers of any kind."""
 
 from __future__ import annotations
 
@@ -33,52 +33,52 @@ _NEWEST_SHARE = 0.1
 
 
 class Context(Protocol):
-    """What identifies a request from outside: that of Dynamo's workers fits."""
+    """Identifies a request. The context of Dynamo's workers is one."""
 
     def id(self) -> str:
-        """Return its name."""
+        """Return the id, unique among the live requests."""
 
 
 class RequestContext:
-    """A name for one request, to abort it by.
+    """An id for one request, to abort it by.
 
     Parameters
     ----------
     name : str, optional
-        Drawn if left out.
+        The id. Drawn at random if left out.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self._name = uuid.uuid4().hex if name is None else name
 
     def id(self) -> str:
-        """Return its name."""
+        """Return the id, unique among the live requests."""
         return self._name
 
 
 class AsyncEngine:
     """Serves one session: token ids in, token ids and text out. It knows nothing of HTTP.
 
-    The shape is that of an engine in NVIDIA Dynamo, and of what Ray Serve and Triton's Python backend wrap: ``start``, ``generate`` as an
-    asynchronous generator of dicts, ``abort``, ``cleanup``. All methods belong to one event loop; a thread of its own runs the session.
+    It has the methods of an engine in NVIDIA Dynamo, which Ray Serve and Triton's Python backend can wrap: ``start``, ``generate`` (an
+    asynchronous generator of dicts), ``abort`` and ``cleanup``. All methods belong to one event loop; a separate thread runs the session.
 
     Parameters
     ----------
     source : InferenceSession or callable
-        A session, or what opens one, such as a :class:`~trt_kvcache.session.session_source.SessionSource`. Closed by :meth:`cleanup`.
+        A session, or a function that opens one, such as a :class:`~trt_kvcache.session.session_source.SessionSource`. Closed by
+        :meth:`cleanup`.
     model : str
-        The name that it is served under.
+        The name of the model for clients.
     max_queue : int
-        Requests that may wait for a slot; a further one is refused with :class:`QueueFullError`. Each of ``n``
-        answers counts. One client may have all places while nobody else wants one. Of k clients each has a k-th of slots and queue in any
-        case, so its request is taken even where another one has filled them; that one gets no further place before it has less than its
-        share again.
+        Requests that may wait for a slot; a further one is refused with :class:`QueueFullError`. Each of ``n`` answers counts. One client
+        may have all places while no other client asks. Of k clients each has a share of 1/k of slots and queue: its request is accepted
+        even if another client has filled the queue. That client gets no further place until it has less than its share.
     max_seconds : float, optional
         A request that lasts longer is cancelled. No limit if left out.
     observer : EngineObserver, optional
-        Is told of each answer that ends, for metrics.
+        Gets a record of each answer that ends, for metrics.
     guidance : GuidanceOptions, optional
-        What the grammar of a request may cost.
+        Limits of time and memory for the grammar of a request.
 
     Raises
     ------
@@ -87,8 +87,8 @@ class AsyncEngine:
 
     Notes
     -----
-    An answer is what ``session.generate`` makes of its prompt and options alone, whatever runs beside it. A request whose generator is
-    closed, or whose task is cancelled, leaves its slot before the next step, as after :meth:`abort`.
+    An answer does not depend on other requests: it equals the result of ``session.generate`` with the same prompt and options. A request
+    whose generator is closed, or whose task is cancelled, frees its slot before the next step, as after :meth:`abort`.
 
     Examples
     --------
@@ -138,7 +138,7 @@ class AsyncEngine:
         Returns
         -------
         EngineConfig
-            What it is.
+            Configuration of the engine.
 
         Raises
         ------
@@ -165,7 +165,7 @@ class AsyncEngine:
 
     @property
     def config(self) -> EngineConfig:
-        """What it is.
+        """Configuration of the engine.
 
         Raises
         ------
@@ -183,12 +183,12 @@ class AsyncEngine:
 
     @property
     def draining(self) -> bool:
-        """Whether it takes no new requests."""
+        """True if it takes no new requests."""
         return self._draining
 
     @property
     def num_live(self) -> int:
-        """Answers that run or wait."""
+        """Number of answers that run or wait."""
         return self._places_by_client().total()
 
     async def generate(self, request: Mapping[str, Any], context: Context | None = None) -> AsyncGenerator[GenerateChunk, None]:
@@ -199,7 +199,7 @@ class AsyncEngine:
         request : mapping
             A :class:`~trt_kvcache.server.generate_request.GenerateRequest`.
         context : Context, optional
-            What :meth:`abort` is to know it by: an object with ``id()``, unique among the live requests.
+            Identifies the request for :meth:`abort`: an object with ``id()``, unique among the live requests.
 
         Yields
         ------
@@ -211,9 +211,9 @@ class AsyncEngine:
         ConfigError, RangeError, ShapeError, CapacityError
             The request is not possible. Nothing has begun.
         QueueFullError
-            As many requests wait as may, and this client has its share. Nothing has begun; ``retry_after`` says when it may have room.
+            The queue is full, and this client has its share. Nothing has begun; ``retry_after`` estimates the seconds until there is room.
         ClosedError
-            It is draining or closed.
+            The engine is draining or closed.
         ProcessorError, EngineError, CudaError
             A step of it failed.
         TimeoutError
@@ -240,23 +240,23 @@ class AsyncEngine:
             self._record(live, submitted)
 
     async def abort(self, context: Context) -> None:
-        """End a request where it is: its answers finish with the reason ``"cancelled"``. Nothing happens if it has ended.
+        """Cancel a request: its answers finish with the reason ``"cancelled"``. A request that has ended is ignored.
 
         Parameters
         ----------
         context : Context
-            As it was passed to :meth:`generate`.
+            The context that was passed to :meth:`generate`.
         """
         if context.id() in self._live:
             self._live[context.id()].abort()
 
     async def stats(self) -> EngineStats:
-        """Return what it does now. Waits for the step that runs.
+        """Return the current statistics. Waits for the running step.
 
         Returns
         -------
         EngineStats
-            Between two steps.
+            Statistics between two steps.
 
         Raises
         ------
@@ -266,12 +266,12 @@ class AsyncEngine:
         return await self._thread.run(EngineStats.of)
 
     async def drain(self, seconds: float | None = None) -> None:
-        """Take no new requests, and wait until those that were taken have ended.
+        """Take no new requests, and wait until the live ones have ended.
 
         Parameters
         ----------
         seconds : float, optional
-            After so many, those that are left are cancelled. Waits for all if left out.
+            Timeout, after which the rest is cancelled. Waits for all if left out.
         """
         self._draining = True
         if self._live:

@@ -19,6 +19,8 @@ def extend(answer: GenerateChunk, chunk: GenerateChunk) -> None:
     if "log_probs" in chunk:
         answer.setdefault("log_probs", []).extend(chunk["log_probs"])
         answer.setdefault("top_logprobs", []).extend(chunk["top_logprobs"])
+    if "prompt_logprobs" in chunk:
+        answer["prompt_logprobs"] = chunk["prompt_logprobs"]
     if "finish_reason" in chunk:
         answer["finish_reason"] = chunk["finish_reason"]
         answer["completion_usage"] = chunk["completion_usage"]
@@ -104,10 +106,8 @@ async def whole_answers(engine: EngineClient, requests: Sequence[Mapping[str, An
     usage = Usage()
     async with aclosing(chunks_of(engine, requests)) as chunks:
         async for number, chunk in chunks:
-            if chunk["index"] in found[number]:
-                extend(found[number][chunk["index"]], chunk)
-            else:
-                found[number][chunk["index"]] = chunk
+            answer = found[number].setdefault(chunk["index"], GenerateChunk(index=chunk["index"], token_ids=[], text=""))
+            extend(answer, chunk)
             if "completion_usage" in chunk:
                 usage.add(number, chunk["completion_usage"])
     return [[answers[index] for index in sorted(answers)] for answers in found], usage

@@ -32,7 +32,7 @@ def chat_route(service: Service) -> APIRouter:
             add_generation_prompt=body.add_generation_prompt,
             client=request.state.client,
         )
-        tokens = service.checked(await unless_disconnected(request, conversation))
+        tokens = service.checked_prompt(await unless_disconnected(request, conversation))
         return await _Chat(service, body, tokens, request.state.client).response(request)
 
     return router

@@ -37,7 +37,7 @@ async def _prompt_ids(service: Service, body: CompletionBody) -> list[list[int]]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     tokens = [prompt for prompt in prompts if not isinstance(prompt, str)]
     tokens += await service.encoded(texts, add_special_tokens=body.add_special_tokens)
-    return [service.checked(prompt) for prompt in tokens]
+    return [service.checked_prompt(prompt) for prompt in tokens]
 
 
 class _Completion(Generation):

@@ -60,7 +60,7 @@ class Generation(ABC):
         def document() -> bytes:
             return as_json({**self._head, "object": self.object, "choices": self.choices(found), "usage": usage.document})
 
-        return await self._service.away(sum(size_of(answer) for answers in found for answer in answers), document)
+        return await self._service.off_loop(sum(size_of(answer) for answers in found for answer in answers), document)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         head: dict[str, Any] = {**self._head, "object": self.chunk_object}
@@ -77,7 +77,7 @@ class Generation(ABC):
                     begun = True
                     if "completion_usage" in chunk:
                         usage.add(prompt, chunk["completion_usage"])
-                    for event in await self._service.away(size_of(chunk), partial(events, prompt, chunk)):
+                    for event in await self._service.off_loop(size_of(chunk), partial(events, prompt, chunk)):
                         yield event
         except (GeneratorExit, asyncio.CancelledError):
             raise

@@ -1,4 +1,4 @@
-"""``AnswerTools``: calls of tools in the answers to one chat, as OpenAI's API has them."""
+"""``AnswerTools``: tool calls in the answers to one chat, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def _token_ids(tokenizer: Tokenizer, tags: Sequence[str]) -> dict[str, int]:
-    """Return those tags that are one token. SentencePiece puts a space in front of a text, so special ones are looked up."""
+    """Return the ids of tags that are one token. Special tokens are looked up, as SentencePiece puts a space in front of a text."""
     found: dict[str, int] = {}
     for tag in tags:
         special, tokens = tokenizer.special_token_id(tag), tokenizer.encode(tag, add_special_tokens=False)
@@ -31,7 +31,7 @@ def _token_ids(tokenizer: Tokenizer, tags: Sequence[str]) -> dict[str, int]:
 
 
 class AnswerTools:
-    """What one request says of tools."""
+    """Tool options of one request."""
 
     def __init__(self, service: Service, body: ChatBody) -> None:
         guided = body.response_format is not None and body.response_format.guided is not None
@@ -41,7 +41,7 @@ class AnswerTools:
         self._types = parameter_types(body.tools or ()) if self._form else {}
         tag_ids = {} if self._form is None else _token_ids(service.tokenizer, self._form.tags)
         self._tags = {token: tag for tag, token in tag_ids.items() if service.tokenizer.special_token_id(tag) == token}
-        #: What guides the answer if it must call a tool.
+        #: ``guided_decoding`` of an answer that must call a tool.
         self.guided: dict[str, Any] | None = None
         if not body.must_call:
             return
@@ -56,7 +56,7 @@ class AnswerTools:
         self.guided = forced_calls(self._form, body.tools or (), name=name, several=not self._only_one, tag_ids=tag_ids)
 
     def parts(self, prompt: Sequence[int]) -> AnswerParts:
-        """Return what takes one answer to a prompt apart."""
+        """Return a parser for one answer to a prompt."""
         if self._form is None:
             return AnswerParts(None, None, mistral=False)
         tags = TagTexts(TextPlaces(self._tokenizer, context=prompt), self._tags) if self._tags else None
@@ -65,7 +65,7 @@ class AnswerTools:
 
 
 class AnswerParts:
-    """Content and calls of one answer."""
+    """Splits one answer into content and tool calls."""
 
     def __init__(self, stream: ToolStream | None, tags: TagTexts | None, *, mistral: bool) -> None:
         self._stream, self._tags, self._mistral = stream, tags, mistral
