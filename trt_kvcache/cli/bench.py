@@ -14,7 +14,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.bench_report import BenchReport
 from trt_kvcache.cli.console import progress_display, put, put_json
-from trt_kvcache.cli.options import Json, WrongUsage
+from trt_kvcache.cli.options import Changed, Json, WrongUsage
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, KVCacheError, RangeError
@@ -62,34 +62,14 @@ class CaseFlags:
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchSessionFlags(SessionFlags):
-    """The options that say which session is measured."""
-
-    max_batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="SLOTS",
-            help="Slots of the cache. Default: the largest --batch-size.",
-            rich_help_panel=session_flags.MODEL_PANEL,
-        ),
-    ] = None
-    max_sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="TOKENS",
-            help="Tokens that a slot can hold. Default: what the longest case needs.",
-            rich_help_panel=session_flags.MODEL_PANEL,
-        ),
-    ] = None
-
-
 def bench(
     folder: session_flags.Folder,
     case_flags: CaseFlags,
-    flags: BenchSessionFlags,
+    flags: Annotated[
+        SessionFlags,
+        Changed("max_batch_size", help="Slots of the cache. Default: the largest --batch-size."),
+        Changed("max_sequence_length", help="Tokens that a slot can hold. Default: what the longest case needs."),
+    ],
     runs: Annotated[int, typer.Option("--runs", "-r", min=1, metavar="N", help="Timed runs of each case.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Runs of each case before those.")] = 1,
     temperature: Annotated[float, typer.Option(metavar="X", help="0 always takes the most likely token.")] = 0.0,
@@ -102,7 +82,11 @@ def bench(
         bool, typer.Option("--csv", help="Print one line of CSV for each row on stdout; everything else goes to stderr.")
     ] = False,
 ) -> None:
-    """Measure how fast a model runs."""
+    """Measure the speed of a model.
+
+    Each row is a prompt (pp512), decode steps (tg128) or both, with the names of llama-bench. Prompts are random tokens. The time includes
+    sampling and decoding tokens to text. Lists of numbers have commas: -p 512,2048 -b 1,8.
+    """
     if json and csv:
         raise WrongUsage("expected --json or --csv, got both.")
     cases = case_flags.cases()
@@ -161,7 +145,7 @@ def _sampling(temperature: float, top_p: float | None, seed: int) -> SamplingPar
         raise typer.BadParameter(text, param_hint=f"--{name.replace('_', '-')}") from None
 
 
-def _fitted(place: Path, flags: BenchSessionFlags, cases: Sequence[BenchmarkCase]) -> tuple[ModelConfig, str, BenchSessionFlags]:
+def _fitted(place: Path, flags: SessionFlags, cases: Sequence[BenchmarkCase]) -> tuple[ModelConfig, str, SessionFlags]:
     """Return model, dtype and flags with the sizes of a session in which all cases fit; wrong usage if there is none."""
     if is_engine_folder(place):
         config = EngineFolder.open(place).config

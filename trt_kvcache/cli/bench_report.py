@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.benchmarking import BenchmarkRow, MemoryLimit
-from trt_kvcache.cli.console import count, results, say, size, table
-from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.quantized_kv import kv_format
+from trt_kvcache.cli.console import as_json, count, results, say, size, table
+from trt_kvcache.cli.formats import kv_format
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.model import ModelConfig
 

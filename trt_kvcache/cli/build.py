@@ -9,15 +9,13 @@ import typer
 
 from trt_kvcache.builder.build_engine import BuildReport
 from trt_kvcache.builder.checked_build import checked_build
-from trt_kvcache.builder.estimate import estimate_build, estimate_checked
+from trt_kvcache.builder.estimate import BuildEstimate, estimate_build, estimate_checked
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL
 from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.cli.build_process import build_in_child
-from trt_kvcache.cli.build_sizes import print_build_sizes
-from trt_kvcache.cli.console import count, length_limit, note, progress_display, put_json, say, size
-from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.console import as_json, count, length_limit, note, progress_display, put_json, results, say, size, table
+from trt_kvcache.cli.formats import kv_format
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
-from trt_kvcache.cli.quantized_kv import kv_format
 from trt_kvcache.cli.session_flags import (
     ATTENTION_HELP,
     DTYPE_HELP,
@@ -153,6 +151,25 @@ def build(
         _print_report(report)
         if quantize is not None:
             _note_larger_plan(report, folder, sizes)
+
+
+def print_build_sizes(estimate: BuildEstimate) -> None:
+    """Print an estimate of a build."""
+    rows = table("what", "bytes", "size", numbers=("bytes", "size"), title="Before the build (estimate)")
+    constants = {"constants": estimate.constants_nbytes} if estimate.constants_nbytes else {}
+    sizes = {
+        "weights": estimate.weights_nbytes,
+        "plan: weights and kernels": estimate.plan_nbytes,
+        **constants,
+        "cache": estimate.cache_nbytes,
+        "activations and logits": estimate.activations_nbytes,
+        "GPU, in all": estimate.device_nbytes,
+        "disk": estimate.disk_nbytes,
+        "host, at the peak of the build": estimate.host_peak_nbytes,
+    }
+    for what, nbytes in sizes.items():
+        rows.add_row(what, str(nbytes), size(nbytes))
+    results().print(rows)
 
 
 def _note_larger_plan(report: BuildReport, folder: Path, sizes: Mapping[str, Any]) -> None:

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.model_files import CONFIG_FILE, TOKENIZER_FILE, ModelFiles
@@ -13,7 +12,8 @@ from trt_kvcache.cli.chat_flags import ChatFlags, Template
 from trt_kvcache.cli.chat_input import LineReader, open_reader
 from trt_kvcache.cli.console import complain, count, message_of, note, put
 from trt_kvcache.cli.conversation import Conversation
-from trt_kvcache.cli.sampling_flags import MaxNewTokens, SamplingFlags, note_unused, with_drawn_seed
+from trt_kvcache.cli.options import Changed
+from trt_kvcache.cli.sampling_flags import SamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import note_seeds, note_statistics, warn_of_full_cache
 from trt_kvcache.engine_folder.folder import is_engine_folder
@@ -35,20 +35,17 @@ _WELCOME = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends."
 _ASK = "Press Ctrl-C again to leave, or type on. /save FILE keeps the conversation."
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatSamplingFlags(SamplingFlags):
-    """The sampling options of a chat, whose answers may be longer."""
-
-    max_new_tokens: MaxNewTokens = 512
-
-
 def chat(
     folder: session_flags.Folder,
     chat_flags: ChatFlags,
-    sampling: ChatSamplingFlags,
+    sampling: Annotated[SamplingFlags, Changed("max_new_tokens", default=512)],
     flags: SessionFlags,
 ) -> None:
-    """Talk to a model."""
+    """Chat with a model.
+
+    Each turn runs only the new tokens: the cache keeps the conversation so far. A model without a chat template continues your text.
+    Type /help for the commands.
+    """
     options = sampling.options()
     folder = session_flags.located(folder)
     if folder.is_dir() and not ModelFiles(folder).has(TOKENIZER_FILE):

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from trt_kvcache.cli import session_flags
-from trt_kvcache.cli.console import messages, note, put_json, say, warn
+from trt_kvcache.cli.console import as_json, messages, note, put_json, say, warn
+from trt_kvcache.cli.formats import weights_format
 from trt_kvcache.cli.interrupt import held_interrupts
-from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
-from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
@@ -54,7 +53,13 @@ def compare(
     kv_scales: session_flags.KVScalesOption = None,
     json: Json = False,
 ) -> None:
-    """Check that several ways to run a model agree."""
+    """Compare the engines that can run a model, step by step.
+
+    They run the same tokens, and logits and live cache rows are compared: the NumPy reference engine, which recomputes everything at each
+    step, and TensorRT if a supported GPU is present, or PyTorch with --engine torch. Each runs with TensorRT's attention and with the
+    plugin's, unless --attention names one; with quantized K and V only with the plugin's. At a difference, the first step, layer, slot and
+    head are printed, and the exit code is 3. For an engine folder, the engine with the other attention is built from its checkpoint.
+    """
     from trt_kvcache.polygraphy.comparison import comparison_lines
     from trt_kvcache.polygraphy.path_comparison import TOLERANCES, compare_paths
     from trt_kvcache.polygraphy.runners import RecomputeRunner, SessionRunner

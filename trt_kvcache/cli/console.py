@@ -1,9 +1,14 @@
 """Output of the command line: results and messages, progress bars, tables, sizes."""
 
 import json
+import math
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -15,6 +20,7 @@ from trt_kvcache.cli.flag_names import in_flags
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.model import ModelConfig
 
 _WIDTH_OF_A_PIPE = 160
 
@@ -42,6 +48,23 @@ def say(line: str, style: str = "") -> None:
 def put_json(document: object) -> None:
     """Print the one JSON document of a command with ``--json``."""
     put(json.dumps(document, ensure_ascii=False, indent=2) + "\n")
+
+
+def as_json(value: Any) -> Any:
+    """Return a value of this package in the types of JSON. NaN and infinity become null."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, ModelConfig):
+        return value.to_description()
+    if is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
 
 
 def put(text: str) -> None:

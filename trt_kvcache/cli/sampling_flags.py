@@ -114,9 +114,10 @@ class SamplingFlags:
     frequency_penalty: FrequencyPenalty = None
     logit_bias: LogitBias = None
 
-    def options(self) -> dict[str, Any]:
-        """Return the options that were given, by field name of ``SamplingParams``."""
-        given = {name: value for name, value in asdict(self).items() if value not in (None, []) and value is not False}
+    def options(self, logprobs: int | None = None) -> dict[str, Any]:
+        """Return the given options as fields of ``SamplingParams``. Not every command has ``logprobs``."""
+        given: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
+        given |= {name: value for name, value in asdict(self).items() if value not in (None, []) and value is not False}
         if "stop" in given:
             given["stop"] = tuple(given["stop"])
         if "logit_bias" in given:
@@ -127,13 +128,6 @@ class SamplingFlags:
             name, _, text = str(error).removeprefix("SamplingParams.").partition(": ")
             raise typer.BadParameter(text, param_hint=f"--{name.replace('_', '-')}") from None
         return given
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerSamplingFlags(SamplingFlags):
-    """The sampling options of commands whose answers are read by programs: those of all commands, and ``logprobs``."""
-
-    logprobs: Logprobs = None
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -4,11 +4,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from trt_kvcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trt_kvcache.server import GuidanceOptions
+    from trt_kvcache.server.http import ServerOptions
+
+#: Names of the parsers in ``trt_kvcache.server.http.tool_formats``, which needs the extra serve.
+ToolCallParser = Literal["hermes", "llama3_json", "mistral"]
 
 #: Where keys may come from besides the options.
 KEY_VARIABLE = "TRT_KVCACHE_API_KEY"
@@ -19,8 +26,8 @@ _CONNECTIONS = "Connections"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccessFlags:
-    """The options that say who may ask, and where."""
+class ServerFlags:
+    """Options of a server: address and access, limits of requests, limits of connections."""
 
     host: Annotated[str, typer.Option(metavar="NAME", help="Address to listen at.", rich_help_panel=_ACCESS)] = "127.0.0.1"
     port: Annotated[
@@ -53,21 +60,6 @@ class AccessFlags:
         Literal["x-forwarded-for", "forwarded"],
         typer.Option(help="The header that trusted proxies write.", rich_help_panel=_ACCESS),
     ] = "x-forwarded-for"
-
-    def keys(self) -> tuple[str, ...]:
-        """Return the keys that were given."""
-        found = [*(self.api_key or ()), *filter(None, [os.environ.get(KEY_VARIABLE)])]
-        if self.api_key_file is not None:
-            of_file = _lines(self.api_key_file)
-            if not of_file:
-                raise ConfigError(f"{self.api_key_file}: expected a key in each line, got none.")
-            found += of_file
-        return tuple(found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LimitFlags:
-    """The options that limit requests."""
 
     queue: Annotated[
         int,
@@ -105,11 +97,6 @@ class LimitFlags:
         int, typer.Option(min=1, metavar="MIB", help="Most memory that a grammar may take, in MiB.", rich_help_panel=_PANEL)
     ] = 512
 
-
-@dataclass(frozen=True, kw_only=True)
-class ConnectionFlags:
-    """The options that limit connections, whoever they are of."""
-
     max_header_kib: Annotated[
         int, typer.Option(min=1, metavar="KIB", help="Longest request line and headers, in KiB.", rich_help_panel=_CONNECTIONS)
     ] = 64
@@ -141,6 +128,42 @@ class ConnectionFlags:
             rich_help_panel=_CONNECTIONS,
         ),
     ] = 64
+
+    def server_options(self, tool_call_parser: ToolCallParser | None) -> "ServerOptions":
+        """Return the options of the HTTP server."""
+        from trt_kvcache.server.http import ServerOptions  # needs the extra serve
+
+        return ServerOptions(
+            api_keys=self.keys(),
+            any_host=self.allow_anyone,
+            max_body_bytes=self.max_body_mib << 20,
+            max_header_bytes=self.max_header_kib << 10,
+            header_seconds=self.header_seconds,
+            body_seconds=self.body_seconds,
+            stalled_seconds=self.stalled_seconds,
+            max_connections=self.max_connections,
+            max_connections_without_headers=self.max_connections_without_headers,
+            max_prompt_tokens=self.max_prompt_tokens,
+            trusted_proxies=tuple(self.trusted_proxy or ()),
+            proxy_header=self.proxy_header,
+            tool_call_parser=tool_call_parser,
+        )
+
+    def guidance_options(self) -> "GuidanceOptions":
+        """Return the limits of guided decoding."""
+        from trt_kvcache.server import GuidanceOptions
+
+        return GuidanceOptions(compile_seconds=self.grammar_seconds, mask_seconds=self.mask_seconds, memory_mib=self.grammar_mib)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the API keys of the options and of the environment; empty if there are none."""
+        found = [*(self.api_key or ()), *filter(None, [os.environ.get(KEY_VARIABLE)])]
+        if self.api_key_file is not None:
+            of_file = _lines(self.api_key_file)
+            if not of_file:
+                raise ConfigError(f"{self.api_key_file}: expected a key in each line, got none.")
+            found += of_file
+        return tuple(found)
 
 
 def _lines(path: Path) -> Sequence[str]:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.cli.console import note, progress_bar
-from trt_kvcache.cli.options import choice
-from trt_kvcache.cli.quantized_kv import kv_format
+from trt_kvcache.cli.formats import kv_format
+from trt_kvcache.cli.options import Changed, choice, logits_per_slot
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
 from trt_kvcache.engine_folder.folder import is_engine_folder
@@ -40,6 +40,14 @@ KV_SCALES_HELP = (
     "Scales of quantized K and V: computed for each token and head, or static for a layer or head from a checkpoint that has them. "
     "Default: static if the checkpoint has them for this --kv-dtype, else token."
 )
+
+#: Default of the slots for many prompts.
+MAX_SLOTS = 8
+
+SLOTS_FOR_MANY = Changed("max_batch_size", help=f"Slots of the cache. Default: one per prompt, at most {MAX_SLOTS}.")
+
+#: Default of the logits per slot, for a model folder: 39 MB a slot at a vocabulary of 152k.
+_LOGITS_PER_SLOT = 64
 
 _PANEL, MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
 
@@ -113,6 +121,27 @@ class SessionFlags:
             kv_dtype=self.kv_dtype,
             kv_scales=self.kv_scales,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringFlags(SessionFlags):
+    """Options of commands that score tokens: the engine returns the logits of several tokens per slot."""
+
+    max_logits_per_slot: Annotated[
+        Any,
+        logits_per_slot(
+            help=f"Tokens of a text that one enqueue scores; longer texts run in chunks. Default: {_LOGITS_PER_SLOT}.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None
+
+    def source(self, folder: Path, *, slots: int, prompt_cache_bytes: int = 0) -> SessionSource:
+        """Return the source of the session, as for other commands, with ``max_logits_per_slot``."""
+        source = super().source(folder, slots=slots, prompt_cache_bytes=prompt_cache_bytes)
+        wanted = self.max_logits_per_slot
+        if wanted is None and not is_engine_folder(folder):
+            wanted = min(_LOGITS_PER_SLOT, self.max_sequence_length or _LOGITS_PER_SLOT)
+        return source.replace(max_logits_per_slot=wanted)
 
 
 def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:

@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trt_kvcache.cli.console import count, note, size, warn
-from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.console import as_json, count, note, size, warn
 from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.session.session import InferenceSession
 
