@@ -59,8 +59,8 @@ def build(
     max_logits_per_slot: Annotated[
         Any,
         logits_per_slot(
-            help="Most new tokens of a slot whose logits one enqueue returns: for score, and for verifying drafts. They take memory for "
-            "slots x tokens x vocabulary numbers of 4 bytes."
+            help="Most new tokens of a slot whose logits one enqueue returns: for score, and to verify drafts. Memory: slots x tokens x "
+            "vocabulary x 4 bytes."
         ),
     ] = 1,
     dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP)] = None,
@@ -81,7 +81,7 @@ def build(
         list[str] | None,
         typer.Option(
             metavar="X.Y",
-            help="Build for this compute capability only (TensorRT for RTX). Can be given several times. Default: all that can run it.",
+            help="Build for this compute capability only (TensorRT for RTX). Can be given several times. Default: all supported ones.",
         ),
     ] = None,
     builder_optimization_level: Annotated[
@@ -100,7 +100,7 @@ def build(
         Path | None,
         typer.Option(metavar="FILE", help="Start from the kernel timings in this file and add to them (full TensorRT). It need not exist."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Build nothing: print how large plan, cache and peak memory will be.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Build nothing: print the sizes of plan, cache and peak memory.")] = False,
     json: Json = False,
 ) -> None:
     """Build a TensorRT engine from a model folder. TensorRT for RTX needs no GPU for it."""
@@ -173,10 +173,10 @@ def print_build_sizes(estimate: BuildEstimate) -> None:
 
 
 def _note_larger_plan(report: BuildReport, folder: Path, sizes: Mapping[str, Any]) -> None:
-    """Say why rounding has made a plan larger, if it has."""
+    """Print the reason if quantization has made the plan larger."""
     try:
         plain = estimate_build(folder, **{**sizes, "quantize": None}).plan_nbytes
-    except KVCacheError:  # the estimate is of no use then
+    except KVCacheError:  # no estimate for this build
         return
     if report.plan_nbytes > plain:
         note(
@@ -200,7 +200,7 @@ def _print_report(report: BuildReport) -> None:
 
 
 def _gpus(config: EngineConfig) -> str:
-    """Return for which GPUs an engine was built, in words."""
+    """Return the GPUs of an engine, in words."""
     if config.compute_capabilities:
         return f"for GPUs of compute capability {', '.join(config.compute_capabilities)}"
     return f"for all GPUs that {config.tensorrt_flavour} supports"

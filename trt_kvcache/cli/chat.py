@@ -1,4 +1,4 @@
-"""``trt-kvcache chat``: talk to a model in the terminal."""
+"""``trt-kvcache chat``: a chat in the terminal."""
 
 import os
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def chat(
 
 
 def _check_family(folder: Path) -> None:
-    """Refuse a model that is not supported, before anything that it lacks beside."""
+    """Raise an error if the model is not supported: it comes before an error about missing files."""
     if not is_engine_folder(folder) and ModelFiles(folder).has(CONFIG_FILE):
         Checkpoint.read_config(folder)
 
@@ -82,7 +82,7 @@ class Chat:
         }
 
     def run(self) -> None:
-        """Read messages until the end of input or ``/quit``. At a terminal, one Ctrl-C never ends it."""
+        """Read messages until the end of input or ``/quit``. At a terminal, a single Ctrl-C does not end it."""
         if self._reader.interactive:
             note(_WELCOME)
         asked_to_leave = False
@@ -101,7 +101,7 @@ class Chat:
                 note(_ASK)
 
     def _take(self, line: str) -> None:
-        """Obey a command or answer a message. At a terminal, an error is shown and the chat goes on."""
+        """Run a command or answer a message. At a terminal, an error is printed and the chat goes on."""
         name, _, rest = line.partition(" ")
         try:
             if not line.startswith("/"):
@@ -116,7 +116,7 @@ class Chat:
             complain("error:", f"{error} /undo and /reset make room." if isinstance(error, CapacityError) else message_of(error))
 
     def _answer(self, question: str) -> None:
-        """Print the answer as it is generated. If it fails, or is stopped before its first word, the turn is not kept."""
+        """Print the answer as it is generated. The turn is dropped if it fails, or is stopped before its first token."""
         pieces: list[str] = []
         reason = None
         stopped = False
@@ -137,7 +137,7 @@ class Chat:
         warn_of_full_cache(self._session)
 
     def _prompt(self, question: str) -> Prompt:
-        """Return the whole conversation; the session runs what its cache does not hold yet."""
+        """Return the whole conversation; the session runs only tokens that its cache does not hold."""
         if self._template is None:
             return self._conversation.text(question)
         return self._template.tokens(self._conversation.messages(question))

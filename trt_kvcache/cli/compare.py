@@ -1,4 +1,4 @@
-"""``trt-kvcache compare``: run a model in several ways and compare every step."""
+"""``trt-kvcache compare``: run a model on several engines and compare every step."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,7 +42,7 @@ def compare(
     engine: session_flags.EngineOption = "auto",
     reference: Annotated[
         ReferenceName,
-        choice(ReferenceName, "--reference", aliases=ENGINE_ALIASES, help="What the others are compared with: NumPy, or PyTorch (faster)."),
+        choice(ReferenceName, "--reference", aliases=ENGINE_ALIASES, help="Reference for the others: NumPy, or PyTorch (faster)."),
     ] = "numpy",
     flavour: session_flags.FlavourOption = "auto",
     max_sequence_length: session_flags.MaxSequenceLength = None,
@@ -121,7 +121,7 @@ def compare(
 
 
 def _document(comparison: "Comparison") -> dict[str, Any]:
-    """Return what ``--json`` prints: all that the comparison knows."""
+    """Return the document for ``--json``: all fields of the comparison."""
     document: dict[str, Any] = {"agrees": comparison.agrees, **as_json(comparison)}
     document["pairs"] = [{"agrees": pair.agrees, **as_json(pair)} for pair in comparison.pairs]
     return document
@@ -140,7 +140,7 @@ def _with_tensorrt(engine: str, folder: Path, flavour: str) -> bool:
 
 
 def _has_quantized_kv(folder: Path) -> bool:
-    """Tell whether a folder is that of an engine with quantized K and V."""
+    """Tell whether a folder has an engine with quantized K and V."""
     kv = EngineFolder.open(folder).config.cache.kv if is_engine_folder(folder) else None
     return kv is not None and kv.has_scales
 

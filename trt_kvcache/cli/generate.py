@@ -77,7 +77,7 @@ def generate(
         if json:
             _collect(answers, events)
         elif count == 1:
-            _write_as_it_comes(session, answers[0], events)
+            _write_streaming(session, answers[0], events)
         else:
             _write_one_after_another(session, answers, events)
         if save_snapshot is not None:
@@ -91,7 +91,7 @@ def generate(
 
 
 class _Answer:
-    """What is known of the answer to one prompt."""
+    """The answer to one prompt, so far."""
 
     def __init__(self, prompt: Prompt, *, echo: bool) -> None:
         self.prompt = prompt
@@ -117,7 +117,7 @@ def _collect(answers: Sequence[_Answer], events: Iterable[GeneratedToken]) -> No
         answers[event.index].events.append(event)
 
 
-def _write_as_it_comes(session: InferenceSession, answer: _Answer, events: Iterable[GeneratedToken]) -> None:
+def _write_streaming(session: InferenceSession, answer: _Answer, events: Iterable[GeneratedToken]) -> None:
     put(answer.head)
     try:
         for event in events:

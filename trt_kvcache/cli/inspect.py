@@ -110,7 +110,7 @@ def _print_profiles(found: EngineInspection) -> None:
 
 
 def _print_attention(found: EngineInspection) -> None:
-    """Print one row for each run of layers with attention that follow each other and whose attention is the same."""
+    """Print one row for each run of consecutive layers with the same attention."""
     if not found.attention:
         return
     length = found.cache.max_sequence_length

@@ -15,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 
 
 class WrongUsage(typer.BadParameter):
-    """Options that do not fit each other: the message alone names them, so none is called invalid."""
+    """Options that contradict each other. The message names them; none is called invalid."""
 
     def format_message(self) -> str:
         """Return the message."""
@@ -23,7 +23,7 @@ class WrongUsage(typer.BadParameter):
 
 
 def choice(kind: Any, *names: str, aliases: Mapping[str, str] | None = None, **options: Any) -> Any:
-    """Return an option that takes one of a few words."""
+    """Return an option with a few words as values. ``aliases`` are accepted, but not listed."""
     aliases = {} if aliases is None else aliases
     words = [word for word in get_args(kind) if word not in aliases]
 

@@ -1,4 +1,4 @@
-"""``trt-kvcache perplexity``: how well a model predicts a long text."""
+"""``trt-kvcache perplexity``: the perplexity of a long text."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ def perplexity(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file in UTF-8. - is stdin.")],
     flags: Annotated[session_flags.ScoringFlags, Changed("max_batch_size", help="Windows that run together. Default: 1.")],
     window: Annotated[
-        int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window. Default: what a slot holds (--max-sequence-length).")
+        int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window. Default: those of a slot (--max-sequence-length).")
     ] = None,
     stride: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens between the beginnings of two windows. Default: half of a window.")

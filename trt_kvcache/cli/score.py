@@ -1,4 +1,4 @@
-"""``trt-kvcache score``: how likely a model finds texts."""
+"""``trt-kvcache score``: log-probabilities and perplexity of texts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ def score(
     prompt_ids: PromptIds = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Print a table of the tokens of each text.")] = False,
     top: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Also the N most likely tokens at each place, in --json and the tables of --tokens.")
+        int, typer.Option(min=0, metavar="N", help="Also the N most likely tokens at each position, in --json and the tables of --tokens.")
     ] = 0,
     json: Json = False,
     statistics: Statistics = True,
@@ -79,7 +79,7 @@ def _of_file(given: FilePrompt) -> AnyPrompt:
 
 
 def _document(index: int, given: AnyPrompt, found: PromptScore) -> dict[str, Any]:
-    """Return what ``--json`` prints of a text."""
+    """Return the JSON object of a text."""
     shown = given.messages if isinstance(given, ChatPrompt) else given
     top = {} if found.top_logprobs is None else {"top_logprobs": as_json(found.top_logprobs)}
     values = {"logprobs": found.logprobs, "logprob": found.logprob, "perplexity": found.perplexity}
@@ -124,5 +124,5 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
 
 
 def _quoted(token: int, tokenizer: Tokenizer | None) -> str:
-    """Return the text of a token in quotation marks, so that spaces are seen; nothing without a tokenizer."""
+    """Return the text of a token in quotation marks, which show spaces; empty without a tokenizer."""
     return "" if tokenizer is None else repr(tokenizer.decode([token], skip_special_tokens=False))

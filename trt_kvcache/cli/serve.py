@@ -1,4 +1,4 @@
-"""``trt-kvcache serve``: a model for many clients, over OpenAI's API."""
+"""``trt-kvcache serve``: serve a model to many clients, with OpenAI's API."""
 
 from typing import Annotated
 
@@ -18,17 +18,15 @@ def serve(
     ],
     server_flags: ServerFlags,
     model_name: Annotated[
-        str | None, typer.Option("--model-name", metavar="NAME", help="What clients call the model. Default: the name of its folder.")
+        str | None, typer.Option("--model-name", metavar="NAME", help="Name of the model for clients. Default: the name of its folder.")
     ] = None,
     prompt_cache: Annotated[
         int,
-        typer.Option(
-            min=0, metavar="MIB", help="Memory for copies of prompts, in MiB: of the next turn of a chat, only what is new is run."
-        ),
+        typer.Option(min=0, metavar="MIB", help="Memory of the prefix cache, in MiB: the next turn of a chat runs only its new tokens."),
     ] = 256,
     tool_call_parser: Annotated[
         ToolCallParser | None,
-        typer.Option("--tool-call-parser", help="How the model writes calls of tools. Default: what its chat template says."),
+        typer.Option("--tool-call-parser", help="Format of the model's tool calls. Default: found in its chat template."),
     ] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.

@@ -1,4 +1,4 @@
-"""``trt-kvcache serve-file``: run the prompts of a file through a few slots, and write the answers to another file."""
+"""``trt-kvcache serve-file``: run the prompts of a file in a few slots, and write the answers to another file."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -44,19 +44,15 @@ def serve_file(
     flags: Annotated[SessionFlags, session_flags.SLOTS_FOR_MANY],
     logprobs: Logprobs = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write. - is stdout.")] = Path("-"),
-    continued: Annotated[
-        bool, typer.Option("--continue", help="Keep the answers that OUT.jsonl has, and append those that are missing.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the answers that OUT.jsonl has.")] = False,
+    continued: Annotated[bool, typer.Option("--continue", help="Keep the answers in OUT.jsonl, and append the missing ones.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the answers in OUT.jsonl.")] = False,
     prompt_cache: Annotated[
         int,
-        typer.Option(
-            min=0, metavar="MIB", help="Memory for copies of prompts, in MiB: what prompts have in common at their start is then run once."
-        ),
+        typer.Option(min=0, metavar="MIB", help="Memory of the prefix cache, in MiB: a common prefix of prompts then runs once."),
     ] = 0,
     timeline: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw what each slot did over time into this file: .svg, .png or .pdf."),
+        typer.Option(metavar="FILE", help="Draw the work of each slot over time into this file: .svg, .png or .pdf."),
     ] = None,
     statistics: Statistics = True,
 ) -> None:
@@ -100,7 +96,7 @@ def serve_file(
 
 
 def _warn_of_misspelt_options(prompts: Iterable[FilePrompt]) -> None:
-    """Warn, once for each name, of fields that are not options but nearly are."""
+    """Warn of fields whose name is similar to an option, once for each name."""
     seen: set[str] = set()
     for prompt in prompts:
         for name in prompt.metadata.keys() - seen:
@@ -112,7 +108,7 @@ def _warn_of_misspelt_options(prompts: Iterable[FilePrompt]) -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """A prompt of the file, by its place in it, and the seed of its answer if tokens are drawn."""
+    """A prompt of the file, its index, and the seed of its answer (None if greedy)."""
 
     index: int
     prompt: FilePrompt
@@ -144,7 +140,7 @@ def _prompt(prompt: FilePrompt, template: Template | None) -> Prompt:
 
 
 def _serve(session: InferenceSession, left: dict[RequestHandle, _Task], file: TextIO, show: Callable[[int, int], None]) -> None:
-    """Run until all requests have ended. Those that have ended are written even if the run fails."""
+    """Run until all requests have ended. Ended requests are written even if the run fails."""
     total, tokens = len(left), 0
     try:
         while moved := session.step():
