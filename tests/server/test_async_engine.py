@@ -322,7 +322,7 @@ def test_a_drain_with_a_limit_cancels_what_is_being_submitted():
 
     async def main():
         async with running(1) as engine:
-            held = asyncio.create_task(engine._session.run(lambda _: release.wait(60)))
+            held = asyncio.create_task(engine._thread.run(lambda _: release.wait(60)))
             task = asyncio.create_task(answers(engine, request([5], 120)))
             await asyncio.sleep(0)
             await engine.drain(0)

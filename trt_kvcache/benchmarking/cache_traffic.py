@@ -1,4 +1,4 @@
-"""``CacheTraffic``: what a decode step has to read, and to write, of the cache of a slot."""
+"""``CacheTraffic``: bytes that a decode step reads and writes in the cache of a slot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CacheTraffic:
 
     @classmethod
     def of(cls, config: DecoderCacheConfig, model: ModelConfig | None = None) -> CacheTraffic:
-        """Return what steps over a cache need.
+        """Return the traffic of decode steps for a cache.
 
         Parameters
         ----------
@@ -59,7 +59,7 @@ class CacheTraffic:
         return cls(rows=tuple((nbytes, window) for window, nbytes in rows.items()), states_nbytes=2 * states)
 
     def nbytes(self, tokens: int) -> int:
-        """Return what a step needs.
+        """Return the bytes of a step.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""``measure``: run cases on a session and time them."""
+"""``measure``: runs and times cases on a session."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.session.session import InferenceSession
 
-#: Called with a case, the runs of it that are done, and how many there are, warm-up included.
+#: Called as ``progress(case, done, total)`` with the numbers of finished and of all runs of a case, including warm-up.
 OnRun = Callable[[BenchmarkCase, int, int], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkRow:
-    """What was measured of a case. Times are in seconds, on the host's clock.
+    """Measurements of a case. Times are in seconds, on the host's clock.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def _rows(runner: _Runner, cases: Sequence[BenchmarkCase], runs: int, warmup: in
 
 
 def _row(case: BenchmarkCase, timed: Sequence[Sequence[float]], warmup: int, session: InferenceSession) -> BenchmarkRow:
-    """Return the row of a case from the times of its runs: of each run when it began, and when each token was there."""
+    """Return the row of a case from its runs: for each run, the start and the times of the tokens."""
     tokens = case.batch_size * (case.prompt_tokens + case.generate_tokens)
     counted = [times[-1] - times[0 if case.prompt_tokens else 1] for times in timed]
     latencies = [after - before for times in timed for before, after in pairwise(times[1:])]
@@ -161,7 +161,7 @@ def _row(case: BenchmarkCase, timed: Sequence[Sequence[float]], warmup: int, ses
 
 
 class _RandomPrompts:
-    """Random token ids, never the same prompt twice, so that a prompt cache finds nothing."""
+    """Random token ids, never the same prompt twice, so that the prefix cache has no hits."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
@@ -173,7 +173,7 @@ class _RandomPrompts:
 
 
 class _Runner:
-    """Runs cases on a session, and says when tokens came."""
+    """Runs cases on a session, and returns the times of tokens."""
 
     def __init__(self, session: InferenceSession, prompts: _RandomPrompts, params: SamplingParams, clock: Callable[[], float]) -> None:
         self.session = session
@@ -184,7 +184,7 @@ class _Runner:
         self._filled: tuple[int, int] | None = None
 
     def _fill(self, case: BenchmarkCase) -> None:
-        """Have the slots hold as many tokens as the case says: those that they hold, without what a run has added, or new ones."""
+        """Set the slots to the depth of the case: rewind the last run, or prefill new tokens."""
         if case.depth and self._goes_back and self._filled == (case.batch_size, case.depth):
             for slot in range(case.batch_size):
                 self.session.rewind(slot, case.depth)
@@ -195,7 +195,7 @@ class _Runner:
             self._filled = case.batch_size, case.depth
 
     def run(self, case: BenchmarkCase) -> list[float]:
-        """Run a case once. Return when it began, and when all slots had their first token, their second one, and so on."""
+        """Run a case once; return the start, and the time at which all slots had their first token, their second token, and so on."""
         params = replace(self._params, max_new_tokens=case.generate_tokens + 1)
         self._fill(case)
         prompts = self._prompts.draw(case.batch_size, case.prompt_length)

@@ -1,4 +1,4 @@
-"""``MemoryLimit``: how fast decode steps could be if they only read weights, K and V, and read and wrote states."""
+"""``MemoryLimit``: the memory bandwidth limit of decode steps, which read weights, K and V, and read and write states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """What a decode step has to read, and how fast the memory is.
+    """Bytes that a decode step reads, and the memory bandwidth.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class MemoryLimit:
 
     @classmethod
     def measured(cls, model: ModelConfig, dtype: str, memory: Memory, weights: WeightsSummary | None = None) -> MemoryLimit:
-        """Return the limit for a model, with the speed of a copy that is made here.
+        """Return the limit for a model; measures the speed of a copy.
 
         Parameters
         ----------
@@ -75,7 +75,7 @@ class MemoryLimit:
         return cls(weights_nbytes=total * size, step_weights_nbytes=(total - unread) * size, copy_bytes_per_second=speed)
 
     def generation_nbytes(self, case: BenchmarkCase, traffic: CacheTraffic) -> int:
-        """Return what the decode steps of a case have to read and write.
+        """Return the bytes that the decode steps of a case read and write.
 
         Parameters
         ----------
@@ -94,7 +94,7 @@ class MemoryLimit:
         return steps * self.step_weights_nbytes + case.batch_size * cache
 
     def token_nbytes(self, row: BenchmarkRow) -> int | None:
-        """Return what the decode steps of a row have to read and write for each token, on average.
+        """Return the bytes that decode steps of a row read and write for each token, on average.
 
         Parameters
         ----------
@@ -112,7 +112,7 @@ class MemoryLimit:
         return self.generation_nbytes(row.case, row.cache_traffic) // (row.case.generate_tokens * row.case.batch_size)
 
     def share(self, row: BenchmarkRow) -> float | None:
-        """Return the time that reading :meth:`generation_nbytes` takes at the speed of the copy over the time that the decode steps took.
+        """Return the share of the limit: time to copy :meth:`generation_nbytes` divided by the time of the decode steps.
 
         Parameters
         ----------

@@ -1,12 +1,13 @@
-"""Kinds of command-line options that several commands have, and groups of options in dataclasses."""
+"""Option types that several commands share, and groups of options in dataclasses."""
 
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from copy import copy
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -14,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 
 
 class WrongUsage(typer.BadParameter):
-    """Options that do not fit each other: the message alone names them, so none is called invalid."""
+    """Options that contradict each other. The message names them; none is called invalid."""
 
     def format_message(self) -> str:
         """Return the message."""
@@ -22,7 +23,7 @@ class WrongUsage(typer.BadParameter):
 
 
 def choice(kind: Any, *names: str, aliases: Mapping[str, str] | None = None, **options: Any) -> Any:
-    """Return an option that takes one of a few words."""
+    """Return an option with a few words as values. ``aliases`` are accepted, but not listed."""
     aliases = {} if aliases is None else aliases
     words = [word for word in get_args(kind) if word not in aliases]
 
@@ -52,34 +53,58 @@ def logits_per_slot(**options: Any) -> Any:
     return typer.Option("--max-logits-per-slot", parser=parse, metavar="TOKENS|all", **options)
 
 
+@dataclass(frozen=True)
+class Changed:
+    """Another help or default of an option, for one command: ``flags: Annotated[SessionFlags, Changed("max_batch_size", help=...)]``."""
+
+    option: str
+    help: str | None = None
+    default: Any = None
+
+    def apply(self, parameter: Parameter) -> Parameter:
+        """Return the parameter of the option with the changes."""
+        base, given = get_args(parameter.annotation)
+        option = copy(given)
+        option.help = self.help or given.help
+        default = parameter.default if self.default is None else self.default
+        return parameter.replace(annotation=Annotated[base, option], default=default)
+
+
 def flat_parameters(command: Callable[..., object]) -> list[Parameter]:
-    """Return the parameters of a command for typer: those whose type is a dataclass are replaced by its fields."""
+    """Return the parameters of a command for typer, keyword-only: a dataclass is replaced by its fields."""
     hints = get_type_hints(command, include_extras=True)
-    flat = []
+    flat: list[Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
-        kind = hints[name]
-        if not is_dataclass(kind):
-            flat.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
+        group, changes = _group(hints[name])
+        if group is None:
+            flat.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
             continue
-        assert isinstance(kind, type)
-        of_fields = get_type_hints(kind, include_extras=True)
-        for field in fields(kind):
+        field_hints = get_type_hints(group, include_extras=True)
+        for field in fields(group):
             default = Parameter.empty if field.default is MISSING else field.default
-            flat.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=of_fields[field.name]))
+            made = Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=field_hints[field.name])
+            flat.append(next((change.apply(made) for change in changes if change.option == field.name), made))
     return flat
 
 
 def call_with_flat(command: Callable[..., None], values: Mapping[str, Any]) -> None:
     """Call a command with the values of its :func:`flat_parameters`. In paths, ``~`` is the home folder."""
     left = {name: _expanded(value) for name, value in values.items()}
-    hints = get_type_hints(command)
-    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if name != "return" and is_dataclass(kind)}
-    made = {name: kind(**{field.name: left.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()}
+    groups = {name: _group(hint)[0] for name, hint in get_type_hints(command, include_extras=True).items()}
+    made = {
+        name: group(**{field.name: left.pop(field.name) for field in fields(group)}) for name, group in groups.items() if group is not None
+    }
     command(**left, **made)
 
 
+def _group(hint: Any) -> tuple[Any, tuple[Changed, ...]]:
+    """Return the dataclass of a group of options, or None for a single option, and its changes."""
+    kind, *changes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    return (kind, tuple(changes)) if is_dataclass(kind) else (None, ())
+
+
 def _expanded(value: Any) -> Any:
-    """Return a value, with ``~`` at the start of its paths replaced: a shell leaves it after ``=``."""
+    """Replace ``~`` at the start of paths: the shell does not do so after ``=``."""
     if isinstance(value, Path):
         return Path(os.path.expanduser(value))
     return [_expanded(item) for item in value] if isinstance(value, list) else value

@@ -51,11 +51,11 @@ class SessionCompareFunc(BaseCompareFunc):  # type: ignore[misc]  # polygraphy h
         one_of("dtype", dtype, TOLERANCES)
         if tolerance is not None and not tolerance >= 0:
             raise RangeError(f"tolerance: expected 0 or more, got {tolerance}.")
-        #: The largest accepted difference.
+        #: Largest accepted difference.
         self.tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
 
     def __call__(self, iter_result0: Any, iter_result1: Any) -> "OrderedDict[str, bool]":
-        """Compare one inference."""
+        """Compare one inference: True for each output that agrees. The first difference is logged. Other lengths: rows are skipped."""
         names = iter_result0.runner_name, iter_result1.runner_name
         agreed: OrderedDict[str, bool] = OrderedDict()
         for output in outputs_in_order(name for name in iter_result0 if name in iter_result1):

@@ -1,4 +1,4 @@
-"""Polygraphy loaders: sessions, engine folders and networks that are made when they are called.
+"""Polygraphy loaders of sessions, engine folders and networks.
 
 Each loader has a function in ``snake_case`` that does it at once, as Polygraphy's own. Errors are ``PolygraphyException``, and warnings go
 through ``G_LOGGER``.

@@ -19,8 +19,8 @@ from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.module import TensorRT, load
 
-#: TensorRT points at the weights until the build is done, but Polygraphy keeps builder and network only. So everything that was
-#: defined is kept for the life of the process.
+#: TensorRT holds pointers to the weights until the build is done, but Polygraphy keeps only builder and network. So all definitions are
+#: kept for the life of the process.
 _DEFINED: list[tuple[Checkpoint, DecoderDefinition]] = []
 
 

@@ -1,4 +1,4 @@
-"""Polygraphy runners: sessions that ``Comparator.run`` and ``polygraphy run`` can drive.
+"""Polygraphy runners: sessions for ``Comparator.run`` and ``polygraphy run``.
 
 Each runner has its own cache and keeps it from one inference to the next. Polygraphy's ``TrtRunner`` cannot do that: it uploads
 every input again, caches included.
@@ -39,7 +39,7 @@ from trt_kvcache.session.session_source import SessionSource
 
 Arrays = np.ndarray[Any, Any]
 
-#: Slots whose prompts are counted one by one in the log.
+#: Most slots whose prompt lengths are logged one by one.
 _SHOWN_SLOTS = 4
 
 
@@ -103,7 +103,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         super().__init__(name=name, prefix=self._PREFIX)
         self._source = session
         self._tokens_only = tokens_only
-        #: Whether the live rows of the cache are among the outputs.
+        #: True if the outputs include the live rows of the cache.
         self.live_rows = live_rows
         self._session: InferenceSession | None = None
         self._last_logits: Arrays | None = None
@@ -200,7 +200,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
             return self._infer(feed_dict)
 
     def _errors(self) -> AbstractContextManager[None]:
-        """Have errors be those of Polygraphy, if the session comes from one of its loaders."""
+        """Raise errors of Polygraphy if the session comes from one of its loaders."""
         return as_polygraphy() if isinstance(self._source, BaseLoader) else nullcontext()
 
     def _infer(self, feed_dict: Mapping[str, Any]) -> dict[str, Arrays]:
@@ -212,7 +212,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         return {DEFAULT_NAMES.logits: logits, **(live_rows(self.session.cache) if self.live_rows else {})}
 
     def _run_whole(self, steps: list[list[list[int]]]) -> Arrays:
-        """Run new sequences, decoding what follows their prompts, and return the last logits, ``[B, vocab]``."""
+        """Run new sequences as prefill and decode steps; return the last logits, ``[B, vocab]``."""
         prompts, *tokens = steps
         _say_what_is_run(prompts, len(tokens))
         logits = self._run(prompts, True)
@@ -234,7 +234,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
 
 
 def _say_what_is_run(prompts: list[list[int]], steps: int) -> None:
-    """Log, once for the same sizes, how many tokens an inference compares with those of other runners."""
+    """Log the number of tokens of an inference, once for the same sizes."""
     lengths = ", ".join(str(len(row)) for row in prompts[:_SHOWN_SLOTS]) + (", ..." if len(prompts) > _SHOWN_SLOTS else "")
     total = sum(map(len, prompts)) + steps * len(prompts)
     text = f"each iteration compares {total} tokens in {len(prompts)} slots: prompts of {lengths} tokens, then {steps} decode steps"

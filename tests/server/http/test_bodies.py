@@ -185,7 +185,7 @@ def test_others_are_answered_while_an_answer_is_written(chatting: Running, monke
         assert may_end.wait(60)
         return as_json(document)
 
-    monkeypatch.setattr("trt_kvcache.server.http.completions.as_json", slow)
+    monkeypatch.setattr("trt_kvcache.server.http.generation.as_json", slow)
     body = {"prompt": [[5] * 120] * 4, "max_tokens": 0, "echo": True, "logprobs": 20}
     with chatting.client() as client, chatting.client() as other:
         asked = threading.Thread(target=client.post, args=["/v1/completions"], kwargs={"json": body})

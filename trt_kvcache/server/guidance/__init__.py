@@ -1,4 +1,4 @@
-"""Guided decoding: grammars are compiled, and masks of tokens computed, in processes of their own."""
+"""Guided decoding: worker processes compile grammars and compute token masks."""
 
 from trt_kvcache.server.guidance.guidance import Guidance, GuidedMask
 from trt_kvcache.server.guidance.options import GuidanceOptions

@@ -1,4 +1,4 @@
-"""OpenAI's API over an :class:`~trt_kvcache.server.async_engine.AsyncEngine`. Importing this package imports FastAPI."""
+"""OpenAI's API for an :class:`~trt_kvcache.server.async_engine.AsyncEngine`. Importing this package imports FastAPI."""
 
 from trt_kvcache._util.extras import naming_the_extra
 

@@ -1,28 +1,23 @@
-"""``POST /v1/chat/completions``: conversations answered."""
+"""``POST /v1/chat/completions``: the next message of a conversation."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from trt_kvcache.server.http.answers import Answer, Usage, chunks_of, whole_answers
+from trt_kvcache.server.generate_request import GenerateChunk
 from trt_kvcache.server.http.bodies import ChatBody
-from trt_kvcache.server.http.connection import event_stream, unless_disconnected
-from trt_kvcache.server.http.errors import as_api_error
-from trt_kvcache.server.http.service import DONE, Service, as_event
+from trt_kvcache.server.http.connection import unless_disconnected
+from trt_kvcache.server.http.generation import Generation
+from trt_kvcache.server.http.service import Service
 from trt_kvcache.server.http.tool_answers import AnswerParts, AnswerTools
-from trt_kvcache.server.http.written import as_json
 
 
 def chat_route(service: Service) -> APIRouter:
-    """Return the route."""
+    """Return a router with the route."""
     router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/v1/chat/completions", response_model=None)
@@ -37,56 +32,57 @@ def chat_route(service: Service) -> APIRouter:
             add_generation_prompt=body.add_generation_prompt,
             client=request.state.client,
         )
-        tokens = await unless_disconnected(request, conversation)
-        answer = _Chat(service, body, service.checked(tokens), request.state.client)
-        if body.stream:
-            return await event_stream(request, answer.events(), stalled_seconds=service.options.stalled_seconds)
-        return Response(await unless_disconnected(request, answer.document()), media_type="application/json")
+        tokens = service.checked_prompt(await unless_disconnected(request, conversation))
+        return await _Chat(service, body, tokens, request.state.client).response(request)
 
     return router
 
 
-class _Chat:
-    """One request for the next message of a conversation."""
+class _Chat(Generation):
+    """One conversation to continue."""
+
+    id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, service: Service, body: ChatBody, prompt: list[int], client: str) -> None:
-        self._service = service
-        self._body = body
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        request = body.request(prompt, max_tokens=limit, logprobs=logprobs)
         self._tools = AnswerTools(service, body)
+        if self._tools.guided is not None:
+            request["sampling_options"]["guided_decoding"] = self._tools.guided
+        super().__init__(service, body, [request], client)
+        self._with_logprobs = bool(body.logprobs)
         self._prompt = prompt
-        self._request = {**body.request(prompt, max_tokens=limit, logprobs=logprobs), "client": client}
-        if (guided := self._tools.guided) is not None:
-            self._request["sampling_options"]["guided_decoding"] = guided
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
+        self._begun: dict[int, AnswerParts] = {}  # the answers of a stream, by index
 
-    async def document(self) -> bytes:
-        """Return the whole answer."""
-        [answers], usage = await whole_answers(self._service.engine, [self._request])
-        size = sum(answer.size for answer in answers)
-        return await self._service.away(size, lambda: as_json(self._document(answers, usage)))
-
-    def _document(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        choices = []
-        for index, answer in enumerate(answers):
+    def choices(self, answers: Sequence[Sequence[GenerateChunk]]) -> list[dict[str, Any]]:
+        """Return a message for each answer."""
+        found = []
+        for index, answer in enumerate(answers[0]):
             parts = self._tools.parts(self._prompt)
-            message = parts.message(answer)
-            choices.append(
-                {
-                    "index": index,
-                    "message": {"role": "assistant", **message, "refusal": None},
-                    "logprobs": self._logprobs(answer),
-                    "finish_reason": parts.finish_reason(answer),
-                }
-            )
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage.document}
+            message = {"role": "assistant", **parts.message(answer), "refusal": None}
+            logprobs, reason = self._logprobs(answer), parts.finish_reason(answer)
+            found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
+        return found
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
-        if not self._body.logprobs:
+    def chunk_choices(self, prompt: int, chunk: GenerateChunk) -> Iterator[dict[str, Any]]:
+        """Yield the role first, then the deltas of content and tool calls, then the finish reason."""
+        index = chunk["index"]
+        if index not in self._begun:
+            self._begun[index] = self._tools.parts(self._prompt)
+            yield _choice(index, {"role": "assistant", "content": ""})
+        logprobs = self._logprobs(chunk)
+        for delta in self._begun[index].deltas(chunk):
+            yield _choice(index, delta, logprobs=logprobs)
+            logprobs = None  # once for all deltas of a chunk
+        if "finish_reason" in chunk:
+            yield _choice(index, {}, reason=self._begun[index].finish_reason(chunk))
+
+    def _logprobs(self, chunk: GenerateChunk) -> dict[str, Any] | None:
+        if not self._with_logprobs:
             return None
         content = []
-        for token, value, top in zip(answer.token_ids, answer.log_probs, answer.top_logprobs, strict=True):
+        for token, value, top in zip(chunk["token_ids"], chunk.get("log_probs", ()), chunk.get("top_logprobs", ()), strict=True):
             likely = [self._token(one["token_id"], one["logprob"]) for one in top]
             content.append({**self._token(token, value), "top_logprobs": likely})
         return {"content": content, "refusal": None}
@@ -95,42 +91,6 @@ class _Chat:
         found = self._service.token_bytes(token)
         return {"token": self._service.token_text(token), "logprob": logprob, "bytes": None if found is None else list(found)}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream."""
-        options = self._body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        head = {**self._head, "object": "chat.completion.chunk"}
-        usage, begun = Usage(), dict[int, AnswerParts]()
-        try:
-            async with aclosing(chunks_of(self._service.engine, [self._request])) as chunks:
-                async for _, chunk in chunks:
-                    index = chunk["index"]
-                    answer = Answer()
-                    answer.add(chunk)
-                    if index not in begun:
-                        begun[index] = self._tools.parts(self._prompt)
-                        yield self._event(head, with_usage, [_choice(index, {"role": "assistant", "content": ""}, None, None)])
-                    logprobs = self._logprobs(answer)
-                    for delta in begun[index].deltas(answer):
-                        yield self._event(head, with_usage, [_choice(index, delta, logprobs, None)])
-                        logprobs = None
-                    if answer.finish_reason:
-                        usage.add(0, answer.usage)
-                        yield self._event(head, with_usage, [_choice(index, {}, None, begun[index].finish_reason(answer))])
-        except (GeneratorExit, asyncio.CancelledError):
-            raise
-        except BaseException as error:
-            if not begun:
-                raise
-            yield as_event(as_api_error(error).body)
-            return
-        if with_usage:
-            yield as_event({**head, "choices": [], "usage": usage.document})
-        yield DONE
 
-    def _event(self, head: dict[str, Any], with_usage: bool, choices: Sequence[dict[str, Any]]) -> bytes:
-        return as_event({**head, "choices": choices, "usage": None} if with_usage else {**head, "choices": choices})
-
-
-def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+def _choice(index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
