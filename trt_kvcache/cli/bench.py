@@ -66,7 +66,7 @@ def bench(
     flags: Annotated[
         SessionFlags,
         Changed("max_batch_size", help="Slots of the cache. Default: the largest --batch-size."),
-        Changed("max_sequence_length", help="Tokens that a slot can hold. Default: what the longest case needs."),
+        Changed("max_sequence_length", help="Tokens that a slot can hold. Default: as needed by the longest case."),
     ],
     runs: Annotated[int, typer.Option("--runs", "-r", min=1, metavar="N", help="Timed runs of each case.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Runs of each case before the timed ones.")] = 1,
