@@ -29,7 +29,7 @@ from trt_kvcache.cli.session_flags import (
     located_headers,
 )
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CheckpointError, KVCacheError
 from trt_kvcache.reference import Attention
@@ -199,7 +199,7 @@ def _print_report(report: BuildReport) -> None:
         say(f"attention of {count(decomposed, 'layer')} is decomposable; `trt-kvcache inspect {report.path}` says why")
 
 
-def _gpus(config: EngineConfig) -> str:
+def _gpus(config: EngineFolderConfig) -> str:
     """Return the GPUs of an engine, in words."""
     if config.compute_capabilities:
         return f"for GPUs of compute capability {', '.join(config.compute_capabilities)}"
