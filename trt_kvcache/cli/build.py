@@ -126,7 +126,7 @@ def build(
             with checked.checkpoint:
                 estimate = estimate_checked(checked)
             if not has_weight_files(folder):
-                note(f"{model}: no weights are there, and a build needs some; config.json alone was checked")
+                note(f"{model}: no weights found, which a build needs; only config.json was checked")
         if json:
             put_json(as_json(estimate))
         else:

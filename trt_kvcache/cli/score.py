@@ -99,7 +99,7 @@ def _print_texts(scores: Sequence[PromptScore], tokenizer: Tokenizer | None) -> 
         rows.add_row(str(index), str(len(one.tokens)), f"{one.logprob:.3f}", f"{one.perplexity:.3f}", begins)
     results().print(rows)
     scored, texts = (count(number, what) for number, what in ((sum(one.num_scored for one in scores), "token"), (len(scores), "text")))
-    say(f"perplexity {perplexity(scores):.3f} over {scored} of {texts}; the first token of a text has nothing before it")
+    say(f"perplexity {perplexity(scores):.3f} over {scored} of {texts}; the first token of a text is not scored")
 
 
 def _print_tokens(scores: Sequence[PromptScore], tokenizer: Tokenizer | None) -> None:
