@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from tests.paths import ROOT
 from tests.server.http.running import Running
 from trt_kvcache import Tokenizer
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.bodies import ChatBody, CompletionBody, DetokenizeBody
-from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.json_bodies import parsed
 from trt_kvcache.server.http.written import as_json
 

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from trt_kvcache._util.returned_memory import return_memory
+from trt_kvcache.server.http.api_errors import ApiError, validation_error
 from trt_kvcache.server.http.connection import CLIENT_CLOSED_REQUEST
-from trt_kvcache.server.http.errors import ApiError, validation_error
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

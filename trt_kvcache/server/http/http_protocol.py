@@ -13,9 +13,9 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.connections import Connections, Waits
-from trt_kvcache.server.http.errors import ApiError
-from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.server_options import ServerOptions
 
 #: Most lines of request line and headers: a line takes as long to parse as a kilobyte.
 _MOST_LINES = 500
