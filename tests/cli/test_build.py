@@ -12,7 +12,7 @@ from tests.helpers.small_model import write_model
 from trt_kvcache import build_engine, estimate_build
 from trt_kvcache.cli import build as build_module
 from trt_kvcache.cli.flag_names import flags_of, in_flags, naming_flags
-from trt_kvcache.cli.options import flat_parameters
+from trt_kvcache.cli.option_groups import flat_parameters
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BuildError, ConfigError
 

@@ -14,7 +14,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.bench_report import BenchReport
 from trt_kvcache.cli.console import progress_display, put, put_json
-from trt_kvcache.cli.options import Changed, Json, WrongUsage
+from trt_kvcache.cli.option_groups import Changed, Json, WrongUsage
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, KVCacheError, RangeError

@@ -15,7 +15,7 @@ from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.cli.build_process import build_in_child
 from trt_kvcache.cli.console import as_json, count, length_limit, note, progress_display, put_json, results, say, size, table
 from trt_kvcache.cli.formats import kv_format
-from trt_kvcache.cli.options import Json, choice, logits_per_slot
+from trt_kvcache.cli.option_groups import Json, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import (
     ATTENTION_HELP,
     DTYPE_HELP,

@@ -9,7 +9,7 @@ import typer
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import as_json, count, put_json, results, say, table
-from trt_kvcache.cli.options import Json
+from trt_kvcache.cli.option_groups import Json
 from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.cli.session_notes import Statistics, note_statistics, session_document

@@ -6,7 +6,7 @@ import typer
 
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import count, note
-from trt_kvcache.cli.options import Changed
+from trt_kvcache.cli.option_groups import Changed
 from trt_kvcache.cli.server_flags import ServerFlags, ToolCallParser
 
 

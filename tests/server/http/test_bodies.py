@@ -112,7 +112,7 @@ def test_what_stands_in_texts_is_not_counted(text):
     ],
 )
 def test_what_is_no_json_is_said_to_be_none(content, text):
-    assert "body: expected JSON, got what is none: " in refused(content)
+    assert "body: expected JSON, got an error: " in refused(content)
     assert text in refused(content)
 
 

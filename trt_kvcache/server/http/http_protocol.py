@@ -147,7 +147,7 @@ class HttpProtocol(H11Protocol):
             self._refuse(431, f"headers: expected at most {most} of request line and headers, got more.")
         else:
             reason = str(error or msg).partition(": bytearray")[0].removesuffix(".")
-            self._refuse(400, f"request: expected one of HTTP/1.1, got what is none: {reason:.200}.")
+            self._refuse(400, f"request: expected a request of HTTP/1.1, got an error: {reason:.200}.")
 
     def make_room(self, reason: str, *, at_once: bool) -> None:
         """Close the connection, because there are too many: immediately if its descriptor is needed."""

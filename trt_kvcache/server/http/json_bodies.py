@@ -118,7 +118,7 @@ def parsed(content: bytes, kind: type[_Model], *, max_values: int) -> _Model:
     try:
         document = pydantic_core.from_json(content)
     except ValueError as error:
-        raise ApiError(400, f"body: expected JSON, got what is none: {error}.", code="invalid_json") from None
+        raise ApiError(400, f"body: expected JSON, got an error: {error}.", code="invalid_json") from None
     try:
         return kind.model_validate(document)
     except ValidationError as error:

@@ -48,8 +48,8 @@ class AnswerTools:
         if self._form is None:
             raise ApiError(
                 400,
-                "tool_choice: expected none or auto of a model whose chat template does not say how it calls tools. "
-                "The server's option --tool-call-parser can say it.",
+                "tool_choice: expected none or auto, as the format of tool calls is not found in the chat template of this model. "
+                "Set the option --tool-call-parser of the server.",
                 param="tool_choice",
             )
         name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import Changed, call_with_flat, flat_parameters
+from trt_kvcache.cli.option_groups import Changed, call_with_flat, flat_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
