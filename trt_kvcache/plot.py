@@ -48,7 +48,7 @@ class Plot:
     Parameters
     ----------
     figure : matplotlib.figure.Figure
-        What is shown.
+        The figure.
 
     Examples
     --------

@@ -393,6 +393,19 @@ def test_a_failed_start_says_why():
     run(main)
 
 
+def test_errors_name_the_engine_before_its_start_and_after_its_end():
+    async def main():
+        engine = AsyncEngine(source(1), model="tiny")
+        with pytest.raises(ClosedError, match=r"^this AsyncEngine: expected start\(\) first"):
+            await engine.stats()
+        await engine.start()
+        await engine.cleanup()
+        with pytest.raises(ClosedError, match=r"^this AsyncEngine is closed\.$"):
+            await engine.stats()
+
+    run(main)
+
+
 def test_guided_text_is_the_same_with_a_tokenizer_that_training_left_padding_in(tmp_path):
     pytest.importorskip("llguidance")
     for file in MODEL.iterdir():

@@ -15,8 +15,8 @@ class CacheTraffic:
     Parameters
     ----------
     rows : tuple of (int, int or None)
-        For layers of each window: bytes of K and V of one token over all of them, with its scales, and the window; None for layers that
-        read all tokens.
+        For each window size: bytes of K and V of one token in all layers with this window, including scales, and the window; None for
+        full attention.
     states_nbytes : int
         States of all layers, read once and written once.
 
@@ -42,7 +42,7 @@ class CacheTraffic:
         config : KVCacheConfig or HybridCacheConfig
             The cache.
         model : ModelConfig, optional
-            It has the windows of the layers. Without it every layer reads all tokens.
+            Has the windows of the layers. Without it every layer reads all tokens.
 
         Returns
         -------
@@ -64,7 +64,7 @@ class CacheTraffic:
         Parameters
         ----------
         tokens : int
-            Tokens that the slot holds, the new one included.
+            Tokens in the slot, including the new one.
 
         Returns
         -------

@@ -18,9 +18,9 @@ class BenchmarkCase:
     generate_tokens : int
         Decode steps after the first token, of one token per slot each. 0 measures the prompt alone.
     batch_size : int
-        Slots.
+        Number of slots.
     depth : int
-        Tokens that each slot holds before, which are not measured.
+        Tokens in each slot before the measurement.
 
     Raises
     ------

@@ -30,13 +30,13 @@ def copy_bytes_per_second(memory: Memory) -> float:
     ----------
     memory : Memory
         Host memory: NumPy copies at least 256 MiB and four times the last-level cache, one thread for each processor that this process
-        may use. GPU memory: ``cuMemcpyDtoDAsync`` of 1 GiB, or of a fourth of what is free.
+        may use. GPU memory: ``cuMemcpyDtoDAsync`` of 1 GiB, or of a quarter of the free memory.
 
     Returns
     -------
     float
-        Bytes per second of the fastest of at least five runs; on a GPU, of as many as half a second holds, as its clocks rise under load.
-        The call waits for them.
+        Bytes per second of the fastest of at least five runs; on a GPU, of all runs in half a second, as its clocks rise under load.
+        The call waits for the device.
 
     Raises
     ------

@@ -30,14 +30,14 @@ class BenchmarkRow:
     Parameters
     ----------
     case : BenchmarkCase
-        What was run.
+        The case.
     runs, warmup : int
-        How often it was timed, and run before that without being timed.
+        Number of timed runs, and of untimed runs before them.
     tokens_per_second : MeanDeviation
         Over all slots. Prompt alone: prompt tokens over the time to the first token. Decode steps alone: their tokens over the time from
         the first token to the last one. Both: prompt and generated tokens over the time to the last token.
     time_to_first_token : MeanDeviation
-        From the call until every slot has its first token: its logits, and the choice of the token, are included.
+        From the call until every slot has its first token, including logits and sampling.
     inter_token_latency : Percentiles or None
         Time from a token of all slots to the next one, over all steps of all runs. None without decode steps.
     generation_seconds : float or None
@@ -45,9 +45,9 @@ class BenchmarkRow:
     kv_bytes_per_token : int
         K and V of one token over all layers.
     cache_traffic : CacheTraffic
-        What a decode step needs of the cache of a slot.
+        Bytes that a decode step needs of the cache of a slot.
     memory : MemoryUse or None
-        After the last run.
+        Memory in use after the last run.
     """
 
     case: BenchmarkCase
@@ -80,14 +80,14 @@ def measure(
     session : InferenceSession
         Its sequences are replaced.
     cases : sequence of BenchmarkCase
-        In the order in which they are run. What slots hold before a case is kept for the next one of equal batch and depth; with states,
-        which cannot go back, it is run again before each run, untimed.
+        Run in this order. The tokens of the depth are kept for the next case of equal batch size and depth; with recurrent states, which
+        cannot be rewound, they run again before each run, untimed.
     runs, warmup : int
-        How often each case is timed, and run before that.
+        Number of timed runs of each case, and of untimed runs before them.
     seed : int
-        Of the prompts, which are random token ids, new ones in each run.
+        Seed of the prompts, which are random token ids, new ones in each run.
     params : SamplingParams, optional
-        How tokens are chosen; greedy if left out. Nothing ends a request early: end tokens and stop texts are left out.
+        Sampling parameters; greedy if left out. End tokens and stop texts are ignored, so no request ends early.
     on_run : callable
         Called before the first run of a case and after each.
     clock : callable
@@ -96,7 +96,7 @@ def measure(
     Returns
     -------
     iterator of BenchmarkRow
-        One for each case, as soon as it was measured. The arguments are checked at once.
+        A row for each case, as soon as it is measured. The arguments are checked at the call.
 
     Raises
     ------
@@ -105,8 +105,8 @@ def measure(
 
     Notes
     -----
-    Everything is run by ``session.generate``, so that times include what a user of it pays: uploads, the choice of tokens, and turning them
-    into text if the session has a tokenizer.
+    All cases run by ``session.generate``, so that times include its overhead: uploads, sampling, and decoding tokens to text if the session
+    has a tokenizer.
 
     Examples
     --------

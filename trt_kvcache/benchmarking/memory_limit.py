@@ -51,19 +51,19 @@ class MemoryLimit:
         Parameters
         ----------
         model : ModelConfig
-            Its shape says how many weights there are.
+            The shapes of its weights.
         dtype : str
-            Of the weights, as in :mod:`trt_kvcache.dtypes`.
+            Dtype of the weights, as in :mod:`trt_kvcache.dtypes`.
         memory : Memory
-            Where the model runs. A copy is measured in it, which takes memory of its own: make it after what is measured.
+            Memory of the model. The measured copy allocates in it, so call this after other measurements.
         weights : WeightsSummary, optional
-            How the weights are stored. Quantized ones count with their packed bytes, also where an engine has dequantized them: what is
-            lost by that shows in the share.
+            Stored formats of the weights. Quantized weights count with their packed bytes, also if the engine has dequantized them: the
+            share then shows the loss.
 
         Returns
         -------
         MemoryLimit
-            Bytes that are counted, and a speed that was measured.
+            Counted bytes, and the measured speed.
         """
         speed = copy_bytes_per_second(memory)
         if weights is not None and weights.is_quantized:
@@ -82,12 +82,12 @@ class MemoryLimit:
         case : BenchmarkCase
             With ``generate_tokens`` steps.
         traffic : CacheTraffic
-            What a step needs of the cache of a slot.
+            Bytes that a step needs of the cache of a slot.
 
         Returns
         -------
         int
-            Bytes of the weights once per step, and what each slot needs of its cache in each step, with the new token.
+            Bytes of the weights once per step, and the cache bytes of each slot in each step, including the new token.
         """
         steps, first = case.generate_tokens, case.depth + case.prompt_length + 1
         cache = sum(traffic.nbytes(tokens) for tokens in range(first, first + steps))
@@ -99,7 +99,7 @@ class MemoryLimit:
         Parameters
         ----------
         row : BenchmarkRow
-            What was measured.
+            Measurements of a case.
 
         Returns
         -------
@@ -117,12 +117,12 @@ class MemoryLimit:
         Parameters
         ----------
         row : BenchmarkRow
-            What was measured.
+            Measurements of a case.
 
         Returns
         -------
         float or None
-            1 where decode steps take no longer than reading; None for a row without decode steps.
+            1 if decode steps are as fast as reading; None for a row without decode steps.
         """
         if row.generation_seconds is None:
             return None

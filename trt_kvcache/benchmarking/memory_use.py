@@ -19,8 +19,7 @@ class MemoryUse:
     nbytes : int
         The bytes.
     of : {"process", "device"}
-        ``"process"``: the most resident memory that this process has had since it began. ``"device"``: what is in use on the GPU, by all
-        processes.
+        ``"process"``: the peak of resident memory of this process. ``"device"``: memory in use on the GPU, by all processes.
     """
 
     nbytes: int

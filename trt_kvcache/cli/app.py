@@ -25,7 +25,7 @@ from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.help import Command, Commands
 from trt_kvcache.cli.inspect import inspect as inspect_command
 from trt_kvcache.cli.memory import memory
-from trt_kvcache.cli.options import call_with_flat, flat_parameters
+from trt_kvcache.cli.option_groups import call_with_flat, flat_parameters
 from trt_kvcache.cli.perplexity import perplexity
 from trt_kvcache.cli.score import score
 from trt_kvcache.cli.serve import serve

@@ -14,7 +14,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.bench_report import BenchReport
 from trt_kvcache.cli.console import progress_display, put, put_json
-from trt_kvcache.cli.options import Changed, Json, WrongUsage
+from trt_kvcache.cli.option_groups import Changed, Json, WrongUsage
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, KVCacheError, RangeError
@@ -66,7 +66,7 @@ def bench(
     flags: Annotated[
         SessionFlags,
         Changed("max_batch_size", help="Slots of the cache. Default: the largest --batch-size."),
-        Changed("max_sequence_length", help="Tokens that a slot can hold. Default: what the longest case needs."),
+        Changed("max_sequence_length", help="Tokens that a slot can hold. Default: as needed by the longest case."),
     ],
     runs: Annotated[int, typer.Option("--runs", "-r", min=1, metavar="N", help="Timed runs of each case.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Runs of each case before the timed ones.")] = 1,

@@ -74,7 +74,7 @@ class BenchReport:
         last = rows[-1]
         say(f"{count(last.runs, 'run')} after {last.warmup} to warm up; prompts of random tokens, seed {self.seed}")
         text = ", and their text" if self.makes_text else ""
-        say(f"included: logits on the host, the choice of tokens ({self._sampling}){text}")
+        say(f"included: logits on the host, sampling ({self._sampling}){text}")
         speed = self.limit.copy_bytes_per_second / 1e9
         what = "weights, K and V" if last.cache_traffic.rows else "weights"
         states = ", and reading and writing states," if last.cache_traffic.states_nbytes else ""
@@ -82,7 +82,7 @@ class BenchReport:
         tokens = [f"{size(nbytes)} ({row.case.name}, batch {row.case.batch_size})" for row, nbytes in needs if nbytes is not None]
         if tokens:
             say(f"a token needs {what}{' and states' if states else ''} of " + ", ".join(tokens))
-        say(f"limit: share of what reading {what}{states} at {speed:.1f} GB/s allows")
+        say(f"limit: share of the speed of reading {what}{states} at {speed:.1f} GB/s")
         if last.memory is not None:
             where = "in use on the device" if last.memory.of == "device" else "the most that the process had"
             say(f"memory: {size(last.memory.nbytes)}, {where}")

@@ -15,7 +15,7 @@ from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.cli.build_process import build_in_child
 from trt_kvcache.cli.console import as_json, count, length_limit, note, progress_display, put_json, results, say, size, table
 from trt_kvcache.cli.formats import kv_format
-from trt_kvcache.cli.options import Json, choice, logits_per_slot
+from trt_kvcache.cli.option_groups import Json, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import (
     ATTENTION_HELP,
     DTYPE_HELP,
@@ -29,7 +29,7 @@ from trt_kvcache.cli.session_flags import (
     located_headers,
 )
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CheckpointError, KVCacheError
 from trt_kvcache.reference import Attention
@@ -126,7 +126,7 @@ def build(
             with checked.checkpoint:
                 estimate = estimate_checked(checked)
             if not has_weight_files(folder):
-                note(f"{model}: no weights are there, and a build needs some; config.json alone was checked")
+                note(f"{model}: no weights found, which a build needs; only config.json was checked")
         if json:
             put_json(as_json(estimate))
         else:
@@ -199,7 +199,7 @@ def _print_report(report: BuildReport) -> None:
         say(f"attention of {count(decomposed, 'layer')} is decomposable; `trt-kvcache inspect {report.path}` says why")
 
 
-def _gpus(config: EngineConfig) -> str:
+def _gpus(config: EngineFolderConfig) -> str:
     """Return the GPUs of an engine, in words."""
     if config.compute_capabilities:
         return f"for GPUs of compute capability {', '.join(config.compute_capabilities)}"

@@ -56,22 +56,22 @@ def _follow(child: "_Child", interrupts: Interrupts, progress: Progress, on_inte
             on_interrupt()
             child.send((_STOP, None))
         try:
-            what, value = child.received.get(timeout=_POLL_SECONDS)
+            kind, value = child.received.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             continue
-        if what == _PROGRESS:
+        if kind == _PROGRESS:
             progress(*value)
-        elif what == _WARNING:
+        elif kind == _WARNING:
             warnings.warn_explicit(*value)
-        elif what == _LOG:
+        elif kind == _LOG:
             logging.getLogger(value.name).handle(value)
-        elif what == _MAY_WRITE:
+        elif kind == _MAY_WRITE:
             child.writes = not asked_to_stop
             child.send((_MAY_WRITE, None))
-        elif what == _DONE:
+        elif kind == _DONE:
             report: BuildReport = value
             return report
-        elif what == _FAILED:
+        elif kind == _FAILED:
             _raise_again(*value)
         else:
             raise BuildError(f"the engine could not be built: the building process ended {child.end()}. Nothing was written.")
@@ -220,10 +220,10 @@ class _Parent:
         self._writing = False
         self._answered = threading.Event()
 
-    def send(self, what: str, value: object) -> None:
+    def send(self, kind: str, value: object) -> None:
         """Send a message. Ignored if the parent has ended."""
         with self._sending, contextlib.suppress(OSError):
-            pickle.dump((what, value), self._reports)
+            pickle.dump((kind, value), self._reports)
             self._reports.flush()
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object) -> None:
@@ -241,18 +241,18 @@ class _Parent:
             self._writing = stage == WRITING
         self.send(_PROGRESS, (stage, done))
 
-    def finish(self, what: str, value: object) -> None:
+    def finish(self, kind: str, value: object) -> None:
         """Send the result. All files are complete."""
         with self._state:
             self._writing = False
-        self.send(what, value)
+        self.send(kind, value)
 
     def listen(self) -> None:
         """Handle messages until the pipe closes, which the system does when the parent ends in any way."""
         with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
             while True:
-                what, _ = pickle.load(self._requests)
-                if what == _STOP:
+                kind, _ = pickle.load(self._requests)
+                if kind == _STOP:
                     self._stop()
                 else:
                     self._answered.set()

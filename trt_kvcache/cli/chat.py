@@ -12,7 +12,7 @@ from trt_kvcache.cli.chat_flags import ChatFlags, Template
 from trt_kvcache.cli.chat_input import LineReader, open_reader
 from trt_kvcache.cli.console import complain, count, message_of, note, put
 from trt_kvcache.cli.conversation import Conversation
-from trt_kvcache.cli.options import Changed
+from trt_kvcache.cli.option_groups import Changed
 from trt_kvcache.cli.sampling_flags import SamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import note_seeds, note_statistics, warn_of_full_cache

@@ -9,7 +9,7 @@ import typer
 
 from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache.checkpoint import Tokenizer
-from trt_kvcache.cli.options import WrongUsage
+from trt_kvcache.cli.option_groups import WrongUsage
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
 

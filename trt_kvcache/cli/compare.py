@@ -10,7 +10,7 @@ from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import as_json, messages, note, put_json, say, warn
 from trt_kvcache.cli.formats import weights_format
 from trt_kvcache.cli.interrupt import held_interrupts
-from trt_kvcache.cli.options import Json, choice
+from trt_kvcache.cli.option_groups import Json, choice
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder

@@ -142,7 +142,7 @@ def _ignore(stage: str, done: float | None) -> None:
 
 
 def table(*columns: str, numbers: Collection[str] = (), title: str | None = None) -> Table:
-    """Return an empty table with these columns, those of ``numbers`` right-aligned."""
+    """Return an empty table with these columns; columns in ``numbers`` are right-aligned."""
     made = Table(title=title, title_justify="left", header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")

@@ -10,7 +10,7 @@ from trt_kvcache._util.atomic_file import check_target
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.chat_flags import ChatFlags
 from trt_kvcache.cli.console import put, put_json
-from trt_kvcache.cli.options import Json, WrongUsage
+from trt_kvcache.cli.option_groups import Json, WrongUsage
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.cli.sampling_flags import Logprobs, SamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags

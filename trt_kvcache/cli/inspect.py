@@ -10,7 +10,7 @@ import typer
 
 from trt_kvcache.cli.console import as_json, count, length_limit, put_json, results, say, size, span, table
 from trt_kvcache.cli.formats import kv_format
-from trt_kvcache.cli.options import Json, choice
+from trt_kvcache.cli.option_groups import Json, choice
 from trt_kvcache.cli.session_flags import FlavourName
 from trt_kvcache.cli.tensor_rows import tensor_rows
 from trt_kvcache.engine.attention_variants import window_in_cache

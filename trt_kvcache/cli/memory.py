@@ -23,7 +23,7 @@ from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.cli.build import print_build_sizes
 from trt_kvcache.cli.console import as_json, count, length_limit, note, put_json, results, say, size, span, table
 from trt_kvcache.cli.formats import weights_format
-from trt_kvcache.cli.options import Json, WrongUsage, choice, logits_per_slot
+from trt_kvcache.cli.option_groups import Json, WrongUsage, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import MAX_SEQUENCE_LENGTH_HELP, QUANTIZE_HELP, located, located_headers
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES, MODEL_DTYPES, SCALED_KV_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import window_in_cache

@@ -8,7 +8,7 @@ import typer
 
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import as_json, count, progress_display, put_json, say
-from trt_kvcache.cli.options import Changed, Json
+from trt_kvcache.cli.option_groups import Changed, Json
 from trt_kvcache.cli.session_notes import Statistics, note_statistics, session_document
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.session.text_perplexity import text_perplexity

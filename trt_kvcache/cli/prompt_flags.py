@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import WrongUsage
+from trt_kvcache.cli.option_groups import WrongUsage
 from trt_kvcache.generation.prompts import Prompt
 
 Prompts = Annotated[

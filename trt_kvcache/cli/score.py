@@ -9,7 +9,7 @@ import typer
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import as_json, count, put_json, results, say, table
-from trt_kvcache.cli.options import Json
+from trt_kvcache.cli.option_groups import Json
 from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.cli.session_notes import Statistics, note_statistics, session_document
@@ -99,7 +99,7 @@ def _print_texts(scores: Sequence[PromptScore], tokenizer: Tokenizer | None) -> 
         rows.add_row(str(index), str(len(one.tokens)), f"{one.logprob:.3f}", f"{one.perplexity:.3f}", begins)
     results().print(rows)
     scored, texts = (count(number, what) for number, what in ((sum(one.num_scored for one in scores), "token"), (len(scores), "text")))
-    say(f"perplexity {perplexity(scores):.3f} over {scored} of {texts}; the first token of a text has nothing before it")
+    say(f"perplexity {perplexity(scores):.3f} over {scored} of {texts}; the first token of a text is not scored")
 
 
 def _print_tokens(scores: Sequence[PromptScore], tokenizer: Tokenizer | None) -> None:

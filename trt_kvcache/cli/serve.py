@@ -6,7 +6,7 @@ import typer
 
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import count, note
-from trt_kvcache.cli.options import Changed
+from trt_kvcache.cli.option_groups import Changed
 from trt_kvcache.cli.server_flags import ServerFlags, ToolCallParser
 
 
@@ -61,6 +61,6 @@ def serve(
                 f"{engine.config.model} at {address_of(bound)}: {count(engine.config.max_num_seqs, 'slot')} of "
                 f"{engine.config.context_length} tokens{'' if allowed.api_keys else ', no API key'}"
             ),
-            on_drain=lambda: note("ending: answers that have begun may end; a second signal ends at once"),
+            on_drain=lambda: note("draining: live answers may finish; a second signal ends them"),
         )
         serve_at(server, [bound])

@@ -90,7 +90,7 @@ def serve_file(
             finally:
                 note(f"{answers}: {len(wanted) - len(left)} of {count(len(wanted), 'answer')}")
                 if recording is not None and timeline is not None:
-                    note(f"{recording.plot(title=str(prompts)).save(timeline)}: what each slot did")
+                    note(f"{recording.plot(title=str(prompts)).save(timeline)}: the work of each slot")
         if statistics:
             note_statistics(session)
 
@@ -103,7 +103,7 @@ def _warn_of_misspelt_options(prompts: Iterable[FilePrompt]) -> None:
             seen.add(name)
             meant = option_meant(name, OPTION_FIELDS, OTHER_NAMES, cutoff=0.85)
             if meant is not None:
-                warn(f"{prompt.place}: {name}: no sampling option ({meant} is one); it comes back with the answer.")
+                warn(f"{prompt.place}: {name}: no sampling option ({meant} is one); it is repeated in the answer.")
 
 
 @dataclass(frozen=True)

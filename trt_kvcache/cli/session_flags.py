@@ -11,7 +11,7 @@ import typer
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.cli.console import note, progress_bar
 from trt_kvcache.cli.formats import kv_format
-from trt_kvcache.cli.options import Changed, choice, logits_per_slot
+from trt_kvcache.cli.option_groups import Changed, choice, logits_per_slot
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
 from trt_kvcache.engine_folder.folder import is_engine_folder

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import WrongUsage
+from trt_kvcache.cli.option_groups import WrongUsage
 
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 

@@ -1,4 +1,4 @@
-"""``EngineConfig``: ``config.json`` of an engine folder, which records what was built, from which checkpoint, and with which TensorRT."""
+"""``EngineFolderConfig``: ``config.json`` of an engine folder, the record of the build, its checkpoint and its TensorRT."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineFolderConfig:
     """Everything that a runtime needs to know of an engine."""
 
     model: ModelConfig
@@ -81,7 +81,7 @@ class EngineConfig:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:
+    def from_dict(cls, data: Mapping[str, Any]) -> EngineFolderConfig:
         """Read what :meth:`to_dict` wrote."""
         _check_format(data)
         try:

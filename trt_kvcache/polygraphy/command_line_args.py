@@ -65,7 +65,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         add(
             "--kvcache-attention",
             choices=get_args(Attention),
-            help="TensorRT's attention with lengths, with an explicit mask, or that of our plugin",
+            help="TensorRT's attention with lengths, with an explicit mask, or the attention of our plugin",
         )
         add("--kvcache-no-live-rows", action="store_true", default=None, help="Return logits only, not the live rows of the cache")
 

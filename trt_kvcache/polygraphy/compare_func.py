@@ -16,15 +16,15 @@ from trt_kvcache.polygraphy.path_comparison import TOLERANCES
 class SessionCompareFunc(BaseCompareFunc):  # type: ignore[misc]  # polygraphy has no types
     """Compares the outputs of two of our runners, relative to the largest value of the same slot (and head).
 
-    Polygraphy's own default compares each element with 1e-5, absolute and relative to itself, which values in 16 bit exceed wherever an
-    element is small beside its neighbours.
+    Polygraphy's own default compares each element with 1e-5, absolute and relative to itself, which 16-bit values exceed where an
+    element is small next to its neighbours.
 
     Parameters
     ----------
     dtype : {"float32", "float16", "bfloat16", "int8", "float8_e4m3fn"}
         Dtype of the cache; of two, the one with the larger tolerance.
     tolerance : float, optional
-        The largest accepted difference, instead of that of the dtype
+        Largest accepted difference, instead of the tolerance of the dtype
         (:data:`~trt_kvcache.polygraphy.path_comparison.TOLERANCES`).
 
     Raises

@@ -70,10 +70,10 @@ class PairComparison:
     largest_logits_share : float
         The largest difference of the logits, relative to the largest value in the same slot; NaN if a value is NaN.
     largest_rows_share, largest_states_share : float or None
-        The same of the live cache rows, and of the states, relative to the largest value in the same slot and head; None where they were
-        not compared, or where the model has none.
+        The same for live cache rows and for states, relative to the largest value in the same slot and head; None if they were not
+        compared, or if the model has none.
     equal_tokens, tokens : int
-        How many greedy choices are equal, and how many were compared.
+        Number of equal greedy choices, and number of compared ones.
     token_difference : TokenDifference or None
         The first greedy choice that differs; None if there is none.
     """
@@ -113,7 +113,7 @@ class Comparison:
     continuations : tuple of tuples of int
         For each slot, the tokens that the decode steps were given.
     live_rows : bool
-        Whether live cache rows and states were compared. If False, only logits were.
+        True if live cache rows and states were compared, False if only logits were.
     """
 
     paths: tuple[PathRun, ...]
@@ -140,7 +140,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     Returns
     -------
     list of str
-        For each pair whether it agrees, where it first differs if it does not, and the largest differences.
+        For each pair the result, the first difference if there is one, and the largest differences.
     """
     lines = []
     for pair in comparison.pairs:

@@ -2,7 +2,7 @@
 
 ============= ============== ===================================================================
 input_ids     int32 [B, s]   new tokens of each slot, padded on the right
-new_lengths   int32 [B]      how many of them are real; 0 for a slot without new tokens; all if left out
+new_lengths   int32 [B]      number of real tokens; 0 for a slot without new tokens; all if left out
 reset         bool [1]       True: start new sequences; False or left out: continue the sequences
 ============= ============== ===================================================================
 """
@@ -44,7 +44,7 @@ def make_feed(rows: Sequence[Sequence[int]], *, reset: bool = False) -> Feed:
     rows : sequence of sequence of int
         New tokens of each slot.
     reset : bool
-        Whether they start new sequences, instead of continuing those before. The first inference of a runner always starts new ones.
+        True: start new sequences. False: continue the current ones. The first inference of a runner always starts new ones.
 
     Returns
     -------

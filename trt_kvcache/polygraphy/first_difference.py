@@ -46,7 +46,7 @@ class Difference:
     layer : int or None
         Index among the attention layers for K and V, or among the layers with states; None for logits and lengths.
     kind : {"K", "V", "conv state", "recurrent state", "logits", "length"}
-        What the output holds.
+        Kind of the output.
     slot : int
         Slot of the cache.
     head : int or None
@@ -66,7 +66,7 @@ class Difference:
     decoder_layer : int or None
         Index among all layers of the model; None if it is not known, and for logits and lengths.
     mixer : str or None
-        What that layer mixes tokens with: ``"attention"``, ``"short_conv"``, ``"mamba2"``, ...; None where ``decoder_layer`` is.
+        Token mixer of that layer: ``"attention"``, ``"short_conv"``, ``"mamba2"``, ...; None if ``decoder_layer`` is None.
     """
 
     step: int

@@ -68,7 +68,7 @@ def compare_paths(
     Returns
     -------
     Comparison
-        How the paths compare, pair by pair, and how long each took.
+        Comparison of the paths, pair by pair, and their times.
 
     Raises
     ------

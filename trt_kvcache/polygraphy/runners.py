@@ -56,28 +56,28 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     name : str, optional
         Name of the runner; by default Polygraphy makes one from a prefix and the time.
     live_rows : bool
-        Whether the live rows of the cache are among the outputs.
+        True if the outputs include the live rows of the cache.
     tokens_only : bool
-        Whether an inference is given tokens only, as by Polygraphy's default data loader, whose random lengths would be 0 and 1. Each
-        inference starts new sequences then, and decodes: it runs a short prompt of each row, and then its other tokens one by one
+        True if inferences have only tokens, as with Polygraphy's default data loader, whose random lengths would be 0 and 1. Each
+        inference then starts new sequences, prefills a short prompt of each row, and decodes its other tokens one by one
         (``decoding_steps`` in ``feeds.py``).
 
     Attributes
     ----------
     live_rows : bool
-        Whether the live rows of the cache are among the outputs.
+        True if the outputs include the live rows of the cache.
 
     Notes
     -----
     :func:`~trt_kvcache.polygraphy.feeds.make_feed` describes the inputs. The first inference after activation starts new sequences even
     if ``reset`` is False.
 
-    Outputs are ``logits`` float32 ``[B, vocab]`` at the last token of each slot (for a slot without new tokens, those of an earlier
+    Outputs are ``logits`` float32 ``[B, vocab]`` at the last token of each slot (for a slot without new tokens, the logits of an earlier
     inference), and with ``live_rows`` the arrays of ``trt_kvcache.polygraphy.live_rows.live_rows``. All are in host memory and are
     not overwritten later. The runner waits for the device. ``inference_time`` is the time of the prefill, append or decode step in
     seconds, without reading the rows.
 
-    Errors are those of the session, which is then as it was before the step.
+    Errors are errors of the session, whose state is then as before the step.
 
     Examples
     --------
@@ -142,8 +142,8 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         Returns
         -------
         TensorMetadata
-            A size of None is known only when an inference is run. The largest shapes are what the default data loader gives: all slots, and
-            32 tokens of each, or what a slot can hold.
+            None is a dynamic dimension. The largest shapes are inputs of the default data loader: all slots, each with 32 tokens, or the
+            length of a slot if it is less.
         """
         return self._metadata(everything=not self._tokens_only)
 
@@ -163,7 +163,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         feed_dict : mapping of str to array
             See :func:`~trt_kvcache.polygraphy.feeds.make_feed`. ``reset`` may be left out and counts as False then.
         check_inputs : bool
-            Whether Polygraphy checks names, dtypes and shapes of the inputs.
+            True if Polygraphy checks names, dtypes and shapes of the inputs.
         *args, **kwargs
             Passed on to ``BaseRunner.infer``.
 
@@ -254,7 +254,7 @@ def _largest_shapes(session: InferenceSession) -> dict[str, tuple[int, ...]]:
 class RecomputeRunner(SessionRunner):
     """Runs a session without relying on its cache: every inference starts new sequences with all tokens so far.
 
-    Compared with a :class:`SessionRunner` of the same model, it shows whether cached decoding computes the same as one pass over the whole
+    Compared with a :class:`SessionRunner` of the same model, it tests that cached decoding equals one pass over the whole
     sequence. The session splits that pass into chunks if it is longer than ``max_prefill_length``.
 
     Parameters

@@ -1,4 +1,4 @@
-"""``AsyncSession``: many callers of one event loop share the batches of a session."""
+"""``AsyncSession``: the tasks of an event loop share the batches of a session."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _T = TypeVar("_T")
 
 
 class AsyncSession:
-    """A session for asyncio. A thread of its own runs it; requests of any number of tasks share its batches.
+    """A session for asyncio. A separate thread runs it; requests of any number of tasks share its batches.
 
     Parameters
     ----------
     source : InferenceSession or callable
-        A session, or what opens one, such as a :class:`~trt_kvcache.session.session_source.SessionSource`: it is called in the thread.
-        Closed with this object.
+        A session, or a function that opens one in the thread, such as a
+        :class:`~trt_kvcache.session.session_source.SessionSource`. The session is closed with this object.
     max_requests : int
-        :meth:`submit` waits while so many requests have not ended.
+        :meth:`submit` waits while this number of requests has not ended.
 
     Raises
     ------
@@ -42,8 +42,8 @@ class AsyncSession:
 
     Notes
     -----
-    A request gets the tokens that it would get alone. If a step fails, the requests that it concerns fail, and the session continues with
-    the others: after a :class:`ProcessorError` that one request, after any other error all that had begun or waited.
+    The tokens of a request do not depend on other requests. If a step fails with a :class:`ProcessorError`, its request fails. After any
+    other error, all requests fail that run or wait. The session continues with later ones.
 
     Examples
     --------
@@ -74,9 +74,9 @@ class AsyncSession:
         Raises
         ------
         KVCacheError
-            The session cannot be opened: as the callable raised it.
+            The session cannot be opened: the error of the callable.
         ClosedError
-            It was started before.
+            It has been started before.
         """
         await self._thread.start()
 
@@ -89,7 +89,7 @@ class AsyncSession:
         client: str = "",
         **options: Unpack[SamplingOptions],
     ) -> AsyncRequest:
-        """Put a prompt in the queue. Waits while ``max_requests`` have not ended.
+        """Queue a prompt. Waits while ``max_requests`` have not ended.
 
         Parameters
         ----------
@@ -127,16 +127,16 @@ class AsyncSession:
     async def submit_answers(
         self, prompt: AnyPrompt, params: Sequence[SamplingParams], *, prompt_logprobs: int | None = None, client: str = ""
     ) -> list[AsyncRequest]:
-        """Put one prompt in the queue several times, one directly behind another, so that those that run together run it once.
+        """Queue one prompt several times, one directly after the other. Answers that start together run the prompt once.
 
         Parameters
         ----------
         prompt : prompt
             As for :meth:`submit`.
         params : sequence of SamplingParams (n,)
-            Of each answer.
+            Sampling parameters of each answer.
         prompt_logprobs : int, optional
-            As for :meth:`submit`, with the first answer. Its prompt runs alone.
+            As for :meth:`submit`, for the first answer, whose prompt runs separately.
         client : str
             As for :meth:`submit`.
 
@@ -187,7 +187,7 @@ class AsyncSession:
         Yields
         ------
         GeneratedToken
-            The next token, as soon as it is there.
+            The next token, as soon as it is generated.
 
         Raises
         ------
@@ -204,14 +204,14 @@ class AsyncSession:
     async def complete(
         self, prompts: AnyPrompt | Sequence[AnyPrompt], params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
     ) -> list[str]:
-        """Continue prompts, and return the texts once all are there. If one fails or the task is cancelled, all are.
+        """Continue prompts, and return all texts. If one fails or the task is cancelled, all are cancelled.
 
         Parameters
         ----------
         prompts : prompt, or sequence of prompts (n,)
             Token ids, text, or a :class:`ChatPrompt`.
         params : SamplingParams, optional
-            Of all prompts. Not together with ``options``.
+            For all prompts. Not together with ``options``.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -225,7 +225,7 @@ class AsyncSession:
         ConfigError
             The model has no tokenizer.
         ShapeError
-            There is no prompt, or what was given is no sequence of them.
+            There is no prompt, or ``prompts`` is no sequence of prompts.
         KVCacheError
             As :meth:`submit` and ``AsyncRequest.wait``.
 
@@ -268,7 +268,7 @@ class AsyncSession:
         Returns
         -------
         object
-            What it returned.
+            Its result.
 
         Raises
         ------

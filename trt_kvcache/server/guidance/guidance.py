@@ -17,7 +17,7 @@ from trt_kvcache.checkpoint.tokenizer import Tokenizer
 from trt_kvcache.errors import ConfigError, ProcessorError
 from trt_kvcache.generation.sampling import DeferredProcessor
 from trt_kvcache.server.guidance.grammar import Grammar
-from trt_kvcache.server.guidance.options import GuidanceOptions
+from trt_kvcache.server.guidance.guidance_options import GuidanceOptions
 from trt_kvcache.server.guidance.pool import GuidedText, Job, WorkerPool
 from trt_kvcache.server.guidance.process import Opening
 

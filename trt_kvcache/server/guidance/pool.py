@@ -23,7 +23,7 @@ from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.turns import Turns
 from trt_kvcache.errors import ClosedError, ConfigError, ProcessorError
 from trt_kvcache.server.guidance.grammar import Grammar
-from trt_kvcache.server.guidance.options import GuidanceOptions
+from trt_kvcache.server.guidance.guidance_options import GuidanceOptions
 from trt_kvcache.server.guidance.process import Opening, Usage, WorkerEndedError, WorkerProcess
 
 #: Seconds of CPU time, and of wall-clock time, after which a job is long: its worker serves only its text, and others move away.

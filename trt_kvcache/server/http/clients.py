@@ -8,7 +8,7 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_netw
 
 from starlette.types import Scope
 
-from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.server_options import ServerOptions
 
 #: Prefix of IPv6 addresses that a provider gives to one client.
 _IPV6_PREFIX = 64

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trt_kvcache.server.http.errors import ApiError
+from trt_kvcache.server.http.api_errors import ApiError
 
 _T = TypeVar("_T")
 

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from trt_kvcache.server.generate_request import GenerateChunk
 from trt_kvcache.server.http.answers import Usage, chunks_of, size_of, whole_answers
+from trt_kvcache.server.http.api_errors import as_api_error
 from trt_kvcache.server.http.bodies import Sampling
 from trt_kvcache.server.http.connection import event_stream, unless_disconnected
-from trt_kvcache.server.http.errors import as_api_error
 from trt_kvcache.server.http.service import Service
 from trt_kvcache.server.http.written import as_json, dumped
 

@@ -10,9 +10,9 @@ import time
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.clients import Clients
-from trt_kvcache.server.http.errors import ApiError
-from trt_kvcache.server.http.options import ServerOptions, is_loopback
+from trt_kvcache.server.http.server_options import ServerOptions, is_loopback
 
 #: Paths without a key: the health check, and the page, which asks for a key.
 _OPEN = ("/", "/health")

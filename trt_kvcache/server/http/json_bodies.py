@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from trt_kvcache._util.freed_memory import return_freed_memory
+from trt_kvcache.server.http.api_errors import ApiError, validation_error
 from trt_kvcache.server.http.connection import CLIENT_CLOSED_REQUEST
-from trt_kvcache.server.http.errors import ApiError, validation_error
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -118,7 +118,7 @@ def parsed(content: bytes, kind: type[_Model], *, max_values: int) -> _Model:
     try:
         document = pydantic_core.from_json(content)
     except ValueError as error:
-        raise ApiError(400, f"body: expected JSON, got what is none: {error}.", code="invalid_json") from None
+        raise ApiError(400, f"body: expected JSON, got an error: {error}.", code="invalid_json") from None
     try:
         return kind.model_validate(document)
     except ValidationError as error:

@@ -15,11 +15,11 @@ from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
 from trt_kvcache.server.engine_client import EngineClient
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.bodies import MAX_DETOKENIZED, Message
-from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.json_bodies import BodyReader
-from trt_kvcache.server.http.options import ServerOptions
 from trt_kvcache.server.http.rendering import Rendering
+from trt_kvcache.server.http.server_options import ServerOptions
 from trt_kvcache.server.http.tool_formats import ToolFormat, tool_format
 
 _T = TypeVar("_T")

@@ -18,8 +18,8 @@ from fastapi import FastAPI
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.async_engine import AsyncEngine
 from trt_kvcache.server.http.connections import Connections, default_connections
-from trt_kvcache.server.http.options import ServerOptions, is_loopback
-from trt_kvcache.server.http.protocol import CONNECTION_LOG, HttpProtocol
+from trt_kvcache.server.http.http_protocol import CONNECTION_LOG, HttpProtocol
+from trt_kvcache.server.http.server_options import ServerOptions, is_loopback
 from trt_kvcache.server.http.service import Service
 
 #: Most connections that wait to be accepted.

@@ -9,8 +9,8 @@ from typing import Any
 
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.server.generate_request import GenerateChunk
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.bodies import ChatBody, NamedTool
-from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.service import Service
 from trt_kvcache.server.http.text_places import TextPlaces
 from trt_kvcache.server.http.tool_choice import forced_calls, parameter_types
@@ -48,23 +48,23 @@ class AnswerTools:
         if self._form is None:
             raise ApiError(
                 400,
-                "tool_choice: expected none or auto of a model whose chat template does not say how it calls tools. "
-                "The server's option --tool-call-parser can say it.",
+                "tool_choice: expected none or auto, as the format of tool calls is not found in the chat template of this model. "
+                "Set the option --tool-call-parser of the server.",
                 param="tool_choice",
             )
         name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
         self.guided = forced_calls(self._form, body.tools or (), name=name, several=not self._only_one, tag_ids=tag_ids)
 
-    def parts(self, prompt: Sequence[int]) -> AnswerParts:
+    def parser(self, prompt: Sequence[int]) -> AnswerParser:
         """Return a parser for one answer to a prompt."""
         if self._form is None:
-            return AnswerParts(None, None, mistral=False)
+            return AnswerParser(None, None, mistral=False)
         tags = TagTexts(TextPlaces(self._tokenizer, context=prompt), self._tags) if self._tags else None
         stream = ToolStream(self._form, self._types, only_one=self._only_one, hidden=tuple(self._tags.values()))
-        return AnswerParts(stream, tags, mistral=self._form.name == "mistral")
+        return AnswerParser(stream, tags, mistral=self._form.name == "mistral")
 
 
-class AnswerParts:
+class AnswerParser:
     """Splits one answer into content and tool calls."""
 
     def __init__(self, stream: ToolStream | None, tags: TagTexts | None, *, mistral: bool) -> None:

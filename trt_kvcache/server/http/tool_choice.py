@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trt_kvcache.server.http.errors import ApiError
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.tool_formats import ToolFormat
 
 #: JSON in one line, as in the chat templates.

@@ -16,7 +16,7 @@ from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.http import ServerOptions, make_app
 from trt_kvcache.server.http.metrics import Metrics
-from trt_kvcache.server.http.options import ProxyHeader
+from trt_kvcache.server.http.server_options import ProxyHeader
 from trt_kvcache.server.ray_serve.prefix_router import PrefixRouter
 from trt_kvcache.server.ray_serve.remote_engine import RemoteEngine
 from trt_kvcache.server.ray_serve.replica import EngineReplica

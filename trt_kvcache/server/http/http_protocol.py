@@ -13,9 +13,9 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.connections import Connections, Waits
-from trt_kvcache.server.http.errors import ApiError
-from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.server_options import ServerOptions
 
 #: Most lines of request line and headers: a line takes as long to parse as a kilobyte.
 _MOST_LINES = 500
@@ -147,7 +147,7 @@ class HttpProtocol(H11Protocol):
             self._refuse(431, f"headers: expected at most {most} of request line and headers, got more.")
         else:
             reason = str(error or msg).partition(": bytearray")[0].removesuffix(".")
-            self._refuse(400, f"request: expected one of HTTP/1.1, got what is none: {reason:.200}.")
+            self._refuse(400, f"request: expected a request of HTTP/1.1, got an error: {reason:.200}.")
 
     def make_room(self, reason: str, *, at_once: bool) -> None:
         """Close the connection, because there are too many: immediately if its descriptor is needed."""

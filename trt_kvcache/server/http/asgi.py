@@ -10,12 +10,12 @@ from fastapi import FastAPI
 
 from trt_kvcache import __version__
 from trt_kvcache.server.engine_client import EngineClient
-from trt_kvcache.server.http.chat import chat_route
+from trt_kvcache.server.http.api_errors import handle_errors
+from trt_kvcache.server.http.chat_completions import chat_route
 from trt_kvcache.server.http.completions import completions_route
-from trt_kvcache.server.http.errors import handle_errors
 from trt_kvcache.server.http.guard import Guard
 from trt_kvcache.server.http.metrics import Metrics
-from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.server_options import ServerOptions
 from trt_kvcache.server.http.service import Service
 from trt_kvcache.server.http.status import status_routes
 from trt_kvcache.server.http.tokens import token_routes

@@ -13,7 +13,7 @@ from trt_kvcache.server.http.bodies import ChatBody
 from trt_kvcache.server.http.connection import unless_disconnected
 from trt_kvcache.server.http.generation import Generation
 from trt_kvcache.server.http.service import Service
-from trt_kvcache.server.http.tool_answers import AnswerParts, AnswerTools
+from trt_kvcache.server.http.tool_answers import AnswerParser, AnswerTools
 
 
 def chat_route(service: Service) -> APIRouter:
@@ -53,15 +53,15 @@ class _Chat(Generation):
         super().__init__(service, body, [request], client)
         self._with_logprobs = bool(body.logprobs)
         self._prompt = prompt
-        self._begun: dict[int, AnswerParts] = {}  # the answers of a stream, by index
+        self._begun: dict[int, AnswerParser] = {}  # the answers of a stream, by index
 
     def choices(self, answers: Sequence[Sequence[GenerateChunk]]) -> list[dict[str, Any]]:
         """Return a message for each answer."""
         found = []
         for index, answer in enumerate(answers[0]):
-            parts = self._tools.parts(self._prompt)
-            message = {"role": "assistant", **parts.message(answer), "refusal": None}
-            logprobs, reason = self._logprobs(answer), parts.finish_reason(answer)
+            parser = self._tools.parser(self._prompt)
+            message = {"role": "assistant", **parser.message(answer), "refusal": None}
+            logprobs, reason = self._logprobs(answer), parser.finish_reason(answer)
             found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
         return found
 
@@ -69,7 +69,7 @@ class _Chat(Generation):
         """Yield the role first, then the deltas of content and tool calls, then the finish reason."""
         index = chunk["index"]
         if index not in self._begun:
-            self._begun[index] = self._tools.parts(self._prompt)
+            self._begun[index] = self._tools.parser(self._prompt)
             yield _choice(index, {"role": "assistant", "content": ""})
         logprobs = self._logprobs(chunk)
         for delta in self._begun[index].deltas(chunk):
