@@ -223,7 +223,7 @@ BAD = {
         LayoutError,
         "saved[0]: expected a dense tensor, got DeviceTensor((2, 2, 4, 16), float16, strides=(256, 128, 32, 1), DEVICE).",
     ),
-    "closed": (lambda good, *_: closed(good), ClosedError, "saved[2]: the memory behind this tensor is closed."),
+    "closed": (lambda good, *_: closed(good), ClosedError, "saved[2]: the memory of this tensor is closed."),
     "too long": (
         lambda good, memory, stream: saved_kv(memory, 8, stream),
         ShapeError,

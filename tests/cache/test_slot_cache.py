@@ -243,7 +243,7 @@ class TestLife:
         cache.close()
         for tensor in tensors:
             for read in (lambda tensor=tensor: tensor.ptr, tensor.numpy, tensor.__dlpack__):
-                with pytest.raises(ClosedError, match="the memory behind this tensor is closed"):
+                with pytest.raises(ClosedError, match="the memory of this tensor is closed"):
                     read()
 
     def test_a_hybrid_closes_its_managers(self, memory):
