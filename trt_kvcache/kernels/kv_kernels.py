@@ -239,7 +239,7 @@ def _copy_saved_on_host(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, row
 
 
 def _compact_layers_on_host(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    moves = list(moves_of(plan, layers.tokens_per_row))
+    moves = moves_of(plan, layers.tokens_per_row)
 
     def compact(layer: DeviceTensor) -> None:
         array = bytes_of(layer)
@@ -247,7 +247,7 @@ def _compact_layers_on_host(layers: KVLayerInfos, plan: AnyCompactionPlan, strea
         for kv in (0, 1):
             carry_out(array[:, kv], moves, whole_slots=False)
 
-    for_each_layer(compact, layers.views, _nbytes(layers, sum(move.tokens for move in moves)))
+    for_each_layer(compact, layers.views, _nbytes(layers, sum([move.tokens for move in moves])))
 
 
 def _nbytes(infos: KVLayerInfos, rows: int) -> int:

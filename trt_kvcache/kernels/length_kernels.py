@@ -148,7 +148,7 @@ def _store_values_on_host(lengths: DeviceTensor, values: Sequence[int], accumula
 
 
 def _compact_lengths_on_host(lengths: DeviceTensor, plan: AnyCompactionPlan, stream: Any) -> None:
-    carry_out(array_of(lengths)[:, None], list(moves_of(plan)), whole_slots=True)
+    carry_out(array_of(lengths)[:, None], moves_of(plan), whole_slots=True)
 
 
 # --- CUDA: launches of plugins/lengths.cu ---
