@@ -709,7 +709,7 @@ class Cache(Closable):
         if first + number > self.active_batch_size:
             raise RangeError(f"count: expected at most {self.active_batch_size - first} active slots from slot {first} on, got {number}.")
         self._memory.check_stream(stream)
-        if number and self._states is not None:
+        if self._states is not None:
             self._states.copy_back(first, number, stream=stream)
 
     def keep_states(self, slot: int, *, stream: Any) -> None:

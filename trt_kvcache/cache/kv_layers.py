@@ -108,9 +108,8 @@ class KVLayers:
     def capture(self, slot: int, sequence_length: int, *, stream: Any) -> SavedRows:
         """Copy the first rows of a slot, and their scales, into new tensors."""
         saved = self.allocate_saved(sequence_length, stream=stream)
-        if sequence_length:
-            for infos, into in zip(self.infos, saved.infos, strict=True):
-                save_layers_kernel(infos, into, slot, infos.rows(sequence_length), stream)
+        for infos, into in zip(self.infos, saved.infos, strict=True):
+            save_layers_kernel(infos, into, slot, infos.rows(sequence_length), stream)
         return saved
 
     def allocate_saved(self, sequence_length: int, *, stream: Any) -> SavedRows:
@@ -123,9 +122,8 @@ class KVLayers:
 
     def restore(self, saved: SavedRows, slot: int, sequence_length: int, *, stream: Any) -> None:
         """Copy the first rows of captured tensors, and their scales, to the front of a slot."""
-        if sequence_length:
-            for infos, source in zip(self.infos, saved.infos, strict=True):
-                instantiate_layers_kernel(infos, source, slot, infos.rows(sequence_length), stream)
+        for infos, source in zip(self.infos, saved.infos, strict=True):
+            instantiate_layers_kernel(infos, source, slot, infos.rows(sequence_length), stream)
 
     def restore_tensors(self, tensors: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
         """Check tensors that a user gave, then copy all their rows, and their scales, to the front of a slot."""

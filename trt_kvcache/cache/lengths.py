@@ -8,10 +8,9 @@ import numpy as np
 from trt_kvcache._util.checks import as_int, int_in_range
 from trt_kvcache.cache.device_known_changes import DeviceKnownChanges
 from trt_kvcache.errors import ConfigError, DTypeError, PlaceError, RangeError, ShapeError
-from trt_kvcache.kernels import CompactionPlan
+from trt_kvcache.kernels import CompactionPlan, increment_length_tensor
 from trt_kvcache.kernels.length_kernels import increment_scalar_kernel, store_values_kernel
 from trt_kvcache.memory.graph_capture import refuse_capture
-from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
@@ -89,8 +88,7 @@ class Lengths(DeviceKnownChanges):
         refuse_capture(self._memory, "reset_for_new_sequences", stream)
         lengths = after.upper_bounds
         self._announce(lengths, stream)
-        if lengths:
-            store_values_kernel(self._first(len(lengths)), lengths, False, stream)
+        store_values_kernel(self._first(len(lengths)), lengths, False, stream)
         if self._contents:
             self._reset_slots([slot for slot, length in enumerate(lengths) if not length], stream)
         self._mirror = after
@@ -128,16 +126,14 @@ class Lengths(DeviceKnownChanges):
         if isinstance(increment, Sequence) or (isinstance(increment, np.ndarray) and increment.ndim):
             after = self._mirror.after_commit(values := _host_integers("increment", increment))
             refuse_capture(self._memory, "commit_sequence_length with host values", stream)
-            if values:
-                store_values_kernel(self.active_tensor, values, True, stream)
+            store_values_kernel(self.active_tensor, values, True, stream)
         else:
-            number, active = int_in_range("increment", increment, 0), len(self._mirror.upper_bounds)
+            number = int_in_range("increment", increment, 0)
             if self._memory.is_capturing(stream):
-                after, number = self._mirror, int_in_range("increment", number, 0, MAX_DIMENSION)
-            else:
-                after = self._mirror.after_commit((number,) * active)
-            if active:
-                increment_scalar_kernel(self.active_tensor, number, stream)
+                increment_length_tensor(self.active_tensor, number, stream=stream)  # checked: no capacity bounds the number here
+                return
+            after = self._mirror.after_commit((number,) * len(self._mirror.upper_bounds))
+            increment_scalar_kernel(self.active_tensor, number, stream)
         self._mirror = after
 
     def set_active_batch_size(self, new_active_batch_size: int, *, stream: Any) -> None:
