@@ -13,13 +13,8 @@ from trt_kvcache.cache.layout import KVLayerStorage
 from trt_kvcache.cache.resources import Resources
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import ShapeError
-from trt_kvcache.kernels import (
-    AnyCompactionPlan,
-    KVLayerInfos,
-    compact_kv_cache_batched,
-    instantiate_kv_cache_batched,
-    save_kv_cache_batched,
-)
+from trt_kvcache.kernels import AnyCompactionPlan, KVLayerInfos
+from trt_kvcache.kernels.kv_kernels import compact_layers_kernel, instantiate_layers_kernel, save_layers_kernel
 from trt_kvcache.kernels.layer_views import SAVED_NDIM
 from trt_kvcache.kernels.scale_views import saved_scales, scale_infos, single_scales
 from trt_kvcache.memory.base import Allocation, Array
@@ -40,7 +35,7 @@ class SavedRows(NamedTuple):
 class KVLayers:
     """K and V of all attention layers, one of the :class:`~trt_kvcache.cache.slot_contents.SlotContents` of a cache."""
 
-    # Slots and numbers of tokens are checked by the callers, except where a docstring says otherwise.
+    # Callers have checked slots, numbers of tokens and streams, except where a docstring says otherwise.
 
     is_recurrent = False
 
@@ -106,7 +101,7 @@ class KVLayers:
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
         """Move the live rows of slots, in one launch per head-dim group, and one for their scales."""
         for infos in self.infos:
-            compact_kv_cache_batched(infos, plan, stream=stream)
+            compact_layers_kernel(infos, plan, stream)
 
     # --- copies within the memory of the cache: one launch for each of `infos` ---
 
@@ -114,7 +109,7 @@ class KVLayers:
         """Copy the first rows of a slot, and their scales, into new tensors."""
         saved = self.allocate_saved(sequence_length, stream=stream)
         for infos, into in zip(self.infos, saved.infos, strict=True):
-            save_kv_cache_batched(infos, into, slot, sequence_length, stream=stream)
+            save_layers_kernel(infos, into, slot, infos.rows(sequence_length), stream)
         return saved
 
     def allocate_saved(self, sequence_length: int, *, stream: Any) -> SavedRows:
@@ -128,7 +123,7 @@ class KVLayers:
     def restore(self, saved: SavedRows, slot: int, sequence_length: int, *, stream: Any) -> None:
         """Copy the first rows of captured tensors, and their scales, to the front of a slot."""
         for infos, source in zip(self.infos, saved.infos, strict=True):
-            instantiate_kv_cache_batched(infos, source, slot, sequence_length, stream=stream)
+            instantiate_layers_kernel(infos, source, slot, infos.rows(sequence_length), stream)
 
     def restore_tensors(self, tensors: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
         """Check tensors that a user gave, then copy all their rows, and their scales, to the front of a slot."""

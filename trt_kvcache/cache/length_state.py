@@ -9,7 +9,8 @@ from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.cache.length_mirror import LengthMirror
 from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import ClosedError, ConfigError
-from trt_kvcache.kernels import AnyCompactionPlan, compact_length_tensor
+from trt_kvcache.kernels import AnyCompactionPlan
+from trt_kvcache.kernels.length_kernels import compact_lengths_kernel
 from trt_kvcache.memory.base import Memory, check_memory_given
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -193,8 +194,8 @@ class LengthState(Uncopyable):
 
     def _move(self, plan: AnyCompactionPlan, stream: Any) -> None:
         """Launch the moves of a valid plan. The lengths move last: with a device mapping the other kernels read the old ones."""
-        if plan.is_identity:
+        if plan.is_identity or not plan.old_batch:
             return
         for contents in self.contents():
             contents.compact(plan, stream=stream)
-        compact_length_tensor(self.active_tensor, plan, stream=stream)
+        compact_lengths_kernel(self.active_tensor, plan, stream)

@@ -8,7 +8,8 @@ import numpy as np
 from trt_kvcache._util.checks import as_int, int_in_range
 from trt_kvcache.cache.device_known_changes import DeviceKnownChanges
 from trt_kvcache.errors import ConfigError, DTypeError, PlaceError, RangeError, ShapeError
-from trt_kvcache.kernels import CompactionPlan, increment_length_tensor, store_length_values
+from trt_kvcache.kernels import CompactionPlan, increment_length_tensor
+from trt_kvcache.kernels.length_kernels import increment_scalar_kernel, store_values_kernel
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -87,7 +88,7 @@ class Lengths(DeviceKnownChanges):
         refuse_capture(self._memory, "reset_for_new_sequences", stream)
         lengths = after.upper_bounds
         self._announce(lengths, stream)
-        store_length_values(self._first(len(lengths)), lengths, accumulate=False, stream=stream)
+        store_values_kernel(self._first(len(lengths)), lengths, False, stream)
         if self._contents:
             self._reset_slots([slot for slot, length in enumerate(lengths) if not length], stream)
         self._mirror = after
@@ -125,12 +126,14 @@ class Lengths(DeviceKnownChanges):
         if isinstance(increment, Sequence) or (isinstance(increment, np.ndarray) and increment.ndim):
             after = self._mirror.after_commit(values := _host_integers("increment", increment))
             refuse_capture(self._memory, "commit_sequence_length with host values", stream)
-            store_length_values(self.active_tensor, values, accumulate=True, stream=stream)
+            store_values_kernel(self.active_tensor, values, True, stream)
         else:
             number = int_in_range("increment", increment, 0)
-            capturing = self._memory.is_capturing(stream)
-            after = self._mirror if capturing else self._mirror.after_commit([number] * self.active_batch_size)
-            increment_length_tensor(self.active_tensor, number, stream=stream)
+            if self._memory.is_capturing(stream):
+                increment_length_tensor(self.active_tensor, number, stream=stream)  # checked: no capacity bounds the number here
+                return
+            after = self._mirror.after_commit((number,) * len(self._mirror.upper_bounds))
+            increment_scalar_kernel(self.active_tensor, number, stream)
         self._mirror = after
 
     def set_active_batch_size(self, new_active_batch_size: int, *, stream: Any) -> None:
@@ -160,7 +163,7 @@ class Lengths(DeviceKnownChanges):
             refuse_capture(self._memory, "set_active_batch_size", stream)
         self._announce(after.upper_bounds, stream)
         if count > before:
-            store_length_values(self._tensor[before:count], [0] * (count - before), accumulate=False, stream=stream)
+            store_values_kernel(self._tensor[before:count], [0] * (count - before), False, stream)
             self._reset_slots(range(before, count), stream)
         self._mirror = after
 
@@ -220,7 +223,7 @@ class Lengths(DeviceKnownChanges):
 
     def _store_one(self, slot: int, length: int, what: str, stream: Any) -> None:
         refuse_capture(self._memory, what, stream)
-        store_length_values(self._tensor[slot : slot + 1], [length], accumulate=False, stream=stream)
+        store_values_kernel(self._tensor[slot : slot + 1], [length], False, stream)
 
     def compact(
         self, batch_mapping: Sequence[int] | np.ndarray[Any, Any] | DeviceTensor, old_batch: int, new_batch: int, *, stream: Any

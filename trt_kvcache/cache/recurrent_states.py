@@ -7,7 +7,14 @@ from typing import Any
 from trt_kvcache.cache.config import MambaCacheConfig
 from trt_kvcache.cache.layout import StateStorage
 from trt_kvcache.cache.resources import Resources
-from trt_kvcache.kernels import AnyCompactionPlan, StateInfos, compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
+from trt_kvcache.kernels import AnyCompactionPlan, StateInfos
+from trt_kvcache.kernels.state_row_kernels import (
+    compact_rows_kernel,
+    copy_rows_kernel,
+    instantiate_rows_kernel,
+    save_rows_kernel,
+    zero_rows_kernel,
+)
 from trt_kvcache.memory.base import Array
 from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -49,7 +56,7 @@ class RecurrentStates:
     """States of all recurrent layers, one of the :class:`~trt_kvcache.cache.slot_contents.SlotContents` of a cache."""
 
     # With ping_pong there are two buffers. `parity` (0 or 1) is the index of the current one, which the next enqueue reads; everything acts
-    # on it unless it says otherwise. Slots are checked by the callers.
+    # on it unless it says otherwise. Callers have checked slots and streams.
 
     is_recurrent = True
 
@@ -93,7 +100,7 @@ class RecurrentStates:
         """Copy the states of ``count`` slots from ``slot`` on from next to current, in one launch per kind."""
         if self._num_buffers > 1:
             for kind in self.kinds:
-                copy_rows(self.current(kind).infos, self.next(kind).infos, slot, count=count, stream=stream)
+                copy_rows_kernel(self.current(kind).infos, self.next(kind).infos, slot, count, stream)
 
     def clear(self, *, stream: Any) -> None:
         """Zero the current states of all slots."""
@@ -107,18 +114,18 @@ class RecurrentStates:
         """Copy the current states of a slot to the next ones, in one launch per kind."""
         if self._num_buffers > 1:
             for kind in self.kinds:
-                copy_rows(self.next(kind).infos, self.current(kind).infos, slot, stream=stream)
+                copy_rows_kernel(self.next(kind).infos, self.current(kind).infos, slot, 1, stream)
 
     def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
         """Zero the current states of some slots, in one launch per kind and range of adjacent slots."""
         for kind in self.kinds:
             for slot, count in _ranges(slots):
-                zero_rows(self.current(kind).infos, slot, count=count, stream=stream)
+                zero_rows_kernel(self.current(kind).infos, slot, count, stream)
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
         """Move the current states of slots, in one launch per kind."""
         for kind in self.kinds:
-            compact_rows(self.current(kind).infos, plan, stream=stream)
+            compact_rows_kernel(self.current(kind).infos, plan, stream)
 
     # --- copies within the memory of the cache: one launch per kind ---
 
@@ -126,7 +133,7 @@ class RecurrentStates:
         """Copy the current states of a slot into new tensors, one per layer. A kind that the layers do not have has none."""
         saved = self.allocate_saved(kind, stream=stream)
         if saved:
-            save_rows(self.current(kind).infos, saved, slot, stream=stream)
+            save_rows_kernel(self.current(kind).infos, saved, slot, stream)
         return saved
 
     def allocate_saved(self, kind: StateKind, *, stream: Any) -> list[DeviceTensor]:
@@ -136,7 +143,7 @@ class RecurrentStates:
 
     def restore(self, kind: StateKind, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
         """Copy captured states into the current ones of a slot."""
-        instantiate_rows(self.current(kind).infos, saved, slot, stream=stream)
+        instantiate_rows_kernel(self.current(kind).infos, saved, slot, stream)
 
     def restore_tensors(self, kind: StateKind, tensors: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
         """Check tensors that a user gave, then copy them into the current states of a slot. A kind that is not there takes none."""

@@ -151,8 +151,7 @@ def save_kv_cache_batched(
     arguments; here the infos hold them.
     """
     slot, rows = _check_batched(src_layer_infos, dst_layer_infos, batch_idx, sequence_length, stream)
-    if rows:
-        save_layers_kernel(src_layer_infos, dst_layer_infos, slot, rows, stream)
+    save_layers_kernel(src_layer_infos, dst_layer_infos, slot, rows, stream)
 
 
 def instantiate_kv_cache_batched(
@@ -183,8 +182,7 @@ def instantiate_kv_cache_batched(
     ``instantiateKVCacheBatched`` of TensorRT Edge-LLM. Lengths are not changed.
     """
     slot, rows = _check_batched(dst_layer_infos, src_layer_infos, batch_idx, sequence_length, stream)
-    if rows:
-        instantiate_layers_kernel(dst_layer_infos, src_layer_infos, slot, rows, stream)
+    instantiate_layers_kernel(dst_layer_infos, src_layer_infos, slot, rows, stream)
 
 
 def compact_kv_cache_batched(layer_infos: KVLayerInfos, moves: AnyCompactionPlan, *, stream: Any) -> None:
@@ -239,7 +237,7 @@ def _copy_saved_on_host(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, row
 
 
 def _compact_layers_on_host(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    moves = list(moves_of(plan, layers.tokens_per_row))
+    moves = moves_of(plan, layers.tokens_per_row)
 
     def compact(layer: DeviceTensor) -> None:
         array = bytes_of(layer)
@@ -247,7 +245,7 @@ def _compact_layers_on_host(layers: KVLayerInfos, plan: AnyCompactionPlan, strea
         for kv in (0, 1):
             carry_out(array[:, kv], moves, whole_slots=False)
 
-    for_each_layer(compact, layers.views, _nbytes(layers, sum(move.tokens for move in moves)))
+    for_each_layer(compact, layers.views, _nbytes(layers, sum([move.tokens for move in moves])))
 
 
 def _nbytes(infos: KVLayerInfos, rows: int) -> int:
@@ -274,6 +272,8 @@ def _copy_layer_on_device(destination: DeviceTensor, source: DeviceTensor, token
 
 
 def _copy_saved_on_device(kernel: str, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, rows: int, stream: Any) -> None:
+    if not rows:
+        return
     infos = cache.device_layer_infos.ptr
     for first in range(0, cache.num_layers, MAX_SAVED_TENSORS):
         addresses = [info.data for info in saved.host[first : first + MAX_SAVED_TENSORS]]

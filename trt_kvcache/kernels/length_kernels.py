@@ -53,14 +53,12 @@ def increment_length_tensor(length_tensor: DeviceTensor, increment: int | Device
             raise DTypeError(f"increment: expected int32, got {increment.dtype}.")
         if increment.shape != length_tensor.shape or not increment.is_contiguous:
             raise ShapeError(f"increment: expected a dense tensor of shape {length_tensor.shape}, got {increment!r}.")
-        if len(length_tensor):
-            increment_tensor_kernel(length_tensor, increment, stream)
+        increment_tensor_kernel(length_tensor, increment, stream)
         return
     number = as_int("increment", increment)
     if abs(number) > _INT32_MAX:
         raise RangeError(f"increment: expected an int32, got {number}.")
-    if len(length_tensor):
-        increment_scalar_kernel(length_tensor, number, stream)
+    increment_scalar_kernel(length_tensor, number, stream)
 
 
 def store_length_values(length_tensor: DeviceTensor, values: Sequence[int], *, accumulate: bool, stream: Any) -> None:
@@ -91,8 +89,7 @@ def store_length_values(length_tensor: DeviceTensor, values: Sequence[int], *, a
         raise ShapeError(f"values: expected {len(length_tensor)} of them, got {len(values)}.")
     if values and max(map(abs, values)) > _INT32_MAX:
         raise RangeError(f"values: expected int32 values, got {list(values)}.")
-    if values:
-        store_values_kernel(length_tensor, values, accumulate, stream)
+    store_values_kernel(length_tensor, values, accumulate, stream)
 
 
 def compact_length_tensor(lengths: DeviceTensor, moves: AnyCompactionPlan, *, stream: Any) -> None:
@@ -148,14 +145,15 @@ def _store_values_on_host(lengths: DeviceTensor, values: Sequence[int], accumula
 
 
 def _compact_lengths_on_host(lengths: DeviceTensor, plan: AnyCompactionPlan, stream: Any) -> None:
-    carry_out(array_of(lengths)[:, None], list(moves_of(plan)), whole_slots=True)
+    carry_out(array_of(lengths)[:, None], moves_of(plan), whole_slots=True)
 
 
 # --- CUDA: launches of plugins/lengths.cu ---
 
 
 def _launch(name: str, lengths: DeviceTensor, stream: Any, threads: int, *arguments: int) -> None:
-    launch(lengths.memory, "lengths", name, (-(-threads // THREADS_PER_BLOCK), 1, 1), arguments, stream)
+    if threads:
+        launch(lengths.memory, "lengths", name, (-(-threads // THREADS_PER_BLOCK), 1, 1), arguments, stream)
 
 
 def _increment_scalar_on_device(lengths: DeviceTensor, increment: int, stream: Any) -> None:

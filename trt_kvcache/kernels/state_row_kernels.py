@@ -55,8 +55,7 @@ def zero_rows(states: StateInfos, slot: int, *, count: int = 1, stream: Any) -> 
     first, number = _check_slots(slot, count, states.max_batch_size)
     states.check_open()
     states.memory.check_stream(stream)
-    if number:
-        zero_rows_kernel(states, first, number, stream)
+    zero_rows_kernel(states, first, number, stream)
 
 
 def copy_rows(dst: StateInfos, src: StateInfos, slot: int, *, count: int = 1, stream: Any) -> None:
@@ -89,8 +88,7 @@ def copy_rows(dst: StateInfos, src: StateInfos, slot: int, *, count: int = 1, st
     dst.check_open()
     src.check_open()
     dst.memory.check_stream(stream)
-    if number:
-        copy_rows_kernel(dst, src, first, number, stream)
+    copy_rows_kernel(dst, src, first, number, stream)
 
 
 def _check_saved(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, stream: Any) -> int:
@@ -197,7 +195,7 @@ def _flat_bytes(tensor: DeviceTensor) -> Array:
 
 
 def _compact_rows_on_host(states: StateInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    moves = list(moves_of(plan))
+    moves = moves_of(plan)
     for rows in _rows(states):
         carry_out(rows, moves, whole_slots=True)
 
@@ -232,6 +230,8 @@ def _rows_of(view: DeviceTensor, info: StateInfo) -> Array:
 
 
 def _launch(name: str, states: StateInfos, slots: int, layers: int, arguments: tuple[int, ...], stream: Any) -> None:
+    if not slots:
+        return
     # Rows that are no multiple of 16 bytes are copied in smaller vectors, and a thread copies more of them.
     blocks = blocks_for(-(-states.max_row_nbytes // ROW_GRANULE), slots * layers)
     launch(states.memory, "states", name, (blocks, slots, layers), arguments, stream)
