@@ -34,7 +34,7 @@ class WeightPart:
 
 
 def layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of one layer. Its cost does not grow with the number of heads, which a damaged config may set to any value."""
+    """Return the name and shape of every tensor of one layer. The cost is independent of the heads, whose number a damaged config sets."""
     shapes, stored = _stored(config, index)
     return {
         _tensor_name(config, index, key): (sum(shapes[role][0] for role in roles), *shapes[roles[0]][1:]) for key, roles in stored.items()
