@@ -34,7 +34,7 @@ class WeightPart:
 
 
 def layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of one layer. Nothing is counted by head: a damaged config may have any number of them."""
+    """Return the name and shape of every tensor of one layer. The cost is independent of the heads, whose number a damaged config sets."""
     shapes, stored = _stored(config, index)
     return {
         _tensor_name(config, index, key): (sum(shapes[role][0] for role in roles), *shapes[roles[0]][1:]) for key, roles in stored.items()
@@ -59,7 +59,7 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
 
 
 def _stored(config: ModelConfig, index: int) -> tuple[dict[str, tuple[int, ...]], dict[tuple[str, str], list[str]]]:
-    """Return the shapes of the weights of one layer by role, and the roles that share a tensor, by its name in the family and its kind."""
+    """Return the shapes of one layer's weights by role, and the roles that share a tensor, by its name in the family and its suffix."""
     family = FAMILIES[config.family]
     shapes = _layer_shapes(config.layers[index], config.hidden_size)
     stored: dict[tuple[str, str], list[str]] = {}
