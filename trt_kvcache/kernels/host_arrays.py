@@ -1,6 +1,6 @@
 """NumPy arrays over tensors of host memory, and the moves of a compaction over an array."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -32,16 +32,13 @@ def new_counts(new_lengths: DeviceTensor | None, tokens: Array) -> list[int]:
     return [max(min(count, width), 0) for count in wanted]
 
 
-def moves_of(plan: AnyCompactionPlan, tokens_per_row: int = 1) -> Iterator[CompactionMove]:
-    """Yield the moves of a plan, in order. A mapping in a tensor is read now; entries that do not keep the order are ignored."""
+def moves_of(plan: AnyCompactionPlan, tokens_per_row: int = 1) -> list[CompactionMove]:
+    """Return the moves of a plan, in order. A mapping in a tensor is read now; entries that do not keep the order are ignored."""
     if isinstance(plan, CompactionPlan):
-        for moves in plan.of_rows(tokens_per_row).move_lists:
-            yield from moves
-        return
+        return [move for moves in plan.of_rows(tokens_per_row).move_lists for move in moves]
     mapping, lengths = array_of(plan.mapping).tolist(), array_of(plan.lengths).tolist()
-    for old, new in enumerate(mapping):
-        if 0 <= new < old:
-            yield CompactionMove(old, new, -(-max(lengths[old], 0) // tokens_per_row))
+    rows = [-(-max(length, 0) // tokens_per_row) for length in lengths]
+    return [CompactionMove(old, new, rows[old]) for old, new in enumerate(mapping) if 0 <= new < old]
 
 
 def carry_out(slots: Array, moves: Iterable[CompactionMove], *, whole_slots: bool) -> None:

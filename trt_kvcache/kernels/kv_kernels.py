@@ -237,7 +237,7 @@ def _copy_saved_on_host(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, row
 
 
 def _compact_layers_on_host(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    moves = list(moves_of(plan, layers.tokens_per_row))
+    moves = moves_of(plan, layers.tokens_per_row)
 
     def compact(layer: DeviceTensor) -> None:
         array = bytes_of(layer)

@@ -20,7 +20,6 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: Host values in the arguments of one launch of ``store_values``. The source has the same number.
 MAX_STORED_VALUES = 16
 
-
 _INT32_MAX = 2**31 - 1
 
 
@@ -145,7 +144,7 @@ def _store_values_on_host(lengths: DeviceTensor, values: Sequence[int], accumula
 
 
 def _compact_lengths_on_host(lengths: DeviceTensor, plan: AnyCompactionPlan, stream: Any) -> None:
-    carry_out(array_of(lengths)[:, None], list(moves_of(plan)), whole_slots=True)
+    carry_out(array_of(lengths)[:, None], moves_of(plan), whole_slots=True)
 
 
 # --- CUDA: launches of plugins/lengths.cu ---

@@ -195,7 +195,7 @@ def _flat_bytes(tensor: DeviceTensor) -> Array:
 
 
 def _compact_rows_on_host(states: StateInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    moves = list(moves_of(plan))
+    moves = moves_of(plan)
     for rows in _rows(states):
         carry_out(rows, moves, whole_slots=True)
 

@@ -153,7 +153,7 @@ class HostMemory(Uncopyable):
         if not isinstance(allocation, HostAllocation):
             raise PlaceError(f"expected a tensor in host memory, got one of {tensor.memory.device}.")
         dtype = tensor.numpy_dtype
-        strides = None if tensor.is_contiguous else tuple(stride * dtype.itemsize for stride in tensor.strides)
+        strides = None if tensor.is_contiguous else [stride * dtype.itemsize for stride in tensor.strides]
         array: Array = np.ndarray(tensor.shape, dtype, allocation.storage, tensor.offset if tensor.nbytes else 0, strides)
         return array
 
