@@ -1,4 +1,4 @@
-// Gathers rows of an embedding table. Launched by trt_kvcache/kernels/cuda/embedding.py.
+// Gathers rows of an embedding table. Launched by trt_kvcache/kernels/embedding_kernels.py.
 // Grid: x along a row, y and then z over tokens.
 
 #include "vector_copy.cuh"

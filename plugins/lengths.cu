@@ -1,4 +1,4 @@
-// Lengths of batch slots: int32 [count], one thread per slot. Launched by trt_kvcache/kernels/cuda/lengths.py.
+// Lengths of batch slots: int32 [count], one thread per slot. Launched by trt_kvcache/kernels/length_kernels.py.
 // Numbers are passed as 64-bit integers: see README.md.
 
 #include "argument_lists.cuh"

@@ -1,4 +1,4 @@
-// Products of a few rows with a matrix of weights: out = x W^T + bias. Launched by trt_kvcache/kernels/cuda/linear.py.
+// Products of a few rows with a matrix of weights: out = x W^T + bias. Launched by trt_kvcache/kernels/linear_kernels.py.
 //
 // The time is that of reading W, once. So a thread loads W from global memory straight into registers, 16 bytes each time, with as many loads in
 // flight as registers have room for, over the end of a tile and into the next one. Until the launch before has ended, which makes x, a block

@@ -1,7 +1,7 @@
 // Copying and zeroing runs of bytes, in vectors as wide as addresses and sizes allow, several loads in flight in each thread.
 #pragma once
 
-// Threads of a block, and loads that a thread has in flight. trt_kvcache/kernels/cuda/launch.py has the same numbers.
+// Threads of a block, and loads that a thread has in flight. trt_kvcache/kernels/launch.py has the same numbers.
 constexpr int kThreads = 256;
 constexpr int kInFlight = 4;
 

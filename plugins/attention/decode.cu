@@ -1,4 +1,4 @@
-// The decode kernels: one launch for a step of one new token per slot. Launched by trt_kvcache/kernels/cuda/attention.py.
+// The decode kernels: one launch for a step of one new token per slot. Launched by trt_kvcache/kernels/attention_kernels.py.
 
 #include "attention/decode.cuh"
 

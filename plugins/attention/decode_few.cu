@@ -1,4 +1,4 @@
-// The decode kernel for a few new tokens per slot. Launched by trt_kvcache/kernels/cuda/attention.py.
+// The decode kernel for a few new tokens per slot. Launched by trt_kvcache/kernels/attention_kernels.py.
 
 #include "attention/decode.cuh"
 

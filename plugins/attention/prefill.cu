@@ -3,7 +3,7 @@
 // values to the cache. Then, for more, attention_prefill_short
 // attends if there are few row blocks, attention_prefill_wide, or, where there is enough to do without splitting K and V, attention_prefill_whole.
 // Launched by
-// trt_kvcache/kernels/cuda/attention.py, as trt_kvcache/kernels/cuda/prefill_plan.py says.
+// trt_kvcache/kernels/attention_kernels.py, as trt_kvcache/kernels/prefill_plan.py says.
 
 #include "attention/append_quantized.cuh"
 #include "attention/prefill.cuh"

@@ -4,7 +4,7 @@
 #include "attention/config.cuh"
 #include "attention/softmax_state.cuh"
 
-// Several blocks may share a row block; or one block has each. trt_kvcache/kernels/cuda/prefill_plan.py has the same numbers.
+// Several blocks may share a row block; or one block has each. trt_kvcache/kernels/prefill_plan.py has the same numbers.
 constexpr int kFromLast = 0, kSplit = 1, kInPairs = 2;
 
 // Where the scales of a quantized cache are; strides in floats.

@@ -1,4 +1,4 @@
-// K and V in eight bits: codes, each of which stands for its value times a scale. trt_kvcache/kernels/host/quantized_kv.py defines, bit by bit, how a
+// K and V in eight bits: codes, each of which stands for its value times a scale. trt_kvcache/kernels/kv_quantization.py defines, bit by bit, how a
 // row is quantized.
 //
 // A word holds four codes of a row, the first one in its lowest byte. As elements they come in two words. So what ldmatrix reads of a tile of codes

@@ -1,4 +1,4 @@
-// Depthwise causal convolution over the new tokens of each slot. Launched by trt_kvcache/kernels/cuda/causal_conv1d.py.
+// Depthwise causal convolution over the new tokens of each slot. Launched by trt_kvcache/kernels/causal_conv1d_kernels.py.
 //
 // A thread owns kChannels channels of a slot and walks over a tile of tokens, with the last inputs in registers. The state of a channel are
 // its last kWidth inputs, oldest first. The threads of the first tile read the past state and write the present one, each of its own channels:
@@ -11,7 +11,7 @@
 using Element = ELEMENT;
 using State = STATE;
 
-// trt_kvcache/kernels/cuda/causal_conv1d.py has the first three numbers.
+// trt_kvcache/kernels/causal_conv1d_kernels.py has the first three numbers.
 constexpr int kConvThreads = 128;
 constexpr int kConvBlocksPerSm = 4;
 constexpr int kTokensInFlight = 4;  // tokens that are loaded together

@@ -1,4 +1,4 @@
-// The gated delta rule over the new tokens of each slot. Launched by trt_kvcache/kernels/cuda/delta_rule.py.
+// The gated delta rule over the new tokens of each slot. Launched by trt_kvcache/kernels/delta_rule_kernels.py.
 //
 // A state is [heads, key_dim, value_dim]. It is read once and written once, by the same thread, so the past and the present state may be at one
 // address. A decode step is in delta_rule_update.cuh, chunks of many tokens are in delta_rule_chunks.cuh, and a scan of a few tokens is here: a
@@ -8,7 +8,7 @@
 #include "recurrent/delta_rule_chunks.cuh"
 #include "recurrent/delta_rule_update.cuh"
 
-// trt_kvcache/kernels/cuda/delta_rule.py has the same numbers.
+// trt_kvcache/kernels/delta_rule_kernels.py has the same numbers.
 constexpr int kDeltaThreads = 128;
 constexpr int kDeltaScanLanes = 2;
 constexpr int kDeltaTileTokens = 16;

@@ -4,7 +4,7 @@
 #include "recurrent/chunks.cuh"
 #include "recurrent/delta_rule_params.cuh"
 
-// trt_kvcache/kernels/cuda/delta_rule.py has the same number.
+// trt_kvcache/kernels/delta_rule_kernels.py has the same number.
 constexpr int kDeltaMatrixWarps = 4;
 
 // Numbers of the tokens of a chunk.

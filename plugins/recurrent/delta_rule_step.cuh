@@ -6,7 +6,7 @@
 
 #include "recurrent/delta_rule_params.cuh"
 
-// trt_kvcache/kernels/delta_rule.py has the same number.
+// trt_kvcache/kernels/delta_rule_kernels.py has the same number.
 constexpr int kDeltaMaxKeyDim = 128;
 
 constexpr int kColumns = kPerVector<State>;

@@ -8,7 +8,7 @@
 #include "recurrent/delta_rule_step.cuh"
 #include "shared_memory.cuh"
 
-// trt_kvcache/kernels/cuda/delta_rule.py has the same numbers.
+// trt_kvcache/kernels/delta_rule_kernels.py has the same numbers.
 constexpr int kDeltaUpdateThreads = 256;
 constexpr int kDeltaUpdateColumns = 128;
 

@@ -1,4 +1,4 @@
-// RMS norm with a gate, behind the states of recurrent layers. Launched by trt_kvcache/kernels/cuda/gated_norm.py.
+// RMS norm with a gate, behind the states of recurrent layers. Launched by trt_kvcache/kernels/gated_norm_kernels.py.
 //
 // A group of columns of a token has a warp of its own, or all warps of a block.
 
@@ -7,7 +7,7 @@
 #include "recurrent/functions.cuh"
 #include "shared_memory.cuh"
 
-// trt_kvcache/kernels/cuda/gated_norm.py has the same number.
+// trt_kvcache/kernels/gated_norm_kernels.py has the same number.
 constexpr int kNormThreads = 256;
 constexpr int kNormWarps = kNormThreads / 32;
 

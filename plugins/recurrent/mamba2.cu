@@ -1,4 +1,4 @@
-// The selective state space of Mamba-2 over the new tokens of each slot. Launched by trt_kvcache/kernels/cuda/mamba2.py.
+// The selective state space of Mamba-2 over the new tokens of each slot. Launched by trt_kvcache/kernels/mamba2_kernels.py.
 //
 // A state is [heads, head_dim, state_size]. `lanes` lanes of a warp own a row of it (state_size elements, in vectors of 16 bytes, so that
 // neighbouring lanes have neighbouring vectors) and keep it in registers; a thread has its share of kRows rows. So every state is read once and
@@ -7,7 +7,7 @@
 #include "dependent_launch.cuh"
 #include "recurrent/mamba2_chunks.cuh"
 
-// trt_kvcache/kernels/cuda/mamba2.py has the same numbers.
+// trt_kvcache/kernels/mamba2_kernels.py has the same numbers.
 constexpr int kMambaThreads = 128;
 constexpr int kMambaRows = 2;           // of a thread
 constexpr int kMambaLaneElements = 16;  // of a row, in a thread

@@ -13,7 +13,7 @@
 #include "recurrent/chunks.cuh"
 #include "recurrent/mamba2_params.cuh"
 
-// trt_kvcache/kernels/cuda/mamba2.py has the same numbers.
+// trt_kvcache/kernels/mamba2_kernels.py has the same numbers.
 constexpr int kMambaChunkRows = 64;  // of the state, in a block
 constexpr int kMambaMatrixWarps = kChunkBlocks;
 constexpr int kMambaStateThreads = 32 * kMambaChunkRows / 16;

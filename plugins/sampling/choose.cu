@@ -1,4 +1,4 @@
-// Chooses a token for each row of logits. Launched by trt_kvcache/kernels/cuda/sampling.py; README.md describes it.
+// Chooses a token for each row of logits. Launched by trt_kvcache/kernels/sampling_kernels.py; README.md describes it.
 // Grid: x the blocks of a row, y the rows; each group of blocks takes one row after another.
 
 #include "dependent_launch.cuh"

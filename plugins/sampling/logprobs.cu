@@ -1,4 +1,4 @@
-// Log-probabilities of chosen tokens, and the most likely tokens with theirs. Launched by trt_kvcache/kernels/cuda/sampling.py.
+// Log-probabilities of chosen tokens, and the most likely tokens with theirs. Launched by trt_kvcache/kernels/sampling_kernels.py.
 // Grid: x the blocks of a row, y the rows. The last block of a row to come merges what all of them found.
 
 #include "attention/math.cuh"

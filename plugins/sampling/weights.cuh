@@ -1,4 +1,4 @@
-// The weights of tokens, as integers: the same on the device and in NumPy (trt_kvcache/kernels/host/token_weights.py says what they are).
+// The weights of tokens, as integers: the same on the device and in NumPy (trt_kvcache/kernels/token_weights.py says what they are).
 // Sums of integers do not depend on their order. All float operations are single ones, rounded to nearest: never an fma.
 #pragma once
 

@@ -21,7 +21,7 @@ from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names,
 need_compiler()
 run.use_tiles()
 
-ATTENTION = "test_attention"
+ATTENTION = "test_attention_kernels"
 _PREFILLS = (1 + len(PREFILL_VARIANTS)) * len(PREFILL_CASES)  # as it is planned, and in each form
 _OVER_CODES = len(PREFILL_VARIANTS) * len(PREFILL_CASES)  # in each form, over a quantized cache
 
@@ -45,7 +45,7 @@ def count_passed(result: subprocess.CompletedProcess[str]) -> int:
 OWN_PROCESS = ("sampling", "causal_conv1d", "mamba2", "delta_rule", "gated_norm", "test_linear")
 ELSEWHERE = " or ".join((ATTENTION, *OWN_PROCESS))
 #: Copies, compaction and lengths: what every sequence passes through.
-MOVES, MOVING_SOURCES = "test_kv_copies or test_compaction or test_lengths", ("kv", "lengths", "states")
+MOVES, MOVING_SOURCES = "test_kv_kernels or test_compaction or test_length_kernels", ("kv", "lengths", "states")
 SLOW_LAYERS, SLOW_SAMPLING = "more_layers or many_layers or 28-1-1024", "the_definition or the_same or at_the_border"
 
 
@@ -128,7 +128,7 @@ PREFILL_RING, NEW_ROWS = (f"attention/prefill_{name}.cuh" for name in ("ring", "
 PREFILL_SCORES, PREFILL_RESULTS = (f"attention/prefill_{name}.cuh" for name in ("scores", "results"))
 CODES, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
 OVER_CODES, DECODE_OVER_CODES, FEW_OVER_CODES = (f"{ATTENTION}.py::test_quantized_{test}" for test in ("prefill", "decode", "few"))
-SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
+SAMPLING, CHOOSE = "test_sampling_kernels.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
 CONV, MAMBA2, DELTA = (f"recurrent/{name}.cu" for name in ("causal_conv1d", "mamba2", "delta_rule"))
@@ -136,8 +136,8 @@ CHUNKS, CHUNK_PIPELINE = "recurrent/mamba2_chunks.cuh", "recurrent/chunks.cuh"
 DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
     f"recurrent/delta_rule_{name}.cuh" for name in ("chunks", "matrices", "step", "update")
 )
-LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear.py", "test_decoder_layer.py"
-CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d.py", "test_mamba2.py", "test_delta_rule.py"
+LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear_kernels.py", "test_decoder_layer_kernels.py"
+CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
 MISTAKES = {
@@ -153,14 +153,14 @@ MISTAKES = {
     "lengths are written while others read": ("lengths.cu", "    __syncthreads();\n    if", "    if", "thread", COMPACT, RACE),
     "lengths by a mapping are too": ("lengths.cu", "        __syncthreads();\n", "", "thread", COMPACT, RACE),
     "one vector too many": ("vector_copy.cuh", COUNT, ONE_MORE, "address", "test_cuda.py", OVERRUN),
-    "one vector too many, inside": ("vector_copy.cuh", COUNT, ONE_MORE, "none", "test_kv_copies.py", BYTES),
-    "an address that is not looked at": ("states.cu", "address_of(data) | ", "", "address", "test_state_rows.py", MISALIGNED),
-    "only one side is looked at": ("states.cu", "| source.alignment()", "", "address", "test_state_rows.py", MISALIGNED),
-    "nor where it is saved": ("states.cu", "| saved,", ",", "address", "test_state_rows.py", MISALIGNED),
+    "one vector too many, inside": ("vector_copy.cuh", COUNT, ONE_MORE, "none", "test_kv_kernels.py", BYTES),
+    "an address that is not looked at": ("states.cu", "address_of(data) | ", "", "address", "test_state_row_kernels.py", MISALIGNED),
+    "only one side is looked at": ("states.cu", "| source.alignment()", "", "address", "test_state_row_kernels.py", MISALIGNED),
+    "nor where it is saved": ("states.cu", "| saved,", ",", "address", "test_state_row_kernels.py", MISALIGNED),
     "columns of short slots only": ("compaction.cuh", "extent(moves.max_tokens)", "extent(1)", "none", COMPACT, BYTES),
     "a register for all columns": ("compaction.cuh", "held[i] = vectors[i]", "held[0] = vectors[i]", "none", COMPACT, BYTES),
     "stale tokens move too": ("compaction.cuh", "extent(move.tokens), vectors", "end, vectors", "none", COMPACT, BYTES),
-    "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_copies.py", BYTES),
+    "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_kernels.py", BYTES),
     "the new token is read before all have written it": (
         DECODING,
         "    __syncthreads();\n}\n\n// Halves",
@@ -825,7 +825,7 @@ MISTAKES = {
         LINEAR_TESTS,
         "several_tiles",
     ),
-    "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_copies.py", OVERRUN),
+    "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_kernels.py", OVERRUN),
 }
 
 

@@ -16,10 +16,10 @@ from tests.kernels import (  # noqa: E402
     causal_conv1d as convolutions,
     delta_rule as delta_rules,
     mamba2 as state_spaces,
-    test_gated_norm as gated_norms,
+    test_gated_norm_kernels as gated_norms,
 )
 from tests.kernels.recurrent import DTYPES, Place  # noqa: E402
-from tests.kernels.test_gated_norm import test_outputs as test_gated_norms  # noqa: E402, F401
+from tests.kernels.test_gated_norm_kernels import test_outputs as test_gated_norms  # noqa: E402, F401
 from trt_kvcache import HostMemory  # noqa: E402
 from trt_kvcache.cache.recurrent_states import StateKind  # noqa: E402
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402

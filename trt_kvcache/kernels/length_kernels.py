@@ -20,7 +20,6 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: Host values in the arguments of one launch of ``store_values``. The source has the same number.
 MAX_STORED_VALUES = 16
 
-
 _INT32_MAX = 2**31 - 1
 
 
