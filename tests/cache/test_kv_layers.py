@@ -1,6 +1,6 @@
 """Capture and restore of K and V: which bytes, from one layout into the other, and what is refused.
 
-That they are refused on a closed cache, without a stream and in a capture: test_slot_cache_refusals.py.
+That they are refused on a closed cache, without a stream and in a capture: test_cache_refusals.py.
 """
 
 from dataclasses import replace

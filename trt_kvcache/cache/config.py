@@ -111,6 +111,31 @@ class DecoderCacheConfig(Protocol):
         """Return plain JSON values, as ``from_dict`` of the class reads them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Resizable:
+    """A configuration with fields ``max_batch_size`` and ``max_sequence_length``."""
+
+    def with_max_batch_size(self, max_batch_size: int) -> Self:
+        """Return this configuration with another number of slots.
+
+        Parameters
+        ----------
+        max_batch_size : int
+            Slots, B.
+        """
+        return replace(self, **{"max_batch_size": max_batch_size})
+
+    def with_max_sequence_length(self, max_sequence_length: int) -> Self:
+        """Return this configuration with slots of another number of tokens. The bytes of states do not depend on it.
+
+        Parameters
+        ----------
+        max_sequence_length : int
+            Tokens that a slot can hold, S.
+        """
+        return replace(self, **{"max_sequence_length": max_sequence_length})
+
+
 def _check_common(config: KVCacheConfig | CacheConfig) -> None:
     owner = type(config).__name__
     for name, high in (("max_batch_size", MAX_BATCH_SIZE), ("max_sequence_length", MAX_DIMENSION)):
@@ -131,7 +156,7 @@ def _check_row(owner: str, index: int, layer: KVLayerConfig, dtype: str) -> None
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVCacheConfig:
+class KVCacheConfig(_Resizable):
     """K and V of attention layers, each with its own heads.
 
     Parameters
@@ -282,26 +307,6 @@ class KVCacheConfig:
         """None: there are no recurrent layers."""
         return None
 
-    def with_max_batch_size(self, max_batch_size: int) -> KVCacheConfig:
-        """Return this configuration with another number of slots.
-
-        Parameters
-        ----------
-        max_batch_size : int
-            Slots, B.
-        """
-        return replace(self, max_batch_size=max_batch_size)
-
-    def with_max_sequence_length(self, max_sequence_length: int) -> KVCacheConfig:
-        """Return this configuration with slots of another number of tokens.
-
-        Parameters
-        ----------
-        max_sequence_length : int
-            Tokens that a slot can hold, S.
-        """
-        return replace(self, max_sequence_length=max_sequence_length)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that :meth:`from_dict` reads back."""
         return {**asdict(self), "layers": [asdict(layer) for layer in self.layers], "layout": self.layout.value}
@@ -341,7 +346,7 @@ _RECURRENT_SIZES = ("num_heads", "head_dim", "state_size")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaCacheConfig:
+class MambaCacheConfig(_Resizable):
     """States of equal recurrent layers: for each a recurrent state and a conv state, or a conv state only.
 
     Parameters
@@ -461,26 +466,6 @@ class MambaCacheConfig:
         """The configuration itself."""
         return self
 
-    def with_max_batch_size(self, max_batch_size: int) -> MambaCacheConfig:
-        """Return this configuration with another number of slots.
-
-        Parameters
-        ----------
-        max_batch_size : int
-            Slots, B.
-        """
-        return replace(self, max_batch_size=max_batch_size)
-
-    def with_max_sequence_length(self, max_sequence_length: int) -> MambaCacheConfig:
-        """Return this configuration with slots of another number of tokens. It takes as many bytes.
-
-        Parameters
-        ----------
-        max_sequence_length : int
-            Tokens that a slot can hold, S.
-        """
-        return replace(self, max_sequence_length=max_sequence_length)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that :meth:`from_dict` reads back."""
         return asdict(self)
@@ -503,7 +488,7 @@ class MambaCacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheConfig:
+class CacheConfig(_Resizable):
     """K and V of equal attention layers in one buffer, and the states of recurrent layers if there are any.
 
     Parameters
@@ -629,26 +614,6 @@ class CacheConfig:
     def layer_types(self) -> tuple[LayerType, ...]:
         """The attention layers, then the recurrent layers: their order in the decoder is not part of this configuration."""
         return (LayerType.ATTENTION,) * self.num_attention_layers + (LayerType.MAMBA,) * self.num_mamba_layers
-
-    def with_max_batch_size(self, max_batch_size: int) -> CacheConfig:
-        """Return this configuration with another number of slots.
-
-        Parameters
-        ----------
-        max_batch_size : int
-            Slots, B.
-        """
-        return replace(self, max_batch_size=max_batch_size)
-
-    def with_max_sequence_length(self, max_sequence_length: int) -> CacheConfig:
-        """Return this configuration with slots of another number of tokens.
-
-        Parameters
-        ----------
-        max_sequence_length : int
-            Tokens that a slot can hold, S.
-        """
-        return replace(self, max_sequence_length=max_sequence_length)
 
     @property
     def nbytes(self) -> int:

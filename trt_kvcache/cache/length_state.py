@@ -176,6 +176,7 @@ class LengthState(Uncopyable):
             raise ClosedError("these Lengths are closed.")
 
     def _first(self, count: int) -> DeviceTensor:
+        """Return the lengths of the first slots, int32 ``[count]``."""
         view = self._views.get(count)
         if view is None:
             view = self._views[count] = self._tensor[:count]
@@ -198,4 +199,4 @@ class LengthState(Uncopyable):
             return
         for contents in self.contents():
             contents.compact(plan, stream=stream)
-        compact_lengths_kernel(self.active_tensor, plan, stream)
+        compact_lengths_kernel(self._first(plan.old_batch), plan, stream)

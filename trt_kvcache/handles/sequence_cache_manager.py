@@ -141,7 +141,7 @@ class SequenceCacheManager(Closable):
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences, including those that are swapped out."""
+        """Number of sequences, swapped out or not."""
         return len(self._table)
 
     @property
@@ -334,7 +334,7 @@ class SequenceCacheManager(Closable):
         Returns
         -------
         keys, values : ndarray ``[L, H, n, D]``, or list of ndarray ``[H_i, n, D_i]``
-            In the dtype of the cache (:attr:`dtype`; ml_dtypes has those that NumPy lacks): stored values, without scales. One array
+            In the dtype of the cache (:attr:`dtype`, of ml_dtypes where NumPy has none): stored values, without scales. One array
             if all attention layers have equal heads, otherwise one per attention layer; empty lists without attention layers.
 
         Raises

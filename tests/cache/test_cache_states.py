@@ -1,4 +1,4 @@
-"""``RecurrentCache``: what is zeroed and when, and the two buffers of ``ping_pong``."""
+"""States of a cache: zeroed for new sequences, copied back, and the two buffers of ``ping_pong``."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
-"""``SlotCache``: what all managers have in common. What operations touch, shared lengths, and the life of the memory.
+"""``Cache``: the operations of all managers, shared lengths, and the life of the memory.
 
-Compaction is in test_slot_cache_compaction.py, what is refused in test_slot_cache_refusals.py.
+Compaction is in test_cache_compaction.py, what is refused in test_cache_refusals.py.
 """
 
 import copy

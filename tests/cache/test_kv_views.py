@@ -1,4 +1,4 @@
-"""``KVCacheBase``: what ``KVCacheManager`` and ``LinearKVCache`` share. Views, bytes, scales, DLPack."""
+"""K and V of ``KVCacheManager`` and ``LinearKVCache``: views, bytes, scales, DLPack."""
 
 import ml_dtypes
 import numpy as np
