@@ -1,1 +1,1 @@
-"""What a session needs to know about an engine: the protocol, the names of the tensors, bindings, attention variants."""
+""" the protocol:Engines as a session sees them: the protocol: the protocol, the names of the tensors, bindings, attention variants."""

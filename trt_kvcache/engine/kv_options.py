@@ -1,4 +1,4 @@
-"""How the K and V of an engine are quantized: by the options of a session or a build, and by what the checkpoint has."""
+"""Quantization of K and V of an engine: by the options of a session or a build, and by what the checkpoint has."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class AsyncRequest:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended: with its last token, by ``cancel``, or because it failed."""
+        """True once it has ended: with its last token, by ``cancel``, or because it failed."""
         return self._ended
 
     @property
@@ -60,7 +60,7 @@ class AsyncRequest:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """When each of the tokens so far was there, by ``time.perf_counter``."""
+        """Arrival time of each token so far, by ``time.perf_counter``."""
         return tuple(self._times)
 
     @property

@@ -38,7 +38,10 @@ class _Verified(NamedTuple):
 
 
 class Batch:
-    """The active slots of a session, and the calls that add to them."""
+    """The active slots of a session, and the calls that add to them. Prompts and tokens were checked by the caller.
+
+    Each call is atomic unless it says otherwise: if it raises or is interrupted, lengths and slots are as before it.
+    """
 
     def __init__(self, runner: Runner, prompt_cache: PromptCache) -> None:
         self._runner = runner
@@ -99,7 +102,7 @@ class Batch:
             self._check_one_each("prompts", len(prompts))
 
     def check_turns(self, turns: Rows) -> None:
-        """Check that turns can follow what the active slots hold and what is pending."""
+        """Check that turns can follow the tokens and the pending tokens of the active slots."""
         lengths = self._check_one_each("prompts", len(turns))
         _check_not_empty(turns)
         self.check_room(lengths, self._after_pending(turns))
@@ -124,7 +127,7 @@ class Batch:
         return lengths
 
     def _after_pending(self, turns: Rows) -> list[list[int]]:
-        """Return what must be run for each turn: pending tokens go first, and an empty turn runs nothing."""
+        """Return the tokens to run for each turn: pending tokens go first, and an empty turn runs nothing."""
         return [[*slot.pending, *turn] if turn else [] for slot, turn in zip(self._runner.slots, turns, strict=True)]
 
     # --- which slots are active ---
@@ -134,7 +137,7 @@ class Batch:
         self._reset([])
 
     def added(self, slots: Sequence[Slot], prompts: Rows, *, skip_prompt_cache: Sequence[bool]) -> list[Slot]:
-        """Make more slots active after others, each with what the prompt cache has of its prompt. Inside :meth:`Runner.work`."""
+        """Make more slots active after others, each with the prefix of its prompt in the prompt cache. Inside :meth:`Runner.work`."""
         first = len(slots)
         self._cache.set_active_batch_size(first + len(prompts), stream=self._runner.stream)
         empty = [*slots, *(Slot([], 0) for _ in prompts)]
@@ -142,9 +145,9 @@ class Batch:
         return self._restored(empty, {slot: match for slot, row in sought.items() if (match := self._prompt_cache.find(row))})
 
     def copied(self, slots: Sequence[Slot], source: int, lengths: Mapping[int, int]) -> list[Slot]:
-        """Copy the first tokens of a slot to others, over what these hold. Inside :meth:`Runner.work`.
+        """Copy the first tokens of a slot to others, which hold fewer of them. With states, all of its tokens. Inside :meth:`Runner.work`.
 
-        If there is no room for the copy, :class:`CapacityError` is raised and nothing was changed.
+        Raises :class:`CapacityError` if there is no memory for the copy between the slots; nothing was changed then.
         """
         stream = self._runner.stream
         copy = SlotCopy.capture(self._cache, source, max(lengths.values()), stream=stream)
@@ -159,7 +162,7 @@ class Batch:
 
     @nvtx_range("compaction")
     def compact(self, mapping: Sequence[int]) -> None:
-        """Drop and move slots."""
+        """Drop and move slots by a mapping to their new places, -1 to drop. A dropped slot may be overwritten, so this cannot be undone."""
         kept = sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)
         slots = self._runner.slots
         self._runner.checked_lengths()
@@ -171,7 +174,10 @@ class Batch:
     # --- sequences ---
 
     def start(self, prompts: Rows, *, reuse: bool = False) -> Logits:
-        """Start new sequences and run their prompts."""
+        """Start new sequences and run their prompts; return the logits float32 ``[n, vocab]`` at the last token of each.
+
+        Not atomic once the first chunk runs: if a later one fails, the slots hold the tokens of the chunks before it.
+        """
         kept = [0] * len(prompts)
         if reuse:
             self._check_one_each("prompts", len(prompts))  # the batch may have changed since the prompts were checked
@@ -200,12 +206,12 @@ class Batch:
         return logits
 
     def _kept(self, prompt: Sequence[int], slot: Slot) -> int:
-        """Return how many tokens of a prompt a slot keeps of what it holds: states are those after all of them."""
+        """Return the number of tokens that a slot keeps for a prompt: their common prefix, or with states all of them or none."""
         count = common_prefix(prompt[:-1], slot.tokens)
         return 0 if self._runner.has_states and count < slot.length else count
 
     def append(self, turns: Rows) -> Logits:
-        """Run new tokens of the active slots, after their pending ones."""
+        """Run new tokens of the active slots, after their pending ones; return the logits float32 ``[A, vocab]``, NaN for an empty turn."""
         lengths = self._check_one_each("turns", len(turns))
         rows = self._after_pending(turns)
         self.check_room(lengths, rows)
@@ -217,7 +223,10 @@ class Batch:
 
     @nvtx_range("decode")
     def decode(self, tokens: Sequence[int]) -> Logits:
-        """Run one token of every active slot in one enqueue."""
+        """Run one token of every active slot in one enqueue, and return the logits float32 ``[A, vocab]``.
+
+        The next step overwrites them. Nothing per layer, no allocation on the device, one wait.
+        """
         started = time.perf_counter()
         self.check_decode(tokens)
         with self._runner.work():
@@ -308,7 +317,10 @@ class Batch:
         return after, logits
 
     def start_every_logit(self, prompts: Rows) -> Iterator[tuple[int, Logits]]:
-        """Start new sequences, run their prompts, and yield the logits of all their tokens, chunk by chunk."""
+        """Start new sequences, run their prompts, and yield slot and logits ``[k, vocab]`` of its next k tokens.
+
+        The next chunk overwrites the logits. The prompt cache, which has none, is not read.
+        """
         chunks = self.plan_prefill([0] * len(prompts), prompts, every_logit=True)
         self._reset([0] * len(prompts))
         for chunk, parts in _parts_of(prompts, chunks):
@@ -328,7 +340,10 @@ class Batch:
 
     @nvtx_range("verify")
     def verify(self, rows: Rows) -> Logits:
-        """Run tokens of the active slots and return the logits of all of them. The slots do not hold them before :meth:`accept`."""
+        """Run tokens of the active slots past their lengths, and return the logits ``[A, m, vocab]``, NaN after the end of shorter rows.
+
+        One enqueue; several where a slot has no room for the padding of its row, and then the lengths are set back at the end.
+        """
         started = time.perf_counter()
         lengths = self._check_one_each("tokens", len(rows))
         self.check_room(lengths, rows)
@@ -355,7 +370,10 @@ class Batch:
         return found
 
     def accept(self, counts: Sequence[int]) -> None:
-        """Commit the first tokens that the last :meth:`verify` has run, and drop the others."""
+        """Commit the first tokens of each row of the last :meth:`verify`, and drop the others.
+
+        States after a part of a row are not known: the part runs again.
+        """
         verified = self._runner.uncommitted
         if not isinstance(verified, _Verified):
             raise RangeError("accept: expected a verify before it, and no other change of the sequences since. Call verify again.")
@@ -416,13 +434,13 @@ class Batch:
         return self._runner.has_states and self._prompt_cache.max_bytes > 0
 
     def divergence_point(self, tokens: TokenArray) -> int:
-        """Return the length of the longest common prefix with a cached prompt, where states at it can serve a third prompt."""
+        """Return the length of the longest common prefix with a cached prompt: states at it can serve a third prompt. 0 without states."""
         if not self.caches_prompt_without_last_token:
             return 0
         return max((common_prefix(tokens, entry.tokens) for entry in self._prompt_cache.entries), default=0)
 
     def remember(self, slots: Sequence[Slot], chosen: Iterable[int] | None = None) -> None:
-        """Copy what slots hold in the cache now into the prompt cache, if it is on."""
+        """Copy slots, as the cache holds them now, into the prompt cache if it is on."""
         if self._prompt_cache.max_bytes:
             for slot in range(len(slots)) if chosen is None else chosen:
                 if slots[slot].length:
@@ -440,7 +458,7 @@ class Batch:
         self._counters.reused_tokens += sum(kept)
 
     def _restored(self, slots: Sequence[Slot], matches: Mapping[int, PromptMatch]) -> list[Slot]:
-        """Copy what the prompt cache has into slots, over the tokens of it that they may hold. Inside :meth:`Runner.work`."""
+        """Copy cached prefixes into slots, which may hold a shorter part of them. Inside :meth:`Runner.work`."""
         after = list(slots)
         for slot, match in matches.items():
             self._prompt_cache.restore(match, slot, stream=self._runner.stream)

@@ -1,7 +1,7 @@
-"""How prompts of different lengths are cut into enqueues: a pure function over lengths.
+"""``plan_chunks``: cut prompts of different lengths into enqueues. A pure function over lengths.
 
 A cache update of padded width ``c`` writes ``c`` rows for every slot of the enqueue, so ``length + c <= S`` must hold for all of
-them. The rows behind a slot's own new tokens are padding; they are overwritten before they are read.
+them. The rows after a slot's own new tokens are padding; they are overwritten before they are read.
 """
 
 import itertools
@@ -19,6 +19,7 @@ class Chunk:
     """One enqueue over a contiguous run of slots."""
 
     first: int
+    #: New tokens of each slot; 0 for a slot whose row is computed and not committed.
     takes: tuple[int, ...]
 
     @property
@@ -45,7 +46,10 @@ def plan_chunks(
     max_sequence_length: int,
     can_start_at: Callable[[int], bool] = lambda slot: True,
 ) -> list[Chunk]:
-    """Cut tokens into enqueues."""
+    """Cut the remaining tokens of each slot into enqueues, in the order in which they run. ``length + remaining <= S``.
+
+    Raises LayoutError if a slot cannot be reached: a slot before it is full, and no enqueue may start between the two.
+    """
     planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at)
     chunks: list[Chunk] = []
     while any(planner.remaining):

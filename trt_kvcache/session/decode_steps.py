@@ -51,7 +51,7 @@ class DecodeSteps:
         # The requests whose history the sampler has, by slot; the step ahead included.
         self._sampled: Mapping[int, Cursor | None] = {}
         self._ahead: _StepAhead | None = None
-        #: True if tokens are chosen on the device.
+        #: True if tokens are chosen on the device. Tests set it over host memory.
         self.on_device = not runner.cache.memory.is_host and self.can_be_on_device
 
     @property

@@ -25,7 +25,10 @@ _KV_SCALES = ("k_scale", "v_scale")
 
 @contextmanager
 def model_headers(path_or_hub_id: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a folder from which everything of a model can be read but the values of its weights."""
+    """Yield a folder with all of a model but the values of its weights: a few hundred kilobytes of a model of the Hub.
+
+    Weight files of the temporary folder have headers and holes. If these cannot be downloaded, a warning says so, and there are none.
+    """
     path = expanded(path_or_hub_id)
     snapshot = locate_model(path_or_hub_id, files=_FILES_WITHOUT_WEIGHTS)
     if path.exists() or _has_weights(snapshot):

@@ -1,4 +1,4 @@
-"""Where a model is: a folder, or a repository of the Hugging Face Hub that is downloaded into its cache."""
+"""Location of a model: a folder, or a repository of the Hugging Face Hub, which is downloaded into the Hub's cache."""
 
 import os
 import re
@@ -30,7 +30,10 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def locate_model(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, files: Sequence[str] = NEEDED_FILES) -> Path:
-    """Return the folder of a model or an engine; a model of the Hugging Face Hub is downloaded first."""
+    """Return the folder of a model or an engine; a model of the Hugging Face Hub is downloaded first.
+
+    A folder called ``organisation/name`` takes precedence over the Hub, and then nothing uses the network.
+    """
     path = expanded(path_or_hub_id)
     if path.exists():
         if revision is not None:

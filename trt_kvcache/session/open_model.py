@@ -85,7 +85,7 @@ class SessionParts:
 
 
 def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
-    """Open an engine folder."""
+    """Open an engine folder. The caller closes the parts."""
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
@@ -120,7 +120,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
 
 
 def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
-    """Open a Hugging Face folder, without an engine folder."""
+    """Open a Hugging Face folder, without an engine folder. The caller closes the parts."""
     place = expanded(path)
     if is_engine_folder(place):
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
@@ -162,7 +162,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
 
 
 def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
-    """Return why TensorRT cannot run engines here, or None if it can."""
+    """Return the reason that TensorRT cannot run engines here, or None. Imports TensorRT if there is a GPU."""
     reason = find_gpu(device)
     if reason is None:
         try:
@@ -173,7 +173,7 @@ def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
 
 
 def why_no_torch() -> str | None:
-    """Return why PyTorch cannot be used, or None if it can. Imports it."""
+    """Return the reason that PyTorch cannot be used, or None. Imports it."""
     try:
         _torch_engine()
     except (ModuleNotFoundError, EngineError) as error:

@@ -12,10 +12,10 @@ from trt_kvcache.generation.sampling import SamplerPosition
 if TYPE_CHECKING:
     from trt_kvcache.session.queued_request import QueuedRequest
 
-#: Where a request that has not ended is.
+#: Stage of a request that has not ended.
 RequestStage = Literal["queued", "prefilling", "decoding"]
 
-#: Where a request is.
+#: State of a request.
 RequestState = Literal["queued", "prefilling", "decoding", "finished"]
 
 
@@ -52,7 +52,7 @@ class RequestHandle(Uncopyable):
 
     @property
     def index(self) -> int:
-        """How many prompts were submitted before."""
+        """Number of prompts that were submitted before."""
         return self._queued.request.index
 
     @property
@@ -62,7 +62,7 @@ class RequestHandle(Uncopyable):
 
     @property
     def state(self) -> RequestState:
-        """Where it is: ``"queued"``, ``"prefilling"``, ``"decoding"`` or ``"finished"``."""
+        """Its state: ``"queued"``, ``"prefilling"``, ``"decoding"`` or ``"finished"``."""
         return self._queued.state
 
     @property
@@ -77,7 +77,7 @@ class RequestHandle(Uncopyable):
 
     @property
     def prompt_score(self) -> PromptScore | None:
-        """How likely the model finds the prompt, once all of it has run; None without ``prompt_logprobs`` of ``submit``."""
+        """Log-probabilities of the prompt, once all of it has run; None without ``prompt_logprobs`` of ``submit``."""
         return self._queued.prompt_score
 
     @property
@@ -87,7 +87,7 @@ class RequestHandle(Uncopyable):
 
     @property
     def started(self) -> float | None:
-        """When it got a slot, by ``time.perf_counter``; None if it has not had one."""
+        """Time at which it got its first slot, by ``time.perf_counter``; None before."""
         return self._queued.progress.started
 
     @property
@@ -112,7 +112,7 @@ class RequestHandle(Uncopyable):
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """True once it has ended."""
         return self._queued.finished
 
     def cancel(self) -> bool:

@@ -15,7 +15,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def read_snapshots(paths: Paths, cache: Cache, model: ModelIdentity) -> list[Snapshot]:
-    """Read snapshots that are to fill the first slots of a cache."""
+    """Read snapshots for the first slots of a cache, which they were checked to fit."""
     each = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not isinstance(each, Sequence) or not all(isinstance(path, str | os.PathLike) for path in each):
         raise ShapeError(f"snapshots: expected a path or a sequence of paths, got {paths!r}.")
@@ -34,7 +34,7 @@ def read_snapshots(paths: Paths, cache: Cache, model: ModelIdentity) -> list[Sna
 
 
 def next_tokens(snapshot: Snapshot) -> tuple[int, list[int]]:
-    """Return what to do with a snapshot to get logits to continue from."""
+    """Return the number of tokens of a snapshot to keep, and the tokens to run after them for the logits to continue from."""
     if snapshot.pending:
         return len(snapshot.tokens), list(snapshot.pending)
     if not snapshot.tokens or snapshot.slot_format.has_states:

@@ -9,7 +9,10 @@ from trt_kvcache.session.batch import Batch, Rows
 
 
 def score_prompts(batch: Batch, prompts: Rows, *, slots: int, top_logprobs: int) -> list[PromptScore]:
-    """Score prompts, as many at a time as there are slots."""
+    """Score prompts, as many at a time as there are slots. No slot is active afterwards.
+
+    Prompts of similar length share an enqueue, to save padding. The last token of a prompt does not run: nothing follows it.
+    """
     found: list[PromptScore | None] = [None] * len(prompts)
     by_length = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     try:

@@ -274,12 +274,12 @@ class InferenceSession(Uncopyable):
 
     @property
     def model(self) -> ModelConfig | None:
-        """What the engine computes, layer by layer, if the session was told."""
+        """Description of the decoder, layer by layer, if the session was given one."""
         return self._model
 
     @property
     def weights(self) -> WeightsSummary | None:
-        """How the weights are stored, if the session opened a checkpoint; None for an engine with weights of its own."""
+        """Storage of the weights, if the session opened a checkpoint; None for an engine with weights of its own."""
         return self._weights
 
     @property
@@ -289,12 +289,12 @@ class InferenceSession(Uncopyable):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template, so that it takes conversations: :meth:`chat` and :class:`ChatPrompt`."""
+        """True if the model has a chat template, so that it takes conversations: :meth:`chat` and :class:`ChatPrompt`."""
         return self._tokenizer is not None and self._tokenizer.has_chat_template
 
     @property
     def defaults(self) -> SamplingParams:
-        """What ``generate`` uses for options that are not given."""
+        """Sampling options of ``generate`` that are not given in a call."""
         return self._defaults
 
     @property
@@ -957,12 +957,12 @@ class InferenceSession(Uncopyable):
 
     @property
     def num_waiting_requests(self) -> int:
-        """How many submitted requests wait for a slot."""
+        """Number of submitted requests that wait for a slot."""
         return self._queue.scheduler.num_waiting
 
     @property
     def num_waiting_clients(self) -> int:
-        """How many clients have requests that wait for their first slot."""
+        """Number of clients with requests that wait for their first slot."""
         return self._queue.scheduler.waiting.num_clients
 
     @exclusive

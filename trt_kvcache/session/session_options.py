@@ -76,7 +76,7 @@ BUILD_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """How a session is opened, from an engine folder or from a Hugging Face folder.
+    """Options of a session, which is opened from an engine folder or from a Hugging Face folder.
 
     Parameters
     ----------

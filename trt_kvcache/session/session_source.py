@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class SessionSource:
-    """Where a session comes from. Each call opens a new one, which the caller closes.
+    """A model or engine folder with options. Each call opens a new session, which the caller closes.
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class SingleUser:
-    """What one thread may be in at a time."""
+    """Guard of an object that one thread may use at a time."""
 
     __slots__ = ("_what", "acquire", "release")
 

@@ -9,12 +9,10 @@ from trt_kvcache.generation.sampling import SamplerPosition
 
 
 class Slot(NamedTuple):
-    """Tokens of one sequence: those in the cache, those pending, and the position of the sampler that chose them.
+    """Tokens of one sequence: those in the cache, those pending, and the position of the sampler that chose them."""
 
-    ``row`` is append-only and shared by all values of a sequence, each of which reads its first ``length`` entries. So a step costs the
-    same for any number of tokens, and a value that was never put in force leaves the others as they are.
-    """
-
+    #: Append-only, and shared by all values of a sequence, each of which reads its first ``length`` entries. So a step costs the same for
+    #: any number of tokens, and a value that was never put in force leaves the others as they are.
     row: list[int]
     length: int
     #: Chosen, and not in the cache yet.

@@ -1,4 +1,4 @@
-"""What a session has done so far: times, tokens, bytes."""
+"""Statistics of a session: times, tokens, bytes."""
 
 from dataclasses import dataclass
 

@@ -13,7 +13,7 @@ from trt_kvcache.session.session import InferenceSession
 
 @dataclass(frozen=True, kw_only=True)
 class TextPerplexity:
-    """How well a model predicts a text.
+    """Perplexity of a model on a text.
 
     Parameters
     ----------

@@ -28,7 +28,7 @@ _MAX_NAMED_SLOTS = 40
 
 @dataclass(frozen=True)
 class SlotSpan:
-    """What one request did in one slot without a break."""
+    """Uninterrupted activity of one request in one slot."""
 
     slot: int
     request: int
@@ -48,7 +48,7 @@ class SlotMove:
 
 
 class Timeline:
-    """What the slots of a session did over time. ``InferenceSession.record`` makes one.
+    """Activities of the slots of a session over time. ``InferenceSession.record`` makes one.
 
     Parameters
     ----------
@@ -94,17 +94,17 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[SlotSpan, ...]:
-        """What was run, by its beginning."""
+        """Activities, in the order of their beginning."""
         return tuple(sorted((*self._done, *self._open.values()), key=lambda span: (span.begin, span.slot)))
 
     @property
     def moves(self) -> tuple[SlotMove, ...]:
-        """What compaction moved, in order."""
+        """Moves of compactions, in order."""
         return tuple(self._moves)
 
     @property
     def waiting(self) -> tuple[tuple[float, int], ...]:
-        """How many requests waited for a slot after the first step and after each that changed it, with the seconds since the beginning."""
+        """Numbers of waiting requests, with the seconds since the beginning: of the first step, and of each that changed the number."""
         return tuple(self._waiting)
 
     def now(self) -> float:
