@@ -5,9 +5,8 @@ from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.cache.length_state import LengthState
-from trt_kvcache.errors import DTypeError, MappingError, RangeError, ShapeError
+from trt_kvcache.errors import MappingError, RangeError, ShapeError
 from trt_kvcache.kernels import CompactionPlan, increment_length_tensor
-from trt_kvcache.kernels.layer_views import check_memory
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -83,14 +82,10 @@ class DeviceKnownChanges(LengthState):
             raise RangeError("max_increment: expected with a device tensor, whose values the host does not know.")
         limit = int_in_range("max_increment", max_increment, 0)
         active = self.active_batch_size
-        check_memory("increment", increments, self._memory)
-        if increments.dtype != "int32":
-            raise DTypeError(f"increment: expected int32, got {increments.dtype}.")
         if increments.shape != (active,):
             raise ShapeError(f"increment: expected shape ({active},), one per active slot, got {increments.shape}.")
-        capturing = self._memory.is_capturing(stream)
-        after = self._mirror if capturing else self._mirror.after_commit([limit] * active, exact=False)
-        increment_length_tensor(self.active_tensor, increments, stream=stream)
+        after = self._mirror if self._memory.is_capturing(stream) else self._mirror.after_commit((limit,) * active, exact=False)
+        increment_length_tensor(self.active_tensor, increments, stream=stream)  # checks dtype and memory
         self._mirror = after
 
     def _compact_by_device_mapping(self, mapping: DeviceTensor, old: int, new: int, stream: Any) -> None:

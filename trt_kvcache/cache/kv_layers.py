@@ -35,7 +35,7 @@ class SavedRows(NamedTuple):
 class KVLayers:
     """K and V of all attention layers, one of the :class:`~trt_kvcache.cache.slot_contents.SlotContents` of a cache."""
 
-    # Slots and numbers of tokens are checked by the callers, except where a docstring says otherwise.
+    # Callers have checked slots, numbers of tokens and streams, except where a docstring says otherwise.
 
     is_recurrent = False
 

@@ -132,7 +132,7 @@ class Lengths(DeviceKnownChanges):
             if self._memory.is_capturing(stream):
                 increment_length_tensor(self.active_tensor, number, stream=stream)  # checked: no capacity bounds the number here
                 return
-            after = self._mirror.after_commit([number] * self.active_batch_size)
+            after = self._mirror.after_commit((number,) * len(self._mirror.upper_bounds))
             increment_scalar_kernel(self.active_tensor, number, stream)
         self._mirror = after
 

@@ -56,7 +56,7 @@ class RecurrentStates:
     """States of all recurrent layers, one of the :class:`~trt_kvcache.cache.slot_contents.SlotContents` of a cache."""
 
     # With ping_pong there are two buffers. `parity` (0 or 1) is the index of the current one, which the next enqueue reads; everything acts
-    # on it unless it says otherwise. Slots are checked by the callers.
+    # on it unless it says otherwise. Callers have checked slots and streams.
 
     is_recurrent = True
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,9 @@ def _host_mapping(mapping: Any, old_batch: int, new_batch: int) -> list[int]:
         raise MappingError(f"batch_mapping: expected a sequence of integers, got {type(mapping).__name__}.")
     if len(mapping) != old_batch:
         raise MappingError(f"batch_mapping: expected old_batch={old_batch} entries, got {len(mapping)}.")
-    slots = [as_int(f"batch_mapping[{old}]", new, error=MappingError) for old, new in enumerate(mapping)]
+    slots = list(mapping)
+    if set(map(type, slots)) - {int}:
+        slots = [as_int(f"batch_mapping[{old}]", new, error=MappingError) for old, new in enumerate(slots)]
     taken: dict[int, int] = {}
     for old, new in enumerate(slots):
         if not -1 <= new < new_batch:
@@ -134,9 +138,11 @@ class CompactionPlan:
         slots = _host_mapping(mapping, old, new)
         if len(lengths) != old:
             raise ShapeError(f"lengths: expected one for each of old_batch={old} slots, got {len(lengths)}.")
-        tokens = [int_in_range(f"lengths[{slot}]", length, 0, MAX_DIMENSION) for slot, length in enumerate(lengths)]
-        lists = tuple(tuple(moves) for moves in plan_moves(slots, tokens, MAX_MOVES))
-        max_tokens = max((move.tokens for moves in lists for move in moves), default=0)
+        tokens = list(lengths)
+        if set(map(type, tokens)) - {int} or not 0 <= min(tokens, default=0) <= max(tokens, default=0) <= MAX_DIMENSION:
+            tokens = [int_in_range(f"lengths[{slot}]", length, 0, MAX_DIMENSION) for slot, length in enumerate(tokens)]
+        lists = tuple(map(tuple, plan_moves(slots, tokens, MAX_MOVES)))
+        max_tokens = max(map(attrgetter("tokens"), chain.from_iterable(lists)), default=0)
         return cls(old, new, lists, max_tokens)
 
     @staticmethod

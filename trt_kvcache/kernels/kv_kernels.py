@@ -245,7 +245,7 @@ def _compact_layers_on_host(layers: KVLayerInfos, plan: AnyCompactionPlan, strea
         for kv in (0, 1):
             carry_out(array[:, kv], moves, whole_slots=False)
 
-    for_each_layer(compact, layers.views, _nbytes(layers, sum(move.tokens for move in moves)))
+    for_each_layer(compact, layers.views, _nbytes(layers, sum([move.tokens for move in moves])))
 
 
 def _nbytes(infos: KVLayerInfos, rows: int) -> int:
