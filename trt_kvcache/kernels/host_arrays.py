@@ -1,6 +1,7 @@
 """NumPy arrays over tensors of host memory, and the moves of a compaction over an array."""
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,10 @@ def new_counts(new_lengths: DeviceTensor | None, tokens: Array) -> list[int]:
 def moves_of(plan: AnyCompactionPlan, tokens_per_row: int = 1) -> list[CompactionMove]:
     """Return the moves of a plan, in order. A mapping in a tensor is read now; entries that do not keep the order are ignored."""
     if isinstance(plan, CompactionPlan):
-        return [move for moves in plan.of_rows(tokens_per_row).move_lists for move in moves]
+        return list(chain.from_iterable(plan.of_rows(tokens_per_row).move_lists))
     mapping, lengths = array_of(plan.mapping).tolist(), array_of(plan.lengths).tolist()
-    rows = [-(-max(length, 0) // tokens_per_row) for length in lengths]
-    return [CompactionMove(old, new, rows[old]) for old, new in enumerate(mapping) if 0 <= new < old]
+    kept = [(old, new) for old, new in enumerate(mapping) if 0 <= new < old]
+    return [CompactionMove(old, new, -(-max(lengths[old], 0) // tokens_per_row)) for old, new in kept]
 
 
 def carry_out(slots: Array, moves: Iterable[CompactionMove], *, whole_slots: bool) -> None:
