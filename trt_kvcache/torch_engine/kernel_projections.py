@@ -10,7 +10,7 @@ from trt_kvcache.kernels import linear, linear_gelu_tanh_mul, linear_silu_mul
 from trt_kvcache.kernels.linear import GRANULE_NBYTES, INPUT_GRANULE
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import MlpConfig
-from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS, borrowed
+from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS, device_view
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection
 
 #: Rows up to which the kernels are used: one tile of their products. ``benchmarks/linear.py`` compares them with torch.
@@ -48,8 +48,8 @@ class KernelProjections(Projections):
         self._launch(linear, rows, TorchProjection(head, None), logits)
 
     def _launch(self, kernel: Any, x: torch.Tensor, projection: TorchProjection, out: torch.Tensor) -> None:
-        rows, weight, results = (borrowed(tensor, self._memory) for tensor in (x.flatten(0, -2), projection.weight, out.flatten(0, -2)))
-        bias = None if projection.bias is None else borrowed(projection.bias, self._memory)
+        rows, weight, results = (device_view(tensor, self._memory) for tensor in (x.flatten(0, -2), projection.weight, out.flatten(0, -2)))
+        bias = None if projection.bias is None else device_view(projection.bias, self._memory)
         kernel(rows, weight, bias=bias, out=results, stream=self._stream)
 
 

@@ -37,7 +37,7 @@ GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class AttentionInputs(Uncopyable):
-    """Inputs of the attention kernels apart from a step, made once for all layers (of which :func:`are_known` is true)."""
+    """Inputs of the attention kernels apart from a step, made once for all layers (of which :func:`attention_is_supported` is true)."""
 
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, memory: Memory) -> None:
         stream = memory.create_stream()
@@ -65,14 +65,17 @@ class AttentionInputs(Uncopyable):
         self._workspace.close()
 
 
-def are_known(mixers: Sequence[AttentionConfig], dtype: str, memory: Memory) -> bool:
+def attention_is_supported(mixers: Sequence[AttentionConfig], dtype: str, memory: Memory) -> bool:
     """Return True if the attention kernels support all layers, the dtype and the GPU."""
     return (
-        not memory.is_host and dtype in ELEMENT_TYPES and all(_is_known(mixer) for mixer in mixers) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
+        not memory.is_host
+        and dtype in ELEMENT_TYPES
+        and all(_is_supported(mixer) for mixer in mixers)
+        and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
     )
 
 
-def _is_known(mixer: AttentionConfig) -> bool:
+def _is_supported(mixer: AttentionConfig) -> bool:
     factors = (mixer.score_scale, mixer.score_scale if mixer.softcap is None else mixer.softcap)
     return (
         mixer.head_dim in HEAD_DIMS
@@ -98,9 +101,9 @@ class KernelAttention:
         kv_heads = cache.shape[2]
         heads = qkv.shape[2] - 2 * kv_heads
         out = qkv.new_empty((*qkv.shape[:2], heads, qkv.shape[3]))
-        q, k, v = split_qkv(borrowed(qkv, self._memory), heads, kv_heads)
+        q, k, v = split_qkv(device_view(qkv, self._memory), heads, kv_heads)
         options = {"kv_scales": self._scales[layer], **self._options[layer]}
-        attend(q, k, v, cache, self._start, out=borrowed(out, self._memory), stream=self._stream, **options)
+        attend(q, k, v, cache, self._start, out=device_view(out, self._memory), stream=self._stream, **options)
         return out
 
 
@@ -120,7 +123,7 @@ class KernelElementwise(Elementwise):
         if slots * width > MAX_ROWS or columns % 2 or len(kinds) > 1:
             return super().add_norm(hidden, change, norm, change_norm, factor)
         out = hidden if norm is None else torch.empty_like(hidden)
-        weight, change_weight = (None if one is None else borrowed(one.weight, self._memory) for one in (norm, change_norm))
+        weight, change_weight = (None if one is None else device_view(one.weight, self._memory) for one in (norm, change_norm))
         ((eps, offset),) = kinds
         add_rms_norm(
             self._rows(hidden),
@@ -142,8 +145,8 @@ class KernelElementwise(Elementwise):
             return super().norm_qk(qkv, heads, q_norm, k_norm)
         qk_rms_norm(
             self._rows(qkv),
-            borrowed(q_norm.weight, self._memory),
-            borrowed(k_norm.weight, self._memory),
+            device_view(q_norm.weight, self._memory),
+            device_view(k_norm.weight, self._memory),
             num_heads=heads.query,
             num_kv_heads=heads.kv,
             eps=q_norm.epsilon,
@@ -164,10 +167,10 @@ class KernelElementwise(Elementwise):
 
     def _rows(self, tensor: torch.Tensor) -> DeviceTensor:
         """Return a view of the rows of all slots."""
-        return borrowed(tensor.flatten(0, 1), self._memory)
+        return device_view(tensor.flatten(0, 1), self._memory)
 
 
-def borrowed(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
+def device_view(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
     """Return a view of a torch tensor, which must live until the launch that uses it: torch reuses memory stream-ordered."""
     storage = tensor.untyped_storage()
     allocation = UnownedAllocation(memory, storage.nbytes())

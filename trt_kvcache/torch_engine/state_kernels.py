@@ -15,17 +15,17 @@ from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
 from trt_kvcache.kernels.mamba2 import MAX_STATE_SIZE, SIZE_GRANULE
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
-from trt_kvcache.torch_engine.kernels import borrowed
+from trt_kvcache.torch_engine.kernels import device_view
 from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, StateSpace
 from trt_kvcache.torch_engine.step import TorchStep
 
 
-def states_are_known(mixers: Sequence[RecurrentConfig], memory: Memory) -> bool:
+def states_are_supported(mixers: Sequence[RecurrentConfig], memory: Memory) -> bool:
     """Return True if the kernels of recurrent layers support all layers and the GPU."""
-    return not memory.is_host and all(map(_is_known, mixers)) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
+    return not memory.is_host and all(map(_is_supported, mixers)) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
 
 
-def _is_known(mixer: RecurrentConfig) -> bool:
+def _is_supported(mixer: RecurrentConfig) -> bool:
     if mixer.kernel not in KERNEL_WIDTHS:
         return False
     if isinstance(mixer, Mamba2Config):
@@ -44,7 +44,7 @@ class KernelStates:
         self._states, self._memory = step.tensors.states, memory
         self._common: dict[str, Any] = {"new_lengths": step.tensors.new_lengths, "stream": stream}
 
-    def convolved(
+    def convolve(
         self,
         layer: int,
         x: torch.Tensor,
@@ -54,34 +54,34 @@ class KernelStates:
         gate_in: torch.Tensor | None = None,
         gate_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.convolved`."""
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.convolve`."""
         past, present = self._states[layer][StateKind.CONV]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         options = {"bias": conv.bias, "gate_in": gate_in, "gate_out": gate_out, "out": out}
-        views = {name: borrowed(tensor, self._memory) for name, tensor in options.items() if tensor is not None}
-        inputs, weight = borrowed(x, self._memory), borrowed(conv.weight, self._memory)
+        views = {name: device_view(tensor, self._memory) for name, tensor in options.items() if tensor is not None}
+        inputs, weight = device_view(x, self._memory), device_view(conv.weight, self._memory)
         causal_conv1d(inputs, weight, past, present=present, silu=silu, **views, **self._common)
         return out
 
-    def scanned(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
-        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.scanned`."""
+    def scan(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.scan`."""
         past, present = self._states[layer][StateKind.RECURRENT]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         options = {"a": space.a, "d": space.d, "dt_bias": space.dt_bias, "out": out}
-        views = {name: borrowed(tensor, self._memory) for name, tensor in options.items()}
-        inputs, steps, keys, queries = (borrowed(tensor, self._memory) for tensor in (x, dt, b, c))
+        views = {name: device_view(tensor, self._memory) for name, tensor in options.items()}
+        inputs, steps, keys, queries = (device_view(tensor, self._memory) for tensor in (x, dt, b, c))
         mamba2_scan(inputs, steps, keys, queries, past, present=present, dt_limits=space.dt_limits, **views, **self._common)
         return out
 
-    def ruled(
+    def delta_rule(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
     ) -> torch.Tensor:
-        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.ruled`."""
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.delta_rule`."""
         past, present = self._states[layer][StateKind.RECURRENT]
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         options = {"decay": gates.decay, "dt_bias": gates.dt_bias, "out": out}
-        views = {name: borrowed(tensor, self._memory) for name, tensor in options.items()}
-        queries, keys, values, a_rows, b_rows = (borrowed(tensor, self._memory) for tensor in (q, k, v, a, b))
+        views = {name: device_view(tensor, self._memory) for name, tensor in options.items()}
+        queries, keys, values, a_rows, b_rows = (device_view(tensor, self._memory) for tensor in (q, k, v, a, b))
         gated_delta_rule(queries, keys, values, a_rows, b_rows, past, present=present, **views, **self._common)
         return out
 
@@ -90,7 +90,7 @@ class KernelStates:
     ) -> torch.Tensor:
         """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.gated_norm`."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        inputs = [borrowed(tensor, self._memory) for tensor in (x, gate, weight)]
-        options = {"out": borrowed(out, self._memory), **self._common}
+        inputs = [device_view(tensor, self._memory) for tensor in (x, gate, weight)]
+        options = {"out": device_view(out, self._memory), **self._common}
         gated_rms_norm(*inputs, group_size=group_size, gate_first=gate_first, eps=eps, **options)
         return out

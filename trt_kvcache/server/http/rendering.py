@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trt_kvcache._util.turns import Turns
-from trt_kvcache.checkpoint.template_processes import MOST_PROCESSES
+from trt_kvcache.checkpoint.template_processes import MAX_PROCESSES
 from trt_kvcache.errors import ClosedError, QueueFullError
 from trt_kvcache.server.shares import room_for
 
@@ -27,8 +27,8 @@ class Rendering:
     """Calls functions that render a text in threads: as many at once as there are processes for it. Belongs to one event loop."""
 
     def __init__(self, max_queue: int) -> None:
-        self._places = MOST_PROCESSES + max_queue
-        self._threads = ThreadPoolExecutor(MOST_PROCESSES, thread_name_prefix="chat template")
+        self._places = MAX_PROCESSES + max_queue
+        self._threads = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="chat template")
         self._running: Counter[str] = Counter()
         self._waiting: Turns[_Turn] = Turns()
         self._taken: Counter[str] = Counter()  # those that run or wait
@@ -67,7 +67,7 @@ class Rendering:
 
     def _begin_next(self) -> None:
         """Give free places to those whose turn it is."""
-        while not self._closed and (free := MOST_PROCESSES - self._running.total()):
+        while not self._closed and (free := MAX_PROCESSES - self._running.total()):
             turn = next(iter(self._waiting.first(1, self._running)), None)
             if turn is None or (free == 1 and self._running[turn.client]):
                 return
