@@ -10,10 +10,11 @@ from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segment
 from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.tensorrt_calls import require
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.safetensors_file import safetensors_buffers
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, DecoderCacheConfig, decoder_tensors
+from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, decoder_profiles, logits_per_slot
+from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_profiles, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.engine.quantized_kv import QuantizedKV

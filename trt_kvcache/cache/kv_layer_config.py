@@ -39,7 +39,7 @@ class KVLayerConfig:
 
     Notes
     -----
-    ``KVLayerConfig`` of seed 000.
+    ``KVLayerConfig`` of TensorRT Edge-LLM.
 
     Examples
     --------
@@ -61,7 +61,7 @@ class KVLayerConfig:
 
     @property
     def scales_by_head(self) -> bool:
-        """Whether heads have static scales of their own."""
+        """True if each head has its own static scale."""
         return isinstance(self.k_scale, tuple) or isinstance(self.v_scale, tuple)
 
     @property
@@ -78,7 +78,7 @@ class KVLayerConfig:
         dtype : str
             Of K and V.
         scaled : bool
-            Whether each head of a token has a scale for K and one for V.
+            True if each head of a token has a scale for K and one for V.
         """
         return 2 * self.num_kv_heads * (row_nbytes(self.head_dim, dtype) + (itemsize("float32") if scaled else 0))
 
@@ -101,7 +101,7 @@ def _scale(name: str, value: Any) -> float:
 
 
 def check_scales(owner: str, scales: Any, dtype: str, layers: Sequence[KVLayerConfig]) -> str | None:
-    """Return which scales a cache has, after checking that its layers fit them."""
+    """Return the kind of scales of a cache, one of ``KV_SCALES``; None for a dtype without. ``owner`` is the configuration, for errors."""
     if dtype not in SCALED_KV_DTYPES:
         if scales is not None:
             raise ConfigError(f"{owner}.scales: expected None for K and V in {dtype}, got {short_repr(scales)}.")

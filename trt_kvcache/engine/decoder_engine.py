@@ -12,14 +12,13 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionName, cache_layout
 from trt_kvcache.engine.bound_tensors import BoundTensors
 from trt_kvcache.engine.decoder_tensors import (
-    DecoderCacheConfig,
     cache_layer,
     decoder_profiles,
     decoder_tensors,

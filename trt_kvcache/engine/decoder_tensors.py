@@ -6,11 +6,9 @@ from itertools import count
 from typing import Any, Literal
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
+from trt_kvcache.cache.config import DecoderCacheConfig, HybridCacheConfig, KVCacheConfig, LayerType, MambaCacheConfig
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.layout import KVLayout
-from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import cache_layout
@@ -21,9 +19,6 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.kernels.scale_views import saved_scales
 from trt_kvcache.model import AttentionConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
-
-#: What an engine of a model runs on: K and V alone, or with the states of recurrent layers.
-DecoderCacheConfig = KVCacheConfig | HybridCacheConfig
 
 #: Slots in the smallest enqueue of every profile.
 MIN_BATCH_SIZE = 1

@@ -1,4 +1,4 @@
-"""``EngineConfig``: ``config.json`` of an engine folder, which records what was built, from which checkpoint, and with which TensorRT."""
+"""``EngineFolderConfig``: ``config.json`` of an engine folder, the record of the build, its checkpoint and its TensorRT."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, TypeVar, get_type_hints
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache._version import __version__
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_from_dict
+from trt_kvcache.engine.decoder_tensors import decoder_cache_from_dict
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.consistency import check_consistency
@@ -25,7 +26,7 @@ FORMAT = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineFolderConfig:
     """Everything that a runtime needs to know of an engine."""
 
     model: ModelConfig
@@ -80,7 +81,7 @@ class EngineConfig:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:
+    def from_dict(cls, data: Mapping[str, Any]) -> EngineFolderConfig:
         """Read what :meth:`to_dict` wrote."""
         _check_format(data)
         try:

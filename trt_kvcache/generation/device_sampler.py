@@ -14,11 +14,18 @@ from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.errors import ConfigError, CudaError, KVCacheError, RangeError, ShapeError
 from trt_kvcache.generation.sampling import SamplingParams, bad_logits, no_token_left
 from trt_kvcache.generation.token_logprobs import TokenLogprobs
-from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspace, StateInfos, choose_tokens, compact_rows, token_logprobs
-from trt_kvcache.kernels.backend import backend_of
-from trt_kvcache.kernels.host.token_choice import choice_params
+from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspace, StateInfos
+from trt_kvcache.kernels.sampling_kernels import (
+    choose_tokens_kernel,
+    count_tokens_kernel,
+    set_bias_kernel,
+    set_row_kernel,
+    token_logprobs_kernel,
+)
 from trt_kvcache.kernels.sampling_rows import ACTIVE, BAD_LOGITS, BIASED, GREEDY, LOGPROBS, NO_ERROR, PENALISED, ROW_PARAMS, ROW_RESULT
 from trt_kvcache.kernels.sampling_workspace import MAX_TOP_LOGPROBS, MAX_VOCAB_SIZE
+from trt_kvcache.kernels.state_row_kernels import compact_rows_kernel
+from trt_kvcache.kernels.token_choice import choice_params
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import cuda_core_error
 from trt_kvcache.memory.shapes import dense_nbytes
@@ -154,7 +161,7 @@ class DeviceSampler(Uncopyable):
             self._memory.zero(bias, stream=stream)
             ids = self._memory.to_device(np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias)), stream=stream)
             values = self._memory.to_device(np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias)), stream=stream)
-            backend_of(self._memory).set_bias(bias, ids, values, stream)
+            set_bias_kernel(bias, ids, values, stream)
         self._set_row(index, row, stream)
         self._tops[index] = -1 if params.logprobs is None else params.logprobs
 
@@ -171,12 +178,12 @@ class DeviceSampler(Uncopyable):
     def clear_slot(self, slot: int, *, stream: Any) -> None:
         """Make a slot idle until :meth:`set_slot`, stream-ordered."""
         index = slot_index(slot, len(self._tops))
-        backend_of(self._memory).set_row(self._rows, index, [0] * (ROW_PARAMS.itemsize // 8), stream)
+        set_row_kernel(self._rows, index, [0] * (ROW_PARAMS.itemsize // 8), stream)
         self._tops[index] = None
 
     def compact(self, moves: AnyCompactionPlan, mapping: Sequence[int], *, stream: Any) -> None:
         """Move the kept slots by the plan and the mapping of the cache's compaction, stream-ordered. The other slots become idle."""
-        compact_rows(self._infos, moves, stream=stream)
+        compact_rows_kernel(self._infos, moves, stream)
         tops = list(self._tops)
         kept = {new for new in mapping if new >= 0}
         for old, new in enumerate(mapping):
@@ -197,9 +204,9 @@ class DeviceSampler(Uncopyable):
         if batch != len(self._tops):
             uses, bias = (None if tensor is None else tensor[:batch] for tensor in (rows.uses, rows.bias))
             rows = SamplingRows(rows.params[:batch], rows.results[:batch], uses, bias)
-        choose_tokens(logits, rows, tokens, workspace=self._workspace, stream=stream)
+        choose_tokens_kernel(logits, rows, tokens, self._workspace, stream)
         if self._wants_logprobs:
-            token_logprobs(logits, rows, self._logprobs[:batch], workspace=self._workspace, stream=stream)
+            token_logprobs_kernel(logits, rows, self._logprobs[:batch], self._workspace, stream)
 
     def download(self, batch: int, *, stream: Any) -> SampledTokens:
         """Copy the tokens of the last :meth:`sample`, which may have been a graph replay, to pinned memory, stream-ordered.
@@ -249,12 +256,12 @@ class DeviceSampler(Uncopyable):
         return ids
 
     def _set_row(self, slot: int, row: Any, stream: Any) -> None:
-        backend_of(self._memory).set_row(self._rows, slot, row.reshape(1).view(np.int64).tolist(), stream)
+        set_row_kernel(self._rows, slot, row.reshape(1).view(np.int64).tolist(), stream)
 
     def _count(self, uses: DeviceTensor, tokens: npt.NDArray[np.int64], in_prompt: bool, stream: Any, *, more: int = 1) -> None:
         if tokens.size:
             ids = self._memory.to_device(tokens.astype(np.int32), stream=stream)
-            backend_of(self._memory).count_tokens(uses, ids, in_prompt, more, stream)
+            count_tokens_kernel(uses, ids, in_prompt, more, stream)
 
 
 def _row_of(params: SamplingParams, seed: int, counter: int) -> Any:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from trt_kvcache.errors import ProcessorError
 from trt_kvcache.generation.sampling import DeferredProcessor, LogitsProcessor, SamplingParams, check_logits, no_token_left
 from trt_kvcache.generation.token_counts import TokenCounts
-from trt_kvcache.kernels.host.scratch import scratch
+from trt_kvcache.kernels.scratch import scratch
 
 
 class LogitsEdits:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, option_names
 from trt_kvcache.errors import EngineError, ProcessorError, RangeError, ShapeError
-from trt_kvcache.kernels.host.philox import generator_at
-from trt_kvcache.kernels.host.token_choice import choice_params, choose_token
-from trt_kvcache.kernels.host.token_weights import RANDOM_BITS
+from trt_kvcache.kernels.philox import generator_at
+from trt_kvcache.kernels.token_choice import choice_params, choose_token
+from trt_kvcache.kernels.token_weights import RANDOM_BITS
 
 #: A user function that changes logits: ``f(tokens, logits) -> logits``. ``tokens``: the prompt and the generated tokens. ``logits``: a
 #: float32 array ``(vocab,)`` on the host that the function may change and return.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.kernels.host.log_probabilities import log_probabilities
+from trt_kvcache.kernels.most_likely import log_probabilities
 
 
 @dataclass(frozen=True)

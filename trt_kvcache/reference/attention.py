@@ -13,8 +13,8 @@ import numpy.typing as npt
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.kernels import AttentionWorkspace
+from trt_kvcache.kernels.attention_kernels import attend_kernel
 from trt_kvcache.kernels.attention_params import AttentionParams
-from trt_kvcache.kernels.host import attention as twin
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig, QueryScaling
@@ -119,7 +119,7 @@ class CombinedAttention:
             window=self._mixer.window or 0,
             softcap=self._mixer.softcap or 0.0,
         )
-        twin.attend(call, self._workspace, self._stream)
+        attend_kernel(call, self._workspace, self._stream)
         mixed: Float32 = memory.array(rows[0])
         return mixed
 

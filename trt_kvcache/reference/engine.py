@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.engine.decoder_engine import DecoderEngine, StepTensors
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import PlaceError
 from trt_kvcache.kernels import AttentionWorkspace

@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.cache.recurrent_states import StateKind
-from trt_kvcache.kernels.host.causal_conv1d import causal_conv1d
-from trt_kvcache.kernels.host.delta_rule import gated_delta_rule
-from trt_kvcache.kernels.host.gated_norm import gated_rms_norm
-from trt_kvcache.kernels.host.mamba2 import mamba2_scan
-from trt_kvcache.kernels.recurrent_params import CausalConv1dParams, DeltaRuleParams, GatedNormParams, Mamba2Params
+from trt_kvcache.kernels.causal_conv1d_kernels import CausalConv1dParams, causal_conv1d_kernel
+from trt_kvcache.kernels.delta_rule_kernels import DeltaRuleParams, gated_delta_rule_kernel
+from trt_kvcache.kernels.gated_norm_kernels import GatedNormParams, gated_rms_norm_kernel
+from trt_kvcache.kernels.mamba2_kernels import Mamba2Params, mamba2_scan_kernel
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model.norm_config import NormConfig
@@ -73,7 +72,7 @@ class Recurrence(ABC, Generic[MixerT]):
             gate_out=self._optional(gate_out),
             new_lengths=self._new_lengths,
         )
-        causal_conv1d(call, self._stream)
+        causal_conv1d_kernel(call, self._stream)
         convolved: Float32 = self._memory.array(out)
         return convolved
 
@@ -90,7 +89,7 @@ class Recurrence(ABC, Generic[MixerT]):
             eps=norm.epsilon,
             new_lengths=self._new_lengths,
         )
-        gated_rms_norm(call, self._stream)
+        gated_rms_norm_kernel(call, self._stream)
         normed: Float32 = self._memory.array(out)
         return normed
 
@@ -140,7 +139,7 @@ class Mamba2(Recurrence[Mamba2Config]):
             dt_limits=(mixer.dt_min, np.inf if mixer.dt_max is None else mixer.dt_max),
             new_lengths=self._new_lengths,
         )
-        mamba2_scan(call, self._stream)
+        mamba2_scan_kernel(call, self._stream)
         scanned: Float32 = self._memory.array(out).reshape(x.shape)
         return scanned
 
@@ -177,7 +176,7 @@ class GatedDeltaNet(Recurrence[GatedDeltaNetConfig]):
             dt_bias=self._tensor(weights["dt_bias"]),
             new_lengths=self._new_lengths,
         )
-        gated_delta_rule(call, self._stream)
+        gated_delta_rule_kernel(call, self._stream)
         ruled: Float32 = self._memory.array(out).reshape(v.shape)
         return ruled
 

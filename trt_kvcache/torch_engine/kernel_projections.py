@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from trt_kvcache.kernels import linear, linear_gelu_tanh_mul, linear_silu_mul
-from trt_kvcache.kernels.linear import GRANULE_NBYTES, INPUT_GRANULE
+from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE, linear_gated_mul_kernel, linear_kernel
 from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS, device_view
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection
@@ -29,7 +29,7 @@ class KernelProjections(Projections):
         if not _fits(x, projection.weight):
             return super().project(projection, x)
         out = x.new_empty((*x.shape[:-1], len(projection.weight)))
-        self._launch(linear, x, projection, out)
+        linear_kernel(*self._tensors(x, projection, out), self._stream)
         return out
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
@@ -37,7 +37,7 @@ class KernelProjections(Projections):
         if not config.gated or config.activation not in GATE_ACTIVATIONS or not _fits(x, inputs.weight):
             return super().activated(inputs, x, config)
         out = x.new_empty((*x.shape[:-1], len(inputs.weight) // 2))
-        self._launch(linear_silu_mul if config.activation == "silu" else linear_gelu_tanh_mul, x, inputs, out)
+        linear_gated_mul_kernel(*self._tensors(x, inputs, out), config.activation, self._stream)
         return out
 
     def write_logits(self, rows: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
@@ -45,12 +45,15 @@ class KernelProjections(Projections):
         if not _fits(rows, head):
             super().write_logits(rows, head, logits)
             return
-        self._launch(linear, rows, TorchProjection(head, None), logits)
+        linear_kernel(*self._tensors(rows, TorchProjection(head, None), logits), self._stream)
 
-    def _launch(self, kernel: Any, x: torch.Tensor, projection: TorchProjection, out: torch.Tensor) -> None:
+    def _tensors(
+        self, x: torch.Tensor, projection: TorchProjection, out: torch.Tensor
+    ) -> tuple[DeviceTensor, DeviceTensor, DeviceTensor | None, DeviceTensor]:
+        """Return rows, weight, bias and output of a product, as the kernels take them."""
         rows, weight, results = (device_view(tensor, self._memory) for tensor in (x.flatten(0, -2), projection.weight, out.flatten(0, -2)))
         bias = None if projection.bias is None else device_view(projection.bias, self._memory)
-        kernel(rows, weight, bias=bias, out=results, stream=self._stream)
+        return rows, weight, bias, results
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:

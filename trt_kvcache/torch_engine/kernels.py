@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.kernels import AttentionWorkspace, add_rms_norm, attend, gelu_tanh_mul, qk_rms_norm, silu_mul, split_qkv
+from trt_kvcache.kernels import AttentionWorkspace, split_qkv
+from trt_kvcache.kernels.attention_kernels import attend_kernel
+from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_tiles import (
     ELEMENT_TYPES,
     HEAD_DIMS,
@@ -22,7 +24,7 @@ from trt_kvcache.kernels.attention_tiles import (
     MIN_SCORE_FACTOR,
     arch_number,
 )
-from trt_kvcache.kernels.decoder_layer import MAX_ROWS
+from trt_kvcache.kernels.decoder_layer_kernels import MAX_ROWS, add_rms_norm_kernel, gated_mul_kernel, qk_rms_norm_kernel
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig
@@ -42,7 +44,7 @@ class AttentionInputs(Uncopyable):
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, memory: Memory) -> None:
         stream = memory.create_stream()
         group, head_dim = (max((getattr(mixer, size) for mixer in mixers), default=1) for size in ("group", "head_dim"))
-        self._workspace = AttentionWorkspace(memory, num_heads=group, num_kv_heads=1, head_dim=head_dim, stream=stream)
+        self.workspace = AttentionWorkspace(memory, num_heads=group, num_kv_heads=1, head_dim=head_dim, stream=stream)
         tables = rope_tables(mixers, length)
         self._tables = {key: memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in tables.items()}
         self.options: tuple[dict[str, Any], ...] = tuple(map(self._options, mixers))
@@ -51,7 +53,6 @@ class AttentionInputs(Uncopyable):
     def _options(self, mixer: AttentionConfig) -> dict[str, Any]:
         key = rope_key(mixer)
         return {
-            "workspace": self._workspace,
             "cos_sin": None if key is None else self._tables[key],
             "scale": mixer.score_scale,
             "window": mixer.window or 0,
@@ -62,7 +63,7 @@ class AttentionInputs(Uncopyable):
         """Release the memory. Idempotent."""
         for table in self._tables.values():
             table.allocation.close()
-        self._workspace.close()
+        self.workspace.close()
 
 
 def attention_is_supported(mixers: Sequence[AttentionConfig], dtype: str, memory: Memory) -> bool:
@@ -92,7 +93,7 @@ class KernelAttention:
         assert step.combined is not None
         self._caches, self._start = step.combined, step.tensors.start
         self._scales = step.tensors.scales or (None,) * len(step.combined)
-        self._memory, self._options, self._stream = memory, inputs.options, stream
+        self._memory, self._inputs, self._stream = memory, inputs, stream
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
@@ -102,8 +103,11 @@ class KernelAttention:
         heads = qkv.shape[2] - 2 * kv_heads
         out = qkv.new_empty((*qkv.shape[:2], heads, qkv.shape[3]))
         q, k, v = split_qkv(device_view(qkv, self._memory), heads, kv_heads)
-        options = {"kv_scales": self._scales[layer], **self._options[layer]}
-        attend(q, k, v, cache, self._start, out=device_view(out, self._memory), stream=self._stream, **options)
+        call = AttentionParams(
+            q=q, k=k, v=v, cache=cache, kv_scales=self._scales[layer], lengths=self._start, new_lengths=None,
+            out=device_view(out, self._memory), **self._inputs.options[layer],
+        )  # fmt: skip
+        attend_kernel(call, self._inputs.workspace, self._stream)
         return out
 
 
@@ -125,16 +129,16 @@ class KernelElementwise(Elementwise):
         out = hidden if norm is None else torch.empty_like(hidden)
         weight, change_weight = (None if one is None else device_view(one.weight, self._memory) for one in (norm, change_norm))
         ((eps, offset),) = kinds
-        add_rms_norm(
+        add_rms_norm_kernel(
             self._rows(hidden),
             self._rows(change),
             weight,
-            out=None if norm is None else self._rows(out),
-            eps=eps,
-            weight_offset=offset,
-            change_weight=change_weight,
-            change_factor=factor,
-            stream=self._stream,
+            None if norm is None else self._rows(out),
+            eps,
+            offset,
+            change_weight,
+            factor,
+            self._stream,
         )
         return hidden, out
 
@@ -143,16 +147,8 @@ class KernelElementwise(Elementwise):
         slots, width = qkv.shape[:2]
         if slots * width > MAX_ROWS or qkv.shape[3] % 2 or (q_norm.epsilon, q_norm.offset) != (k_norm.epsilon, k_norm.offset):
             return super().norm_qk(qkv, heads, q_norm, k_norm)
-        qk_rms_norm(
-            self._rows(qkv),
-            device_view(q_norm.weight, self._memory),
-            device_view(k_norm.weight, self._memory),
-            num_heads=heads.query,
-            num_kv_heads=heads.kv,
-            eps=q_norm.epsilon,
-            weight_offset=q_norm.offset,
-            stream=self._stream,
-        )
+        q_weight, k_weight = (device_view(norm.weight, self._memory) for norm in (q_norm, k_norm))
+        qk_rms_norm_kernel(self._rows(qkv), q_weight, k_weight, heads.query, heads.kv, q_norm.epsilon, q_norm.offset, self._stream)
         return qkv
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -161,8 +157,7 @@ class KernelElementwise(Elementwise):
         if activation not in GATE_ACTIVATIONS or slots * width > MAX_ROWS or columns % 4:
             return super().gated(gate_up, activation)
         out = gate_up.new_empty((slots, width, columns // 2))
-        multiply = silu_mul if activation == "silu" else gelu_tanh_mul
-        multiply(self._rows(gate_up), out=self._rows(out), stream=self._stream)
+        gated_mul_kernel(self._rows(gate_up), self._rows(out), activation, self._stream)
         return out
 
     def _rows(self, tensor: torch.Tensor) -> DeviceTensor:

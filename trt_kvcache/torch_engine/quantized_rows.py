@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trt_kvcache.kernels.attention_params import HEAD_SCALES_NDIM
-from trt_kvcache.kernels.host.quantized_kv import append_rows, live_rows
+from trt_kvcache.kernels.kv_quantization import append_rows, live_rows
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.torch_engine.attention import LiveRowsAttention

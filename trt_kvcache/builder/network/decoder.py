@@ -17,8 +17,9 @@ from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.unit_triangle import UnitTriangle
 from trt_kvcache.builder.network.weights import Weights
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, indices_in_kind, logits_tensors, state_tensors
+from trt_kvcache.engine.decoder_tensors import indices_in_kind, logits_tensors, state_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, embedding_output_name
 from trt_kvcache.model import AttentionConfig, ModelConfig
