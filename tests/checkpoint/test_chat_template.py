@@ -148,7 +148,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_without_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
-    monkeypatch.setattr(template_process, "SECONDS", 0.5)
+    monkeypatch.setattr(template_process, "TIMEOUT_SECONDS", 0.5)
     tokenizer = opened(byte_level_folder(tmp_path, chat_template=template))
     with pytest.raises((ConfigError, CheckpointError), match=r"tokenizer_config\.json: the chat template (refuses|cannot be read)"):
         tokenizer.apply_chat_template(MESSAGES)
@@ -159,7 +159,7 @@ def test_a_template_that_was_stopped_can_be_used_again(tmp_path: Path, monkeypat
     tokenizer = opened(byte_level_folder(tmp_path, chat_template=template))
     assert tokenizer.apply_chat_template(MESSAGES[:1]) == "fine"
     with monkeypatch.context() as patch:
-        patch.setattr(template_process, "SECONDS", 0.5)
+        patch.setattr(template_process, "TIMEOUT_SECONDS", 0.5)
         with pytest.raises(ConfigError, match=r"it was stopped, because it took longer than 0\.5 s or too much memory"):
             tokenizer.apply_chat_template(MESSAGES)
     assert tokenizer.apply_chat_template(MESSAGES[:1]) == "fine"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from trt_kvcache.checkpoint.template_process import TemplateFailure
-from trt_kvcache.checkpoint.template_processes import MOST_PROCESSES, TemplateProcesses
+from trt_kvcache.checkpoint.template_processes import MAX_PROCESSES, TemplateProcesses
 from trt_kvcache.errors import ClosedError
 
 #: Ten seconds of work, of which each is stopped.
@@ -55,8 +55,8 @@ def test_texts_one_after_another_have_one_process(processes):
 
 
 def test_a_slow_text_holds_up_no_other(processes):
-    slow = [Renders(processes) for _ in range(MOST_PROCESSES - 1)]
-    wait_until(lambda: len(processes._busy) == MOST_PROCESSES - 1)
+    slow = [Renders(processes) for _ in range(MAX_PROCESSES - 1)]
+    wait_until(lambda: len(processes._busy) == MAX_PROCESSES - 1)
     assert [processes.render({}) for _ in range(3)] == ["fine"] * 3
     assert all(one.is_alive() for one in slow)
     processes.close()
@@ -65,10 +65,10 @@ def test_a_slow_text_holds_up_no_other(processes):
 
 
 def test_there_are_no_more_than_the_most(processes):
-    slow = [Renders(processes) for _ in range(MOST_PROCESSES + 3)]
-    wait_until(lambda: len(processes._busy) == MOST_PROCESSES)
+    slow = [Renders(processes) for _ in range(MAX_PROCESSES + 3)]
+    wait_until(lambda: len(processes._busy) == MAX_PROCESSES)
     time.sleep(0.2)
-    assert len(processes._busy) == MOST_PROCESSES
+    assert len(processes._busy) == MAX_PROCESSES
     processes.close()
     for one in slow:
         one.join(30)

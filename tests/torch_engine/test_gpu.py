@@ -115,7 +115,7 @@ def test_layers_with_states(name, dtype, attention):
 @pytest.mark.parametrize("name", hybrid_shapes.NAMES)
 def test_states_without_kernels(name, dtype, monkeypatch):
     """Operations of torch in their place, which a graph replays too."""
-    monkeypatch.setattr(engine, "states_are_known", lambda *_: False)
+    monkeypatch.setattr(engine, "states_are_supported", lambda *_: False)
     model = hybrid_shapes.hybrid_model(name)
     with (
         open_hybrid(TorchEngine.open, model, dtype, "native", CudaMemory()) as ours,
@@ -166,6 +166,6 @@ def test_a_capturing_stream_is_refused():
 
 
 def test_a_torch_that_cannot_use_the_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr(device, "why_no_gpu", lambda index: "torch 9.9 without CUDA")
+    monkeypatch.setattr(device, "gpu_failure", lambda index: "torch 9.9 without CUDA")
     with pytest.raises(EngineError, match=r"^torch: expected one that can use cuda:0, got torch 9\.9 without CUDA\.$"):
         device.CudaDevice(CudaMemory())

@@ -53,20 +53,20 @@ def states_of(x, new_lengths, kind=None, past=None, present=None):
 def causal_conv1d(x, weight, past, *, present, out, bias=None, silu=False, gate_in=None, gate_out=None, new_lengths=None, stream):
     states = states_of(x, new_lengths, StateKind.CONV, past, present)
     gates = {"gate_in": optional(gate_in), "gate_out": optional(gate_out)}
-    view(out).copy_(states.convolved(0, view(x), Convolution(weight=view(weight), bias=optional(bias)), silu=silu, **gates))
+    view(out).copy_(states.convolve(0, view(x), Convolution(weight=view(weight), bias=optional(bias)), silu=silu, **gates))
 
 
 def mamba2_scan(x, dt, b, c, past, *, a, present, out, d=None, dt_bias=None, dt_limits, new_lengths=None, stream):
     states = states_of(x, new_lengths, StateKind.RECURRENT, past, present)
     d, dt_bias = (torch.zeros(x.shape[2]) if tensor is None else view(tensor) for tensor in (d, dt_bias))
     space = StateSpace(a=view(a), d=d, dt_bias=dt_bias, dt_limits=dt_limits)
-    view(out).copy_(states.scanned(0, *map(view, (x, dt, b, c)), space))
+    view(out).copy_(states.scan(0, *map(view, (x, dt, b, c)), space))
 
 
 def gated_delta_rule(q, k, v, a, b, past, *, decay, present, out, dt_bias=None, new_lengths=None, stream):
     states = states_of(q, new_lengths, StateKind.RECURRENT, past, present)
     gates = DeltaGates(decay=view(decay), dt_bias=torch.zeros(v.shape[2]) if dt_bias is None else view(dt_bias))
-    view(out).copy_(states.ruled(0, *map(view, (q, k, v, a, b)), gates))
+    view(out).copy_(states.delta_rule(0, *map(view, (q, k, v, a, b)), gates))
 
 
 def gated_rms_norm(x, gate, weight, *, out, group_size, gate_first, eps, new_lengths=None, stream):

@@ -22,7 +22,7 @@ def check_target(target: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
 
 
-def about(target: Path, error: OSError, temporary: Path) -> OSError:
+def error_about(target: Path, error: OSError, temporary: Path) -> OSError:
     """Return an error that names ``target`` if ``error`` names no file (a full disk) or the temporary one, which no user knows."""
     if error.errno is None or error.filename not in (None, str(temporary), temporary):
         return error
@@ -44,6 +44,6 @@ def atomic_file(target: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except OSError as error:
-        raise about(target, error, temporary) from error
+        raise error_about(target, error, temporary) from error
     finally:
         temporary.unlink(missing_ok=True)

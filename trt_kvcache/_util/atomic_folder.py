@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trt_kvcache._util.atomic_file import about
+from trt_kvcache._util.atomic_file import error_about
 
 # Arguments of renameat2 in Linux.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -29,7 +29,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield temporary
         _replace(temporary, target)
     except OSError as error:
-        raise about(given, error, temporary) from error
+        raise error_about(given, error, temporary) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

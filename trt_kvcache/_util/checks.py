@@ -57,7 +57,7 @@ def positive_number(what: str, value: Any, *, error: type[KVCacheError] = Config
         raise error(f"{what}: expected a finite number > 0, got {short_repr(value)}.")
 
 
-def option_meant(name: str, known: Collection[str], other_names: Mapping[str, str], *, cutoff: float = 0.7) -> str | None:
+def similar_option(name: str, known: Collection[str], other_names: Mapping[str, str], *, cutoff: float = 0.7) -> str | None:
     """Return the option that an unknown name probably stands for, or None. ``other_names``: names in other projects."""
     return other_names.get(name) or next(iter(get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
@@ -73,6 +73,6 @@ def option_names(
     """Check that options exist; the error suggests similar ones."""
     unknown = sorted(set(given) - set(known))
     if unknown:
-        meant = [option_meant(name, known, other_names) for name in unknown]
+        meant = [similar_option(name, known, other_names) for name in unknown]
         hints = "".join(f" Did you mean {one} instead of {name}?" for name, one in zip(unknown, meant, strict=True) if one is not None)
         raise error(f"{what}: unknown option {', '.join(unknown)}.{hints} Expected {', '.join(known)}.")

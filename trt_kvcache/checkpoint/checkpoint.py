@@ -218,7 +218,7 @@ class Checkpoint:
 
     def _value_dtype(self, name: str, files: Mapping[str, WeightFile]) -> str:
         """Return the dtype in which :meth:`tensor` returns a tensor that is not quantized."""
-        return files[name].tensors[name].dtype if files[name].keeps_values else self.config.dtype
+        return files[name].tensors[name].dtype if files[name].keeps_stored_dtype else self.config.dtype
 
     def quantized_weight(self, name: str) -> QuantizedWeight | None:
         """Return a quantized weight as it is stored, over the memory of the files.

@@ -83,7 +83,7 @@ class SafetensorsFile:
         self.tensors = _stored_tensors(self._map)
 
     #: Rounded to the dtype of the model before use, as transformers does.
-    keeps_values = False
+    keeps_stored_dtype = False
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 from trt_kvcache.checkpoint import template_worker
 
 #: Time limit of a text in seconds. Templates take milliseconds.
-SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0
 
 #: Memory limit of the process.
 MEMORY_NBYTES = 1 << 30
@@ -57,7 +57,7 @@ class TemplateProcess:
                 self.kill()
             answer = self._ask(line)
         if answer is None:
-            raise TemplateFailure(f"it was stopped, because it took longer than {SECONDS:g} s or too much memory")
+            raise TemplateFailure(f"it was stopped, because it took longer than {TIMEOUT_SECONDS:g} s or too much memory")
         if "text" in answer:
             return str(answer["text"])
         if "cannot_be_read" in answer:
@@ -102,7 +102,7 @@ class TemplateProcess:
         process = self._process
         assert process is not None
         assert process.stdout is not None
-        timer = threading.Timer(SECONDS, process.kill)
+        timer = threading.Timer(TIMEOUT_SECONDS, process.kill)
         timer.daemon = True
         timer.start()
         try:

@@ -10,14 +10,14 @@ from trt_kvcache.checkpoint.template_process import TemplateProcess
 from trt_kvcache.errors import ClosedError
 
 #: Limit of texts that are rendered at the same time. A process takes about 25 MB.
-MOST_PROCESSES = 4
+MAX_PROCESSES = 4
 
 #: Seconds that a text waits for a process before another one is started: starting takes longer than most texts.
-_PATIENCE = 0.05
+_START_DELAY_SECONDS = 0.05
 
 
 class TemplateProcesses:
-    """A template and up to ``MOST_PROCESSES`` processes; another one is started when all are busy. Thread-safe."""
+    """A template and up to ``MAX_PROCESSES`` processes; another one is started when all are busy. Thread-safe."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -57,8 +57,8 @@ class TemplateProcesses:
         """Return the idle process that was used last, or a new one."""
         with self._changed:
             if self._busy and not self._idle:
-                self._changed.wait_for(lambda: self._idle or self._closed, _PATIENCE)
-            self._changed.wait_for(lambda: self._idle or self._closed or len(self._busy) < MOST_PROCESSES)
+                self._changed.wait_for(lambda: self._idle or self._closed, _START_DELAY_SECONDS)
+            self._changed.wait_for(lambda: self._idle or self._closed or len(self._busy) < MAX_PROCESSES)
             self._check_open()
             process = self._idle.pop() if self._idle else TemplateProcess(self._text)
             self._busy.append(process)

@@ -65,7 +65,7 @@ def main() -> None:
         _limit_memory(start["memory_nbytes"])
         template = make_environment().from_string(start["template"])
     except Exception as error:  # noqa: BLE001 - whatever it is, the other process says so
-        failure = {"cannot_be_read": _told(error)}
+        failure = {"cannot_be_read": _message(error)}
     for line in sys.stdin:
         answer = failure
         if template is not None:
@@ -73,11 +73,11 @@ def main() -> None:
                 text = template.render(**json.loads(line))
                 answer = {"text": text} if len(text) <= start["max_length"] else {"refuses": f"its text has {len(text)} characters"}
             except Exception as error:  # noqa: BLE001 - a template can raise anything
-                answer = {"refuses": _told(error)}
+                answer = {"refuses": _message(error)}
         print(json.dumps(answer), flush=True)
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, MemoryError | RecursionError):
         return "it needs too much memory" if isinstance(error, MemoryError) else "it is nested too deeply, or calls itself"
     return str(error)[:1000] or type(error).__name__

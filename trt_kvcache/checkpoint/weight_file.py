@@ -23,7 +23,7 @@ class WeightFile(Protocol):
         """All files of the tensors."""
 
     @property
-    def keeps_values(self) -> bool:
+    def keeps_stored_dtype(self) -> bool:
         """True if tensors keep their stored dtype until they are used, whatever the dtype of the model is."""
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trt_kvcache._util.checks import option_meant
+from trt_kvcache._util.checks import similar_option
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.answer_file import AnswerFile
 from trt_kvcache.cli.chat_flags import ChatFlags, Template
@@ -101,7 +101,7 @@ def _warn_of_misspelt_options(prompts: Iterable[FilePrompt]) -> None:
     for prompt in prompts:
         for name in prompt.metadata.keys() - seen:
             seen.add(name)
-            meant = option_meant(name, OPTION_FIELDS, OTHER_NAMES, cutoff=0.85)
+            meant = similar_option(name, OPTION_FIELDS, OTHER_NAMES, cutoff=0.85)
             if meant is not None:
                 warn(f"{prompt.place}: {name}: no sampling option ({meant} is one); it is repeated in the answer.")
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.errors import ConfigError, CudaError, KVCacheError, RangeError, ShapeError
-from trt_kvcache.generation.sampling import SamplingParams, bad_logits, nothing_left
+from trt_kvcache.generation.sampling import SamplingParams, bad_logits, no_token_left
 from trt_kvcache.generation.token_logprobs import TokenLogprobs
 from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspace, StateInfos
 from trt_kvcache.kernels.sampling_kernels import (
@@ -70,7 +70,7 @@ class SampledTokens:
             return SampledToken(-1)
         token, error, place, logit = result
         if error != NO_ERROR:
-            return SampledToken(-1, bad_logits(logit, place) if error == BAD_LOGITS else nothing_left(logit))
+            return SampledToken(-1, bad_logits(logit, place) if error == BAD_LOGITS else no_token_left(logit))
         if top < 0 or self._logprobs is None:
             return SampledToken(token)
         ids, values = self._logprobs[slot, 1:].reshape(2, -1)[:, :top]

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import ProcessorError
-from trt_kvcache.generation.sampling import DeferredProcessor, LogitsProcessor, SamplingParams, check_logits, nothing_left
+from trt_kvcache.generation.sampling import DeferredProcessor, LogitsProcessor, SamplingParams, check_logits, no_token_left
 from trt_kvcache.generation.token_counts import TokenCounts
 from trt_kvcache.kernels.scratch import scratch
 
@@ -97,7 +97,7 @@ class LogitsEdits:
         best = int(np.argmax(edited))  # NaN counts as the largest
         if not np.isfinite(edited[best]):
             check_logits(logits)
-            raise nothing_left(edited[best])
+            raise no_token_left(edited[best])
         if self._params.logits_processors:
             held = (*self._prompt, *tokens)
             for index, processor in enumerate(self._params.logits_processors):

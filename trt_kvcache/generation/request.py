@@ -217,7 +217,7 @@ class Request:
     # --- changes of progress: cannot raise ---
 
     def take(self, choice: Choice) -> GeneratedToken | None:
-        """Make a choice the progress of the request, and return its token."""
+        """Record a choice as the progress of the request, and return its token."""
         if choice.token is not None:
             self._taken().append(choice.token.token)
         self.progress = choice.progress  # the one assignment that counts
@@ -252,7 +252,7 @@ class Request:
         return DeviceSampler.accepts(self._params)
 
     def enter(self, sampler: DeviceSampler, slot: int, *, stream: Any) -> None:
-        """Have a sampler on the device choose the tokens after the present ones."""
+        """Have a sampler on the device choose the tokens after the current ones."""
         seed, counter = self.sampler
         prompt, generated = self._edits.history(self._taken())
         sampler.set_slot(slot, self._params, seed=seed, counter=counter, prompt=prompt, generated=generated, stream=stream)

@@ -355,6 +355,6 @@ def bad_logits(logit: Any, token: int) -> EngineError:
     return EngineError(f"logits: expected finite numbers, got {logit} for token {token}. The engine or its cache is damaged.")
 
 
-def nothing_left(logit: Any) -> ProcessorError:
+def no_token_left(logit: Any) -> ProcessorError:
     """Return the error for a largest logit, after bias and penalties, that is not finite."""
     return ProcessorError(f"logit_bias and penalties: expected a largest logit that is finite after them, got {logit}.")

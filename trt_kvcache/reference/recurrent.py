@@ -53,7 +53,7 @@ class Recurrence(ABC, Generic[MixerT]):
     def _optional(self, array: npt.NDArray[Any] | None) -> DeviceTensor | None:
         return None if array is None else self._tensor(array)
 
-    def _convolved(
+    def _convolve(
         self, weights: DecoderLayerWeights, x: Float32, *, silu: bool, gate_in: Float32 | None = None, gate_out: Float32 | None = None
     ) -> Float32:
         """Return the convolution of ``x`` ``[A, s, channels]``, with gates of its input and output."""
@@ -100,7 +100,7 @@ class ShortConvolution(Recurrence[ShortConvConfig]):
     def __call__(self, weights: DecoderLayerWeights, hidden: Float32) -> Float32:
         """Return ``out(c * conv(b * x))``, and write the state of the convolution."""
         b, c, x = np.split(project(weights.projection("conv_in"), hidden), 3, axis=-1)
-        return project(weights.projection("conv_out"), self._convolved(weights, x, silu=False, gate_in=b, gate_out=c))
+        return project(weights.projection("conv_out"), self._convolve(weights, x, silu=False, gate_in=b, gate_out=c))
 
 
 class Mamba2(Recurrence[Mamba2Config]):
@@ -111,14 +111,14 @@ class Mamba2(Recurrence[Mamba2Config]):
         mixer = self._mixer
         projected = project(weights.projection("mamba_in"), hidden)
         gate, mixed, dt = np.split(projected, [mixer.inner, mixer.inner + mixer.channels], axis=-1)
-        mixed = self._convolved(weights, mixed, silu=True)
+        mixed = self._convolve(weights, mixed, silu=True)
         x, b, c = np.split(mixed, [mixer.inner, mixer.inner + mixer.num_groups * mixer.state_size], axis=-1)
-        scanned = self._scanned(weights, x, b, c, dt)
+        scanned = self._scan(weights, x, b, c, dt)
         size = mixer.inner // mixer.num_groups
         normed = self._gated_norm(scanned, gate, weights["mamba_norm.weight"], mixer.norm, group_size=size, gate_first=True)
         return project(weights.projection("mamba_out"), normed)
 
-    def _scanned(self, weights: DecoderLayerWeights, x: Float32, b: Float32, c: Float32, dt: Float32) -> Float32:
+    def _scan(self, weights: DecoderLayerWeights, x: Float32, b: Float32, c: Float32, dt: Float32) -> Float32:
         """Return the scan of ``x``, of the same shape, and write the recurrent state."""
         mixer, tokens = self._mixer, x.shape[:2]
         past, present = self._states[StateKind.RECURRENT]
@@ -151,13 +151,13 @@ class GatedDeltaNet(Recurrence[GatedDeltaNetConfig]):
         """Return ``out(norm(rule(q, k, v, a, b)) * silu(z))``, and write both states."""
         mixer = self._mixer
         qkv, gate, b, a = (project(weights.projection(f"delta_{name}"), hidden) for name in ("qkv", "z", "b", "a"))
-        q, k, v = np.split(self._convolved(weights, qkv, silu=True), [mixer.key_width, 2 * mixer.key_width], axis=-1)
-        ruled = self._ruled(weights, q, k, v, a, b)
+        q, k, v = np.split(self._convolve(weights, qkv, silu=True), [mixer.key_width, 2 * mixer.key_width], axis=-1)
+        ruled = self._delta_rule(weights, q, k, v, a, b)
         size = mixer.value_head_dim
         normed = self._gated_norm(ruled, gate, weights["delta_norm.weight"], mixer.norm, group_size=size, gate_first=False)
         return project(weights.projection("delta_out"), normed)
 
-    def _ruled(self, weights: DecoderLayerWeights, q: Float32, k: Float32, v: Float32, a: Float32, b: Float32) -> Float32:
+    def _delta_rule(self, weights: DecoderLayerWeights, q: Float32, k: Float32, v: Float32, a: Float32, b: Float32) -> Float32:
         """Return the delta rule of ``v``, of the same shape, and write the recurrent state."""
         mixer, tokens = self._mixer, v.shape[:2]
         past, present = self._states[StateKind.RECURRENT]

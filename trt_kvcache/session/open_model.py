@@ -244,9 +244,9 @@ def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **argume
 
 def _torch_memory(options: SessionOptions) -> Memory:
     """Return the memory of the GPU if PyTorch and cuda-python can use it, else host memory."""
-    from trt_kvcache.torch_engine.device import why_no_gpu
+    from trt_kvcache.torch_engine.device import gpu_failure
 
-    reason = find_gpu(options.device) or why_no_gpu(options.device)
+    reason = find_gpu(options.device) or gpu_failure(options.device)
     if reason is None:
         return _cuda_memory(options)
     _LOGGER.info("torch runs on the CPU: %s", reason)

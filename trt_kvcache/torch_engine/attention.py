@@ -21,7 +21,7 @@ class LiveRowsAttention:
     """Attention on a CPU over the live rows, of these only the sliding window; slots of equal length are batched."""
 
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
-        self._sides, self._mixers, self._tensors = step.sides, mixers, step.tensors
+        self._kv, self._mixers, self._tensors = step.kv, mixers, step.tensors
         self._angles = positions.angles(step.start, step.input_ids.shape[1])
         self._runs = []
         first_slot = 0
@@ -44,12 +44,12 @@ class LiveRowsAttention:
 
     def write(self, layer: int, slots: slice, start: int, end: int, new: list[torch.Tensor]) -> None:
         """Write the new rows ``[n, s, H, D]`` of K and of V to tokens ``start`` to ``end`` of slots."""
-        for side, rows in zip(self._sides[layer], new, strict=True):
+        for side, rows in zip(self._kv[layer], new, strict=True):
             side[slots, :, start:end] = rows[:, : end - start].transpose(1, 2)
 
     def read(self, layer: int, slots: slice, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V ``[n, H, end - first, D]`` of slots."""
-        k, v = (side[slots, :, first:end] for side in self._sides[layer])
+        k, v = (side[slots, :, first:end] for side in self._kv[layer])
         return k, v
 
 
@@ -73,8 +73,8 @@ class MaskedAttention:
     """Attention by operations of torch over all rows under a mask, with lengths on the device: for layers without a kernel."""
 
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
-        self._sides, self._mixers = step.sides, mixers
-        width, rows = step.input_ids.shape[1], step.sides[0][0].shape[2] if step.sides else 0
+        self._kv, self._mixers = step.kv, mixers
+        width, rows = step.input_ids.shape[1], step.kv[0][0].shape[2] if step.kv else 0
         self._angles = positions.angles(step.start, width)
         row = torch.arange(rows, device=step.start.device)
         token = (row - step.start[:, None])[:, None, :, None]  # [A, 1, S, 1]: the new token of a row
@@ -87,7 +87,7 @@ class MaskedAttention:
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
-        mixer, sides = self._mixers[layer], self._sides[layer]
+        mixer, sides = self._mixers[layer], self._kv[layer]
         q, *new = rotated_heads(qkv, mixer.num_kv_heads, self._angles[layer])
         live = []
         for side, rows in zip(sides, new, strict=True):

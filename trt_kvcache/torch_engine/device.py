@@ -66,7 +66,7 @@ class CudaDevice:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.torch_device = torch.device(memory.device)
-        reason = why_no_gpu(self.torch_device.index)
+        reason = gpu_failure(self.torch_device.index)
         if reason is not None:
             raise EngineError(f"torch: expected one that can use {memory.device}, got {reason}.")
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
@@ -123,7 +123,7 @@ class CudaDevice:
         return self._stream
 
 
-def why_no_gpu(device: int) -> str | None:
+def gpu_failure(device: int) -> str | None:
     """Return the reason why this torch cannot use a GPU, or None if it can."""
     if not torch.cuda.is_available():
         built = torch.version.cuda

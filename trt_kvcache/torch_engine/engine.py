@@ -22,12 +22,12 @@ from trt_kvcache.model.features import check_features
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, ScaledQueries
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
 from trt_kvcache.torch_engine.kernel_projections import KernelProjections
-from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, are_known
+from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import decoder_step
 from trt_kvcache.torch_engine.operations import Elementwise, Operations, Projections, TorchAttention
 from trt_kvcache.torch_engine.positions import PositionFactors
 from trt_kvcache.torch_engine.quantized_rows import QuantizedRowsAttention
-from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_known
+from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_supported
 from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
 from trt_kvcache.torch_engine.weights import LoadTensor, TorchWeights, checkpoint_loader, torch_weights
@@ -77,12 +77,12 @@ class TorchEngine(DecoderEngine):
         self._steps: dict[BoundTensors, TorchStep] = {}
         self._mixers = model.attention_layers
         self._positions = PositionFactors(self._mixers, kv.max_sequence_length, self._device.torch_device)
-        known = are_known(self._mixers, self._dtype, memory)
+        known = attention_is_supported(self._mixers, self._dtype, memory)
         self._kv_dtype = kv.kv.dtype if kv.kv is not None and kv.kv.has_scales else None
         if self._kv_dtype is not None and not known and not memory.is_host:
             raise ConfigError(f"kv_dtype: {self._kv_dtype} needs the attention kernels, which do not know the model, its dtype or the GPU.")
         self._kernel_inputs = AttentionInputs(self._mixers, kv.max_sequence_length, memory) if known else None
-        self._has_state_kernels = states_are_known(model.recurrent_layers, memory)
+        self._has_state_kernels = states_are_supported(model.recurrent_layers, memory)
         try:
             with torch.inference_mode():
                 self._weights: TorchWeights | None = torch_weights(model, self._dtype, load)

@@ -10,7 +10,7 @@ from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE, li
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import MlpConfig
-from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS, borrowed
+from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS, device_view
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection
 
 #: Rows up to which the kernels are used: one tile of their products. ``benchmarks/linear.py`` compares them with torch.
@@ -51,8 +51,8 @@ class KernelProjections(Projections):
         self, x: torch.Tensor, projection: TorchProjection, out: torch.Tensor
     ) -> tuple[DeviceTensor, DeviceTensor, DeviceTensor | None, DeviceTensor]:
         """Return rows, weight, bias and output of a product, as the kernels take them."""
-        rows, weight, results = (borrowed(tensor, self._memory) for tensor in (x.flatten(0, -2), projection.weight, out.flatten(0, -2)))
-        bias = None if projection.bias is None else borrowed(projection.bias, self._memory)
+        rows, weight, results = (device_view(tensor, self._memory) for tensor in (x.flatten(0, -2), projection.weight, out.flatten(0, -2)))
+        bias = None if projection.bias is None else device_view(projection.bias, self._memory)
         return rows, weight, bias, results
 
 

@@ -39,7 +39,7 @@ GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class AttentionInputs(Uncopyable):
-    """Inputs of the attention kernels apart from a step, made once for all layers (of which :func:`are_known` is true)."""
+    """Inputs of the attention kernels apart from a step, made once for all layers (of which :func:`attention_is_supported` is true)."""
 
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, memory: Memory) -> None:
         stream = memory.create_stream()
@@ -66,14 +66,17 @@ class AttentionInputs(Uncopyable):
         self.workspace.close()
 
 
-def are_known(mixers: Sequence[AttentionConfig], dtype: str, memory: Memory) -> bool:
+def attention_is_supported(mixers: Sequence[AttentionConfig], dtype: str, memory: Memory) -> bool:
     """Return True if the attention kernels support all layers, the dtype and the GPU."""
     return (
-        not memory.is_host and dtype in ELEMENT_TYPES and all(_is_known(mixer) for mixer in mixers) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
+        not memory.is_host
+        and dtype in ELEMENT_TYPES
+        and all(_is_supported(mixer) for mixer in mixers)
+        and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
     )
 
 
-def _is_known(mixer: AttentionConfig) -> bool:
+def _is_supported(mixer: AttentionConfig) -> bool:
     factors = (mixer.score_scale, mixer.score_scale if mixer.softcap is None else mixer.softcap)
     return (
         mixer.head_dim in HEAD_DIMS
@@ -99,10 +102,10 @@ class KernelAttention:
         kv_heads = cache.shape[2]
         heads = qkv.shape[2] - 2 * kv_heads
         out = qkv.new_empty((*qkv.shape[:2], heads, qkv.shape[3]))
-        q, k, v = split_qkv(borrowed(qkv, self._memory), heads, kv_heads)
+        q, k, v = split_qkv(device_view(qkv, self._memory), heads, kv_heads)
         call = AttentionParams(
             q=q, k=k, v=v, cache=cache, kv_scales=self._scales[layer], lengths=self._start, new_lengths=None,
-            out=borrowed(out, self._memory), **self._inputs.options[layer],
+            out=device_view(out, self._memory), **self._inputs.options[layer],
         )  # fmt: skip
         attend_kernel(call, self._inputs.workspace, self._stream)
         return out
@@ -124,7 +127,7 @@ class KernelElementwise(Elementwise):
         if slots * width > MAX_ROWS or columns % 2 or len(kinds) > 1:
             return super().add_norm(hidden, change, norm, change_norm, factor)
         out = hidden if norm is None else torch.empty_like(hidden)
-        weight, change_weight = (None if one is None else borrowed(one.weight, self._memory) for one in (norm, change_norm))
+        weight, change_weight = (None if one is None else device_view(one.weight, self._memory) for one in (norm, change_norm))
         ((eps, offset),) = kinds
         add_rms_norm_kernel(
             self._rows(hidden),
@@ -144,7 +147,7 @@ class KernelElementwise(Elementwise):
         slots, width = qkv.shape[:2]
         if slots * width > MAX_ROWS or qkv.shape[3] % 2 or (q_norm.epsilon, q_norm.offset) != (k_norm.epsilon, k_norm.offset):
             return super().norm_qk(qkv, heads, q_norm, k_norm)
-        q_weight, k_weight = (borrowed(norm.weight, self._memory) for norm in (q_norm, k_norm))
+        q_weight, k_weight = (device_view(norm.weight, self._memory) for norm in (q_norm, k_norm))
         qk_rms_norm_kernel(self._rows(qkv), q_weight, k_weight, heads.query, heads.kv, q_norm.epsilon, q_norm.offset, self._stream)
         return qkv
 
@@ -159,10 +162,10 @@ class KernelElementwise(Elementwise):
 
     def _rows(self, tensor: torch.Tensor) -> DeviceTensor:
         """Return a view of the rows of all slots."""
-        return borrowed(tensor.flatten(0, 1), self._memory)
+        return device_view(tensor.flatten(0, 1), self._memory)
 
 
-def borrowed(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
+def device_view(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
     """Return a view of a torch tensor, which must live until the launch that uses it: torch reuses memory stream-ordered."""
     storage = tensor.untyped_storage()
     allocation = UnownedAllocation(memory, storage.nbytes())

@@ -123,7 +123,7 @@ class StateOperations(Protocol):
     Tokens past the new ones of a slot are padding: their outputs are zeros. A slot without new tokens keeps its states bit for bit.
     """
 
-    def convolved(
+    def convolve(
         self,
         layer: int,
         x: torch.Tensor,
@@ -135,13 +135,13 @@ class StateOperations(Protocol):
     ) -> torch.Tensor:
         """Return ``gate_out * conv(gate_in * x)`` of ``x`` ``[A, s, channels]``."""
 
-    def scanned(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
+    def scan(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
         """Return the state space's output for ``x`` ``[A, s, heads, head_dim]``.
 
         ``dt`` is ``[A, s, heads]``, ``b`` and ``c`` are ``[A, s, groups, state_size]``.
         """
 
-    def ruled(
+    def delta_rule(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
     ) -> torch.Tensor:
         """Return the gated delta rule's output for ``v`` ``[A, s, heads, value_dim]``.

@@ -30,8 +30,8 @@ class Mlp:
     @classmethod
     def of(cls, config: MlpConfig, stored: StoredWeights) -> Mlp:
         """Return the MLP with stored weights."""
-        inputs = joined(stored.gate, stored.up) if config.gated else joined(stored.up)
-        return cls(config=config, inputs=inputs, down=joined(stored.down))
+        inputs = fused(stored.gate, stored.up) if config.gated else fused(stored.up)
+        return cls(config=config, inputs=inputs, down=fused(stored.down))
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Return the output."""
@@ -58,8 +58,8 @@ class SelfAttention:
             for weight in (stored.q_norm, stored.k_norm)
         )
         gates = [stored.projection("output_gate")] if config.output_gate else []
-        inputs = joined(stored.q, stored.k, stored.v, *gates)
-        return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, o=joined(stored.o))
+        inputs = fused(stored.q, stored.k, stored.v, *gates)
+        return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, o=fused(stored.o))
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write K and V of the new tokens into the cache and return the output."""
@@ -89,14 +89,14 @@ class ShortConvolution:
     @classmethod
     def of(cls, index: int, stored: StoredWeights) -> ShortConvolution:
         """Return recurrent layer ``index`` with stored weights."""
-        conv_in, conv_out = (joined(stored.projection(name)) for name in ("conv_in", "conv_out"))
+        conv_in, conv_out = (fused(stored.projection(name)) for name in ("conv_in", "conv_out"))
         return cls(index=index, conv_in=conv_in, conv=_convolution(stored), conv_out=conv_out)
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write the state and return the output."""
         project = operations.projections.project
         b, c, x = project(self.conv_in, normed).chunk(3, dim=2)
-        return project(self.conv_out, operations.states.convolved(self.index, x, self.conv, gate_in=b, gate_out=c))
+        return project(self.conv_out, operations.states.convolve(self.index, x, self.conv, gate_in=b, gate_out=c))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class Mamba2:
             dt_bias=stored["dt_bias"].float(),
             dt_limits=(config.dt_min, math.inf if config.dt_max is None else config.dt_max),
         )
-        mamba_in, mamba_out = (joined(stored.projection(name)) for name in ("mamba_in", "mamba_out"))
+        mamba_in, mamba_out = (fused(stored.projection(name)) for name in ("mamba_in", "mamba_out"))
         norm = stored["mamba_norm.weight"]
         return cls(index=index, config=config, mamba_in=mamba_in, conv=_convolution(stored), space=space, norm=norm, mamba_out=mamba_out)
 
@@ -129,9 +129,9 @@ class Mamba2:
         config, states, project = self.config, operations.states, operations.projections.project
         gate, mixed, dt = project(self.mamba_in, normed).split([config.inner, config.channels, config.num_heads], dim=2)
         shared = config.num_groups * config.state_size
-        x, b, c = states.convolved(self.index, mixed, self.conv, silu=True).split([config.inner, shared, shared], dim=2)
+        x, b, c = states.convolve(self.index, mixed, self.conv, silu=True).split([config.inner, shared, shared], dim=2)
         b, c = (part.unflatten(2, (config.num_groups, -1)) for part in (b, c))
-        scanned = states.scanned(self.index, x.unflatten(2, (config.num_heads, -1)), dt, b, c, self.space).flatten(2)
+        scanned = states.scan(self.index, x.unflatten(2, (config.num_heads, -1)), dt, b, c, self.space).flatten(2)
         group_size, eps = config.inner // config.num_groups, config.norm.epsilon
         return project(self.mamba_out, states.gated_norm(scanned, gate, self.norm, group_size=group_size, gate_first=True, eps=eps))
 
@@ -151,9 +151,9 @@ class GatedDeltaNet:
     @classmethod
     def of(cls, index: int, config: GatedDeltaNetConfig, stored: StoredWeights) -> GatedDeltaNet:
         """Return recurrent layer ``index`` with stored weights."""
-        inputs = joined(*(stored.projection(f"delta_{name}") for name in ("qkv", "z", "b", "a")))
+        inputs = fused(*(stored.projection(f"delta_{name}") for name in ("qkv", "z", "b", "a")))
         gates = DeltaGates(decay=-stored["a_log"].float().exp(), dt_bias=stored["dt_bias"].float())
-        norm, delta_out = stored["delta_norm.weight"], joined(stored.projection("delta_out"))
+        norm, delta_out = stored["delta_norm.weight"], fused(stored.projection("delta_out"))
         return cls(index=index, config=config, inputs=inputs, conv=_convolution(stored), gates=gates, norm=norm, delta_out=delta_out)
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
@@ -162,9 +162,9 @@ class GatedDeltaNet:
         sizes = [config.channels, config.value_width, config.num_value_heads, config.num_value_heads]
         qkv, gate, b, a = project(self.inputs, normed).split(sizes, dim=2)
         widths = [config.key_width, config.key_width, config.value_width]
-        q, k, v = states.convolved(self.index, qkv, self.conv, silu=True).split(widths, dim=2)
+        q, k, v = states.convolve(self.index, qkv, self.conv, silu=True).split(widths, dim=2)
         q, k = (part.unflatten(2, (config.num_key_heads, -1)) for part in (q, k))
-        ruled = states.ruled(self.index, q, k, v.unflatten(2, (config.num_value_heads, -1)), a, b, self.gates).flatten(2)
+        ruled = states.delta_rule(self.index, q, k, v.unflatten(2, (config.num_value_heads, -1)), a, b, self.gates).flatten(2)
         group_size, eps = config.value_head_dim, config.norm.epsilon
         return project(self.delta_out, states.gated_norm(ruled, gate, self.norm, group_size=group_size, gate_first=False, eps=eps))
 
@@ -173,7 +173,7 @@ class GatedDeltaNet:
 Part = Mlp | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
 
 
-def joined(*parts: TorchProjection) -> TorchProjection:
+def fused(*parts: TorchProjection) -> TorchProjection:
     """Return projections of the same input fused into one, with concatenated outputs."""
     biases = [part.bias for part in parts if part.bias is not None]
     weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])

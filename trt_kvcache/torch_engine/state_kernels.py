@@ -15,17 +15,17 @@ from trt_kvcache.kernels.gated_norm_kernels import GatedNormParams, gated_rms_no
 from trt_kvcache.kernels.mamba2_kernels import MAX_STATE_SIZE, SIZE_GRANULE, Mamba2Params, mamba2_scan_kernel
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
-from trt_kvcache.torch_engine.kernels import borrowed
+from trt_kvcache.torch_engine.kernels import device_view
 from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, StateSpace
 from trt_kvcache.torch_engine.step import TorchStep
 
 
-def states_are_known(mixers: Sequence[RecurrentConfig], memory: Memory) -> bool:
+def states_are_supported(mixers: Sequence[RecurrentConfig], memory: Memory) -> bool:
     """Return True if the kernels of recurrent layers support all layers and the GPU."""
-    return not memory.is_host and all(map(_is_known, mixers)) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
+    return not memory.is_host and all(map(_is_supported, mixers)) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
 
 
-def _is_known(mixer: RecurrentConfig) -> bool:
+def _is_supported(mixer: RecurrentConfig) -> bool:
     if mixer.kernel not in KERNEL_WIDTHS:
         return False
     if isinstance(mixer, Mamba2Config):
@@ -44,7 +44,7 @@ class KernelStates:
         self._states, self._memory = step.tensors.states, memory
         self._new_lengths, self._stream = step.tensors.new_lengths, stream
 
-    def convolved(
+    def convolve(
         self,
         layer: int,
         x: torch.Tensor,
@@ -54,7 +54,7 @@ class KernelStates:
         gate_in: torch.Tensor | None = None,
         gate_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.convolved`."""
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.convolve`."""
         past, present = self._states[layer][StateKind.CONV]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         views = self._views(x=x, weight=conv.weight, bias=conv.bias, gate_in=gate_in, gate_out=gate_out, out=out)
@@ -62,8 +62,8 @@ class KernelStates:
         causal_conv1d_kernel(call, self._stream)
         return out
 
-    def scanned(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
-        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.scanned`."""
+    def scan(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.scan`."""
         past, present = self._states[layer][StateKind.RECURRENT]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         views = self._views(x=x, dt=dt, b=b, c=c, a=space.a, d=space.d, dt_bias=space.dt_bias, out=out)
@@ -71,10 +71,10 @@ class KernelStates:
         mamba2_scan_kernel(call, self._stream)
         return out
 
-    def ruled(
+    def delta_rule(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
     ) -> torch.Tensor:
-        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.ruled`."""
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.delta_rule`."""
         past, present = self._states[layer][StateKind.RECURRENT]
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         views = self._views(q=q, k=k, v=v, a=a, b=b, decay=gates.decay, dt_bias=gates.dt_bias, out=out)
@@ -93,4 +93,4 @@ class KernelStates:
         return out
 
     def _views(self, **tensors: torch.Tensor | None) -> dict[str, Any]:
-        return {name: None if tensor is None else borrowed(tensor, self._memory) for name, tensor in tensors.items()}
+        return {name: None if tensor is None else device_view(tensor, self._memory) for name, tensor in tensors.items()}

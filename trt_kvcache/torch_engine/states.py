@@ -22,7 +22,7 @@ class TorchStates:
             self._counts = counts.clamp(0, width)
             self._is_new = torch.arange(width, device=counts.device) < counts[:, None]
 
-    def convolved(
+    def convolve(
         self,
         layer: int,
         x: torch.Tensor,
@@ -32,7 +32,7 @@ class TorchStates:
         gate_in: torch.Tensor | None = None,
         gate_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.convolved`."""
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.convolve`."""
         past, present = self._states[layer][StateKind.CONV]
         width, kernel = x.shape[1], past.shape[2]
         inputs = torch.cat((past.mT, x if gate_in is None else x * gate_in), dim=1)  # [A, K + s, channels]
@@ -49,8 +49,8 @@ class TorchStates:
             sums *= gate_out
         return self._new_only(sums).to(x.dtype)
 
-    def scanned(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
-        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.scanned`."""
+    def scan(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.scan`."""
         past, present = self._states[layer][StateKind.RECURRENT]
         steps = self._new_only(F.softplus(dt + space.dt_bias).clamp_(*space.dt_limits))
         wide, b, c = (self._new_only(part.float()) for part in (x, b, c))
@@ -58,10 +58,10 @@ class TorchStates:
         self._write(present, past, state)
         return self._new_only(out.addcmul_(wide, space.d.unsqueeze(-1))).to(x.dtype)
 
-    def ruled(
+    def delta_rule(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
     ) -> torch.Tensor:
-        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.ruled`."""
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.delta_rule`."""
         past, present = self._states[layer][StateKind.RECURRENT]
         log_decays = self._new_only(F.softplus(a + gates.dt_bias) * gates.decay)
         strengths = self._new_only(b.float().sigmoid())

@@ -24,7 +24,7 @@ class TorchStep:
     start: torch.Tensor
     last: torch.Tensor
     logits: torch.Tensor
-    sides: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # K and V [A, H, S, D] of each layer, in either layout; empty if quantized
+    kv: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # K and V [A, H, S, D] of each layer, in either layout; empty if quantized
     combined: tuple[DeviceTensor, ...] | None  # [A, 2, H, S, D] of each layer, for the kernels; None if K and V are separate
     new_lengths: torch.Tensor | None  # int32 [A]; None without recurrent layers
     states: tuple[Mapping[StateKind, tuple[torch.Tensor, torch.Tensor]], ...]  # [A, ...] before and after the step, by recurrent layer
@@ -45,7 +45,7 @@ class TorchStep:
             start=device.view(tensors.start),
             last=device.view(tensors.last),
             logits=device.view(tensors.logits),
-            sides=() if tensors.scales else tuple(_sides([device.view(side) for side in cache]) for cache in tensors.caches),
+            kv=() if tensors.scales else tuple(_k_and_v([device.view(side) for side in cache]) for cache in tensors.caches),
             combined=None if None in combined else tuple(view for view in combined if view is not None),
             new_lengths=None if tensors.new_lengths is None else device.view(tensors.new_lengths),
             states=tuple(
@@ -61,7 +61,7 @@ class TorchStep:
             _ = allocation.ptr
 
 
-def _sides(cache: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _k_and_v(cache: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = cache if len(cache) > 1 else (cache[0][:, 0], cache[0][:, 1])
     return k, v
 

@@ -14,7 +14,7 @@ from tests.server.needs_libraries import need_libraries
 
 need_libraries()
 
-from trt_kvcache.checkpoint.template_processes import MOST_PROCESSES  # noqa: E402
+from trt_kvcache.checkpoint.template_processes import MAX_PROCESSES  # noqa: E402
 from trt_kvcache.errors import ClosedError, QueueFullError  # noqa: E402
 from trt_kvcache.server.http.rendering import Rendering  # noqa: E402
 
@@ -61,10 +61,10 @@ def test_a_client_with_slow_texts_never_has_all_places():
     async def main():
         slow = Slow()
         many = slow.begin("a", 10)
-        await slow.wait(MOST_PROCESSES - 1)
-        assert slow.begun == ["a"] * (MOST_PROCESSES - 1)
+        await slow.wait(MAX_PROCESSES - 1)
+        assert slow.begun == ["a"] * (MAX_PROCESSES - 1)
         other = slow.begin("b", 2)
-        await slow.wait(MOST_PROCESSES)
+        await slow.wait(MAX_PROCESSES)
         assert slow.begun[-1] == "b"
         await slow.finish(*many, *other)
         await asyncio.sleep(0.01)
@@ -98,7 +98,7 @@ def test_each_client_has_its_share_of_those_that_may_wait():
         found = await slow.finish(*tasks)
         return [sum(not isinstance(one, QueueFullError) for one in part) for part in (found[:20], found[20:])]
 
-    assert run(main) == [MOST_PROCESSES + 4, (MOST_PROCESSES + 4) // 2]
+    assert run(main) == [MAX_PROCESSES + 4, (MAX_PROCESSES + 4) // 2]
 
 
 def test_one_that_is_cancelled_leaves_the_queue_and_one_that_runs_keeps_its_place():

@@ -58,7 +58,7 @@ class GGUFWeights:
     """
 
     #: Not rounded to the dtype of the model before use: norms are float32 in all files.
-    keeps_values = True
+    keeps_stored_dtype = True
 
     def __init__(self, model: GGUFModel) -> None:
         self.path, self.paths = model.path, model.paths

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trt_kvcache._util.turns import Turns
-from trt_kvcache.checkpoint.template_processes import MOST_PROCESSES
+from trt_kvcache.checkpoint.template_processes import MAX_PROCESSES
 from trt_kvcache.errors import ClosedError, QueueFullError
 from trt_kvcache.server.shares import room_for
 
@@ -30,8 +30,8 @@ class Rendering:
     # has all threads, and the texts of others do not wait for them.
 
     def __init__(self, max_queue: int) -> None:
-        self._places = MOST_PROCESSES + max_queue
-        self._threads = ThreadPoolExecutor(MOST_PROCESSES, thread_name_prefix="chat template")
+        self._places = MAX_PROCESSES + max_queue
+        self._threads = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="chat template")
         self._running: Counter[str] = Counter()
         self._waiting: Turns[_Turn] = Turns()
         self._taken: Counter[str] = Counter()  # texts that run or wait, by client
@@ -70,7 +70,7 @@ class Rendering:
 
     def _begin_next(self) -> None:
         """Give free threads to the texts whose turn it is."""
-        while not self._closed and (free := MOST_PROCESSES - self._running.total()):
+        while not self._closed and (free := MAX_PROCESSES - self._running.total()):
             turn = next(iter(self._waiting.first(1, self._running)), None)
             if turn is None or (free == 1 and self._running[turn.client]):
                 return
