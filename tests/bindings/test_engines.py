@@ -22,7 +22,7 @@ from tests.helpers.small_model import write_model
 from tests.helpers.tensorrt_engines import enqueue, make_ready, set_shapes, tensor
 from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, KVCacheManager, build_engine
-from trt_kvcache.builder import options
+from trt_kvcache.builder import resolved_options
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
 from trt_kvcache.engine.bindings import BindingPlan
@@ -153,7 +153,7 @@ def stateful(request: pytest.FixtureRequest, full: TensorRT, tmp_path: Path, mon
     """An engine folder of a model with states."""
     if not full.supports(attention_variant("mask")):
         pytest.skip(f"{full} has no {attention_variant('mask').needs}")
-    monkeypatch.setattr(options, "HEAD_DIM_MIN", 8)  # golden models are small
+    monkeypatch.setattr(resolved_options, "HEAD_DIM_MIN", 8)  # golden models are small
     return build_engine(GOLDEN / request.param, tmp_path / "engine", **SIZES, attention="mask", flavour="tensorrt").path
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from trt_kvcache.builder.code_types import are_native
 from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
 from trt_kvcache.builder.network.rope import cos_sin
-from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.safetensors_file import safetensors_buffers
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, DecoderCacheConfig, decoder_tensors
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
@@ -44,7 +44,7 @@ class DecoderDefinition:
 
 def define_decoder(
     checkpoint: Checkpoint,
-    options: BuildOptions,
+    options: ResolvedOptions,
     tensorrt: TensorRT,
     messages: Messages,
     names: TensorNames = DEFAULT_NAMES,
@@ -54,23 +54,20 @@ def define_decoder(
     """Make the network of a checkpoint."""
     options.check_tensorrt(tensorrt)
     model = checkpoint.config
-    cache, dtype = options.cache_for(model, quantized), options.dtype or model.dtype
+    cache = options.cache_for(model, quantized)
     if options.attention == "plugin" and not can_add_plugins(tensorrt):
         raise ConfigError(
             f"attention: expected native or mask in one network, got plugin: {tensorrt} has no plugin layers. Build segments."
         )
     builder, create_network = _network_factory(model, tensorrt, messages)
     network = create_network()
-    graph = Graph(tensorrt, network, messages, dtype=dtype)
+    graph = Graph(tensorrt, network, messages, dtype=options.dtype)
     attention = add_decoder(
         graph,
-        Weights(checkpoint, dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
+        Weights(checkpoint, options.dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
+        options,
         cache=cache,
-        max_prefill_length=options.max_prefill_length,
-        attention=options.attention,
-        min_batch_size=MIN_BATCH_SIZE,
-        max_logits_per_slot=options.logits_per_slot,
         names=names,
     )
     return DecoderDefinition(
@@ -79,7 +76,7 @@ def define_decoder(
         graph=graph,
         cache=cache,
         names=names,
-        tensors=tuple(map(in_words, decoder_tensors(model, cache, names, max_logits_per_slot=options.logits_per_slot))),
+        tensors=tuple(map(in_words, decoder_tensors(model, cache, names, max_logits_per_slot=options.max_logits_per_slot))),
         profiles=options.profiles,
         attention=attention,
     )
@@ -87,7 +84,7 @@ def define_decoder(
 
 def define_segments(
     checkpoint: Checkpoint,
-    options: BuildOptions,
+    options: ResolvedOptions,
     tensorrt: TensorRT,
     messages: Messages,
     names: TensorNames = DEFAULT_NAMES,
@@ -96,7 +93,7 @@ def define_segments(
 ) -> tuple[DecoderDefinition, ...]:
     """Make the networks of a checkpoint's segments."""
     model = checkpoint.config
-    cache, dtype = options.cache_for(model, quantized), options.dtype or model.dtype
+    cache = options.cache_for(model, quantized)
     builder, create_network = _network_factory(model, tensorrt, messages)
     networks = [create_network()]
 
@@ -104,18 +101,17 @@ def define_segments(
         networks.append(create_network())
         return networks[-1]
 
-    graph = Graph(tensorrt, networks[0], messages, dtype=dtype)
+    graph = Graph(tensorrt, networks[0], messages, dtype=options.dtype)
     attention = add_segments(
         graph,
-        Weights(checkpoint, dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
+        Weights(checkpoint, options.dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
+        options,
         create_next,
         cache=cache,
-        max_prefill_length=options.max_prefill_length,
-        max_logits_per_slot=options.logits_per_slot,
         names=names,
     )
-    stages = decoder_stages(model, cache, names, max_logits_per_slot=options.logits_per_slot, dtype=dtype)
+    stages = decoder_stages(model, cache, names, max_logits_per_slot=options.max_logits_per_slot, dtype=options.dtype)
     segments = [stage for stage in stages if isinstance(stage, Segment)]
     make = partial(
         DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=options.profiles, attention=attention
@@ -123,9 +119,9 @@ def define_segments(
     return tuple(make(network=network, tensors=segment.tensors) for network, segment in zip(networks, segments, strict=True))
 
 
-def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype: str | None = None) -> list[Any]:
+def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype: str) -> list[Any]:
     """Return the constants of an engine in segments."""
-    table = Weights(checkpoint, dtype or cache.dtype)(embedding_name(checkpoint.config))
+    table = Weights(checkpoint, dtype)(embedding_name(checkpoint.config))
     angles = {name: cos_sin(kind, length=cache.max_sequence_length) for kind, name in cos_sin_names(checkpoint.config).items()}
     return safetensors_buffers({EMBEDDING: table, **angles})
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from trt_kvcache.builder.checked_build import CheckedBuild, checked_build
 from trt_kvcache.builder.code_types import are_native
 from trt_kvcache.builder.engine_weights import EngineWeights, PackedBytes
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES, NATIVE_TYPES
 from trt_kvcache.builder.network.selective_scan import CHUNK_TOKENS
-from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, BuildOptions
+from trt_kvcache.builder.options import BuildKeywords, BuildOptions, takes_build_options
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES, Quantization
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
@@ -24,6 +25,9 @@ from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
 from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Bytes of compiled kernels in the plan: once if there is attention, for each layer, and for each one of an engine in segments.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
@@ -84,21 +88,8 @@ class BuildEstimate:
         return self.plan_nbytes + self.constants_nbytes
 
 
-def estimate_build(
-    model_path: str | os.PathLike[str],
-    *,
-    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
-    max_sequence_length: int | None = None,
-    max_prefill_length: int | None = None,
-    max_logits_per_slot: int | Literal["all"] = 1,
-    dtype: str | None = None,
-    attention: str | None = None,
-    flavour: str = "auto",
-    quantize: str | None = None,
-    kv_dtype: str | None = None,
-    kv_scales: str | None = None,
-    compute_capabilities: Sequence[str] | None = None,
-) -> BuildEstimate:
+@takes_build_options
+def estimate_build(model_path: str | os.PathLike[str], **options: Unpack[BuildKeywords]) -> BuildEstimate:
     """Estimate what ``build_engine`` would take and give, after the checks that it makes first. TensorRT is not needed.
 
     Of weights that are there names, shapes and dtypes are read. A folder with ``config.json`` alone is enough where weights are not stored
@@ -108,20 +99,8 @@ def estimate_build(
     ----------
     model_path : path
         A Hugging Face folder.
-    max_batch_size, max_sequence_length, max_prefill_length : int
-        As for ``build_engine``, with the same defaults.
-    max_logits_per_slot : int or "all"
-        As for ``build_engine``.
-    dtype : str, optional
-        What the engine computes in; that of the checkpoint if left out.
-    attention : str, optional
-        ``"native"``, ``"mask"`` or ``"plugin"``; chosen as by ``build_engine`` if left out.
-    flavour : str
-        ``"tensorrt"`` builds plugin attention into one network; otherwise it runs between the segments of the engine.
-    quantize, kv_dtype, kv_scales : str, optional
-        As for ``build_engine``.
-    compute_capabilities : sequence of str, optional
-        As for ``build_engine``. They say whether FP4 is stored as it is.
+    **options
+        Fields of :class:`~trt_kvcache.builder.options.BuildOptions`, as for :func:`~trt_kvcache.build_engine`.
 
     Returns
     -------
@@ -142,22 +121,7 @@ def estimate_build(
     >>> estimate.cache_nbytes, estimate.weights_nbytes
     (262144, 60736)
     """
-    checked = checked_build(
-        model_path,
-        None,
-        dry_run=True,
-        max_batch_size=max_batch_size,
-        max_sequence_length=max_sequence_length,
-        max_prefill_length=max_prefill_length,
-        max_logits_per_slot=max_logits_per_slot,
-        dtype=dtype,
-        attention=attention,
-        flavour=flavour,
-        quantize=quantize,
-        kv_dtype=kv_dtype,
-        kv_scales=kv_scales,
-        compute_capabilities=compute_capabilities,
-    )
+    checked = checked_build(model_path, None, BuildOptions.of(options), dry_run=True)
     with checked.checkpoint:
         return estimate_checked(checked)
 
@@ -197,9 +161,9 @@ class PackedModel:
         }
         return replace(self, packed=packed)
 
-    def estimate(self, options: BuildOptions, quantized: QuantizedKV | None = None) -> BuildEstimate:
+    def estimate(self, options: ResolvedOptions, quantized: QuantizedKV | None = None) -> BuildEstimate:
         """Return the bytes of a build: see :func:`estimate_build`."""
-        model, computed = self.model, options.dtype or self.model.dtype
+        model, computed = self.model, options.dtype
         cache = options.cache_for(model, quantized)
         options.check_kernels(model)
         segmented = options.attention == "plugin" and options.flavour != "tensorrt"
@@ -236,7 +200,7 @@ def _kernels_nbytes(model: ModelConfig, *, segmented: bool, is_packed: bool) -> 
     return kernels + (len(model.attention_layers) + len(scans)) * (per_segment - per_layer)
 
 
-def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:
+def _activations_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions) -> int:
     """Return the bytes of the widest point of a layer, for the largest enqueue, and of the logits."""
     tokens = options.max_batch_size * options.max_prefill_length
     mixers = max(map(_mixer_width, model.layers))
@@ -246,7 +210,7 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -
     before_and_after_softmax = 2 * capped * options.max_sequence_length * itemsize("float32")
     scores = before_and_after_softmax if options.attention == "mask" else 0
     scores = max(scores, *(_scan_nbytes(mixer, options.max_prefill_length) for mixer in model.recurrent_layers), 0)
-    rows = options.max_batch_size * options.logits_per_slot
+    rows = options.max_batch_size * options.max_logits_per_slot
     logits = rows * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
     return tokens * (widest * itemsize(dtype) + scores) + logits
 

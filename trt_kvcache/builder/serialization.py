@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from trt_kvcache.builder.definition import DecoderDefinition
-from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
 from trt_kvcache.builder.progress import BuildProgress, make_monitor
+from trt_kvcache.builder.resolved_options import ResolvedOptions, known_compute_capabilities
 from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.builder.timing_cache import read_timing_cache, write_timing_cache
 from trt_kvcache.engine.decoder_tensors import step_shape
@@ -16,7 +16,7 @@ from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins
 
 
-def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages) -> Any:
+def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorrt: TensorRT, messages: Messages) -> Any:
     """Return the builder configuration of a network: optimisation profiles, GPUs, and flags."""
     config = require(definition.builder.create_builder_config, messages, "TensorRT cannot make a builder configuration")
     for profile in definition.profiles:
@@ -42,7 +42,7 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
 
 
 def serialize(
-    definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
+    definition: DecoderDefinition, options: ResolvedOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
 ) -> Any:
     """Build a network."""
     config = make_config(definition, options, tensorrt, messages)

@@ -11,10 +11,10 @@ from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.builder.checked_build import installed_tensorrt, open_checkpoint
 from trt_kvcache.builder.code_types import are_native, for_codes
 from trt_kvcache.builder.estimate import BuildEstimate, PackedModel
-from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
+from trt_kvcache.builder.options import BuildOptions, default_sequence_length
+from trt_kvcache.builder.resolved_options import ResolvedOptions, check_capabilities
 from trt_kvcache.cache.estimate import largest_number
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
@@ -112,16 +112,10 @@ def what_fits(
     ('float16', 'float16', 60736, 512)
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    options = BuildOptions(
-        max_batch_size=1,
-        max_sequence_length=1,
-        max_prefill_length=1,
-        dtype=dtype,
-        compute_capabilities=None if compute_capabilities is None else tuple(compute_capabilities),
-    )
+    options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities)
     tensorrt = None if compute_capabilities is None else installed_tensorrt(options.flavour)
     if tensorrt is not None:
-        options.check_tensorrt(tensorrt)
+        check_capabilities(options, tensorrt)
     with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
         for_codes(options, checkpoint.code_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
@@ -146,10 +140,9 @@ def _fit(
     model = source.model
 
     def estimate(batch: int, tokens: int) -> BuildEstimate:
-        attention = "plugin" if quantized is not None else default_attention(model, tokens)
-        width = min(tokens, DEFAULT_MAX_PREFILL_LENGTH)
-        asked = replace(options, max_batch_size=batch, max_sequence_length=tokens, max_prefill_length=width, attention=attention)
-        return source.estimate(asked, quantized)
+        attention = None if quantized is None else "plugin"
+        asked = replace(options, max_batch_size=batch, max_sequence_length=tokens, attention=attention)
+        return source.estimate(ResolvedOptions.of_model(asked, model), quantized)
 
     def fits(batch: int, tokens: int) -> bool:
         return estimate(batch, tokens).device_nbytes <= budget

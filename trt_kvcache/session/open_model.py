@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trt_kvcache._util.caller_warning import warn_caller
-from trt_kvcache.builder.build_engine import Progress, build_engine
+from trt_kvcache._util.progress import Progress
+from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, default_sequence_length
 from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig

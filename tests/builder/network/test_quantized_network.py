@@ -24,6 +24,7 @@ from tests.reference import rig
 from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError, CheckpointError
 
@@ -46,7 +47,7 @@ def define(rtx: Any, folder: Path, dtype: str, attention: str = "native", **more
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with recording(rtx, folder) as (checkpoint, constants, messages):
-            options = BuildOptions(**SIZES, dtype=dtype, attention=attention, **more)
+            options = ResolvedOptions.of_model(BuildOptions(**SIZES, dtype=dtype, attention=attention, **more), checkpoint.config)
             return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
 
 
