@@ -22,7 +22,7 @@ from trt_kvcache import (
     TensorNames,
 )
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import BindingError, ClosedError, KVCacheError, LayoutError, PlaceError

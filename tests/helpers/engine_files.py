@@ -3,7 +3,9 @@
 from trt_kvcache.builder.definition import define_constants
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.decoder_profiles import decoder_profiles
+from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages

@@ -8,7 +8,7 @@ from tests.helpers.fakes import kv_views
 from tests.paths import GOLDEN
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayout
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.reference import ReferenceEngine

@@ -13,7 +13,8 @@ from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.safetensors_file import safetensors_buffers
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_tensors
+from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
+from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV

@@ -14,7 +14,7 @@ from trt_kvcache._util.keyword_options import show_as_keywords
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
-from trt_kvcache.engine.decoder_tensors import check_logits_per_slot, logits_per_slot
+from trt_kvcache.engine.decoder_profiles import check_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig

@@ -70,7 +70,7 @@ class BindingPlan:
     --------
     >>> from trt_kvcache import HostMemory, KVCacheManager
     >>> from trt_kvcache.checkpoint import Checkpoint
-    >>> from trt_kvcache.engine.decoder_tensors import cache_config
+    >>> from trt_kvcache.engine.decoder_cache import cache_config
     >>> from trt_kvcache.reference import ReferenceEngine
     >>> memory = HostMemory()
     >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:

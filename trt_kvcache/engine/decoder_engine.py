@@ -18,15 +18,9 @@ from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionName, cache_layout
 from trt_kvcache.engine.bound_tensors import BoundTensors
-from trt_kvcache.engine.decoder_tensors import (
-    DecoderCacheConfig,
-    cache_layer,
-    decoder_profiles,
-    decoder_tensors,
-    logits_per_slot,
-    state_sizes,
-    step_shape,
-)
+from trt_kvcache.engine.decoder_cache import DecoderCacheConfig, cache_layer, state_sizes
+from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
+from trt_kvcache.engine.decoder_tensors import decoder_tensors, step_shape
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, RangeError

@@ -10,7 +10,7 @@ from trt_kvcache._util.checks import int_in_range
 from trt_kvcache._util.shown import shown
 from trt_kvcache._version import __version__
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_from_dict
+from trt_kvcache.engine.decoder_cache import DecoderCacheConfig, decoder_cache_from_dict
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.consistency import check_consistency

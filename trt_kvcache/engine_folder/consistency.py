@@ -9,7 +9,9 @@ from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, why_not_native
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.decoder_profiles import decoder_profiles
+from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages

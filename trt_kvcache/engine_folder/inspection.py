@@ -8,7 +8,7 @@ from typing import Any
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig
+from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, SegmentsRecord
@@ -138,7 +138,9 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
 
     >>> import tempfile
     >>> from trt_kvcache.checkpoint import Checkpoint
-    >>> from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+    >>> from trt_kvcache.engine.decoder_cache import cache_config
+    >>> from trt_kvcache.engine.decoder_profiles import decoder_profiles
+    >>> from trt_kvcache.engine.decoder_tensors import decoder_tensors
     >>> from trt_kvcache.engine.names import DEFAULT_NAMES
     >>> from trt_kvcache.engine_folder.config import EngineConfig
     >>> from trt_kvcache.engine_folder.folder import write_engine_folder

@@ -6,8 +6,8 @@ from typing import Any, Literal
 import numpy as np
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
+from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.decoder_engine import DecoderEngine, StepTensors
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import PlaceError
 from trt_kvcache.kernels import AttentionWorkspace
@@ -57,7 +57,7 @@ class ReferenceEngine(DecoderEngine):
         Inputs and outputs by name, inputs first.
     profiles : tuple of EngineProfile
         ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one), and with more logits than one ``verify``: see
-        ``trt_kvcache.engine.decoder_tensors.decoder_profiles``.
+        ``trt_kvcache.engine.decoder_profiles.decoder_profiles``.
     memory : HostMemory
         Memory that bound tensors must be in.
 
@@ -77,7 +77,7 @@ class ReferenceEngine(DecoderEngine):
     Examples
     --------
     >>> from trt_kvcache import Checkpoint, HostMemory, ReferenceEngine
-    >>> from trt_kvcache.engine.decoder_tensors import cache_config
+    >>> from trt_kvcache.engine.decoder_cache import cache_config
     >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
     ...     kv = cache_config(checkpoint.config, max_batch_size=2, max_sequence_length=64, dtype="float32")
     ...     engine = ReferenceEngine(checkpoint, kv=kv, max_prefill_length=32, memory=HostMemory())

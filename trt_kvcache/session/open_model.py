@@ -21,7 +21,8 @@ from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.attention_variants import default_attention
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, default_logits_per_slot, logits_per_slot
+from trt_kvcache.engine.decoder_cache import DecoderCacheConfig, decoder_cache_config
+from trt_kvcache.engine.decoder_profiles import default_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine

@@ -11,8 +11,8 @@ import torch
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.engine.bound_tensors import BoundTensors
+from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.decoder_engine import DecoderEngine
-from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import CapacityError, ConfigError, EngineError, KVCacheError
 from trt_kvcache.memory.base import Memory

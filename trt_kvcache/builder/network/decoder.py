@@ -19,7 +19,9 @@ from trt_kvcache.builder.network.unit_triangle import UnitTriangle
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
-from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, DecoderCacheConfig, indices_in_kind, logits_tensors, state_tensors
+from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
+from trt_kvcache.engine.decoder_profiles import MIN_BATCH_SIZE
+from trt_kvcache.engine.decoder_tensors import indices_in_kind, logits_tensors, state_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, embedding_output_name
 from trt_kvcache.model import AttentionConfig, ModelConfig
