@@ -28,7 +28,7 @@ from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_
 from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, BuildError, ConfigError, EngineError, ShapeError
-from trt_kvcache.ops.kv_words import in_words
+from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plan_inspection import inspect_plan
 from trt_kvcache.trt.plugin import creator as creator_module, plugin as plugin_module
@@ -297,7 +297,7 @@ class TestQuantizedKV:
     def test_the_network_has_codes_in_words(self, stand_in: Any, full: TensorRT, built: Path, form: KVForm) -> None:
         config, network = EngineFolder.open(built).config, stand_in.networks[-1]
         assert (config.attention_variant, config.segments, config.dtype) == ("plugin", None, "float16")
-        specs = [in_words(spec) for spec in config.tensors]
+        specs = [packed_as_int32(spec) for spec in config.tensors]
         assert network.tensors() == {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in specs}
         words, scales = (network.tensors()[f"{name}_0"] for name in ("past_key_values", "kv_scales"))
         assert words == ((-1, 2, 2, 38, 16), INT32)

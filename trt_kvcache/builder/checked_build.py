@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trt_kvcache.builder.code_types import for_codes
+from trt_kvcache.builder.capable_gpus import with_capable_gpus
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.timing_cache import check_timing_cache
@@ -49,7 +49,7 @@ def checked_build(
     checkpoint = open_checkpoint(model, given.quantize, needs_weights=not dry_run)
     try:
         # again: weights may be stored in another dtype than config.json says
-        options = for_codes(ResolvedOptions.of_model(given, checkpoint.config), checkpoint.code_kinds, tensorrt)
+        options = with_capable_gpus(ResolvedOptions.of_model(given, checkpoint.config), checkpoint.code_kinds, tensorrt)
         try:
             options.check_kernels(checkpoint.config)
         except ConfigError as error:

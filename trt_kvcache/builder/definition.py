@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trt_kvcache.builder.code_types import are_native
+from trt_kvcache.builder.capable_gpus import have_fp4
 from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
 from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.resolved_options import ResolvedOptions
@@ -22,7 +22,7 @@ from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names,
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.tensor_shapes import embedding_name
-from trt_kvcache.ops.kv_words import in_words
+from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
@@ -65,7 +65,7 @@ def define_decoder(
     graph = Graph(tensorrt, network, messages, dtype=options.dtype)
     attention = add_decoder(
         graph,
-        Weights(checkpoint, options.dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
+        Weights(checkpoint, options.dtype, has_fp4=have_fp4(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
         options,
         cache=cache,
@@ -77,7 +77,7 @@ def define_decoder(
         graph=graph,
         cache=cache,
         names=names,
-        tensors=tuple(map(in_words, decoder_tensors(model, cache, names, max_logits_per_slot=options.max_logits_per_slot))),
+        tensors=tuple(map(packed_as_int32, decoder_tensors(model, cache, names, max_logits_per_slot=options.max_logits_per_slot))),
         profiles=options.profiles,
         attention=attention,
     )
@@ -105,7 +105,7 @@ def define_segments(
     graph = Graph(tensorrt, networks[0], messages, dtype=options.dtype)
     attention = add_segments(
         graph,
-        Weights(checkpoint, options.dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
+        Weights(checkpoint, options.dtype, has_fp4=have_fp4(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
         options,
         create_next,

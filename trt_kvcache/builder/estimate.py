@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from trt_kvcache.builder.capable_gpus import have_fp4
 from trt_kvcache.builder.checked_build import CheckedBuild, checked_build
-from trt_kvcache.builder.code_types import are_native
 from trt_kvcache.builder.engine_weights import EngineWeights, PackedBytes
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES, NATIVE_TYPES
 from trt_kvcache.builder.network.selective_scan import CHUNK_TOKENS
@@ -129,8 +129,8 @@ def estimate_build(model_path: str | os.PathLike[str], **options: Unpack[BuildKe
 def estimate_checked(checked: CheckedBuild) -> BuildEstimate:
     """Estimate a build that was checked."""
     options = checked.options
-    is_native = are_native(options.compute_capabilities, is_rtx=options.flavour != "tensorrt")
-    return PackedModel.of(checked.checkpoint, is_native=is_native).estimate(options, checked.quantized)
+    has_fp4 = have_fp4(options.compute_capabilities, is_rtx=options.flavour != "tensorrt")
+    return PackedModel.of(checked.checkpoint, has_fp4=has_fp4).estimate(options, checked.quantized)
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,14 @@ class PackedModel:
     packed: Mapping[str, PackedBytes]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, is_native: bool) -> PackedModel:
+    def of(cls, checkpoint: Checkpoint, *, has_fp4: bool) -> PackedModel:
         """Return what a checkpoint has."""
         shapes = tensor_shapes(checkpoint.config)
-        types = CONSTANT_TYPES | (NATIVE_TYPES if is_native else {})
+        types = CONSTANT_TYPES | (NATIVE_TYPES if has_fp4 else {})
         packed = {}
         for kind in checkpoint.code_kinds:
             for name in checkpoint.names_of_kind(kind):
-                widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not is_native else 0
+                widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not has_fp4 else 0
                 packed[name] = PackedBytes(checkpoint.nbytes_of(name) + widened, types[kind])
         return cls(checkpoint.config, packed)
 

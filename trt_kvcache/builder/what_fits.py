@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.builder.capable_gpus import have_fp4, with_capable_gpus
 from trt_kvcache.builder.checked_build import installed_tensorrt, open_checkpoint
-from trt_kvcache.builder.code_types import are_native, for_codes
 from trt_kvcache.builder.estimate import BuildEstimate, PackedModel
 from trt_kvcache.builder.options import BuildOptions, default_sequence_length
 from trt_kvcache.builder.resolved_options import ResolvedOptions, check_capabilities
@@ -117,9 +117,9 @@ def what_fits(
     if tensorrt is not None:
         check_capabilities(options, tensorrt)
     with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
-        for_codes(options, checkpoint.code_kinds, tensorrt)  # is checked
+        with_capable_gpus(options, checkpoint.code_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
-        source = PackedModel.of(checkpoint, is_native=are_native(compute_capabilities))
+        source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
         static = _static_kv(checkpoint)
     roundings = () if stored.is_quantized else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
     rounded = ((one, source.rounded(one)) for one in roundings)
@@ -167,7 +167,7 @@ def _fit(
 def _exists(source: PackedModel, options: BuildOptions, tensorrt: TensorRT | None) -> bool:
     """Return whether the GPUs of a build have the types of rounded weights."""
     try:
-        for_codes(options, {packed.type for packed in source.packed.values()}, tensorrt)
+        with_capable_gpus(options, {packed.type for packed in source.packed.values()}, tensorrt)
     except ConfigError:
         return False
     return True

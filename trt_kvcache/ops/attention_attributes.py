@@ -25,9 +25,9 @@ ATTRIBUTE_TYPES = {
     "rotary_dim": "INT32",
 }
 #: What is stored for each value of the two attributes that only attention over quantized K and V has.
-KV_CODES = {"kv_dtype": {"float8_e4m3fn": 1, "int8": 2}, "kv_scales": {"head": 1, "token": 2}}
+KV_FIELD_VALUES = {"kv_dtype": {"float8_e4m3fn": 1, "int8": 2}, "kv_scales": {"head": 1, "token": 2}}
 #: The same with these two.
-QUANTIZED_ATTRIBUTE_TYPES = ATTRIBUTE_TYPES | dict.fromkeys(KV_CODES, "INT32")
+QUANTIZED_ATTRIBUTE_TYPES = ATTRIBUTE_TYPES | dict.fromkeys(KV_FIELD_VALUES, "INT32")
 _ACCEPTED_TYPES = {"INT32": ("INT32", "INT64"), "FLOAT64": ("FLOAT32", "FLOAT64")}
 _ROTARY_DIM_STEP = 4
 _INT32_MAX = 2**31 - 1
@@ -69,7 +69,7 @@ class AttentionAttributes:
         if self.rotary_dim % _ROTARY_DIM_STEP or self.rotary_dim > self.head_dim:
             raise ConfigError(f"rotary_dim: expected a multiple of {_ROTARY_DIM_STEP} from 0 to {self.head_dim}, got {self.rotary_dim}.")
         if self.kv_dtype is not None:
-            for name, codes in KV_CODES.items():
+            for name, codes in KV_FIELD_VALUES.items():
                 one_of(name, getattr(self, name), codes)
         elif self.kv_scales is not None:
             raise ConfigError(f"kv_scales: expected none without kv_dtype, got {self.kv_scales!r}.")
@@ -87,7 +87,11 @@ class AttentionAttributes:
     def plugin_field_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the data of the plugin fields."""
         dtypes = {"INT32": np.int32, "FLOAT64": np.float64}
-        values = {name: KV_CODES[name][value] if name in KV_CODES else value for name, value in asdict(self).items() if value is not None}
+        values = {
+            name: KV_FIELD_VALUES[name][value] if name in KV_FIELD_VALUES else value
+            for name, value in asdict(self).items()
+            if value is not None
+        }
         return {name: np.array([value], dtypes[QUANTIZED_ATTRIBUTE_TYPES[name]]) for name, value in values.items()}
 
     @classmethod
@@ -105,16 +109,18 @@ class AttentionAttributes:
                 expected = " or ".join(_ACCEPTED_TYPES[types[name]])
                 raise ConfigError(f"field {name!r}: expected one value of type {expected}, got {data.size} of type {kind}.")
             values[name] = data.reshape(-1)[0].item()
-        missing = [name for name in ("num_heads", "num_kv_heads", "head_dim", *(KV_CODES if quantized else ())) if name not in values]
+        missing = [
+            name for name in ("num_heads", "num_kv_heads", "head_dim", *(KV_FIELD_VALUES if quantized else ())) if name not in values
+        ]
         if missing:
             raise ConfigError(f"fields: expected {', '.join(missing)} too, got {', '.join(values) or 'none'}.")
-        values |= {name: _meaning(name, values[name]) for name in KV_CODES if name in values}
+        values |= {name: _meaning(name, values[name]) for name in KV_FIELD_VALUES if name in values}
         return cls(**values)
 
 
 def _meaning(name: str, stored: int) -> str:
     """Return the value of an attribute that is stored as a number."""
-    meanings = {code: value for value, code in KV_CODES[name].items()}
+    meanings = {code: value for value, code in KV_FIELD_VALUES[name].items()}
     if stored not in meanings:
         expected = " or ".join(f"{code} ({value})" for code, value in meanings.items())
         raise ConfigError(f"field {name!r}: expected {expected}, got {stored}.")

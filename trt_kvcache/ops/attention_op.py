@@ -14,9 +14,8 @@ from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.scale_views import saved_scales
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
-from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS, workspace_nbytes
+from trt_kvcache.ops.borrowed_workspace import MAX_MULTIPROCESSORS, BorrowedWorkspace, workspace_nbytes
 from trt_kvcache.ops.custom_op import TensorType
-from trt_kvcache.ops.unowned_workspace import UnownedWorkspace
 
 #: Index of the cache among the inputs, and of the scales of a quantized one.
 _CACHE, _SCALES = 3, 5
@@ -39,7 +38,7 @@ class AttentionOp:
             "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
             "scale": scale, **self._scores, "rotary_dim": self._rotary_dim,
         }  # fmt: skip
-        self._workspace: UnownedWorkspace | None = None
+        self._workspace: BorrowedWorkspace | None = None
 
     def kernel_attributes(self) -> AttentionAttributes:
         """Return the attributes, checked against what the CUDA kernels support."""
@@ -96,12 +95,12 @@ class AttentionOp:
         kernel_workspace = None if cache.memory.is_host else self._kernel_workspace(workspace)
         backend_of(cache.memory).attend(call, kernel_workspace, stream)  # type: ignore[arg-type]  # NumPy needs none
 
-    def _kernel_workspace(self, workspace: DeviceTensor) -> UnownedWorkspace:
+    def _kernel_workspace(self, workspace: DeviceTensor) -> BorrowedWorkspace:
         """Return the bytes as a workspace of the kernels. It is made again only when the address has changed."""
         if self._workspace is None or self._workspace.bytes.ptr != workspace.ptr:
             memory: Any = workspace.memory  # that of a GPU
             if memory.multiprocessor_count > MAX_MULTIPROCESSORS:
                 raise CapacityError(f"{memory.device}: expected at most {MAX_MULTIPROCESSORS} multiprocessors, it has more.")
-            self._workspace = UnownedWorkspace(self.kernel_attributes(), memory)
+            self._workspace = BorrowedWorkspace(self.kernel_attributes(), memory)
             self._workspace.bytes.ptr = workspace.ptr
         return self._workspace

@@ -18,11 +18,11 @@ from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.ops.kv_words import in_words
-from trt_kvcache.trt.codes_in_words import CodesInWords
+from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.engine_bindings import EngineBindings, stream_handle
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, require_gpu_memory
+from trt_kvcache.trt.int32_packed_view import Int32PackedView
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.plugin import register
@@ -90,10 +90,10 @@ class TensorRTEngine(BoundEngine):
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
-                compare_tensors(self._plan.tensors, [in_words(spec) for spec in config.tensors])
+                compare_tensors(self._plan.tensors, [packed_as_int32(spec) for spec in config.tensors])
                 compare_profiles(self.profiles, config.profiles)
                 self.profiles = config.profiles  # with their names
-            shown = CodesInWords(self._plan, () if config is None else config.tensors)
+            shown = Int32PackedView(self._plan, () if config is None else config.tensors)
             self.tensors = shown.tensors
             nbytes = self._plan.context_memory_nbytes
             context_memory = self._resources.allocate(nbytes, stream=stream)

@@ -132,16 +132,16 @@ def fp4(scales: Any, factor: float = 1.0) -> QuantizedWeight:
 def test_native_fp4_keeps_codes_and_scales(dtype: Any) -> None:
     scales = np.array([[0.5, 2, 1]] * ROWS, dtype)
     stored = fp4(scales, factor=0.013)
-    packed = PackedWeight.of("w", [stored], is_native=True)
+    packed = PackedWeight.of("w", [stored], has_fp4=True)
     assert (packed.codes.dtype.name, packed.scales.dtype, packed.scale_factor) == ("float4_e2m1fn", scales.dtype, 0.013)
     np.testing.assert_array_equal(values(packed), stored.dequantized())
 
 
-@pytest.mark.parametrize(("scale", "is_native"), [(1, False), (0, True), (-1, True)])
-def test_fp4_is_int8_otherwise(scale: float, is_native: bool) -> None:
+@pytest.mark.parametrize(("scale", "has_fp4"), [(1, False), (0, True), (-1, True)])
+def test_fp4_is_int8_otherwise(scale: float, has_fp4: bool) -> None:
     """TensorRT takes positive scales only."""
     stored = fp4(np.array([[0.5, 2, scale]] * ROWS, ml_dtypes.float8_e4m3fn))
-    packed = PackedWeight.of("w", [stored], is_native=is_native)
+    packed = PackedWeight.of("w", [stored], has_fp4=has_fp4)
     assert packed.codes.dtype == np.int8
     np.testing.assert_array_equal(values(packed), stored.dequantized())
 

@@ -21,7 +21,7 @@ from trt_kvcache.engine_folder.decoder_segments import (
 from trt_kvcache.model import AttentionConfig, ModelConfig, QueryScaling
 from trt_kvcache.ops.attention_attributes import QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.ops.attention_op import AttentionOp
-from trt_kvcache.ops.kv_words import in_words
+from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.plugin import register
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, plugin_version
 
@@ -118,7 +118,7 @@ class PluginLayerLowering:
         assert index is not None
         assert self._kv is not None
         inputs, outputs = kv_tensors(self._kv, self._names, index)
-        cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in map(in_words, inputs)]
+        cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in map(packed_as_int32, inputs)]
         kind = rope_kind(mixer)
         angles = [] if kind is None else [self._cos_sin[kind]]
         plugin_layer = graph.layer(name, "plugin_v3", [*qkv, cache, self._start_index, *scales, *angles], [], plugin)

@@ -63,14 +63,14 @@ class PackedWeight:
         return replace(self, codes=whole, offsets=None) if (whole == codes).all() else None
 
     @classmethod
-    def of(cls, name: str, parts: Sequence[QuantizedWeight], *, is_native: bool = False) -> PackedWeight:
+    def of(cls, name: str, parts: Sequence[QuantizedWeight], *, has_fp4: bool = False) -> PackedWeight:
         """Return the matrix that rows of a stored one make."""
         first = parts[0]
         if first.codes.kind not in CONSTANT_TYPES:
             raise BuildError(f"weight `{name}`: expected codes of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")
         sizes = _sizes_of_blocks(first)
         width = int(np.gcd.reduce(sizes))
-        as_stored = _as_stored(parts, is_native=is_native)
+        as_stored = _as_stored(parts, has_fp4=has_fp4)
         if as_stored is not None:
             return replace(as_stored, scales=np.repeat(as_stored.scales, sizes // width, axis=1))
         signed = [_signed(part) for part in parts]
@@ -90,7 +90,7 @@ class PackedWeight:
         )
 
 
-def _as_stored(parts: Sequence[QuantizedWeight], *, is_native: bool) -> PackedWeight | None:
+def _as_stored(parts: Sequence[QuantizedWeight], *, has_fp4: bool) -> PackedWeight | None:
     """Return FP8 with its blocks of several rows, and FP4 with its scales; None for others, and where a scale is not positive."""
     first = parts[0]
     codes = [part.unpacked() for part in parts]
@@ -101,7 +101,7 @@ def _as_stored(parts: Sequence[QuantizedWeight], *, is_native: bool) -> PackedWe
     if not (scales.astype(np.float32) > 0).all() or not np.isfinite(scales.astype(np.float32)).all():
         return None
     kind, factor = first.codes.kind, first.scales.factor / first.scales.divisor
-    if kind == "e2m1" and is_native and scales.dtype in _NATIVE_SCALES and factor > 0:
+    if kind == "e2m1" and has_fp4 and scales.dtype in _NATIVE_SCALES and factor > 0:
         return PackedWeight(
             codes=np.concatenate(codes).view(ml_dtypes.float4_e2m1fn), scales=scales, scale_factor=factor, input_factor=first.input_factor
         )

@@ -56,9 +56,9 @@ class TensorSource(Protocol):
 class Weights:
     """Weights by their Hugging Face names."""
 
-    def __init__(self, checkpoint: TensorSource, dtype: str, *, is_native: bool = False) -> None:
+    def __init__(self, checkpoint: TensorSource, dtype: str, *, has_fp4: bool = False) -> None:
         self._checkpoint = checkpoint
-        self._is_native = is_native
+        self._is_native = has_fp4
         self._last: tuple[str, QuantizedWeight | None] | None = None
         self.dtype = dtype
 
@@ -85,7 +85,7 @@ class Weights:
         if stored is None:
             one = rows[0] if len(rows) == 1 else [row for part in rows for row in range(part.start, part.stop)]
             return self(name, one)
-        packed = PackedWeight.of(name, [stored.rows(part) for part in rows], is_native=self._is_native)
+        packed = PackedWeight.of(name, [stored.rows(part) for part in rows], has_fp4=self._is_native)
         self._checkpoint.release(name)
         largest = float(np.finfo(np.float16).max)
         scale = float(packed.scales.astype(np.float32).max()) * packed.scale_factor

@@ -19,8 +19,8 @@ from trt_kvcache.kernels.attention_params import score_factors
 from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
-from trt_kvcache.ops.attention_shapes import INPUTS, check_dtypes, check_shapes, input_names
 from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.plugin_tensors import INPUTS, check_dtypes, check_shapes, input_names
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, ahead_of_time_module, constant_of
 
 #: Name under which ``tensorrt.plugin`` finds the plugin, and name of the kernel in the PTX.

@@ -8,9 +8,10 @@ from functools import cache
 from typing import Any
 
 from trt_kvcache.ops.attention_attributes import QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
-from trt_kvcache.ops.attention_shapes import check_dtypes, check_shapes, input_names, inputs_of, outputs_of, workspace_nbytes
+from trt_kvcache.ops.borrowed_workspace import workspace_nbytes
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.enqueue import PluginEnqueue, current_memory
+from trt_kvcache.trt.plugin.plugin_tensors import check_dtypes, check_shapes, input_names, inputs_of, outputs_of
 from trt_kvcache.trt.plugin.reported import reporter
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, check_plugins, needs_extra_reference, plugin_version
 

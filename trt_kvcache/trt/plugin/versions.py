@@ -7,9 +7,9 @@ import importlib
 from typing import Any
 
 from trt_kvcache.errors import EngineError
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_CODES, QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
-from trt_kvcache.ops.attention_shapes import HEAD_SCALES, INPUTS, OUTPUTS, QUANTIZED_INPUTS, QUANTIZED_OUTPUTS
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_FIELD_VALUES, QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.plugin_tensors import HEAD_SCALES, INPUTS, OUTPUTS, QUANTIZED_INPUTS, QUANTIZED_OUTPUTS
 
 #: How TensorRT's registry finds the plugin, with one of :data:`PLUGIN_ABIS`.
 PLUGIN_NAME, PLUGIN_NAMESPACE = "KVCacheAttention", "trt_kvcache"
@@ -20,7 +20,7 @@ PLUGIN_VERSION, QUANTIZED_VERSION = "1", "2"
 #: Inputs, outputs and fields of each version. A change takes a new version, and the old one stays: engines name it.
 PLUGIN_ABIS = {
     PLUGIN_VERSION: (INPUTS, OUTPUTS, ATTRIBUTE_TYPES),
-    QUANTIZED_VERSION: (QUANTIZED_INPUTS, HEAD_SCALES, QUANTIZED_OUTPUTS, OUTPUTS, QUANTIZED_ATTRIBUTE_TYPES, KV_CODES),
+    QUANTIZED_VERSION: (QUANTIZED_INPUTS, HEAD_SCALES, QUANTIZED_OUTPUTS, OUTPUTS, QUANTIZED_ATTRIBUTE_TYPES, KV_FIELD_VALUES),
 }
 
 _NEEDED = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuildV2", "IPluginV3OneRuntime", "IPluginCreatorV3One")

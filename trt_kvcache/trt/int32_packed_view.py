@@ -1,19 +1,19 @@
-"""``CodesInWords``: a plan whose plugin layers take quantized K and V in words, as an engine over codes."""
+"""``Int32PackedView``: a plan whose plugin layers take quantized K and V in words, as an engine over codes."""
 
 from collections.abc import Sequence
 
 from trt_kvcache.engine.protocol import TensorSpec
-from trt_kvcache.ops.kv_words import codes_shape, is_in_words, words_shape
+from trt_kvcache.ops.int32_packing import is_packed_as_int32, packed_shape, unpacked_shape
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.tensors import ProfileRanges
 
 
-class CodesInWords:
+class Int32PackedView:
     """The tensors of a plan, with codes of K and V as codes (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`)."""
 
     def __init__(self, plan: LoadedPlan, recorded: Sequence[TensorSpec]) -> None:
         self._plan = plan
-        codes = {spec.name: spec for spec in recorded if is_in_words(spec)}
+        codes = {spec.name: spec for spec in recorded if is_packed_as_int32(spec)}
         self._names = frozenset(codes)
         self.tensors = {**plan.tensors, **codes}
         self.ranges = [
@@ -23,7 +23,7 @@ class CodesInWords:
 
     def _shown(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return a shape in codes, if it is one in words."""
-        return codes_shape(shape) if name in self._names else shape
+        return unpacked_shape(shape) if name in self._names else shape
 
     def set_tensor_address(self, context: int, name: str, address: int) -> None:
         """See :meth:`LoadedPlan.set_tensor_address <trt_kvcache.trt.loaded_plan.LoadedPlan.set_tensor_address>`."""
@@ -31,7 +31,7 @@ class CodesInWords:
 
     def set_input_shape(self, context: int, name: str, shape: tuple[int, ...]) -> None:
         """See :meth:`LoadedPlan.set_input_shape <trt_kvcache.trt.loaded_plan.LoadedPlan.set_input_shape>`."""
-        self._plan.set_input_shape(context, name, words_shape(shape) if name in self._names else shape)
+        self._plan.set_input_shape(context, name, packed_shape(shape) if name in self._names else shape)
 
     def tensor_shape(self, context: int, name: str) -> tuple[int, ...]:
         """See :meth:`LoadedPlan.tensor_shape <trt_kvcache.trt.loaded_plan.LoadedPlan.tensor_shape>`."""

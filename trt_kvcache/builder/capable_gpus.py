@@ -19,7 +19,7 @@ _Options = TypeVar("_Options", bound=BuildOptions)
 FIRST_CAPABILITY = {"int4": "8.0", "float8_e4m3fn": "8.9", "float4_e2m1fn": "12.0"}
 
 
-def for_codes(options: _Options, kinds: Iterable[str], tensorrt: TensorRT | None) -> _Options:
+def with_capable_gpus(options: _Options, kinds: Iterable[str], tensorrt: TensorRT | None) -> _Options:
     """Return options that name GPUs which have the types of quantized weights."""
     types = sorted({CONSTANT_TYPES[kind] for kind in kinds} & set(FIRST_CAPABILITY))
     is_rtx = options.flavour != "tensorrt" if tensorrt is None else tensorrt.is_rtx
@@ -41,7 +41,7 @@ def for_codes(options: _Options, kinds: Iterable[str], tensorrt: TensorRT | None
     return options
 
 
-def are_native(capabilities: Sequence[str] | None, *, is_rtx: bool = True) -> bool:
+def have_fp4(capabilities: Sequence[str] | None, *, is_rtx: bool = True) -> bool:
     """Return whether all GPUs of a build have FP4, so that it need not be stored as int8."""
     first = _number(FIRST_CAPABILITY["float4_e2m1fn"])
     return is_rtx and capabilities is not None and all(_number(name) >= first for name in capabilities)

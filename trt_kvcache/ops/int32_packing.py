@@ -12,26 +12,26 @@ from trt_kvcache.dtypes import SCALED_KV_DTYPES
 from trt_kvcache.engine.protocol import TensorSpec
 
 #: Codes in one int32. Head dims of the attention kernels are multiples of it.
-CODES_PER_WORD = 4
+VALUES_PER_INT32 = 4
 
 
-def is_in_words(spec: TensorSpec) -> bool:
+def is_packed_as_int32(spec: TensorSpec) -> bool:
     """Return whether a tensor of an engine is codes, which a plugin layer takes in words."""
     return spec.dtype in SCALED_KV_DTYPES
 
 
-def words_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of codes in words."""
     *sizes, head_dim = shape
-    return *sizes, head_dim // CODES_PER_WORD
+    return *sizes, head_dim // VALUES_PER_INT32
 
 
-def codes_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def unpacked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the codes in words."""
     *sizes, words = shape
-    return *sizes, words * CODES_PER_WORD
+    return *sizes, words * VALUES_PER_INT32
 
 
-def in_words(spec: TensorSpec) -> TensorSpec:
+def packed_as_int32(spec: TensorSpec) -> TensorSpec:
     """Return a tensor of an engine as plugin layers have it."""
-    return replace(spec, shape=words_shape(spec.shape), dtype="int32") if is_in_words(spec) else spec
+    return replace(spec, shape=packed_shape(spec.shape), dtype="int32") if is_packed_as_int32(spec) else spec

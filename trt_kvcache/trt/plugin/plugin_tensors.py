@@ -1,4 +1,4 @@
-"""Inputs and outputs of the attention plugin: their names, shapes and dtypes, and the size of its workspace."""
+"""Inputs and outputs of the attention plugin: their names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
-from trt_kvcache.kernels.attention_workspace import partials_shape
 from trt_kvcache.kernels.scale_views import saved_scales
-from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
-from trt_kvcache.ops.kv_words import CODES_PER_WORD
+from trt_kvcache.ops.int32_packing import VALUES_PER_INT32
 
 #: Shape and dtype of an input.
 Pattern = tuple[tuple[int | str, ...], str]
@@ -43,9 +41,6 @@ QUANTIZED_OUTPUTS = {**OUTPUTS, "kv_scales": ("kv_scales", True)}
 #: Scales by head, which no step changes, in place of those by token.
 HEAD_SCALES: Pattern = ((2, "num_kv_heads"), "float32")
 
-#: Most multiprocessors of a GPU. The workspace is sized for this many, so that an engine may run on another GPU than it was built on.
-MAX_MULTIPROCESSORS = 256
-
 #: Sizes of a shape; None for one that is not known yet.
 Sizes = Sequence["int | None"]
 
@@ -74,7 +69,7 @@ def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -
     """Check the shapes of the inputs, as far as they are known."""
     sizes: dict[str, int | None] = {}
     fixed = {name: getattr(attributes, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-    fixed |= {"rotary_dim / 2": attributes.rotary_dim // 2, "head_dim / 4": attributes.head_dim // CODES_PER_WORD}
+    fixed |= {"rotary_dim / 2": attributes.rotary_dim // 2, "head_dim / 4": attributes.head_dim // VALUES_PER_INT32}
     inputs = inputs_of(attributes)
     for name, shape in shapes.items():
         pattern = inputs[name][0]
@@ -108,8 +103,3 @@ def check_dtypes(attributes: AttentionAttributes, dtypes: Mapping[str, str]) -> 
         if dtype != expected:
             raise DTypeError(f"{name}: expected {expected}, got {dtype}.")
     return dtypes["q"]
-
-
-def workspace_nbytes(attributes: AttentionAttributes) -> int:
-    """Return the size of the workspace: room for the partial results of a launch on any GPU of up to :data:`MAX_MULTIPROCESSORS`."""
-    return dense_nbytes(partials_shape(MAX_MULTIPROCESSORS, attributes.group, attributes.head_dim), "float32")
