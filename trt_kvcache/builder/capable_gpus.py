@@ -1,4 +1,4 @@
-"""On which GPUs quantized weights exist: compute capabilities of a build, chosen or checked."""
+"""GPUs that have the types of quantized weights: compute capabilities of a build, chosen or checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ FIRST_CAPABILITY = {"int4": "8.0", "float8_e4m3fn": "8.9", "float4_e2m1fn": "12.
 
 
 def with_capable_gpus(options: _Options, kinds: Iterable[str], tensorrt: TensorRT | None) -> _Options:
-    """Return options that name GPUs which have the types of quantized weights."""
+    """Return options with compute capabilities that have the types of quantized weights.
+
+    If none are named, TensorRT for RTX builds for GPUs without a type too, and such an engine fails where it is loaded.
+    """
     types = sorted({CONSTANT_TYPES[kind] for kind in kinds} & set(FIRST_CAPABILITY))
     is_rtx = options.flavour != "tensorrt" if tensorrt is None else tensorrt.is_rtx
     if not types or not is_rtx:
@@ -42,7 +45,7 @@ def with_capable_gpus(options: _Options, kinds: Iterable[str], tensorrt: TensorR
 
 
 def have_fp4(capabilities: Sequence[str] | None, *, is_rtx: bool = True) -> bool:
-    """Return whether all GPUs of a build have FP4, so that it need not be stored as int8."""
+    """Return whether all GPUs of a build have FP4, so that it need not be widened to int8. None means all GPUs."""
     first = _number(FIRST_CAPABILITY["float4_e2m1fn"])
     return is_rtx and capabilities is not None and all(_number(name) >= first for name in capabilities)
 

@@ -67,7 +67,7 @@ def checked_build(
 
 
 def installed_tensorrt(flavour: str) -> TensorRT | None:
-    """Return TensorRT, or None if it is not there."""
+    """Return TensorRT, or None if it is not installed."""
     try:
         return load(flavour, error=BuildError)
     except BuildError:

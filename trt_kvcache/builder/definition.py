@@ -31,16 +31,19 @@ from trt_kvcache.trt.plugin import can_add_plugins
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderDefinition:
-    """A decoder, or a segment of one, as a TensorRT network that is not built yet."""
+    """A decoder, or a segment of one, as a TensorRT network that is not built yet.
 
-    builder: Any
-    network: Any
-    graph: Graph
+    Keep it until the build is done: TensorRT points at weights that ``graph`` owns.
+    """
+
+    builder: Any  # IBuilder
+    network: Any  # INetworkDefinition
+    graph: Graph  # owner of the arrays that the network points at
     cache: DecoderCacheConfig
-    names: TensorNames
-    tensors: tuple[TensorSpec, ...]
+    names: TensorNames  # of the whole engine
+    tensors: tuple[TensorSpec, ...]  # of this network; quantized K and V packed as int32
     profiles: tuple[EngineProfile, ...]
-    attention: tuple[AttentionLayerConfig, ...]
+    attention: tuple[AttentionLayerConfig, ...]  # of the whole decoder
 
 
 def define_decoder(
@@ -52,7 +55,7 @@ def define_decoder(
     *,
     quantized: QuantizedKV | None = None,
 ) -> DecoderDefinition:
-    """Make the network of a checkpoint."""
+    """Define one network for the decoder of a checkpoint."""
     options.check_tensorrt(tensorrt)
     model = checkpoint.config
     cache = options.cache_for(model, quantized)
@@ -92,7 +95,7 @@ def define_segments(
     *,
     quantized: QuantizedKV | None = None,
 ) -> tuple[DecoderDefinition, ...]:
-    """Make the networks of a checkpoint's segments."""
+    """Define a network for each segment of a decoder."""
     model = checkpoint.config
     cache = options.cache_for(model, quantized)
     builder, create_network = _network_factory(model, tensorrt, messages)
@@ -121,7 +124,10 @@ def define_segments(
 
 
 def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype: str) -> list[Any]:
-    """Return the constants of an engine in segments."""
+    """Return the buffers of a safetensors file with the constants of an engine in segments: embedding table and RoPE tables.
+
+    A table that is stored in this dtype is a view of the checkpoint's memory.
+    """
     table = Weights(checkpoint, dtype)(embedding_name(checkpoint.config))
     angles = {name: cos_sin(kind, length=cache.max_sequence_length) for kind, name in cos_sin_names(checkpoint.config).items()}
     return safetensors_buffers({EMBEDDING: table, **angles})

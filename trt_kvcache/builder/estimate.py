@@ -1,4 +1,4 @@
-"""``estimate_build``: what a build will need and what it will give, in bytes, before it is started."""
+"""``estimate_build``: sizes of an engine and memory of its build, in bytes, before the build starts."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class PackedModel:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, has_fp4: bool) -> PackedModel:
-        """Return what a checkpoint has."""
+        """Read a checkpoint; no weights are read. Without FP4, its weights take the bytes of int8."""
         shapes = tensor_shapes(checkpoint.config)
         types = CONSTANT_TYPES | (NATIVE_TYPES if has_fp4 else {})
         packed = {}
@@ -153,7 +153,7 @@ class PackedModel:
         return cls(checkpoint.config, packed)
 
     def rounded(self, quantize: str) -> PackedModel:
-        """Return a model in 16 or 32 bits with rounded weights."""
+        """Return the same model with weights rounded to ``quantize``."""
         shapes, schemes = tensor_shapes(self.model), rounding_schemes(self.model, Quantization.parse(quantize))
         packed = {
             name: PackedBytes(rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, self.model.dtype), f"int{SCHEMES[scheme][0]}")
@@ -201,7 +201,7 @@ def _kernels_nbytes(model: ModelConfig, *, segmented: bool, is_packed: bool) -> 
 
 
 def _activations_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions) -> int:
-    """Return the bytes of the widest point of a layer, for the largest enqueue, and of the logits."""
+    """Return the bytes of activations at the widest point of a layer, for the largest enqueue, and of the logits."""
     tokens = options.max_batch_size * options.max_prefill_length
     mixers = max(map(_mixer_width, model.layers))
     mlps = max((3 * layer.mlp.intermediate_size for layer in model.layers if layer.mlp is not None), default=0)  # gate, up, their product
@@ -216,7 +216,7 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions
 
 
 def _mixer_width(layer: LayerConfig) -> int:
-    """Return the numbers of each token at the widest point of a mixer."""
+    """Return the number of elements per token at the widest point of a mixer."""
     mixer = layer.mixer
     if isinstance(mixer, AttentionConfig):
         return (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
@@ -226,7 +226,7 @@ def _mixer_width(layer: LayerConfig) -> int:
 
 
 def _scan_nbytes(mixer: RecurrentConfig, width: int) -> int:
-    """Return the bytes of each token for what tokens of an enqueue of ``width`` are to each other, in a scan without kernels of ours."""
+    """Return the bytes per token of the intra-chunk attention matrix, in a scan from plain TensorRT layers."""
     if isinstance(mixer, Mamba2Config):
         return 3 * mixer.num_heads * min(width, CHUNK_TOKENS) * itemsize("float32")
     return 4 * mixer.num_value_heads * width * itemsize("float32") if isinstance(mixer, GatedDeltaNetConfig) else 0

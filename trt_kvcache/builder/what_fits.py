@@ -136,7 +136,7 @@ def what_fits(
 def _fit(
     source: PackedModel, weights: str, quantized: QuantizedKV | None, budget: int, *, slots: int, length: int, options: BuildOptions
 ) -> Fit | None:
-    """Return what fits with one format of weights, and one of K and V; None where plugin attention does not have the model."""
+    """Return the lengths and slots that fit with one format of weights, and one of K and V; None if plugin attention lacks the model."""
     model = source.model
 
     def estimate(batch: int, tokens: int) -> BuildEstimate:
@@ -174,7 +174,7 @@ def _exists(source: PackedModel, options: BuildOptions, tensorrt: TensorRT | Non
 
 
 def _static_kv(checkpoint: Checkpoint) -> list[QuantizedKV]:
-    """Return how K and V are quantized with the static scales of a checkpoint, if it has some."""
+    """Return K and V quantized with the static scales of a checkpoint, if it has them."""
     if checkpoint.kv_dtype is None:
         return []
     quantized = quantized_kv(checkpoint, checkpoint.kv_dtype, None)

@@ -1,4 +1,4 @@
-"""Checks of a tensor before its address is bound: memory, dtype, density and alignment. All engines of this package use them."""
+"""Checks of a tensor before its address is bound: memory, dtype, contiguity and alignment. All engines of this package use them."""
 
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.errors import BindingError, LayoutError
@@ -8,7 +8,10 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def check_bindable(spec: TensorSpec, tensor: DeviceTensor, memory: Memory) -> None:
-    """Check that ``tensor`` can be bound as ``spec`` to an engine in ``memory``. Its shape is not looked at."""
+    """Check that ``tensor`` can be bound as ``spec`` to an engine in ``memory``; its shape is not checked.
+
+    ``IExecutionContext.setTensorAddress`` requires an alignment of 256 bytes.
+    """
     if tensor.memory is not memory:
         raise BindingError(f"`{spec.name}`: expected a tensor in the engine's memory ({memory.device}), got {tensor!r} in another.")
     if tensor.dtype != spec.dtype:

@@ -262,7 +262,7 @@ class BindingPlan:
             bind(self.names.new_lengths, buffers.new_lengths)
 
     def _views_from(self, first_slot: int) -> list[tuple[str, DeviceTensor]]:
-        """Return the cache views from a slot on, with the names that they are bound to. They are made once for each slot and parity."""
+        """Return the names and cache views from a slot on. They are made once for each slot and parity."""
         parity = 0 if self._states is None else self._states.parity
         views = self._views.get((first_slot, parity))
         if views is None:
@@ -275,7 +275,7 @@ class BindingPlan:
         return views
 
     def _set_shapes(self, sizes: tuple[int, int, int], before: tuple[int, int, int]) -> None:
-        """Set the shapes of the inputs that depend on the width, and of the others those that the last enqueue had otherwise."""
+        """Set the shapes of the inputs that differ from the last enqueue."""
         (count, width, logits), (count_before, _width_before, logits_before) = sizes, before
         set_shape = self.engine.set_input_shape
         set_shape(self.names.input_ids, (count, width))
@@ -291,7 +291,7 @@ class BindingPlan:
                 set_shape(input_name, view.shape)
 
     def _check_scales(self, specs: Mapping[str, TensorSpec], kv: KVCacheBase, layer: int) -> None:
-        """Check the tensors of the scales of a layer, and add them to what is bound: those by token to K and V, others to what stays."""
+        """Check the scales of a layer. Scales by token are bound like K and V, static ones once."""
         view = kv.get_kv_scales(layer)
         assert view is not None
         past, present = self.names.scales_pair(layer)
@@ -433,7 +433,7 @@ def _has_shape(spec: TensorSpec, shape: Sequence[str]) -> bool:
 
 
 def _check_all_known(names_of_engine: Iterable[str], known: set[str]) -> None:
-    """Raise BindingError where the engine has tensors that nothing would be bound to."""
+    """Raise BindingError where the engine has tensors that are not bound."""
     unknown = [name for name in names_of_engine if name not in known]
     if unknown:
         names = ", ".join(f"`{name}`" for name in unknown)

@@ -127,13 +127,13 @@ class BoundTensors:
         return self._tensor(past, shape), self._tensor(present, shape)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that was set for an input."""
+        """Return the shape that was set for an input; raises EngineError if none was."""
         if name not in self._shapes:
             raise EngineError(f"`{name}`: no shape was set for profile {self._profile.name!r}. Call set_input_shape first.")
         return self._shapes[name]
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> DeviceTensor:
-        """Return the memory bound to ``name`` as a tensor of ``shape`` over the same bytes."""
+        """Return the memory bound to ``name`` as a tensor of ``shape``; raises EngineError if it is too small, or an alias is elsewhere."""
         tensor = self._bound_tensor(name)
         if dense_nbytes(shape, tensor.dtype) > tensor.nbytes:
             raise EngineError(f"`{name}`: a step of shape {shape} needs more than the {tensor.nbytes} bytes bound, {tensor!r}.")

@@ -26,7 +26,7 @@ def cache_config(
     attention: str = "native",
     quantized: QuantizedKV | None = None,
 ) -> KVCacheConfig:
-    """Return the configuration of the cache that an engine of ``model`` runs on."""
+    """Return the cache of a model of attention layers. Layers with sliding windows have as many rows as others."""
     if model.recurrent_layers:
         raise ConfigError(f"{model.family}: expected a model that keeps K and V only, got one with states. Use decoder_cache_config.")
     sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
@@ -42,7 +42,10 @@ def decoder_cache_config(
     attention: str = "native",
     quantized: QuantizedKV | None = None,
 ) -> DecoderCacheConfig:
-    """Return the configuration of the cache that an engine of ``model`` runs on, whatever its layers keep."""
+    """Return the cache of any model. States have two buffers: a step that is not committed leaves the states before it.
+
+    Conv states are in ``dtype``, K and V too unless they are quantized; recurrent states are float32.
+    """
     sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
     if not model.recurrent_layers:
         return cache_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized)
@@ -88,7 +91,7 @@ def _states_config(model: ModelConfig, *, max_batch_size: int, max_sequence_leng
 
 
 def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
-    """Return what a layer with states keeps of each slot."""
+    """Return the sizes of the states of a layer: fields of ``MambaCacheConfig``."""
     convolution = {"conv_dim": mixer.channels, "conv_kernel": mixer.kernel}
     if mixer.state_shape is None:
         return convolution
@@ -96,5 +99,5 @@ def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
 
 
 def cache_layer(mixer: AttentionConfig) -> KVLayerConfig:
-    """Return what attention keeps of each token."""
+    """Return the K/V heads and the head dimension of a layer."""
     return KVLayerConfig(num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim)

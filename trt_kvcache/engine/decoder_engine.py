@@ -1,4 +1,4 @@
-"""``DecoderEngine``: what the engines that run a checkpoint themselves have in common, whatever they compute with."""
+"""``DecoderEngine``: base of the engines that run a checkpoint themselves, whatever they compute with."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DecoderEngine(BoundEngine):
         start: npt.NDArray[np.int32],
         new_lengths: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Refuse input values that a device would read as addresses outside a tensor. The arguments are the inputs, on the host."""
+        """Refuse input values that a device would read as addresses outside a tensor. The inputs are on the host."""
         names = self._names
         for name, values, highest in (
             (names.input_ids, input_ids, self._config.vocab_size - 1),
@@ -84,7 +84,7 @@ class DecoderEngine(BoundEngine):
 
 
 def _computed_dtype(cache: DecoderCacheConfig, dtype: str | None) -> str:
-    """Return what an engine computes in."""
+    """Return the dtype of computation."""
     if cache.kv is None or not cache.kv.has_scales:
         if dtype not in (None, cache.dtype):
             raise ConfigError(f"dtype: expected {cache.dtype} as the cache, got {dtype!r}.")
@@ -94,7 +94,7 @@ def _computed_dtype(cache: DecoderCacheConfig, dtype: str | None) -> str:
 
 
 def _check_cache(config: ModelConfig, cache: DecoderCacheConfig, dtype: str) -> None:
-    """Refuse a cache that does not fit the model, or what is computed in."""
+    """Refuse a cache that does not fit the model or the dtype of computation."""
     kv, mamba = cache.kv, cache.mamba
     attention, recurrent = config.attention_layers, config.recurrent_layers
     if (0 if kv is None else kv.num_layers) != len(attention):

@@ -21,7 +21,7 @@ VERIFY_WIDTH = 17
 
 
 def check_logits_per_slot(wanted: int | Literal["all"]) -> int | Literal["all"]:
-    """Return a number of logits per slot as it was asked for, checked as far as it can be without the length of a prefill."""
+    """Check a number of logits per slot that a caller gave, as far as possible without the length of a prefill."""
     if wanted == "all":
         return wanted
     if isinstance(wanted, str):
@@ -30,7 +30,7 @@ def check_logits_per_slot(wanted: int | Literal["all"]) -> int | Literal["all"]:
 
 
 def logits_per_slot(wanted: int | Literal["all"], *, max_prefill_length: int) -> int:
-    """Return how many new tokens per slot an engine is to have logits of in one enqueue."""
+    """Return the most new tokens per slot whose logits one enqueue returns; ``"all"`` stands for ``max_prefill_length``."""
     found = check_logits_per_slot(wanted)
     if found == "all":
         return max_prefill_length
@@ -43,13 +43,16 @@ def logits_per_slot(wanted: int | Literal["all"], *, max_prefill_length: int) ->
 
 
 def default_logits_per_slot(model: ModelConfig, *, max_batch_size: int, max_prefill_length: int) -> int:
-    """Return how many new tokens per slot an engine without a plan has the logits of, where nobody asked for a number."""
+    """Return the logits per slot of an engine without a plan, where no number was given: 64, or fewer to fit into 64 MiB."""
     fitting = _DEFAULT_LOGITS_NBYTES // (max_batch_size * model.vocab_size * itemsize("float32"))
     return min(max(fitting, 2), _DEFAULT_LOGITS_PER_SLOT, max_prefill_length)
 
 
 def decoder_profiles(*, max_batch_size: int, max_prefill_length: int, max_logits_per_slot: int = 1) -> tuple[EngineProfile, ...]:
-    """Return the optimisation profiles of an engine."""
+    """Return the optimization profiles: prefill, decode, and verify if more than one logit per slot was asked for.
+
+    Verify takes up to 17 new tokens, for speculative decoding; it is left out where it would equal prefill.
+    """
     profile = partial(EngineProfile, min_batch=MIN_BATCH_SIZE, min_width=1)
     profiles = (
         profile(name="prefill", max_batch=max_batch_size, max_width=max_prefill_length, max_logits=max_logits_per_slot),

@@ -17,7 +17,10 @@ from trt_kvcache.model import AttentionConfig, ModelConfig
 def decoder_tensors(
     model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1
 ) -> tuple[TensorSpec, ...]:
-    """Return the inputs and outputs of an engine."""
+    """Return the inputs and outputs of an engine, inputs first. States share memory with their input unless they have two buffers.
+
+    With one logit per slot, logits are ``[B, vocab]``, else ``[B, m, vocab]`` for ``last_token_ids`` ``[B, m]``.
+    """
     last_token_ids, logits = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
     inputs = [
         TensorSpec.input(names.input_ids, (-1, -1), "int32"),
@@ -42,7 +45,7 @@ def decoder_tensors(
 
 
 def kv_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return the tensors of K and V of a layer."""
+    """Return the inputs and outputs of K and V of an attention layer, and of their scales."""
     layer, combined = kv.layers[index], kv.layout is KVLayout.COMBINED
     shape = (-1, *((2,) if combined else ()), layer.num_kv_heads, kv.max_sequence_length, layer.head_dim)
     pairs = names.layer_pairs(index, combined=combined)
@@ -54,7 +57,7 @@ def kv_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[list[
 
 
 def scale_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[TensorSpec, ...]:
-    """Return the tensors of the scales of a layer."""
+    """Return the scales of an attention layer: nothing, an input ``[2, H]`` of static ones, or by token ``[B, 2, H, S']`` in and out."""
     if not kv.has_scales:
         return ()
     past, present = names.scales_pair(index)
@@ -66,7 +69,7 @@ def scale_tensors(kv: KVCacheConfig, names: TensorNames, index: int) -> tuple[Te
 
 
 def state_tensors(mamba: MambaCacheConfig, names: TensorNames, index: int) -> dict[StateKind, tuple[TensorSpec, TensorSpec]]:
-    """Return the tensors of the states of a layer."""
+    """Return the input and the output of each state of a layer with states, recurrent states first."""
     found = {}
     for kind, storage in state_storages(mamba).items():
         past, present = names.state_pair(kind, index)
@@ -77,7 +80,7 @@ def state_tensors(mamba: MambaCacheConfig, names: TensorNames, index: int) -> di
 
 
 def indices_in_kind(model: ModelConfig) -> tuple[int | None, ...]:
-    """Return which of the caches a layer has."""
+    """Return for each layer its index among the attention layers, or among those with states; None without a mixer."""
     attention, recurrent = count(), count()
     return tuple(
         None if layer.mixer is None else next(attention if isinstance(layer.mixer, AttentionConfig) else recurrent)
@@ -86,7 +89,7 @@ def indices_in_kind(model: ModelConfig) -> tuple[int | None, ...]:
 
 
 def logits_tensors(model: ModelConfig, names: TensorNames, *, max_logits_per_slot: int) -> tuple[TensorSpec, TensorSpec]:
-    """Return the input that says of which new tokens the logits are wanted, and the output of these logits."""
+    """Return ``last_token_ids``, the indices of the new tokens whose logits are wanted, and ``logits``."""
     last, many = ((-1, 1), ()) if max_logits_per_slot == 1 else ((-1, -1), (-1,))
     return (
         TensorSpec.input(names.last_token_ids, last, "int32"),
@@ -95,12 +98,12 @@ def logits_tensors(model: ModelConfig, names: TensorNames, *, max_logits_per_slo
 
 
 def shape_at(shape: Sequence[int], batch: int, width: int) -> tuple[int, ...]:
-    """Return the shape of a tensor in an enqueue of ``batch`` slots by ``width`` new tokens."""
+    """Return a shape with ``batch`` for the first ``-1`` and ``width`` for the second."""
     sizes = iter((batch, width))
     return tuple(next(sizes) if size < 0 else size for size in shape)
 
 
 def step_shape(spec: TensorSpec, names: TensorNames, *, batch: int, width: int, logits: int) -> tuple[int, ...]:
-    """Return the shape of an input or output of an engine in an enqueue."""
+    """Return the shape of an input or output in an enqueue; of ``last_token_ids`` and ``logits``, the second size is ``logits``."""
     per_slot = logits if spec.name in (names.last_token_ids, names.logits) else width
     return shape_at(spec.shape, batch, per_slot)

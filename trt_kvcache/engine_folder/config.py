@@ -26,23 +26,23 @@ FORMAT = 7
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that a runtime needs to know of an engine."""
+    """Everything that a runtime needs to know about an engine."""
 
-    model: ModelConfig
+    model: ModelConfig  # its dtype is the dtype of the stored weights
     cache: DecoderCacheConfig
     names: TensorNames
-    tensors: tuple[TensorSpec, ...]
-    profiles: tuple[EngineProfile, ...]
+    tensors: tuple[TensorSpec, ...]  # inputs, then outputs
+    profiles: tuple[EngineProfile, ...]  # of decoder_profiles
     attention_variant: str
     attention: tuple[AttentionLayerConfig, ...]
     tensorrt_flavour: str
     tensorrt_version: str
-    compute_capabilities: tuple[str, ...] | None
-    plan: FileRecord
+    compute_capabilities: tuple[str, ...] | None  # GPUs that it was built for; None where none were named
+    plan: FileRecord  # the serialized engine, or the plans of all segments
     checkpoint: CheckpointRecord
-    segments: SegmentsRecord | None = None
-    computed_dtype: str | None = None
-    package_version: str = __version__
+    segments: SegmentsRecord | None = None  # None for an engine in one piece
+    computed_dtype: str | None = None  # dtype of computation if K and V are quantized, else None
+    package_version: str = __version__  # at the build
 
     @property
     def dtype(self) -> str:
@@ -81,7 +81,7 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:
-        """Read what :meth:`to_dict` wrote."""
+        """Read ``config.json``; raises EngineError for another format, a wrong field, or fields that contradict each other."""
         _check_format(data)
         try:
             capabilities = data["compute_capabilities"]

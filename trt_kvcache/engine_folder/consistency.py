@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_consistency(config: EngineConfig) -> None:
-    """Compare the fields of a configuration with each other. Model and sizes of the cache decide what the others must be."""
+    """Check the fields of a configuration against each other: model and cache sizes determine the others."""
     cache, names = config.cache, config.names
     _check_attention(config)
     quantized = cache.kv is not None and cache.kv.has_scales
@@ -59,7 +59,7 @@ def check_consistency(config: EngineConfig) -> None:
 
 
 def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
-    """Return where two JSON values differ first, such as ``".mamba.conv_dtype"``, and what they have there."""
+    """Return the first place where two JSON values differ, such as ``".mamba.conv_dtype"``, and their values there."""
     if isinstance(expected, dict) and isinstance(got, dict) and expected.keys() == got.keys():
         for name, value in expected.items():
             if value != got[name]:

@@ -45,7 +45,7 @@ _KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CONSTANTS_FILE, CHECKPOINT_F
 
 
 def is_engine_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds an engine: whether it has an ``engine.plan``."""
+    """Return whether a folder has an ``engine.plan``."""
     return (Path(path) / PLAN_FILE).is_file()
 
 
@@ -94,11 +94,11 @@ class EngineFolder:
         return self.path / CHECKPOINT_FOLDER
 
     def read_plan(self) -> mmap.mmap:
-        """Return the serialised engine, after comparing it with its recorded hash."""
+        """Return a read-only memory map of the serialized engine, after comparing it with its recorded hash."""
         return _read_file(self.plan_path, self.config.plan)
 
     def read_constants(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the constants of an engine in segments."""
+        """Return the constants of an engine in segments as read-only arrays, after comparing them with their recorded hash."""
         assert self.config.segments is not None
         path = self.path / CONSTANTS_FILE
         _read_file(path, self.config.segments.constants).close()
@@ -115,7 +115,7 @@ class EngineFolder:
         return next((place for place in (self.checkpoint_path, Path(self.config.checkpoint.path)) if place.exists()), None)
 
     def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:
-        """Open the checkpoint that the engine was built from: the embedded copy if there is one, else the original."""
+        """Open the checkpoint of the build: the embedded copy, else the original. ``progress(done_bytes, total_bytes)`` while hashing."""
         record, found_at = self.config.checkpoint, self.find_checkpoint()
         if found_at is None:
             raise CheckpointError(
@@ -153,7 +153,7 @@ def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
 
 
 def check_target(engine_path: Path, model_path: Path) -> None:
-    """Check that an engine folder can be made, before the work of building the engine."""
+    """Check that an engine folder can be made, before the build. A symbolic link is followed."""
     place = Path(os.path.realpath(engine_path))
     if place.is_symlink():
         raise ConfigError(f"engine path {engine_path}: expected a folder to make or an engine folder to replace, got a link to itself.")

@@ -35,17 +35,17 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionAttributes:
-    """What attention over a combined cache is created with, within the limits of the CUDA kernels."""
+    """Attributes of attention over a combined cache, within the limits of the CUDA kernels."""
 
-    num_heads: int
+    num_heads: int  # 1 to 16 query heads share a K/V head
     num_kv_heads: int
-    head_dim: int
-    scale: float = 0.0
-    window: int = 0
-    softcap: float = 0.0
-    rotary_dim: int = 0
-    kv_dtype: str | None = None
-    kv_scales: str | None = None
+    head_dim: int  # 64, 80, 96, 128 or 256
+    scale: float = 0.0  # of the scores q k, 1e-6 to 1e6; 0 for 1 / sqrt(head_dim)
+    window: int = 0  # tokens that a token attends to, itself included; 0 for all
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap), 1e-6 to 1e6; 0 for none
+    rotary_dim: int = 0  # elements of a row that RoPE is applied to, a multiple of 4; 0 for none
+    kv_dtype: str | None = None  # of K and V in the cache; None for the dtype of q
+    kv_scales: str | None = None  # "head" or "token": what shares a scale; with kv_dtype, and always with it
 
     def __post_init__(self) -> None:
         for name, kind in ATTRIBUTE_TYPES.items():
@@ -85,7 +85,7 @@ class AttentionAttributes:
         return self.scale or 1 / math.sqrt(self.head_dim)
 
     def plugin_field_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the data of the plugin fields."""
+        """Return the data of the plugin fields. ``PluginField`` points into the arrays: keep them alive as long as the fields."""
         dtypes = {"INT32": np.int32, "FLOAT64": np.float64}
         values = {
             name: KV_FIELD_VALUES[name][value] if name in KV_FIELD_VALUES else value

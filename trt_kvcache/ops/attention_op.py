@@ -22,7 +22,10 @@ _CACHE, _SCALES = 3, 5
 
 
 class AttentionOp:
-    """Apply RoPE to q and k, append k and v to the cache, and compute causal attention for the new tokens."""
+    """Apply RoPE to q and k, append k and v to the cache, and compute causal attention (implements ``CustomOp``).
+
+    All s new tokens of a slot are appended, padding included. NumPy computes any head dimension and dtype.
+    """
 
     name = "attention"
 
@@ -68,7 +71,7 @@ class AttentionOp:
         return (*found, TensorType(scales, "float32", alias=_SCALES)) if scales is not None and by_token else found
 
     def _scales_shape(self, inputs: Sequence[TensorType]) -> tuple[int, ...] | None:
-        """Return the shape that the scales must have, of the two that they may have the one that is meant; None without scales."""
+        """Return the shape of the scales, by head or by token as the input has them; None without scales."""
         cache = inputs[_CACHE]
         if cache.dtype not in SCALED_KV_DTYPES:
             return None

@@ -16,22 +16,22 @@ VALUES_PER_INT32 = 4
 
 
 def is_packed_as_int32(spec: TensorSpec) -> bool:
-    """Return whether a tensor of an engine is codes, which a plugin layer takes in words."""
+    """Return whether plugin layers take a tensor packed as int32: K and V in ``float8_e4m3fn`` or ``int8``."""
     return spec.dtype in SCALED_KV_DTYPES
 
 
 def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of codes in words."""
+    """Return the int32 shape ``[..., D / 4]`` of values ``[..., D]``."""
     *sizes, head_dim = shape
     return *sizes, head_dim // VALUES_PER_INT32
 
 
 def unpacked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the codes in words."""
+    """Return the shape ``[..., D]`` of values packed as int32 ``[..., D / 4]``."""
     *sizes, words = shape
     return *sizes, words * VALUES_PER_INT32
 
 
 def packed_as_int32(spec: TensorSpec) -> TensorSpec:
-    """Return a tensor of an engine as plugin layers have it."""
+    """Return a tensor of an engine as plugin layers take it."""
     return replace(spec, shape=packed_shape(spec.shape), dtype="int32") if is_packed_as_int32(spec) else spec

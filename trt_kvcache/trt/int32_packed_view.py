@@ -1,4 +1,4 @@
-"""``Int32PackedView``: a plan whose plugin layers take quantized K and V in words, as an engine over codes."""
+"""``Int32PackedView``: a plan whose plugin layers take quantized K and V as int32, seen as an engine over 8-bit values."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,10 @@ from trt_kvcache.trt.tensors import ProfileRanges
 
 
 class Int32PackedView:
-    """The tensors of a plan, with codes of K and V as codes (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`)."""
+    """Tensors and shapes of a plan, unpacked (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`).
+
+    TensorRT sees int32 alone: the recorded tensors say which 8-bit type a cache must have.
+    """
 
     def __init__(self, plan: LoadedPlan, recorded: Sequence[TensorSpec]) -> None:
         self._plan = plan
@@ -22,7 +25,7 @@ class Int32PackedView:
         ]
 
     def _shown(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a shape in codes, if it is one in words."""
+        """Return the unpacked shape of a tensor."""
         return unpacked_shape(shape) if name in self._names else shape
 
     def set_tensor_address(self, context: int, name: str, address: int) -> None:

@@ -204,7 +204,7 @@ class SegmentedEngine(BoundEngine):
             return cls(tensorrt, plan, memory=memory, config=folder.config, constants=constants, cuda_graphs=cuda_graphs)
 
     def _create_contexts(self, plans: Sequence[LoadedPlan], stream: Any) -> None:
-        """Create the contexts of all segments over one context memory, and bind what no caller binds."""
+        """Create the contexts of all segments over one context memory, and bind the tensors that no caller binds."""
         nbytes = max(plan.context_memory_nbytes for plan in plans)
         context_memory = self._resources.allocate(nbytes, stream=stream)
         for index, plan in enumerate(plans):
@@ -284,7 +284,7 @@ class SegmentedEngine(BoundEngine):
         return _PreparedStep(launches, graph_key, partial(self._can_capture, active.context))
 
     def _op_launch(self, node: CustomOpNode, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> _Launch:
-        """Check the inputs of an operation once, and return what launches it."""
+        """Check the inputs of an operation once, and return its launch."""
         op = self._ops.op(node)
         op.outputs([TensorType(one.shape, one.dtype) for one in inputs])
         return partial(_enqueue_op, op, inputs, outputs, self._ops.workspace(op))

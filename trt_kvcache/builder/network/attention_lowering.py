@@ -71,7 +71,10 @@ class AttentionLowering(Protocol):
 
 
 class PluginLayerLowering:
-    """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs (full TensorRT)."""
+    """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs (full TensorRT).
+
+    Quantized K and V are inputs and outputs in int32: see :mod:`trt_kvcache.ops.int32_packing`.
+    """
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class PluginLayerLowering:
 
 
 class SegmentCutLowering:
-    """Ends the network at each attention and begins the next one behind it (TensorRT for RTX has no plugin layers)."""
+    """Ends the network at each attention and begins the next network after it (TensorRT for RTX has no plugin layers)."""
 
     def __init__(self, create_network: Callable[[], Any], names: TensorNames, *, max_sequence_length: int) -> None:
         self._create_network = create_network

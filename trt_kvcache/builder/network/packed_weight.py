@@ -1,4 +1,4 @@
-"""``PackedWeight``: a quantized matrix in the form that TensorRT dequantizes, whatever format it was stored in."""
+"""``PackedWeight``: a quantized matrix as TensorRT dequantizes it, whatever format it was stored in."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ _MIDDLES = {"uint4": 8, "uint8": 128}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedWeight:
-    """A matrix ``[out, in]``: ``(code - offset) * scale``, with a positive scale for each block."""
+    """A quantized matrix ``[out, in]``: ``(value - offset) * scale``, with a positive scale for each block.
 
-    codes: Array
-    scales: Array
-    scale_factor: float = 1.0
-    offsets: Float32 | None = None
-    input_order: npt.NDArray[np.int32] | None = None
-    input_factor: Float32 | None = None
+    TensorRT multiplies values by positive scales alone; offsets and an input order are applied by other layers.
+    """
+
+    codes: Array  # [out, in] int4, int8, e4m3 or e2m1, one value an element
+    scales: Array  # [blocks of out, blocks of in] float32, e4m3 or e8m0; positive
+    scale_factor: float = 1.0  # float32 factor of all scales
+    offsets: Float32 | None = None  # [out, blocks of in] float32, with blocks of one row; None where all are 0
+    input_order: npt.NDArray[np.int32] | None = None  # [in] int32: input of each column (act-order)
+    input_factor: Float32 | None = None  # [in] float32: factors of the inputs, in their own order
 
     @property
     def block(self) -> tuple[int, int]:
@@ -49,11 +52,11 @@ class PackedWeight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is codes times scales and nothing else."""
+        """True if it is values times scales and nothing else."""
         return self.offsets is None and self.input_order is None and self.input_factor is None
 
     def with_whole_codes(self) -> PackedWeight | None:
-        """Return the same matrix as codes times scales and nothing else, or None where codes less offsets are no int8."""
+        """Return the same matrix as values times scales and nothing else, or None where values less offsets are no int8."""
         if self.input_order is not None or self.input_factor is not None:
             return None
         if self.offsets is None:
@@ -64,7 +67,10 @@ class PackedWeight:
 
     @classmethod
     def of(cls, name: str, parts: Sequence[QuantizedWeight], *, has_fp4: bool = False) -> PackedWeight:
-        """Return the matrix that rows of a stored one make."""
+        """Return the matrix of some rows of one stored matrix, in new memory, one byte a value.
+
+        TensorRT has one block size. Where blocks differ, each is split into blocks of the greatest size that divides all.
+        """
         first = parts[0]
         if first.codes.kind not in CONSTANT_TYPES:
             raise BuildError(f"weight `{name}`: expected codes of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")
@@ -111,7 +117,7 @@ def _as_stored(parts: Sequence[QuantizedWeight], *, has_fp4: bool) -> PackedWeig
 
 
 def _sizes_of_blocks(weight: QuantizedWeight) -> npt.NDArray[np.int64]:
-    """Return how many columns have each scale of a row."""
+    """Return the number of columns of each scale of a row."""
     width, blocks = weight.scales.block[1], weight.scales.stored.shape[1]
     if weight.group_index is not None:
         return np.bincount(weight.group_index, minlength=blocks)
@@ -119,7 +125,7 @@ def _sizes_of_blocks(weight: QuantizedWeight) -> npt.NDArray[np.int64]:
 
 
 def _signed(weight: QuantizedWeight) -> tuple[Array, Float32, Float32]:
-    """Return signed codes ``[out, in]``, positive scales and offsets ``[out, blocks]``."""
+    """Return signed values ``[out, in]``, positive scales and offsets ``[out, blocks]``."""
     kind, codes, scales = weight.codes.kind, weight.unpacked(), weight.scales_of_rows()
     zero_points = weight.zero_points_of_rows()
     offsets = np.zeros_like(scales) if zero_points is None else zero_points
@@ -143,7 +149,7 @@ def _signed(weight: QuantizedWeight) -> tuple[Array, Float32, Float32]:
 
 
 def _blocks_of_columns(weight: QuantizedWeight) -> npt.NDArray[Any]:
-    """Return the block of each column as it is stored."""
+    """Return the block of each column in the stored matrix."""
     if weight.group_index is not None:
         return weight.group_index
     return np.arange(weight.shape[1]) // min(weight.scales.block[1], weight.shape[1])

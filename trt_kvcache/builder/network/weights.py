@@ -54,7 +54,7 @@ class TensorSource(Protocol):
 
 
 class Weights:
-    """Weights by their Hugging Face names."""
+    """Weights by their Hugging Face names, in the dtype of the model. With ``has_fp4`` FP4 is not widened to int8."""
 
     def __init__(self, checkpoint: TensorSource, dtype: str, *, has_fp4: bool = False) -> None:
         self._checkpoint = checkpoint
@@ -63,7 +63,7 @@ class Weights:
         self.dtype = dtype
 
     def __call__(self, name: str, rows: slice | list[int] = slice(None)) -> np.ndarray[Any, Any]:
-        """Return one weight."""
+        """Return one weight, or rows of it: a view of the checkpoint's memory if it is stored in this dtype, else a converted copy."""
         stored = self._checkpoint.tensor(name)
         if rows != slice(None):
             stored = stored[rows]
@@ -80,7 +80,7 @@ class Weights:
         return converted
 
     def matrix(self, name: str, rows: Sequence[slice] = (slice(None),)) -> np.ndarray[Any, Any] | PackedWeight:
-        """Return one matrix, packed if it is quantized."""
+        """Return one matrix ``[out, in]``, packed if it is quantized. Only ``rows`` of a fused tensor are read."""
         stored = self._quantized(name)
         if stored is None:
             one = rows[0] if len(rows) == 1 else [row for part in rows for row in range(part.start, part.stop)]
@@ -102,7 +102,7 @@ class Weights:
 
 
 class LayerWeights:
-    """Weights of one layer by what they are for, wherever they are stored."""
+    """Weights of one layer by role, such as ``"q.weight"``, also where they are parts of a fused tensor."""
 
     def __init__(self, weights: Weights, model: ModelConfig, layer: int) -> None:
         self._weights = weights
@@ -110,18 +110,18 @@ class LayerWeights:
         self._prefix = f"model.layers.{layer}"
 
     def __call__(self, role: str) -> np.ndarray[Any, Any]:
-        """Return one weight."""
+        """Return the weight of a role."""
         part = self._parts[role]
         return self._weights(part.tensor) if part.is_whole else self._weights(part.tensor, part.index)
 
     def matrix(self, role: str) -> np.ndarray[Any, Any] | PackedWeight:
-        """Return one matrix, packed if it is quantized."""
+        """Return the matrix of a role, packed if it is quantized."""
         part = self._parts[role]
         if part.is_whole:
             return self._weights.matrix(part.tensor)
         return self._weights.matrix(part.tensor, part.rows)
 
     def module(self, role: str) -> str:
-        """Return what layers of a network that apply a weight are named after."""
+        """Return the prefix of layer names for a role: the module of the stored weight, or of Llama for a fused tensor."""
         part = self._parts[f"{role}.weight"]
         return part.tensor.removesuffix(".weight") if part.is_whole else f"{self._prefix}.{LLAMA_NAMES.get(role, role)}"

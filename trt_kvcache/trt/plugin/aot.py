@@ -54,7 +54,7 @@ def tiles(head_dim: int) -> tuple[int, int, int]:
 
 
 def macros(fields: AttentionAttributes, dtype: str) -> dict[str, str]:
-    """Return what ``plugins/attention/decode_aot.cuh`` is compiled with."""
+    """Return the macros that ``plugins/attention/decode_aot.cuh`` is compiled with."""
     warps, stages, _ = tiles(fields.head_dim)
     sizes = {
         **decode_tiles(fields.head_dim, _LIKE),

@@ -59,7 +59,10 @@ class PluginEnqueue:
         return DeviceTensor(self._inputs[-1], shape=shape, dtype=dtype)
 
     def run(self, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:
-        """Launch the kernels; does not wait."""
+        """Launch the kernels at device addresses in the order of the plugin; does not wait.
+
+        If TensorRT copied an aliased tensor, the whole input is copied to the output first, and the kernels work on the output.
+        """
         for allocation, address in zip(self._inputs, inputs, strict=True):
             allocation.ptr = address
         for position, output in self._updated:

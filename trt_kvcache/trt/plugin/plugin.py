@@ -23,12 +23,12 @@ def _sizes(dims: Any) -> tuple[int | None, ...]:
 
 @cache
 def plugin_class(tensorrt: TensorRT) -> Any:
-    """Return the class of the plugin for a TensorRT module; the same class at every call."""
+    """Return the class of the plugin for a full TensorRT from 10.3 on; the same class at every call."""
     check_plugins(tensorrt)
     trt, reported = tensorrt.module, reporter(tensorrt)
 
     class KVCacheAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):  # type: ignore[misc, name-defined]
-        """Attention over a combined cache as an ``IPluginV3``. The methods are those that TensorRT calls."""
+        """Attention over a combined cache as an ``IPluginV3``, with the methods that TensorRT calls."""
 
         def __init__(self, attributes: AttentionAttributes) -> None:
             for base in (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):

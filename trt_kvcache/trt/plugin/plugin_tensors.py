@@ -46,19 +46,19 @@ Sizes = Sequence["int | None"]
 
 
 def inputs_of(attributes: AttentionAttributes) -> dict[str, Pattern]:
-    """Return the inputs of attention with these attributes, as :data:`INPUTS` has them."""
+    """Return the inputs of attention with these attributes, optional ones included."""
     if attributes.kv_dtype is None:
         return INPUTS
     return QUANTIZED_INPUTS if attributes.kv_scales == "token" else QUANTIZED_INPUTS | {"kv_scales": HEAD_SCALES}
 
 
 def outputs_of(attributes: AttentionAttributes) -> dict[str, tuple[str, bool]]:
-    """Return the outputs of attention with these attributes, as :data:`OUTPUTS` has them."""
+    """Return the outputs of attention with these attributes."""
     return QUANTIZED_OUTPUTS if attributes.kv_scales == "token" else OUTPUTS
 
 
 def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
-    """Return the names of the inputs."""
+    """Return the names of ``count`` inputs in order: without ``cos_sin`` if RoPE is not applied; ``new_lengths`` is optional."""
     names = tuple(name for name in inputs_of(attributes) if name != "cos_sin" or attributes.rotary_dim)
     if count not in (len(names), len(names) - 1):
         raise ShapeError(f"inputs: expected {', '.join(names[:-1])} and, if wanted, {names[-1]}, got {count}.")
@@ -66,7 +66,7 @@ def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
 
 
 def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -> dict[str, int | None]:
-    """Check the shapes of the inputs, as far as they are known."""
+    """Check the shapes of the inputs as far as they are known, and return the sizes B, s, S, P (positions) and S' (scales)."""
     sizes: dict[str, int | None] = {}
     fixed = {name: getattr(attributes, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
     fixed |= {"rotary_dim / 2": attributes.rotary_dim // 2, "head_dim / 4": attributes.head_dim // VALUES_PER_INT32}
@@ -94,7 +94,7 @@ def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -
 
 
 def check_dtypes(attributes: AttentionAttributes, dtypes: Mapping[str, str]) -> str:
-    """Check the dtypes of the inputs."""
+    """Check the dtypes of the inputs, and return the dtype of q."""
     inputs = inputs_of(attributes)
     for name, dtype in dtypes.items():
         if name == "q" and dtype not in ELEMENT_TYPES:
