@@ -437,4 +437,4 @@ class TestOpeningIsRefused:
     def test_a_segment_with_other_tensors(self, opens, fake):
         plans = segment_plans(LAYERS)
         fake.segments[plans[1]] = fake.segments[plans[0]]
-        refuses(EngineError, "the engine's tensors are not those of its config", opens)
+        refuses(EngineError, "the engine's tensors are not the tensors of its config", opens)

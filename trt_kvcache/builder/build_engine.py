@@ -34,7 +34,7 @@ READING, DEFINING, BUILDING, WRITING = "read checkpoint", "define network", "bui
 
 @dataclass(frozen=True, kw_only=True)
 class BuildReport:
-    """What a build produced, and what it took.
+    """Results of a build: the engine folder, sizes, time and memory.
 
     Parameters
     ----------
@@ -49,9 +49,9 @@ class BuildReport:
     plan_nbytes, weights_nbytes : int
         Size of the serialised engine, and of the checkpoint's weights, in bytes.
     attention : tuple of AttentionLayerConfig
-        How the attention of each layer that has one was built.
+        Attention of each layer that has one: its variant, and whether TensorRT may decompose it.
     warnings : tuple of str
-        What TensorRT warned of.
+        Warnings that TensorRT logged.
     """
 
     path: Path
@@ -89,7 +89,7 @@ def build_engine(
     Returns
     -------
     BuildReport
-        The folder that was written, what the build took, how the attention of each layer was built, and what TensorRT warned of.
+        The engine folder, sizes, time and memory of the build, the attention of each layer, and warnings of TensorRT.
 
     Raises
     ------

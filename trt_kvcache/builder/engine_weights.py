@@ -17,14 +17,14 @@ _HOST, _HOST_PER_LAYER = 188_000_000, 9_300_000
 #: How often the host holds the weights when the plan is there: in pages of the checkpoint, converted or packed; in TensorRT; in the plan.
 _COPIES = 3.09
 
-#: Bytes for each code of an int4 matrix while TensorRT packs it: the widened codes and what they become. One matrix at a time, before
+#: Bytes for each value of an int4 matrix while TensorRT packs it: the widened and the packed values. One matrix at a time, before
 #: there is a plan, and before dense weights are copied.
 _WIDENED_INT4 = 2.9
 
 #: How often TensorRT holds the weights of the segment that it builds.
 _COPIES_OF_SEGMENT = 1.3
 
-#: Bytes for each code of a quantized embedding while its values are written as constants: the code, and values in float32, twice.
+#: Bytes for each element of a quantized embedding while it is written as a constant: the quantized value, and float32 twice.
 _DEQUANTIZED = 9.2
 
 
@@ -89,12 +89,12 @@ class EngineWeights:
 
         It is reached when the largest segment is built, the checkpoint is hashed, or constants are written.
         """
-        beside = sum(self.sizes[name] for name in self.constants)
+        next_to_plan = sum(self.sizes[name] for name in self.constants)
         built = _COPIES_OF_SEGMENT * self._largest_segment_nbytes
         hashed = sum(self.sizes[name] for name, one in self.constants.items() if one is None)
         shapes = tensor_shapes(self.model)
         written = _DEQUANTIZED * sum(math.prod(shapes[name]) for name, one in self.constants.items() if one is not None)
-        return _HOST + plan + self.nbytes - beside + max(built, hashed, written)
+        return _HOST + plan + self.nbytes - next_to_plan + max(built, hashed, written)
 
     @property
     def _largest_segment_nbytes(self) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: Bytes of compiled kernels in the plan: once if there is attention, for each layer, and for each one of an engine in segments.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
 
-#: The same of layers with packed weights: products with those are other kernels.
+#: The same of layers with packed weights, whose products are other kernels.
 _KERNELS_PER_PACKED_LAYER, _KERNELS_PER_PACKED_SEGMENT = 1_450_000, 1_400_000
 
 #: The same for each layer whose soft-capped scores are built from plain layers.
@@ -57,17 +57,17 @@ class BuildEstimate:
     plan_nbytes : int
         The serialised engine: weights and compiled kernels.
     constants_nbytes : int
-        What an engine in segments has beside its plan: the embedding table, cosines and sines. 0 for other engines.
+        Constants of an engine in segments: the embedding table, cosines and sines. 0 for other engines.
     cache_nbytes : int
         K, V and states as allocated. Exact.
     activations_nbytes : int
-        Activations and logits of the largest enqueue, as the shapes of the network tell: TensorRT may need more or less.
+        Activations and logits of the largest enqueue, from the shapes of the network: TensorRT may need more or less.
     host_peak_nbytes : int
         Most memory of the host during the build.
 
     See Also
     --------
-    trt_kvcache.BuildReport : What a build did take.
+    trt_kvcache.BuildReport : Sizes and memory of a build that was done.
     """
 
     weights_nbytes: int
@@ -90,7 +90,7 @@ class BuildEstimate:
 
 @takes_build_options
 def estimate_build(model_path: str | os.PathLike[str], **options: Unpack[BuildKeywords]) -> BuildEstimate:
-    """Estimate what ``build_engine`` would take and give, after the checks that it makes first. TensorRT is not needed.
+    """Estimate the sizes and the memory of a build, after the checks of ``build_engine``. TensorRT is not needed.
 
     Of weights that are there names, shapes and dtypes are read. A folder with ``config.json`` alone is enough where weights are not stored
     quantized.
@@ -112,7 +112,7 @@ def estimate_build(model_path: str | os.PathLike[str], **options: Unpack[BuildKe
     Raises
     ------
     ConfigError, CheckpointError
-        As ``build_engine`` does before it reads weights. What TensorRT alone knows is checked where it is installed.
+        As ``build_engine`` does before it reads weights. Checks that need TensorRT are made where it is installed.
 
     Examples
     --------

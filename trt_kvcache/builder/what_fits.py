@@ -1,4 +1,4 @@
-"""``what_fits``: which weights, K/V, lengths and slots fit into the memory of a GPU."""
+"""``what_fits``: formats of weights and K/V, lengths and slots that fit into the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ ROUNDINGS = ("int8", "int4:32", "int4:128")
 #: int8 saves nothing.
 SMALLEST = {True: "int4:128,embedding=int4:128", False: "int4:128,embedding=int8,head=int8"}
 
-#: K and V of any checkpoint beside those in the dtype of the engine. float8_e4m3fn takes the bytes of int8.
+#: Quantized K and V of any checkpoint. float8_e4m3fn takes the bytes of int8.
 KV_BY_TOKEN = QuantizedKV("int8", "token")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What fits with one format of weights, and one of K and V.
+    """Longest sequence and largest batch that fit with one format of weights, and one of K and V.
 
     Parameters
     ----------
     weights : str
-        How weights are rounded, as ``quantize=`` takes it; or how the checkpoint has them.
+        Rounding of weights, as ``quantize=`` takes it, or the format of the checkpoint.
     kv_dtype : str
-        Of K and V. What fits with ``"int8"`` and scales by token fits with ``"float8_e4m3fn"``.
+        Dtype of K and V. A fit with ``"int8"`` and scales by token is one with ``"float8_e4m3fn"`` too.
     kv_scales : str or None
-        What of K and V shares a scale: see :class:`~trt_kvcache.KVCacheConfig`.
+        Elements of K and V that share a scale: see :class:`~trt_kvcache.KVCacheConfig`.
     weights_nbytes : int
         Bytes of the weights.
     longest_sequence : int
@@ -71,8 +71,8 @@ def what_fits(
 ) -> tuple[Fit, ...]:
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
-    Counted is what a session on an engine takes of the GPU: plan, constants, activations and cache, as :func:`~trt_kvcache.estimate_build`
-    has them. What the driver and TensorRT take beside them is not.
+    The GPU memory of a session is counted: plan, constants, activations and cache, as :func:`~trt_kvcache.estimate_build` has them. Memory
+    of the driver and of TensorRT itself is not.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def what_fits(
     max_sequence_length : int, optional
         Tokens of a slot for which the largest batch is found; the positions of the model if left out, at most 2048.
     dtype : str, optional
-        What the engine computes in; that of the checkpoint if left out.
+        Dtype of computation; the checkpoint's if left out.
     compute_capabilities : sequence of str, optional
         As for :func:`~trt_kvcache.estimate_build`: which formats there are, and whether FP4 is stored as it is.
 

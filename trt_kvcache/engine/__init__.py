@@ -1,1 +1,1 @@
-"""What a session needs to know about an engine: the protocol, the names of the tensors, bindings, attention variants."""
+"""Engines as a session sees them: the protocol, the names of the tensors, bindings, attention variants."""

@@ -18,7 +18,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 if TYPE_CHECKING:
     from trt_kvcache.engine.step_buffers import StepBuffers
 
-#: What the dimensions of a tensor of so many are called.
+#: Dimension names by rank.
 _Dimensions = Mapping[int, tuple[str, ...]]
 
 _LAYER_DIMENSIONS = ("num_kv_heads", "max_sequence_length", "head_dim")
@@ -43,7 +43,7 @@ class BindingPlan:
         In the engine's memory, and in the layout that the engine has: COMBINED where K and V of a layer are one tensor, else SEPARATE.
         With one slot, either layout fits. States have two buffers (``ping_pong``) unless the engine updates them in place.
     names : TensorNames
-        What the engine calls its tensors.
+        Names of the engine's tensors.
 
     Attributes
     ----------

@@ -13,7 +13,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import AttentionConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
 
-#: What an engine of a model runs on: K and V alone, or with the states of recurrent layers.
+#: The cache of an engine: K and V alone, or with the states of recurrent layers.
 DecoderCacheConfig = KVCacheConfig | HybridCacheConfig
 
 

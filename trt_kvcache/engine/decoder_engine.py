@@ -111,5 +111,5 @@ def _check_cache(config: ModelConfig, cache: DecoderCacheConfig, dtype: str) -> 
             if getattr(mamba, name) != size:
                 raise ConfigError(f"states of layer {index}: expected {name} {size} as the model has, got {getattr(mamba, name)}.")
     if kv is not None and mamba is not None and mamba.conv_dtype != dtype:
-        what = "the dtype of K and V" if kv.dtype == dtype else "what is computed in"
+        what = "the dtype of K and V" if kv.dtype == dtype else "the dtype of computation"
         raise ConfigError(f"conv_dtype: expected {dtype}, {what}, got {mamba.conv_dtype}.")

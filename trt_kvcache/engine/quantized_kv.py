@@ -44,5 +44,5 @@ class QuantizedKV:
         if not self.static:
             return tuple(layers)
         if len(self.static) != len(layers):
-            raise ConfigError(f"kv_scales: expected those of {len(layers)} attention layers, got {len(self.static)}.")
+            raise ConfigError(f"kv_scales: expected scales of {len(layers)} attention layers, got {len(self.static)}.")
         return tuple(replace(layer, k_scale=k, v_scale=v) for layer, (k, v) in zip(layers, self.static, strict=True))

@@ -69,7 +69,7 @@ def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
 
 
 def _check_segments(config: EngineConfig) -> None:
-    """Check that the stages are those of the model, and that the plans fill the file of plans."""
+    """Check that the stages are the stages of the model, and that the plans fill the file of plans."""
     in_segments = config.attention_variant == "plugin" and config.tensorrt_flavour == "tensorrt_rtx"
     if (config.segments is not None) is not in_segments:
         expected, found = ("some", "none") if in_segments else ("none", "some")
@@ -113,7 +113,7 @@ def _check_attention(config: EngineConfig) -> None:
 
 
 def _check_profiles(config: EngineConfig) -> None:
-    """Check that the profiles are those of an engine of this package; only width and logits of the first are free, up to S."""
+    """Check that the profiles are the profiles of an engine of this package; only width and logits of the first are free, up to S."""
     if not config.profiles:
         raise EngineError("profiles: expected 2, for prefill and decode, got 0.")
     first = config.profiles[0]

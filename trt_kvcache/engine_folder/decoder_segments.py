@@ -1,4 +1,4 @@
-"""How a decoder is cut into segments and operations: defined once for builder, engine folder, runtime and inspection.
+"""``decoder_stages``: a decoder cut into segments and operations, for builder, engine folder, runtime and inspection.
 
 A segment ends where a layer needs its attention; the last one ends in the logits. Layers with states are within segments.
 """
@@ -17,7 +17,7 @@ from trt_kvcache.ops.segments import CustomOpNode, Segment, Stage
 #: Where layers differ in RoPE, the second table is ``"rope.cos_sin_1"`` and so on.
 EMBEDDING, COS_SIN = "model.embed_tokens.weight", "rope.cos_sin"
 
-#: What the angles of a layer depend on: RoPE and the elements of a head.
+#: RoPE and the head dimension: they determine the angles of a layer.
 RopeKind = tuple[RopeConfig, int]
 
 
@@ -37,7 +37,7 @@ def attention_tensor_names(layer: int) -> tuple[str, str, str, str]:
 
 
 def output_gate_name(layer: int) -> str:
-    """Return the name of the gate ``[B, s, heads * D]`` of what the attention of a layer returns, before its sigmoid."""
+    """Return the name of the output gate ``[B, s, heads * D]`` of a layer's attention, before its sigmoid."""
     return f"output_gate_{layer}"
 
 

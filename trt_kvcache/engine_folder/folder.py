@@ -3,7 +3,7 @@
     engine.plan             the serialised engine; for an engine in segments, the plans of all segments one after another
     constants.safetensors   only for an engine in segments: its constants, such as the embedding table
     config.json             EngineConfig
-    tokenizer.json ...      what the checkpoint has beside its weights
+    tokenizer.json ...      the other files of the checkpoint
     checkpoint/             a copy of the checkpoint, if it was embedded
 
 A folder appears complete or not at all.
@@ -111,7 +111,7 @@ class EngineFolder:
         return constants
 
     def find_checkpoint(self) -> Path | None:
-        """Return where the checkpoint is: the embedded copy if there is one, else the original, or None if that is gone too."""
+        """Return the folder of the checkpoint: the embedded copy, else the original, or None if that is gone too."""
         return next((place for place in (self.checkpoint_path, Path(self.config.checkpoint.path)) if place.exists()), None)
 
     def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:

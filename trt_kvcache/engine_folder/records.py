@@ -1,4 +1,4 @@
-"""What ``config.json`` records of files: sizes and hashes, the plan of each segment, path and fingerprint of the checkpoint."""
+"""Records in ``config.json``: sizes and hashes of files, the plan of each segment, path and fingerprint of the checkpoint."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ATTRIBUTE_TYPES = {
     "softcap": "FLOAT64",
     "rotary_dim": "INT32",
 }
-#: What is stored for each value of the two attributes that only attention over quantized K and V has.
+#: Field values of the two attributes that only attention over quantized K and V has.
 KV_FIELD_VALUES = {"kv_dtype": {"float8_e4m3fn": 1, "int8": 2}, "kv_scales": {"head": 1, "token": 2}}
 #: The same with these two.
 QUANTIZED_ATTRIBUTE_TYPES = ATTRIBUTE_TYPES | dict.fromkeys(KV_FIELD_VALUES, "INT32")
@@ -69,8 +69,8 @@ class AttentionAttributes:
         if self.rotary_dim % _ROTARY_DIM_STEP or self.rotary_dim > self.head_dim:
             raise ConfigError(f"rotary_dim: expected a multiple of {_ROTARY_DIM_STEP} from 0 to {self.head_dim}, got {self.rotary_dim}.")
         if self.kv_dtype is not None:
-            for name, codes in KV_FIELD_VALUES.items():
-                one_of(name, getattr(self, name), codes)
+            for name, known in KV_FIELD_VALUES.items():
+                one_of(name, getattr(self, name), known)
         elif self.kv_scales is not None:
             raise ConfigError(f"kv_scales: expected none without kv_dtype, got {self.kv_scales!r}.")
 

@@ -101,7 +101,7 @@ class AttentionOp:
     def _kernel_workspace(self, workspace: DeviceTensor) -> BorrowedWorkspace:
         """Return the bytes as a workspace of the kernels. It is made again only when the address has changed."""
         if self._workspace is None or self._workspace.bytes.ptr != workspace.ptr:
-            memory: Any = workspace.memory  # that of a GPU
+            memory: Any = workspace.memory  # CudaMemory
             if memory.multiprocessor_count > MAX_MULTIPROCESSORS:
                 raise CapacityError(f"{memory.device}: expected at most {MAX_MULTIPROCESSORS} multiprocessors, it has more.")
             self._workspace = BorrowedWorkspace(self.kernel_attributes(), memory)

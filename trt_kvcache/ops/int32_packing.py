@@ -1,4 +1,4 @@
-"""Quantized K and V as TensorRT sees them: four codes are one int32.
+"""Quantized K and V packed as int32, four values each, which plugin layers of TensorRT take.
 
 TensorRT gives types of 8 bits a meaning: int8 is quantized by scales that it may ask for, FP8 is there on GPUs of compute capability 8.9
 and newer only, and plugins take no uint8. The cache of a plugin layer is to be bytes that TensorRT hands on, and int32 is that in every
@@ -11,7 +11,7 @@ from dataclasses import replace
 from trt_kvcache.dtypes import SCALED_KV_DTYPES
 from trt_kvcache.engine.protocol import TensorSpec
 
-#: Codes in one int32. Head dims of the attention kernels are multiples of it.
+#: Head dims of the attention kernels are multiples of it.
 VALUES_PER_INT32 = 4
 
 

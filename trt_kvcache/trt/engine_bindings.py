@@ -1,6 +1,6 @@
 """The bindings of an engine: the address of each tensor and the shape of each input, per optimisation profile and set.
 
-``TensorRTEngine`` and ``SegmentedEngine`` use these: what can be bound and what is checked does not depend on how an engine runs.
+Used by ``TensorRTEngine`` and ``SegmentedEngine``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trt_kvcache.trt.tensors import ProfileRanges
 
 
 class BindingTarget(Protocol):
-    """What receives addresses and shapes: the execution contexts of one plan, or those of all segments.
+    """Receiver of addresses and shapes: the execution contexts of one plan, or of all segments.
 
-    There is a context for each profile, and again for each in a second set: that of :attr:`ProfileBindings.context`.
+    There is a context for each profile in each set of bindings: :attr:`ProfileBindings.context`.
     """
 
     def set_tensor_address(self, context: int, name: str, address: int) -> None:
@@ -185,7 +185,7 @@ class EngineBindings:
                 raise BindingError(f"`{name}`: its shape {shape} is not known. Set the shape of every input of this profile.")
             needed = math.prod(shape) * itemsize(spec.dtype)
             if needed > tensor.nbytes:
-                raise BindingError(f"`{name}`: shape {shape} takes {needed} bytes, what is bound has {tensor.nbytes}.")
+                raise BindingError(f"`{name}`: shape {shape} takes {needed} bytes, the bound tensor has {tensor.nbytes}.")
             if spec.alias is not None and active.tensors[spec.alias].ptr != tensor.ptr:
                 raise BindingError(f"`{name}`: expected the address of `{spec.alias}`, whose memory it shares.")
 

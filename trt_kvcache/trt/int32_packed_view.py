@@ -16,15 +16,15 @@ class Int32PackedView:
 
     def __init__(self, plan: LoadedPlan, recorded: Sequence[TensorSpec]) -> None:
         self._plan = plan
-        codes = {spec.name: spec for spec in recorded if is_packed_as_int32(spec)}
-        self._names = frozenset(codes)
-        self.tensors = {**plan.tensors, **codes}
+        unpacked = {spec.name: spec for spec in recorded if is_packed_as_int32(spec)}
+        self._names = frozenset(unpacked)
+        self.tensors = {**plan.tensors, **unpacked}
         self.ranges = [
-            ProfileRanges({name: (self._shown(name, low), self._shown(name, high)) for name, (low, high) in profile.ranges.items()})
+            ProfileRanges({name: (self._unpacked(name, low), self._unpacked(name, high)) for name, (low, high) in profile.ranges.items()})
             for profile in plan.ranges
         ]
 
-    def _shown(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _unpacked(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the unpacked shape of a tensor."""
         return unpacked_shape(shape) if name in self._names else shape
 
@@ -38,4 +38,4 @@ class Int32PackedView:
 
     def tensor_shape(self, context: int, name: str) -> tuple[int, ...]:
         """See :meth:`LoadedPlan.tensor_shape <trt_kvcache.trt.loaded_plan.LoadedPlan.tensor_shape>`."""
-        return self._shown(name, self._plan.tensor_shape(context, name))
+        return self._unpacked(name, self._plan.tensor_shape(context, name))

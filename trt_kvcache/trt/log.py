@@ -16,7 +16,7 @@ from trt_kvcache.errors import KVCacheError
 #: Part of a message that TensorRT logs after each error on a machine without a driver. It says nothing about the error itself.
 _MISSING_DRIVER = "cudaError 35"
 
-#: Everything that TensorRT logs, for people. What a collection has is logged at INFO: whoever collects it decides what it means.
+#: Everything that TensorRT logs, for people. Collected messages are logged at INFO: their collector decides how severe they are.
 _LOGGER = logging.getLogger("trt_kvcache.tensorrt")
 
 

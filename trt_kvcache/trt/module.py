@@ -21,7 +21,7 @@ _INSTALL_HINT = {
     "tensorrt_rtx": "pip install 'trt-kvcache[rtx]'",
 }
 
-#: Our dtype names and those of ``DataType``. The third column of the table in :mod:`trt_kvcache.dtypes`.
+#: Members of ``DataType`` by our dtype names. The third column of the table in :mod:`trt_kvcache.dtypes`.
 _DATA_TYPES = {
     "float16": "HALF",
     "bfloat16": "BF16",

@@ -62,12 +62,12 @@ class _PreparedStep:
 class SegmentedEngine(BoundEngine):
     """An engine in segments (implements :class:`trt_kvcache.engine.protocol.StatefulEngine`).
 
-    Its inputs, outputs and profiles are those of the same engine in one piece. Made by :meth:`open`; a context manager. Not thread-safe.
+    It has the inputs, outputs and profiles of the same engine in one piece. Made by :meth:`open`; a context manager. Not thread-safe.
 
     Parameters
     ----------
     tensorrt : TensorRT
-        What deserialises the plans.
+        The TensorRT that deserialises the plans.
     plan : buffer
         The plans of all segments, as ``engine.plan`` has them.
     memory : Memory
@@ -90,7 +90,7 @@ class SegmentedEngine(BoundEngine):
     config : EngineConfig
         As given.
     names : TensorNames
-        What the engine calls its tensors.
+        Names of the engine's tensors.
 
     Notes
     -----
@@ -179,7 +179,7 @@ class SegmentedEngine(BoundEngine):
         Raises
         ------
         PlaceError
-            ``memory`` is not that of a GPU.
+            ``memory`` is not GPU memory.
         EngineError
             The engine is in one piece; the GPU is too old for the kernels; TensorRT is not there, or refuses a segment; or a segment
             is not what the folder says. The text holds what TensorRT logged.
@@ -262,7 +262,7 @@ class SegmentedEngine(BoundEngine):
             expected = step_shape(spec, self.names, batch=batch, width=width, logits=logits)
             got = self._plans.tensor_shape(active.context, name)
             if got != expected:
-                raise BindingError(f"`{name}`: expected shape {expected} beside `{self.names.input_ids}` {(batch, width)}, got {got}.")
+                raise BindingError(f"`{name}`: expected shape {expected} with `{self.names.input_ids}` {(batch, width)}, got {got}.")
 
         def tensor(name: str) -> DeviceTensor:
             bound = active.tensors.get(name)

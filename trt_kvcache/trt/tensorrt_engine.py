@@ -37,13 +37,13 @@ class TensorRTEngine(BoundEngine):
     Parameters
     ----------
     tensorrt : TensorRT
-        What deserialises the plan.
+        The TensorRT that deserialises the plan.
     plan : buffer
         The serialised engine.
     memory : Memory
         The GPU memory that it runs in.
     names : TensorNames
-        What the engine calls its tensors.
+        Names of the engine's tensors.
     config : EngineConfig or None
         ``config.json`` of its engine folder; None for a plan without a folder.
     plan_sha256 : str
@@ -133,7 +133,7 @@ class TensorRTEngine(BoundEngine):
             ``"tensorrt"``, ``"tensorrt_rtx"``, or ``"auto"``: for an engine folder the flavour that built it, for a plan the one that
             is installed.
         names : TensorNames, optional
-            What the engine calls its tensors; needed where it was not built by this package.
+            Names of the engine's tensors; needed for an engine that this package did not build.
 
         Returns
         -------
@@ -143,7 +143,7 @@ class TensorRTEngine(BoundEngine):
         Raises
         ------
         PlaceError
-            ``memory`` is not that of a GPU.
+            ``memory`` is not GPU memory.
         EngineError
             TensorRT is not there, or refuses the engine; or the engine is not what its folder says. The text holds what
             TensorRT logged.

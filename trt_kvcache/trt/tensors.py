@@ -34,7 +34,7 @@ class ProfileRanges:
 def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
     """Return inputs and outputs of an engine by name, inputs first; raises EngineError for a tensor in host memory.
 
-    Aliases are those of KVCacheUpdate layers (``get_aliased_input_tensor``, from 10.15 on): see :func:`add_plugin_aliases`.
+    Only KVCacheUpdate layers report aliases (``get_aliased_input_tensor``, from 10.15 on): see :func:`add_plugin_aliases`.
     """
     trt = tensorrt.module
     aliased_input = getattr(engine, "get_aliased_input_tensor", lambda name: None)
@@ -76,7 +76,7 @@ def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSp
     names = {spec.name for spec in recorded}
     if names != set(found):
         different = ", ".join(f"`{name}`" for name in sorted(names ^ set(found)))
-        raise EngineError(f"the engine's tensors are not those of its config.json: {different} is only in one of them.")
+        raise EngineError(f"the engine's tensors are not the tensors of its config.json: {different} is only in one of them.")
     for spec in recorded:
         if found[spec.name] != spec:
             raise EngineError(

@@ -59,7 +59,7 @@ class AttentionLowering(Protocol):
         qkv : sequence of ITensor [B, s, heads, D]
             q, k and v before RoPE, in the dtype of the model.
         kept : mapping of str to ITensor [B, s, ...]
-            What is needed after the attention, by the names of tensors between segments.
+            Tensors that are needed after the attention, by the names of tensors between segments.
 
         Returns
         -------

@@ -1,9 +1,9 @@
 """The gated delta net of a layer: ``out(norm(rule(q, k, v, a, b)) * silu(z))``, in matrix products over all new tokens.
 
-With ``g`` the logarithm of what is left of the state before the step at each token, and ``k`` and ``q`` divided by their norms, the
+With ``g`` the logarithm of the decay of the state from the start of the step to each token, and ``k`` and ``q`` divided by their norms, the
 changes ``u`` that the tokens make solve ``(I + a) u = strength * (v - exp(g) k state)`` with
 ``a[i, j] = strength[i] * exp(g[i] - g[j]) * (k[i] k[j])`` for ``j < i``: "Gated Delta Networks" (Yang, Kautz and Hatamizadeh, 2024). All
-new tokens of an enqueue are one chunk. TensorRT's loops are not used: TensorRT for RTX 1.7 crashes when it builds one behind attention.
+new tokens of an enqueue are one chunk. TensorRT's loops are not used: TensorRT for RTX 1.7 crashes when it builds one after attention.
 """
 
 import math

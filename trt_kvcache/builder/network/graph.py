@@ -11,7 +11,7 @@ from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import CONSTANT_DTYPES, TensorRT
 
-#: What ml_dtypes stores one an element, and TensorRT two a byte.
+#: 4-bit types: ml_dtypes stores one an element, TensorRT two a byte.
 _OF_FOUR_BITS = (np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.float4_e2m1fn))
 
 

@@ -21,7 +21,7 @@ def embedding_table(graph: Graph, weights: Weights, model: ModelConfig) -> Any:
     """
     name = embedding_name(model)
     table = weights.matrix(name)
-    plain = table.with_whole_codes() if isinstance(table, PackedWeight) else None
+    plain = table.with_integer_values() if isinstance(table, PackedWeight) else None
     if plain is not None:
         return dequantized(graph, EMBEDDING.removesuffix(".weight"), plain)
     return graph.constant(EMBEDDING, weights(name))

@@ -8,7 +8,7 @@ from trt_kvcache.builder.network.linear import linear
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.model import MlpConfig
 
-#: What configurations call the activations.
+#: Activations by their names in configurations.
 _ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 

@@ -38,7 +38,7 @@ def projection(graph: Graph, module: str, x: Any, weight: Matrix) -> Any:
         x = graph.op(f"{module}/order_inputs", "gather", x, graph.constant(f"{module}.input_order", weight.input_order), rank - 1)
     matrix = dequantized(graph, module, weight)
     if rank > 2:
-        matrix = graph.shuffle(f"{module}/as_rank_{rank}", matrix, reshape=(1,) * (rank - 2) + weight.codes.shape)
+        matrix = graph.shuffle(f"{module}/as_rank_{rank}", matrix, reshape=(1,) * (rank - 2) + weight.values.shape)
     y = matmul_transposed(graph, f"{module}/matmul", x, matrix)
     if weight.offsets is None:
         return y
@@ -51,11 +51,11 @@ def dequantized(graph: Graph, module: str, weight: PackedWeight) -> Any:
     Its offsets, and the order and factors of its inputs, are not applied.
     """
     factors, dtype = _scales(graph, module, weight)
-    layer = graph.layer(f"{module}/dequantize", "dequantize", graph.constant(f"{module}.codes", weight.codes), factors, dtype)
+    layer = graph.layer(f"{module}/dequantize", "dequantize", graph.constant(f"{module}.values", weight.values), factors, dtype)
     rank = len(factors.shape)
     if rank == 1:
         layer.axis = 0
-    elif rank == 2 and weight.codes.dtype == ml_dtypes.int4:
+    elif rank == 2 and weight.values.dtype == ml_dtypes.int4:
         layer.axis = 1
     elif rank == 2:
         if not hasattr(type(layer), "block_shape"):
@@ -73,7 +73,7 @@ def _scales(graph: Graph, module: str, weight: PackedWeight) -> tuple[Any, Any]:
         narrow = weight.scales.astype(numpy_dtype(graph.dtype))
         is_exact = np.array_equal(narrow.astype(np.float32), weight.scales)
         scales = narrow if is_exact else weight.scales
-        one_for_all, by_output = scales.size == 1, weight.block == (1, weight.codes.shape[1])
+        one_for_all, by_output = scales.size == 1, weight.block == (1, weight.values.shape[1])
         shaped = scales.reshape(()) if one_for_all else scales[:, 0] if by_output else scales
         stored = graph.constant(f"{module}.scales", shaped)
         return stored, graph.tensorrt.data_type(graph.dtype) if is_exact else wide

@@ -13,12 +13,12 @@ from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.families.family import LLAMA_NAMES
 from trt_kvcache.model.weight_parts import layer_parts
 
-#: The largest distance of a code from an offset, by the dtype of codes.
-_LARGEST_CODES = {"int4": 15, "int8": 255, "float8_e4m3fn": 448, "float4_e2m1fn": 6}
+#: The largest distance of a quantized value from an offset, by dtype.
+_LARGEST_VALUES = {"int4": 15, "int8": 255, "float8_e4m3fn": 448, "float4_e2m1fn": 6}
 
 
 class TensorSource(Protocol):
-    """What weights are read from: a :class:`~trt_kvcache.checkpoint.Checkpoint`, or anything with these methods."""
+    """Source of weights: a :class:`~trt_kvcache.checkpoint.Checkpoint`, or anything with these methods."""
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
         """Return a weight.
@@ -35,7 +35,7 @@ class TensorSource(Protocol):
         """
 
     def quantized_weight(self, name: str) -> QuantizedWeight | None:
-        """Return what is stored for a quantized weight, or None if it is not quantized.
+        """Return a quantized weight as it is stored, or None if it is not quantized.
 
         Parameters
         ----------
@@ -44,7 +44,7 @@ class TensorSource(Protocol):
         """
 
     def release(self, name: str) -> None:
-        """Let the operating system take the memory of what is stored for a weight.
+        """Let the operating system take the memory of a stored weight.
 
         Parameters
         ----------
@@ -89,7 +89,7 @@ class Weights:
         self._checkpoint.release(name)
         largest = float(np.finfo(np.float16).max)
         scale = float(packed.scales.astype(np.float32).max()) * packed.scale_factor
-        if self.dtype == "float16" and scale * _LARGEST_CODES[packed.codes.dtype.name] > largest:
+        if self.dtype == "float16" and scale * _LARGEST_VALUES[packed.values.dtype.name] > largest:
             self(name)  # raises an error if there is such a value
         return packed
 

@@ -33,7 +33,7 @@ INPUT_NAMES = tuple(name for name in INPUTS if name != "new_lengths")
 _SHARED_NBYTES = 48 * 1024
 _ROWS, _WARP = DECODE_ROWS[0], 32
 
-#: The sizes of tiles that depend on shared memory are our own, the others those of this.
+#: Tile sizes that depend on shared memory are our own, the others are from this.
 _LIKE = "sm_80"
 
 
@@ -114,7 +114,7 @@ def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
         names = input_names(fields, len(INPUT_NAMES) - (not fields.rotary_dim))
         sizes = check_shapes(fields, {name: [constant_of(size) for size in given[name].shape_expr] for name in names})
         if sizes["s"] != 1:
-            raise ShapeError(f"{PLUGIN_ID}: expected q of shape [B, 1, num_heads, head_dim]. What has more new tokens needs {PLUGIN_NAME}.")
+            raise ShapeError(f"{PLUGIN_ID}: expected q of shape [B, 1, num_heads, head_dim]. More new tokens need {PLUGIN_NAME}.")
         warps, _, shared = tiles(fields.head_dim)
         launch, integers = trtp.KernelLaunchParams(), trtp.SymIntExprs(1)
         launch.grid_x, launch.grid_y, launch.grid_z = 1, blocks(fields), q.shape_expr[0]

@@ -14,7 +14,7 @@ from trt_kvcache.ops.int32_packing import VALUES_PER_INT32
 Pattern = tuple[tuple[int | str, ...], str]
 
 #: Shape and dtype of each input, in order. A dimension is a number, an attribute, or a symbol (B, s, S, P) for a size that the shapes
-#: give. The dtype "q" is that of q, float16 or bfloat16. ``cos_sin`` is not there if ``rotary_dim`` is 0; ``new_lengths`` is optional.
+#: give. The dtype "q" is the dtype of q, float16 or bfloat16. ``cos_sin`` is not there if ``rotary_dim`` is 0; ``new_lengths`` is optional.
 INPUTS: dict[str, Pattern] = {
     "q": (("B", "s", "num_heads", "head_dim"), "q"),
     "k": (("B", "s", "num_kv_heads", "head_dim"), "q"),
@@ -27,7 +27,7 @@ INPUTS: dict[str, Pattern] = {
 #: For each output the input that it has shape and dtype of, and whether it is at the address of that input.
 OUTPUTS = {"out": ("q", False), "cache": ("cache", True)}
 
-#: The same over quantized K and V: four codes of the cache are one int32, and S' is the smallest multiple of 4 from S on.
+#: The same over quantized K and V: four values of the cache are one int32, and S' is the smallest multiple of 4 from S on.
 QUANTIZED_INPUTS: dict[str, Pattern] = {
     **{name: INPUTS[name] for name in ("q", "k", "v")},
     "cache": (("B", 2, "num_kv_heads", "S", "head_dim / 4"), "int32"),
