@@ -242,7 +242,7 @@ class TestMemoryAndLayout:
     def test_a_combined_cache_is_not_dense(self, memory, engine):
         with RecordingCache(kv_config(head_dim=8, layout=KVLayout.COMBINED), memory=memory) as cache:
             assert refuse(engine, cache, LayoutError) == (
-                "`k_cache_0`: a view of shape (3, 1, 16, 8) with strides (256, 128, 8, 1) is not dense, "
+                "`k_cache_0`: a view of shape (3, 1, 16, 8) with strides (256, 128, 8, 1) is not contiguous, "
                 "and TensorRT binds dense tensors only. Make the cache with KVLayout.SEPARATE."
             )
 

@@ -76,7 +76,7 @@ def test_attributes_with_a_default_may_be_left_out():
         ([], "fields: expected num_heads, num_kv_heads, head_dim too, got none."),
         ([field("head_dim", "INT32", 64)], "fields: expected num_heads, num_kv_heads too, got head_dim."),
         ([field("heads", "INT32", 2)], "field 'heads' is unknown. Expected num_heads, "),
-        ([field("window", "INT32", 2)] * 2, "field 'window' is there twice. Expected num_heads, "),
+        ([field("window", "INT32", 2)] * 2, "field 'window' is given twice. Expected num_heads, "),
         ([field("window", "FLOAT32", 2)], "field 'window': expected one value of type INT32 or INT64, got 1 of type FLOAT32."),
         ([field("scale", "INT32", 2)], "field 'scale': expected one value of type FLOAT32 or FLOAT64, got 1 of type INT32."),
         ([field("window", "INT32", 2, 3)], "field 'window': expected one value of type INT32 or INT64, got 2 of type INT32."),

@@ -344,7 +344,7 @@ class TestStep:
             ("logit", logits, BindingError, "`logit`: the engine has no such tensor, it has `input_ids`, "),
             ("logits", tensor(memory, (3, 37), "float16"), BindingError, r"`logits` expects float32 \(-1, 37\), got float16 \(3, 37\)\."),
             ("logits", tensor(other, (3, 37), "float32"), BindingError, r"`logits`: expected a tensor in the engine's memory \(cuda:0\)"),
-            ("logits", strided, LayoutError, r"`logits`: expected a dense view, got shape \(3, 37\) with strides \(74, 1\)"),
+            ("logits", strided, LayoutError, r"`logits`: expected a contiguous view, got shape \(3, 37\) with strides \(74, 1\)"),
             ("logits", shifted, LayoutError, "`logits`: expected an address that is a multiple of 256, got 0x"),
         ):
             with pytest.raises(error, match=message):

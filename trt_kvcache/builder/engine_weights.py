@@ -11,17 +11,17 @@ from trt_kvcache.model import AttentionConfig, ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 from trt_kvcache.model.weight_parts import layer_parts
 
-#: The host: Python with TensorRT loaded and what TensorRT keeps once it has built something, and what it keeps for each layer of a network.
+#: Host memory of Python with TensorRT loaded after a build, and additional memory for each layer of a network.
 _HOST, _HOST_PER_LAYER = 188_000_000, 9_300_000
 
-#: How often the host holds the weights when the plan is there: in pages of the checkpoint, converted or packed; in TensorRT; in the plan.
+#: Copies of the weights on the host when the plan is complete: pages of the checkpoint (or converted, packed), TensorRT, the plan.
 _COPIES = 3.09
 
 #: Bytes for each value of an int4 matrix while TensorRT packs it: the widened and the packed values. One matrix at a time, before
 #: there is a plan, and before dense weights are copied.
 _WIDENED_INT4 = 2.9
 
-#: How often TensorRT holds the weights of the segment that it builds.
+#: Copies of the weights of a segment in TensorRT while it builds it.
 _COPIES_OF_SEGMENT = 1.3
 
 #: Bytes for each element of a quantized embedding while it is written as a constant: the quantized value, and float32 twice.

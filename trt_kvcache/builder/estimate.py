@@ -92,7 +92,7 @@ class BuildEstimate:
 def estimate_build(model_path: str | os.PathLike[str], **options: Unpack[BuildKeywords]) -> BuildEstimate:
     """Estimate the sizes and the memory of a build, after the checks of ``build_engine``. TensorRT is not needed.
 
-    Of weights that are there names, shapes and dtypes are read. A folder with ``config.json`` alone is enough where weights are not stored
+    Names, shapes and dtypes of the weights are read. A folder with ``config.json`` alone is enough where weights are not stored
     quantized.
 
     Parameters

@@ -21,7 +21,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
 from trt_kvcache.trt.module import TensorRT
 
-#: How the weights of a checkpoint in 16 bits are rounded in the rows of an answer.
+#: Roundings of the weights of a 16-bit checkpoint, one row of the result each.
 ROUNDINGS = ("int8", "int4:32", "int4:128")
 
 #: The last row of them, with a head that is tied to the embedding and with one of its own. TensorRT packs a tied embedding twice, so that
@@ -77,7 +77,7 @@ def what_fits(
     Parameters
     ----------
     model_path : path
-        A Hugging Face folder. Of weights that are there names, shapes and dtypes are read; ``config.json`` alone is enough where they are
+        A Hugging Face folder. Names, shapes and dtypes of its weights are read; ``config.json`` alone is enough where they are
         not stored quantized.
     nbytes : int
         Bytes of the memory.

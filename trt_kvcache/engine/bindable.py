@@ -17,6 +17,6 @@ def check_bindable(spec: TensorSpec, tensor: DeviceTensor, memory: Memory) -> No
     if tensor.dtype != spec.dtype:
         raise BindingError(f"`{spec.name}` expects {spec.dtype} {spec.shape}, got {tensor.dtype} {tensor.shape}.")
     if not tensor.is_contiguous:
-        raise LayoutError(f"`{spec.name}`: expected a dense view, got shape {tensor.shape} with strides {tensor.strides}.")
+        raise LayoutError(f"`{spec.name}`: expected a contiguous view, got shape {tensor.shape} with strides {tensor.strides}.")
     if tensor.ptr % ALIGNMENT:
         raise LayoutError(f"`{spec.name}`: expected an address that is a multiple of {ALIGNMENT}, got {tensor.ptr:#x}.")

@@ -90,7 +90,7 @@ def _check_segments(config: EngineConfig) -> None:
 
 
 def _check_attention(config: EngineConfig) -> None:
-    """Check that each attention of the model is there, in order, and computed, and that plugin attention is not mixed with others."""
+    """Check that each attention layer of the model is listed, in order, and that plugin attention is not mixed with others."""
     one_of("attention_variant", config.attention_variant, ATTENTION_VARIANTS, error=EngineError)
     expected = config.model.attention_indices
     if len(config.attention) != len(expected):

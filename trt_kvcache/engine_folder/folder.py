@@ -90,7 +90,7 @@ class EngineFolder:
 
     @property
     def checkpoint_path(self) -> Path:
-        """The folder of the embedded checkpoint; it is there only if the checkpoint was embedded."""
+        """The folder of the embedded checkpoint, which exists only if the checkpoint was embedded."""
         return self.path / CHECKPOINT_FOLDER
 
     def read_plan(self) -> mmap.mmap:

@@ -52,7 +52,7 @@ class EngineInspection:
         The checkpoint that it was built from.
     engines : tuple of str
         Values of ``engine=`` for the folder, wherever such an engine is installed: ``"tensorrt"``, and ``"torch"`` and ``"numpy"``
-        while the checkpoint is there.
+        while the checkpoint exists.
     segments : SegmentsRecord or None
         For an engine in segments: its segments and operations, in order.
     """
@@ -79,7 +79,7 @@ class EngineInspection:
         return tuple(layer for layer in self.attention if layer.decomposable)
 
     def plot(self) -> Plot:
-        """Draw what the engine takes in GPU memory as far as it is known before it runs: plan, constants, K and V by layer, and states.
+        """Plot the GPU memory of the engine as far as it is known before it runs: plan, constants, K and V by layer, and states.
 
         Returns
         -------

@@ -74,7 +74,7 @@ class SegmentsRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SegmentsRecord:
-        """Read what :meth:`to_dict` wrote; the registry of operations is not looked at."""
+        """Read what :meth:`to_dict` wrote; the registry of operations is not read."""
         segments = [step for step in data["steps"] if "tensors" in step]
         return cls(
             stages=tuple(map(_stage_from_dict, data["steps"])),

@@ -102,7 +102,7 @@ class AttentionAttributes:
         for field in fields:
             name, kind = str(field.name), field.type.name
             if name not in types or name in values:
-                what = "is there twice" if name in values else "is unknown"
+                what = "is given twice" if name in values else "is unknown"
                 raise ConfigError(f"field {name!r} {what}. Expected {', '.join(types)}, each once.")
             data = np.asarray(field.data)
             if kind not in _ACCEPTED_TYPES[types[name]] or data.size != 1:

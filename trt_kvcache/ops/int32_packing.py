@@ -1,8 +1,7 @@
 """Quantized K and V packed as int32, four values each, which plugin layers of TensorRT take.
 
-TensorRT gives types of 8 bits a meaning: int8 is quantized by scales that it may ask for, FP8 is there on GPUs of compute capability 8.9
-and newer only, and plugins take no uint8. The cache of a plugin layer is to be bytes that TensorRT hands on, and int32 is that in every
-release and on every GPU.
+TensorRT interprets 8-bit types: int8 is quantized, by scales that it may require; FP8 needs compute capability 8.9; plugins take no uint8.
+The cache of a plugin layer must be opaque bytes, as int32 is in every release and on every GPU.
 """
 
 from collections.abc import Sequence

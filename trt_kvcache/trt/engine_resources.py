@@ -1,4 +1,4 @@
-"""``EngineResources``: what an engine owns and releases when it is closed: allocations, TensorRT's objects, collected messages."""
+"""``EngineResources``: allocations, TensorRT objects and collected messages of an engine, released when it is closed."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

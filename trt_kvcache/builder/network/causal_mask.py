@@ -24,7 +24,7 @@ def causal_masks(graph: Graph, *, position_ids: Any, max_sequence_length: int, w
         masks[window] = causal
         if window is not None:
             name = f"mask/window_{window}"
-            forgotten = graph.elementwise(f"{name}/forgotten", positions, "SUB", graph.scalar(f"{name}/size", window, "int32", 4))
-            recent = graph.elementwise(f"{name}/recent", keys, "GREATER", forgotten)
+            outside = graph.elementwise(f"{name}/outside", positions, "SUB", graph.scalar(f"{name}/size", window, "int32", 4))
+            recent = graph.elementwise(f"{name}/recent", keys, "GREATER", outside)
             masks[window] = graph.elementwise(name, causal, "AND", recent)
     return masks

@@ -73,7 +73,7 @@ class PackedWeight:
         """
         first = parts[0]
         if first.codes.kind not in CONSTANT_TYPES:
-            raise BuildError(f"weight `{name}`: expected codes of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")
+            raise BuildError(f"weight `{name}`: expected quantized values of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")
         sizes = _sizes_of_blocks(first)
         width = int(np.gcd.reduce(sizes))
         as_stored = _as_stored(parts, has_fp4=has_fp4)

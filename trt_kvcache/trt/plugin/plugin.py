@@ -136,7 +136,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
 
         @reported
         def get_fields_to_serialize(self) -> Any:
-            # TensorRT calls this from its own threads and reads what the pointer that it gets points to. There a list is not converted,
+            # TensorRT calls this from its own threads and dereferences the pointer that it gets. There a list is not converted,
             # and a result that nobody keeps is gone: so it is the C++ class itself, which points into the list, and the plugin keeps both.
             if self._stored_fields is None:
                 kinds, arrays = trt.PluginFieldType, self._field_arrays

@@ -11,10 +11,10 @@ from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_FIELD_VALUE
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.plugin_tensors import HEAD_SCALES, INPUTS, OUTPUTS, QUANTIZED_INPUTS, QUANTIZED_OUTPUTS
 
-#: How TensorRT's registry finds the plugin, with one of :data:`PLUGIN_ABIS`.
+#: Name and namespace of the plugin in TensorRT's registry, with one of :data:`PLUGIN_ABIS` as version.
 PLUGIN_NAME, PLUGIN_NAMESPACE = "KVCacheAttention", "trt_kvcache"
 
-#: The version over K and V in the dtype of q, and that over quantized K and V.
+#: The version over K and V in the dtype of q, and the version over quantized K and V.
 PLUGIN_VERSION, QUANTIZED_VERSION = "1", "2"
 
 #: Inputs, outputs and fields of each version. A change takes a new version, and the old one stays: engines name it.
