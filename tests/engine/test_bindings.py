@@ -243,7 +243,7 @@ class TestMemoryAndLayout:
         with RecordingCache(kv_config(head_dim=8, layout=KVLayout.COMBINED), memory=memory) as cache:
             assert refuse(engine, cache, LayoutError) == (
                 "`k_cache_0`: a view of shape (3, 1, 16, 8) with strides (256, 128, 8, 1) is not contiguous, "
-                "and TensorRT binds dense tensors only. Make the cache with KVLayout.SEPARATE."
+                "and TensorRT binds no others. Make the cache with KVLayout.SEPARATE."
             )
 
     def test_a_combined_cache_of_one_slot_is_dense(self, memory):
@@ -554,4 +554,4 @@ def test_an_engine_whose_k_and_v_are_one_tensor():
     assert refuse(engine, cache).endswith(
         "the number of sides differs (engine 3, cache 2); max_sequence_length differs (engine 17, cache 16)."
     )
-    assert refuse(*recorded(KV, combined=True), LayoutError).endswith("binds dense tensors only. Make the cache with KVLayout.COMBINED.")
+    assert refuse(*recorded(KV, combined=True), LayoutError).endswith("binds no others. Make the cache with KVLayout.COMBINED.")

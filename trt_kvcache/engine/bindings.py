@@ -409,7 +409,7 @@ def _cache_mismatch(spec: TensorSpec, view: DeviceTensor, dimensions: _Dimension
 def _check_address(name: str, view: DeviceTensor) -> None:
     if not view.is_contiguous:
         raise LayoutError(
-            f"`{name}`: a view of shape {view.shape} with strides {view.strides} is not contiguous, and TensorRT binds contiguous tensors only. "
+            f"`{name}`: a view of shape {view.shape} with strides {view.strides} is not contiguous, and TensorRT binds no others. "
             f"Make the cache with {KVLayout.COMBINED if view.ndim == 5 else KVLayout.SEPARATE}."
         )
     if view.ptr % ALIGNMENT:
