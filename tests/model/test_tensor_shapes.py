@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from tests.helpers.small_model import SMALL, with_layers, with_mixer
+from tests.paths import GOLDEN
 from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 
@@ -69,3 +71,12 @@ def test_layers_come_in_order() -> None:
     layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
     assert layers == sorted(layers)
     assert set(layers) == set(range(12))
+
+
+def test_shapes_do_not_depend_on_the_number_of_heads_that_a_damaged_config_has() -> None:
+    """As many slices as heads would not fit into memory."""
+    description = ModelConfig.from_dict(json.loads((GOLDEN / "qwen3_next" / "config.json").read_text(encoding="utf-8"))).to_description()
+    delta = next(kind["mixer"] for kind in description["layer_kinds"] if "num_key_heads" in kind["mixer"])
+    delta |= {"num_key_heads": 1 << 28, "num_value_heads": 1 << 29}
+    shapes = tensor_shapes(ModelConfig.from_description(description))
+    assert shapes["model.layers.0.linear_attn.in_proj_ba.weight"] == (1 << 30, 32)

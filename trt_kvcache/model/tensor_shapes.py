@@ -3,7 +3,7 @@
 from trt_kvcache.model.families.family import EMBEDDING, FINAL_NORM
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.weight_parts import layer_parts
+from trt_kvcache.model.weight_parts import layer_tensors
 
 __all__ = ["EMBEDDING", "FINAL_NORM", "HEAD", "embedding_name", "final_norm_name", "tensor_shapes"]
 
@@ -24,7 +24,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor of a model, from the embedding to the head."""
     shapes: dict[str, tuple[int, ...]] = {embedding_name(config): (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
-        shapes |= {part.tensor: (part.tensor_rows, *part.shape[1:]) for part in layer_parts(config, index).values()}
+        shapes |= layer_tensors(config, index)
     shapes[final_norm_name(config)] = (config.hidden_size,)
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)

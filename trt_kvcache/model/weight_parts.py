@@ -33,9 +33,31 @@ class WeightPart:
         return [row for rows in self.rows for row in range(rows.start, rows.stop)]
 
 
+def layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every tensor of one layer. Nothing is counted by head: a damaged config may have any number of them."""
+    shapes, stored = _stored(config, index)
+    return {
+        _tensor_name(config, index, key): (sum(shapes[role][0] for role in roles), *shapes[roles[0]][1:]) for key, roles in stored.items()
+    }
+
+
 def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
-    """Return where the weights of one layer are stored."""
+    """Return the rows of each weight of one layer, by role."""
     family, mixer = FAMILIES[config.family], config.layers[index].mixer
+    shapes, stored = _stored(config, index)
+    parts: dict[str, WeightPart] = {}
+    for key, roles in stored.items():
+        heads = _heads(mixer) if key[0] in family.head_by_head else 1
+        sections = [_sections(mixer, role) or (shapes[role][0],) for role in roles]
+        tensor, total = _tensor_name(config, index, key), sum(shapes[role][0] for role in roles)
+        for role, rows in zip(roles, _rows(sections, heads), strict=True):
+            parts[role] = WeightPart(tensor=tensor, shape=shapes[role], rows=rows, tensor_rows=total)
+    return {role: parts[role] for role in shapes}
+
+
+def _stored(config: ModelConfig, index: int) -> tuple[dict[str, tuple[int, ...]], dict[tuple[str, str], list[str]]]:
+    """Return the shapes of the weights of one layer by role, and the roles that share a tensor, by its name in the family and its kind."""
+    family = FAMILIES[config.family]
     shapes = _layer_shapes(config.layers[index], config.hidden_size)
     stored: dict[tuple[str, str], list[str]] = {}
     for role in shapes:
@@ -43,14 +65,11 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
         if weight not in family.names:
             raise ConfigError(f"layers[{index}]: a {config.family} model has no weight {weight}.")
         stored.setdefault((family.names[weight], dot + kind), []).append(role)
-    parts: dict[str, WeightPart] = {}
-    for (name, kind), roles in stored.items():
-        heads = _heads(mixer) if name in family.head_by_head else 1
-        sections = [_sections(mixer, role) or (shapes[role][0],) for role in roles]
-        tensor, total = f"{family.layers}.{index}.{name}{kind}", sum(shapes[role][0] for role in roles)
-        for role, rows in zip(roles, _rows(sections, heads), strict=True):
-            parts[role] = WeightPart(tensor=tensor, shape=shapes[role], rows=rows, tensor_rows=total)
-    return {role: parts[role] for role in shapes}
+    return shapes, stored
+
+
+def _tensor_name(config: ModelConfig, index: int, key: tuple[str, str]) -> str:
+    return f"{FAMILIES[config.family].layers}.{index}.{key[0]}{key[1]}"
 
 
 def _rows(weights: list[tuple[int, ...]], heads: int) -> list[tuple[slice, ...]]:
