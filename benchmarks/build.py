@@ -48,7 +48,7 @@ def bare(model, dtype, quantize):
         options = with_capable_gpus(
             ResolvedOptions.of_model(BuildOptions(**SIZES, dtype=dtype), checkpoint.config), checkpoint.code_kinds, tensorrt
         )
-        definition = define_decoder(checkpoint, options, tensorrt, messages)
+        definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config), tensorrt, messages)
         defined = time.perf_counter()
         config = make_config(definition, options, tensorrt, messages)
         plan = definition.builder.build_serialized_network(definition.network, config)

@@ -131,7 +131,7 @@ def build_engine(
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
-        constants = define_constants(checkpoint, definitions[0].cache, dtype=build.options.dtype) if in_segments else None
+        constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if in_segments else None
         chunks = with_padding(plans)
         config = _config(build, tensorrt, definitions[0], plan=FileRecord.of(chunks), fingerprint=fingerprint)
         if constants is not None:
@@ -152,14 +152,14 @@ def build_engine(
 def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages, *, in_segments: bool) -> tuple[DecoderDefinition, ...]:
     """Define the network of the decoder, or one for each of its segments."""
     if in_segments:
-        return define_segments(build.checkpoint, build.options, tensorrt, messages, quantized=build.quantized)
-    return (define_decoder(build.checkpoint, build.options, tensorrt, messages, quantized=build.quantized),)
+        return define_segments(build.checkpoint, build.options, build.cache, tensorrt, messages)
+    return (define_decoder(build.checkpoint, build.options, build.cache, tensorrt, messages),)
 
 
 def _config(build: CheckedBuild, tensorrt: TensorRT, definition: DecoderDefinition, *, plan: FileRecord, fingerprint: str) -> EngineConfig:
     """Return ``config.json`` of an engine in one piece."""
     checkpoint, options = build.checkpoint, build.options
-    cache, names = definition.cache, definition.names
+    cache, names = build.cache, definition.names
     return EngineConfig(
         model=checkpoint.config,
         cache=cache,
@@ -180,7 +180,7 @@ def _config(build: CheckedBuild, tensorrt: TensorRT, definition: DecoderDefiniti
             weights=checkpoint.weights.format,
             quantize=options.quantize or "",
         ),
-        computed_dtype=None if build.quantized is None else options.dtype,
+        computed_dtype=options.dtype if cache.kv is not None and cache.kv.has_scales else None,
     )
 
 

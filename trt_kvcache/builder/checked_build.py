@@ -16,8 +16,8 @@ from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_weights
 from trt_kvcache.checkpoint.weight_files import has_weight_files
+from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.kv_options import quantized_kv
-from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.folder import check_target
 from trt_kvcache.errors import BuildError, ConfigError
 from trt_kvcache.trt.module import TensorRT, load
@@ -30,7 +30,7 @@ class CheckedBuild:
     options: ResolvedOptions
     tensorrt: TensorRT | None  # None in a dry run where it is not installed
     checkpoint: Checkpoint  # open; the caller closes it
-    quantized: QuantizedKV | None
+    cache: DecoderCacheConfig
 
 
 def checked_build(
@@ -58,12 +58,11 @@ def checked_build(
             raise ConfigError(f"{error} kv_dtype={given.kv_dtype} chose plugin attention: no other takes K and V in 8 bits.") from None
         Tokenizer.open(checkpoint.path)  # damaged files that are copied are reported before the work, not by the first prompt
         GenerationDefaults.open(checkpoint.path)
-        quantized = quantized_kv(checkpoint, given.kv_dtype, given.kv_scales)
-        options.cache_for(checkpoint.config, quantized)
+        cache = options.cache_for(checkpoint.config, quantized_kv(checkpoint, given.kv_dtype, given.kv_scales))
     except BaseException:
         checkpoint.close()
         raise
-    return CheckedBuild(options=options, tensorrt=tensorrt, checkpoint=checkpoint, quantized=quantized)
+    return CheckedBuild(options=options, tensorrt=tensorrt, checkpoint=checkpoint, cache=cache)
 
 
 def installed_tensorrt(flavour: str) -> TensorRT | None:

@@ -17,7 +17,6 @@ from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, decoder_stages
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
@@ -49,16 +48,13 @@ class DecoderDefinition:
 def define_decoder(
     checkpoint: Checkpoint,
     options: ResolvedOptions,
+    cache: DecoderCacheConfig,
     tensorrt: TensorRT,
     messages: Messages,
     names: TensorNames = DEFAULT_NAMES,
-    *,
-    quantized: QuantizedKV | None = None,
 ) -> DecoderDefinition:
     """Define one network for the decoder of a checkpoint."""
-    options.check_tensorrt(tensorrt)
     model = checkpoint.config
-    cache = options.cache_for(model, quantized)
     if options.attention == "plugin" and not can_add_plugins(tensorrt):
         raise ConfigError(
             f"attention: expected native or mask in one network, got plugin: {tensorrt} has no plugin layers. Build segments."
@@ -89,15 +85,13 @@ def define_decoder(
 def define_segments(
     checkpoint: Checkpoint,
     options: ResolvedOptions,
+    cache: DecoderCacheConfig,
     tensorrt: TensorRT,
     messages: Messages,
     names: TensorNames = DEFAULT_NAMES,
-    *,
-    quantized: QuantizedKV | None = None,
 ) -> tuple[DecoderDefinition, ...]:
     """Define a network for each segment of a decoder."""
     model = checkpoint.config
-    cache = options.cache_for(model, quantized)
     builder, create_network = _network_factory(model, tensorrt, messages)
     networks = [create_network()]
 

@@ -19,7 +19,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES, Quantization
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
@@ -130,7 +130,7 @@ def estimate_checked(checked: CheckedBuild) -> BuildEstimate:
     """Estimate a build that was checked."""
     options = checked.options
     has_fp4 = have_fp4(options.compute_capabilities, is_rtx=options.flavour != "tensorrt")
-    return PackedModel.of(checked.checkpoint, has_fp4=has_fp4).estimate(options, checked.quantized)
+    return PackedModel.of(checked.checkpoint, has_fp4=has_fp4).estimate(options, checked.cache)
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,9 @@ class PackedModel:
         }
         return replace(self, packed=packed)
 
-    def estimate(self, options: ResolvedOptions, quantized: QuantizedKV | None = None) -> BuildEstimate:
+    def estimate(self, options: ResolvedOptions, cache: DecoderCacheConfig) -> BuildEstimate:
         """Return the bytes of a build: see :func:`estimate_build`."""
         model, computed = self.model, options.dtype
-        cache = options.cache_for(model, quantized)
-        options.check_kernels(model)
         segmented = options.attention == "plugin" and options.flavour != "tensorrt"
         weights = EngineWeights.of(model, self.packed, computed, segmented=segmented)
         kernels = _kernels_nbytes(model, segmented=segmented, is_packed=bool(weights.packed.keys() - {embedding_name(model)}))

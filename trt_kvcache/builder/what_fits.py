@@ -142,7 +142,9 @@ def _fit(
     def estimate(batch: int, tokens: int) -> BuildEstimate:
         attention = None if quantized is None else "plugin"
         asked = replace(options, max_batch_size=batch, max_sequence_length=tokens, attention=attention)
-        return source.estimate(ResolvedOptions.of_model(asked, model), quantized)
+        resolved = ResolvedOptions.of_model(asked, model)
+        resolved.check_kernels(model)
+        return source.estimate(resolved, resolved.cache_for(model, quantized))
 
     def fits(batch: int, tokens: int) -> bool:
         return estimate(batch, tokens).device_nbytes <= budget

@@ -93,8 +93,8 @@ class TensorRTEngine(BoundEngine):
                 compare_tensors(self._plan.tensors, [packed_as_int32(spec) for spec in config.tensors])
                 compare_profiles(self.profiles, config.profiles)
                 self.profiles = config.profiles  # with their names
-            shown = Int32PackedView(self._plan, () if config is None else config.tensors)
-            self.tensors = shown.tensors
+            unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
+            self.tensors = unpacked.tensors
             nbytes = self._plan.context_memory_nbytes
             context_memory = self._resources.allocate(nbytes, stream=stream)
             num_sets = count_binding_sets(self.tensors, names)
@@ -103,9 +103,9 @@ class TensorRTEngine(BoundEngine):
             self._bindings = EngineBindings(
                 type(self).__name__,
                 tensors=self.tensors,
-                ranges=shown.ranges,
+                ranges=unpacked.ranges,
                 memory=memory,
-                target=shown,
+                target=unpacked,
                 num_sets=num_sets,
             )
         except BaseException:

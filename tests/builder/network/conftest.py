@@ -80,7 +80,9 @@ def define(rtx):
         given = BuildOptions(**SIZES, dtype=dtype, attention=attention, max_logits_per_slot=logits)
         with recording(rtx, model) as (checkpoint, constants, messages):
             options = ResolvedOptions.of_model(given, checkpoint.config)
-            return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
+            return Defined(
+                rtx, define_decoder(checkpoint, options, options.cache_for(checkpoint.config), rtx, messages), options, constants
+            )
 
     yield make
     make.cache_clear()

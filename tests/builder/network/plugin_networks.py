@@ -94,7 +94,7 @@ def define_with_plugin_layers(rtx, model, *, dtype="float16", quantized=None, lo
         patch.setattr(serialization, "allow_aliasing", lambda tensorrt, config: allowed.append(config))
         with recording(rtx, model) as (checkpoint, constants, messages):
             options = ResolvedOptions.of_model(given, checkpoint.config)
-            definition = define_decoder(checkpoint, options, full, messages, quantized=quantized)
+            definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config, quantized), full, messages)
             make_config(definition, options, full, messages)
     assert len(allowed) == 1
     assert declared(rtx, definition.network) == {spec.name: (spec.mode, spec.dtype, spec.shape) for spec in definition.tensors}

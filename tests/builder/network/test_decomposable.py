@@ -53,7 +53,7 @@ def build(rtx: TensorRT, model: Path, length: int, attention: str) -> None:
     given = BuildOptions(max_batch_size=2, max_sequence_length=length, max_prefill_length=5, attention=attention)
     with Checkpoint.open(model) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:
         options = ResolvedOptions.of_model(given, checkpoint.config)
-        definition = define_decoder(checkpoint, options, rtx, messages)
+        definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config), rtx, messages)
         serialize(definition, options, rtx, messages, lambda done: None)
 
 

@@ -48,7 +48,9 @@ def define(rtx: Any, folder: Path, dtype: str, attention: str = "native", **more
         warnings.simplefilter("ignore")
         with recording(rtx, folder) as (checkpoint, constants, messages):
             options = ResolvedOptions.of_model(BuildOptions(**SIZES, dtype=dtype, attention=attention, **more), checkpoint.config)
-            return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
+            return Defined(
+                rtx, define_decoder(checkpoint, options, options.cache_for(checkpoint.config), rtx, messages), options, constants
+            )
 
 
 def layers_of(defined: Defined) -> Iterator[tuple[str, Any]]:

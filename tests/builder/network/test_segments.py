@@ -34,8 +34,8 @@ class Segments:
         given = BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits)
         with recording(rtx, model) as (checkpoint, self.arrays, messages):
             self.options = ResolvedOptions.of_model(given, checkpoint.config)
-            self.definitions = define_segments(checkpoint, self.options, rtx, messages, quantized=quantized)
-            self.model, self.cache = checkpoint.config, self.definitions[0].cache
+            self.model, self.cache = checkpoint.config, self.options.cache_for(checkpoint.config, quantized)
+            self.definitions = define_segments(checkpoint, self.options, self.cache, rtx, messages)
             constants = define_constants(checkpoint, self.cache, dtype=dtype)
         (folder / "constants").write_bytes(b"".join(constants))
         file = SafetensorsFile(folder / "constants")
