@@ -88,7 +88,7 @@ class ResolvedOptions(BuildOptions):
 
     @property
     def profiles(self) -> tuple[EngineProfile, ...]:
-        """The optimization profiles of the engine."""
+        """The optimisation profiles of the engine."""
         return decoder_profiles(
             max_batch_size=self.max_batch_size,
             max_prefill_length=self.max_prefill_length,

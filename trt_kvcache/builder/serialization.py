@@ -1,4 +1,4 @@
-"""From a network to a serialized engine: builder configuration, optimization profiles, and the build."""
+"""From a network to a serialised engine: builder configuration, optimisation profiles, and the build."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins
 
 
 def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorrt: TensorRT, messages: Messages) -> Any:
-    """Return the ``IBuilderConfig`` of a network: optimization profiles, GPUs, and flags."""
+    """Return the ``IBuilderConfig`` of a network: optimisation profiles, GPUs, and flags."""
     config = require(definition.builder.create_builder_config, messages, "TensorRT cannot make a builder configuration")
     for profile in definition.profiles:
         _add_profile(definition, config, profile, messages, slots=definition.profiles[0].max_batch)
@@ -44,7 +44,7 @@ def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorr
 def serialize(
     definition: DecoderDefinition, options: ResolvedOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
 ) -> Any:
-    """Build a network; return its serialized engine as a buffer. An exception of ``progress`` stops the build and is raised."""
+    """Build a network; return its serialised engine as a buffer. An exception of ``progress`` stops the build and is raised."""
     config = make_config(definition, options, tensorrt, messages)
     build_progress = BuildProgress(progress)
     config.progress_monitor = make_monitor(tensorrt.module, build_progress)

@@ -37,7 +37,7 @@ class BoundEngine(Uncopyable, ABC):
     _bindings: _Bindings
 
     def use_profile(self, index: int) -> None:
-        """Choose the optimization profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
+        """Choose the optimisation profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
 
         Parameters
         ----------
@@ -102,7 +102,7 @@ class BoundEngine(Uncopyable, ABC):
         name : str
             An input of the engine. In an engine in segments, the shape of the token ids gives the shapes of the intermediate tensors.
         shape : sequence of int
-            Its new shape, within the optimization profile.
+            Its new shape, within the optimisation profile.
 
         Raises
         ------

@@ -38,7 +38,7 @@ class EngineConfig:
     tensorrt_flavour: str
     tensorrt_version: str
     compute_capabilities: tuple[str, ...] | None  # GPUs that it was built for; None where none were named
-    plan: FileRecord  # the serialized engine, or the plans of all segments
+    plan: FileRecord  # the serialised engine, or the plans of all segments
     checkpoint: CheckpointRecord
     segments: SegmentsRecord | None = None  # None for an engine in one piece
     computed_dtype: str | None = None  # dtype of computation if K and V are quantized, else None

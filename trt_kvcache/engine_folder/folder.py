@@ -94,7 +94,7 @@ class EngineFolder:
         return self.path / CHECKPOINT_FOLDER
 
     def read_plan(self) -> mmap.mmap:
-        """Return a read-only memory map of the serialized engine, after comparing it with its recorded hash."""
+        """Return a read-only memory map of the serialised engine, after comparing it with its recorded hash."""
         return _read_file(self.plan_path, self.config.plan)
 
     def read_constants(self) -> dict[str, np.ndarray[Any, Any]]:

@@ -78,7 +78,7 @@ class BindingTarget(Protocol):
 
 
 class ProfileBindings:
-    """Bound tensors of one optimization profile in one set of bindings, which are kept alive."""
+    """Bound tensors of one optimisation profile in one set of bindings, which are kept alive."""
 
     def __init__(self, profile: int, context: int, ranges: ProfileRanges) -> None:
         self.profile = profile
@@ -109,7 +109,7 @@ class ProfileBindings:
 
 
 class EngineBindings:
-    """Bindings of all optimization profiles of an engine, with the profile and the set in use."""
+    """Bindings of all optimisation profiles of an engine, with the profile and the set in use."""
 
     def __init__(
         self,

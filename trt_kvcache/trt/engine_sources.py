@@ -1,4 +1,4 @@
-"""Sources of an engine: an engine folder, or the file of a serialized engine."""
+"""Sources of an engine: an engine folder, or the file of a serialised engine."""
 
 import mmap
 from pathlib import Path

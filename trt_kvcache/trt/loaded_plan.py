@@ -12,7 +12,7 @@ from trt_kvcache.trt.tensors import read_ranges, read_tensors
 
 
 class LoadedPlan:
-    """A deserialized plan (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`).
+    """A deserialised plan (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`).
 
     Plans may share their caller's context memory if they are enqueued on one stream.
     """
@@ -51,7 +51,7 @@ class LoadedPlan:
     def create_contexts(
         self, address: int, nbytes: int, *, plan_sha256: str, stream: Any, capturable: bool = False, num_sets: int = 1
     ) -> None:
-        """Create an execution context for each optimization profile in each set of bindings, the first set first.
+        """Create an execution context for each optimisation profile in each set of bindings, the first set first.
 
         One for each, since ``set_optimization_profile_async`` discards shapes, and two sets so that no step binds an address.
         """

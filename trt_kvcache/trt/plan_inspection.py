@@ -1,4 +1,4 @@
-"""``inspect_plan``: tensors and profiles of a serialized engine ("plan") without an engine folder, by TensorRT and a GPU."""
+"""``inspect_plan``: tensors and profiles of a serialised engine ("plan") without an engine folder, by TensorRT and a GPU."""
 
 from collections.abc import Mapping
 from contextlib import suppress

@@ -28,7 +28,7 @@ def gpu_identity(device: str) -> tuple[str, ...]:
 
 
 class RuntimeCacheFile:
-    """A file with a serialized runtime cache, after its SHA-256. ``key`` is everything that the kernels depend on."""
+    """A file with a serialised runtime cache, after its SHA-256. ``key`` is everything that the kernels depend on."""
 
     def __init__(self, key: Sequence[str], *, folder: Path | None = None) -> None:
         name = hashlib.sha256("\0".join(key).encode()).hexdigest()

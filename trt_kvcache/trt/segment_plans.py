@@ -1,4 +1,4 @@
-"""``SegmentPlans``: the deserialized plans of all segments of an engine, with the interface of a single plan."""
+"""``SegmentPlans``: the deserialised plans of all segments of an engine, with the interface of a single plan."""
 
 from collections.abc import Mapping, Sequence
 

@@ -54,7 +54,7 @@ class TensorRTEngine(BoundEngine):
     tensors : mapping of str to TensorSpec
         Inputs and outputs by name, inputs first; of the whole engine.
     profiles : sequence of EngineProfile
-        The optimization profiles, by index.
+        The optimisation profiles, by index.
     memory : Memory
         The GPU memory that bound tensors must be in.
     config : EngineConfig or None

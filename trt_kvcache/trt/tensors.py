@@ -19,7 +19,7 @@ ShapeRange = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ProfileRanges:
-    """Smallest and largest shape of each input in one optimization profile."""
+    """Smallest and largest shape of each input in one optimisation profile."""
 
     ranges: Mapping[str, ShapeRange]
 
@@ -108,7 +108,7 @@ def _range(engine: Any, spec: TensorSpec, profile: int) -> ShapeRange:
 
 
 def read_profiles(ranges: Sequence[ProfileRanges], names: TensorNames) -> tuple[EngineProfile, ...]:
-    """Return the optimization profiles of a decoder, from the shapes of ``input_ids`` ``[B, s]`` and ``last_token_ids`` ``[B, m]``.
+    """Return the optimisation profiles of a decoder, from the shapes of ``input_ids`` ``[B, s]`` and ``last_token_ids`` ``[B, m]``.
 
     Profiles of one new token per slot are named ``decode``, others ``prefill``.
     """

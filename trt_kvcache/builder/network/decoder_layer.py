@@ -35,7 +35,7 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
 
 
 def _mix(graph: Graph, x: Any, weights: LayerWeights, context: DecoderContext, index: int, *, residual: Any) -> tuple[Any, Any]:
-    """Apply the mixer to the normalized hidden state; return its output, and the residual in the network that is built from now on."""
+    """Apply the mixer to the normalised hidden state; return its output, and the residual in the network that is built from now on."""
     mixer, module = context.model.layers[index].mixer, f"model.layers.{index}"
     if isinstance(mixer, AttentionConfig):
         return self_attention(graph, x, weights, f"{module}.self_attn", context, index, residual=residual)

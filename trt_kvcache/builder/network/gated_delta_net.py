@@ -32,7 +32,7 @@ _NORM_EPSILON = 1e-6
 def gated_delta_net(
     graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, mixer: GatedDeltaNetConfig
 ) -> Any:
-    """Apply the gated delta net of one layer to the normalized hidden state ``[B, s, hidden]``.
+    """Apply the gated delta net of one layer to the normalised hidden state ``[B, s, hidden]``.
 
     Convolution, delta rule and norm compute in float32; the result has the dtype of the model.
     """

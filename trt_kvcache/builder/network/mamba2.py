@@ -19,7 +19,7 @@ from trt_kvcache.model.recurrent_config import Mamba2Config
 
 
 def mamba2(graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, mixer: Mamba2Config) -> Any:
-    """Apply Mamba-2 of one layer to the normalized hidden state ``[B, s, hidden]``.
+    """Apply Mamba-2 of one layer to the normalised hidden state ``[B, s, hidden]``.
 
     Convolution, time steps, scan and norm compute in float32; the result has the dtype of the model.
     """

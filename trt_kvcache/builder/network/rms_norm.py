@@ -1,4 +1,4 @@
-"""RMSNorm from elementary layers: TensorRT's normalization layer would subtract the mean."""
+"""RMSNorm from elementary layers: TensorRT's normalisation layer would subtract the mean."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ from trt_kvcache.model import AttentionConfig
 def self_attention(
     graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, *, residual: Any
 ) -> tuple[Any, Any]:
-    """Apply the attention of one layer to the normalized hidden state; return its output, and the residual.
+    """Apply the attention of one layer to the normalised hidden state; return its output, and the residual.
 
     A segment cut passes the residual on to the next network: see ``AttentionLowering``.
     """
