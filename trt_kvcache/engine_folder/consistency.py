@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
@@ -14,12 +14,10 @@ from trt_kvcache.engine.decoder_profiles import decoder_profiles
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.segments import can_replace
-
-if TYPE_CHECKING:
-    from trt_kvcache.engine_folder.config import EngineConfig
 
 
 def check_consistency(config: EngineConfig) -> None:

@@ -32,6 +32,7 @@ from trt_kvcache.checkpoint.json_file import MAX_JSON_NBYTES
 from trt_kvcache.checkpoint.model_files import ModelFiles
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config_reader import read_config
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.records import FileRecord
 from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
@@ -73,7 +74,7 @@ class EngineFolder:
         if not isinstance(data, dict):
             raise EngineError(f"{config_path}: expected a JSON object, got {type(data).__name__}.")
         try:
-            config = EngineConfig.from_dict(data)
+            config = read_config(data)
         except EngineError as error:
             raise EngineError(f"{config_path}: {error}") from error
         files = {PLAN_FILE: config.plan} | ({} if config.segments is None else {CONSTANTS_FILE: config.segments.constants})
