@@ -18,6 +18,7 @@ from trt_kvcache.builder.options import BuildKeywords, BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.cache.config import KVCacheConfig, KVLayout
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
+from trt_kvcache.cli.build import BuildFlags
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig, RopeConfig
 from trt_kvcache.trt.log import TensorRTLog
@@ -88,6 +89,10 @@ def test_options_that_were_left_out_are_the_models() -> None:
 def test_keywords_are_the_fields() -> None:
     hints = get_type_hints(BuildKeywords)
     assert hints == {field.name: get_type_hints(BuildOptions)[field.name] for field in fields(BuildOptions)}
+
+
+def test_the_command_has_a_flag_for_every_option() -> None:
+    assert BuildFlags().keywords() == vars(BuildOptions())
 
 
 @pytest.mark.parametrize("function", [build_engine, estimate_build, NetworkScript])
