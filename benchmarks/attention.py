@@ -34,8 +34,13 @@ sys.path.append(str(HERE.parent))
 from tests.kernels import attention as cases  # noqa: E402
 from trt_kvcache import CudaMemory, DeviceTensor  # noqa: E402
 from trt_kvcache.dtypes import itemsize  # noqa: E402
-from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles, source_variants  # noqa: E402
-from trt_kvcache.kernels.cuda import decode_plan as planner  # noqa: E402
+from trt_kvcache.kernels import (  # noqa: E402
+    AttentionWorkspace,
+    attend,
+    attention_tiles,
+    decode_plan as planner,
+    source_variants,
+)
 from trt_kvcache.memory.shapes import dense_nbytes  # noqa: E402
 
 #: Decode: share of the copy bandwidth from 64 MB, and microseconds up to 8 MB; its time over the best other's from 64 MB, and with 8

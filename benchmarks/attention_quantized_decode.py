@@ -34,8 +34,13 @@ sys.path.append(str(HERE.parent))
 
 from tests.kernels import attention as cases  # noqa: E402
 from trt_kvcache.dtypes import SCALED_KV_DTYPES  # noqa: E402
-from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles, source_variants  # noqa: E402
-from trt_kvcache.kernels.cuda import decode_plan as planner  # noqa: E402
+from trt_kvcache.kernels import (  # noqa: E402
+    AttentionWorkspace,
+    attend,
+    attention_tiles,
+    decode_plan as planner,
+    source_variants,
+)
 from trt_kvcache.memory.shapes import dense_nbytes  # noqa: E402
 
 #: Share of the copy bandwidth, from so many MB of K, V and scales. How many times as fast as over 16 bits, from 128 MB of those. Time over

@@ -38,7 +38,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
 from trt_kvcache.errors import CudaError  # noqa: E402
-from trt_kvcache.kernels.cuda import launch as launcher  # noqa: E402
+from trt_kvcache.kernels import launch as launcher  # noqa: E402
 from trt_kvcache.memory.cuda_driver import cuda_core_error  # noqa: E402
 from trt_kvcache.memory.cuda_memory import find_gpu  # noqa: E402
 

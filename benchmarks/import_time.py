@@ -20,7 +20,7 @@ LIMIT_SECONDS = 0.2
 #: What is imported, and the packages that it may bring along.
 MEASURED = {
     "trt_kvcache": frozenset(),
-    "trt_kvcache.cache.kv_cache_manager": frozenset(),
+    "trt_kvcache.cache.edge_llm": frozenset(),
     "from trt_kvcache import InferenceSession": frozenset({"tokenizers", "safetensors"}),
     "numpy, ml_dtypes": frozenset(),
 }

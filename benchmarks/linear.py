@@ -30,6 +30,7 @@ from trt_kvcache.kernels import (  # noqa: E402
     AttentionWorkspace,
     add_rms_norm,
     attend,
+    launch as launches,
     linear,
     linear_silu_mul,
     linear_tiles,
@@ -37,7 +38,6 @@ from trt_kvcache.kernels import (  # noqa: E402
     silu_mul,
     split_qkv,
 )
-from trt_kvcache.kernels.cuda import launch as launches  # noqa: E402
 from trt_kvcache.memory.shapes import dense_nbytes  # noqa: E402
 
 #: Share of the copy bandwidth, from 64 MB of weights and up to 8 rows: of a product alone, and of layers. A product's time over torch's.

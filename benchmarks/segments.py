@@ -32,7 +32,6 @@ from trt_kvcache.engine.decoder_tensors import decoder_tensors, shape_at
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants, decoder_stages
-from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.memory.cuda_memory import find_gpu
 from trt_kvcache.memory.host_memory import HostAllocation, HostStream
 from trt_kvcache.model import ModelConfig
@@ -48,11 +47,6 @@ BATCH, LAYERS, ROUNDS = 8, (16, 32, 64), 5
 def nothing(*arguments: Any, **options: Any) -> bool:
     """Succeed."""
     return True
-
-
-def memory_of(call: AttentionParams) -> Any:
-    """Return the memory of a call, whatever it is."""
-    return call.cache.memory
 
 
 class HostStandIn(HostMemory):
@@ -149,15 +143,13 @@ def main() -> int:
     options = parser.parse_args()
     on_gpu = find_gpu(0) is None
     memory: Any = CudaMemory(0) if on_gpu else HostStandIn()
-    launch = "trt_kvcache.kernels.cuda.{}.launch"
     with contextlib.ExitStack() as stack:
         if not on_gpu:
             address = cached_property(lambda self: int(self.storage.ctypes.data))  # as cheap as that of a GPU's memory
             address.__set_name__(HostAllocation, "ptr")
             stack.enter_context(mock.patch.object(HostAllocation, "ptr", address))
             for name in ("attention", "embedding"):
-                stack.enter_context(mock.patch(launch.format(name), new=nothing))
-            stack.enter_context(mock.patch("trt_kvcache.kernels.cuda.attention._memory", new=memory_of))
+                stack.enter_context(mock.patch(f"trt_kvcache.kernels.{name}_kernels.launch", new=nothing))
         eager = measure(memory, options.steps, cuda_graphs=False)
         replay = measure(memory, options.steps, cuda_graphs=True) if on_gpu else {}
     per_layer = (eager[LAYERS[-1]] - eager[LAYERS[0]]) / (LAYERS[-1] - LAYERS[0])

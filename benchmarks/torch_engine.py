@@ -30,7 +30,8 @@ from clocks import DeviceClock
 from environment import describe_environment, write_result
 from random_model import BAMBA_9B, GEMMA_3_1B, LFM2_350M, LLAMA_3_8B, PHI_4_MINI, QWEN2_0_5B
 
-from trt_kvcache import CudaMemory, HostMemory, HybridCacheConfig, HybridCacheManager, InferenceSession, KVCacheManager, Memory
+from trt_kvcache import CudaMemory, HostMemory, InferenceSession, Memory
+from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.model import ModelConfig
@@ -63,8 +64,7 @@ def opened_session(
     """Return a session of the torch engine over weights that are in memory already."""
     kv = decoder_cache_config(config, max_batch_size=batch, max_sequence_length=length, dtype=dtype)
     engine = TorchEngine(config, load, kv=kv, max_prefill_length=prefill, memory=memory)
-    is_hybrid = isinstance(kv, HybridCacheConfig)
-    return InferenceSession(engine, HybridCacheManager(kv, memory=memory) if is_hybrid else KVCacheManager(kv, memory=memory))
+    return InferenceSession(engine, make_cache(kv, memory=memory))
 
 
 class Transformers:

@@ -19,22 +19,28 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.builder.build_engine import BuildReport as BuildReport, build_engine as build_engine
     from trt_kvcache.builder.estimate import BuildEstimate as BuildEstimate, estimate_build as estimate_build
     from trt_kvcache.builder.what_fits import Fit as Fit, what_fits as what_fits
-    from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig
+    from trt_kvcache.cache.config import (
+        CacheConfig as CacheConfig,
+        HybridCacheConfig as HybridCacheConfig,
+        KVCacheConfig as KVCacheConfig,
+        LayerType as LayerType,
+        MambaCacheConfig as MambaCacheConfig,
+    )
+    from trt_kvcache.cache.edge_llm import (
+        HybridCacheManager as HybridCacheManager,
+        KVCacheManager as KVCacheManager,
+        LinearKVCache as LinearKVCache,
+        MambaCacheManager as MambaCacheManager,
+    )
     from trt_kvcache.cache.estimate import (
         estimate_memory as estimate_memory,
         largest_batch as largest_batch,
         longest_sequence as longest_sequence,
     )
-    from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager as HybridCacheManager
-    from trt_kvcache.cache.hybrid_config import HybridCacheConfig as HybridCacheConfig, LayerType as LayerType
-    from trt_kvcache.cache.kv_cache_manager import KVCacheManager as KVCacheManager
     from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup as KVHeadDimGroup
     from trt_kvcache.cache.kv_layer_config import KVLayerConfig as KVLayerConfig
     from trt_kvcache.cache.layout import KVLayout as KVLayout
     from trt_kvcache.cache.lengths import Lengths as Lengths
-    from trt_kvcache.cache.linear_kv_cache import LinearKVCache as LinearKVCache
-    from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager as MambaCacheManager
-    from trt_kvcache.cache.mamba_config import MambaCacheConfig as MambaCacheConfig
     from trt_kvcache.cache.plot import draw_cache as draw_cache
     from trt_kvcache.checkpoint import Checkpoint as Checkpoint, Tokenizer as Tokenizer
     from trt_kvcache.engine.bindings import BindingPlan as BindingPlan
@@ -78,6 +84,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
     from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
     from trt_kvcache.generation.sampling import SamplingOptions as SamplingOptions, SamplingParams as SamplingParams
+    from trt_kvcache.handles.sequence_cache_manager import SequenceCacheManager as SequenceCacheManager
     from trt_kvcache.memory.base import Memory as Memory
     from trt_kvcache.memory.cuda_memory import CudaMemory as CudaMemory
     from trt_kvcache.memory.host_memory import HostMemory as HostMemory
@@ -98,7 +105,6 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.reference import ReferenceEngine as ReferenceEngine
     from trt_kvcache.sequences.model_identity import ModelIdentity as ModelIdentity
     from trt_kvcache.sequences.prompt_cache import PromptCache as PromptCache, PromptEntry as PromptEntry, PromptMatch as PromptMatch
-    from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager as SequenceCacheManager
     from trt_kvcache.sequences.snapshot import Snapshot as Snapshot, load_snapshot as load_snapshot, save_snapshot as save_snapshot
     from trt_kvcache.session.async_request import AsyncRequest as AsyncRequest
     from trt_kvcache.session.async_session import AsyncSession as AsyncSession
@@ -145,23 +151,23 @@ _MODULE_OF = {
     "Fit": "builder.what_fits",
     "GeneratedToken": "generation.request",
     "HostMemory": "memory.host_memory",
-    "HybridCacheConfig": "cache.hybrid_config",
-    "HybridCacheManager": "cache.hybrid_cache_manager",
+    "HybridCacheConfig": "cache.config",
+    "HybridCacheManager": "cache.edge_llm",
     "InferenceSession": "session.session",
     "KVCacheConfig": "cache.config",
     "KVCacheError": "errors",
-    "KVCacheManager": "cache.kv_cache_manager",
+    "KVCacheManager": "cache.edge_llm",
     "KVHeadDimGroup": "cache.kv_head_dim_group",
     "KVLayerConfig": "cache.kv_layer_config",
     "KVLayout": "cache.layout",
     "LayerIndexError": "errors",
-    "LayerType": "cache.hybrid_config",
+    "LayerType": "cache.config",
     "LayoutError": "errors",
     "Lengths": "cache.lengths",
     "LengthsUnknown": "errors",
-    "LinearKVCache": "cache.linear_kv_cache",
-    "MambaCacheConfig": "cache.mamba_config",
-    "MambaCacheManager": "cache.mamba_cache_manager",
+    "LinearKVCache": "cache.edge_llm",
+    "MambaCacheConfig": "cache.config",
+    "MambaCacheManager": "cache.edge_llm",
     "MappingError": "errors",
     "Memory": "memory.base",
     "ModelConfig": "model",
@@ -183,7 +189,7 @@ _MODULE_OF = {
     "SamplingOptions": "generation.sampling",
     "SamplingParams": "generation.sampling",
     "SegmentedEngine": "trt.segmented_engine",
-    "SequenceCacheManager": "sequences.sequence_cache_manager",
+    "SequenceCacheManager": "handles.sequence_cache_manager",
     "SequenceError": "errors",
     "SessionOptions": "session.session_options",
     "SessionRunner": "polygraphy.runners",

@@ -19,7 +19,7 @@ class DType:
 
     name: str
     numpy: np.dtype[Any]
-    dlpack_code: int
+    dlpack_code: int  # DLDataTypeCode; the bits follow from the size
 
 
 _DLPACK_INT, _DLPACK_UINT, _DLPACK_FLOAT, _DLPACK_BFLOAT, _DLPACK_FLOAT8_E4M3FN = 0, 1, 2, 4, 10
@@ -39,13 +39,13 @@ _TABLE = {
 }
 _NAME_OF_NUMPY = {row.numpy: row.name for row in _TABLE.values()}
 
-#: What K and V can be stored as. The last two stand for ``stored * scale``.
+#: Dtypes of K and V in a cache. The last two are quantized: a real value is ``stored * scale``.
 KV_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "int8")
 
-#: The K/V dtypes that need scales, and the largest value that is stored in each.
+#: The quantized K/V dtypes, and the largest value of each.
 SCALED_KV_DTYPES = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
-#: Short names of dtypes. They are taken wherever a user names one; files and results have the name of the dtype.
+#: Short names of dtypes, accepted from users; files and results have the full name.
 DTYPE_SHORT_NAMES = {
     "fp16": "float16",
     "half": "float16",
@@ -55,18 +55,18 @@ DTYPE_SHORT_NAMES = {
     "fp8": "float8_e4m3fn",
 }
 
-#: The names of quantized K and V that users give.
+#: Names that users may give for a quantized K/V dtype.
 SCALED_KV_DTYPE_NAMES = ("fp8", *SCALED_KV_DTYPES)
 
-#: What of K and V, in one of these, shares a scale: a layer, a head of a layer (both static), or one token of a head.
+#: Granularity of the scales of quantized K and V: one a layer, one a head (both static), or one a token and head (dynamic).
 KV_SCALES = ("tensor", "head", "token")
 
-#: What a model can be computed in.
+#: Dtypes of weights and activations.
 MODEL_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def dtype_in_full(name: Any) -> Any:
-    """Return the name of a dtype that a user gives: in full where it is a short one, else what was given."""
+    """Return the full name of a short dtype name (``"fp8"``: ``"float8_e4m3fn"``); anything else unchanged, for a later check."""
     return DTYPE_SHORT_NAMES.get(name, name) if isinstance(name, str) else name
 
 

@@ -37,7 +37,7 @@ import trt_kvcache
 AREAS = {
     "cache": ("cache", "plot"),
     "memory": ("memory", "dtypes"),
-    "sequences": ("sequences",),
+    "sequences": ("sequences", "handles"),
     "sessions": ("session",),
     "generation": ("generation",),
     "engines": ("engine", "engine_folder", "trt", "builder", "reference"),
@@ -55,9 +55,7 @@ INTERNAL = {"_util", "cli", "torch_engine"}
 
 #: Classes that are not exported and yet have a page, because docstrings send readers there: what managers, memories and builds share.
 DESCRIBED = {
-    "SlotCache": "trt_kvcache.cache.slot_cache",
-    "KVCacheBase": "trt_kvcache.cache.kv_cache_base",
-    "RecurrentCache": "trt_kvcache.cache.recurrent_cache",
+    "Cache": "trt_kvcache.cache.cache",
     "Allocation": "trt_kvcache.memory.base",
     "BuildOptions": "trt_kvcache.builder.options",
 }

@@ -104,8 +104,8 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (YELLOW, (("builder", "networks, engine builds"), ("trt", "TensorRT engines, CUDA graphs"), ("engine_folder", "files of an engine"))),
     (YELLOW, (("torch_engine", "decoder in PyTorch"), ("reference", "decoder in NumPy"))),
     (YELLOW, (("ops", "custom operations"), ("engine", "protocol, names, bindings"))),
-    (PURPLE, (("sequences", "handles, swapping, prompt cache, snapshots"),)),
-    (GREEN, (("cache", "managers, layouts, lengths, states"),)),
+    (PURPLE, (("handles", "sequences by id, swapping"), ("sequences", "copies of slots, prefix cache, snapshots"))),
+    (GREEN, (("cache", "K, V and states of slots, layouts, lengths"),)),
     (
         GREEN,
         (("generation", "logits to text"), ("kernels", "CUDA and NumPy"), ("checkpoint", "model folders"), ("model", "what is computed")),

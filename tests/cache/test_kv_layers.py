@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import HEADS, LAYOUTS, FailingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache, state_of
+from tests.helpers.cache_cases import HEADS, LAYOUTS, B, FailingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache, state_of
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import CacheConfig, DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
 from trt_kvcache.errors import CapacityError, ClosedError, DTypeError, LayoutError, PlaceError, RangeError, ShapeError, SlotError
@@ -223,7 +223,7 @@ BAD = {
         LayoutError,
         "saved[0]: expected a dense tensor, got DeviceTensor((2, 2, 4, 16), float16, strides=(256, 128, 32, 1), DEVICE).",
     ),
-    "closed": (lambda good, *_: closed(good), ClosedError, "saved[2]: the memory behind this tensor is closed."),
+    "closed": (lambda good, *_: closed(good), ClosedError, "saved[2]: the memory of this tensor is closed."),
     "too long": (
         lambda good, memory, stream: saved_kv(memory, 8, stream),
         ShapeError,
@@ -322,3 +322,29 @@ def test_head_dims_of_these_caches_repeat(memory):
     """So that a launch for each head dim is fewer than one for each layer."""
     with make_cache("hybrid", memory) as cache:
         assert [group.num_layers for group in cache.kv_head_dim_groups] == [2, 1]
+
+
+class TestHostArrays:
+    @LAYOUTS
+    @pytest.mark.parametrize("first", [0, 2, S - 3])
+    def test_are_written_from_a_token_on(self, memory, stream, layout, first):
+        with cache_holding("manager", memory, stream, 5, layout=layout) as cache:
+            expected = Image(cache)
+            rows = [
+                np.random.default_rng(index).integers(0, 2**16, (config.num_kv_heads, 3, config.head_dim), np.uint16).view(np.float16)
+                for index, config in enumerate(layer for layer in cache.kv_config.layers for _ in range(2))
+            ]
+            cache.kv_layers.upload(rows, 2, first, stream=stream)
+            memory.synchronize(stream)
+            for index, array in enumerate(rows):
+                expected.rows[index // 2][2, index % 2, :, first : first + 3] = array.view(np.uint8)
+            expected.check(cache)
+
+    @LAYOUTS
+    def test_are_read_from_the_first_token_on(self, memory, stream, layout):
+        with cache_holding("manager", memory, stream, 5, layout=layout) as cache:
+            rows = [np.zeros((layer.num_kv_heads, 4, layer.head_dim), np.float16) for layer in cache.kv_config.layers for _ in range(2)]
+            cache.kv_layers.download(rows, B - 1, stream=stream)
+            memory.synchronize(stream)
+            held = [whole[B - 1, side, :, :4] for whole in Image(cache).rows for side in (0, 1)]
+            assert [array.tobytes() for array in rows] == [array.tobytes() for array in held]

@@ -96,9 +96,9 @@ class TestLengths:
         lengths = Lengths(4, 7, memory=memory)
         with pytest.raises(ConfigError) as caught:
             MambaCacheManager(mamba_config(), memory=memory, lengths=lengths)
-        assert str(caught.value) == "lengths: expected those of 5 slots of 7 tokens, got 4 slots of 7."
+        assert str(caught.value) == "lengths: expected 5 slots of 7 tokens, got 4 slots of 7."
         lengths.close()
-        with pytest.raises(PlaceError, match="another one's"):
+        with pytest.raises(PlaceError, match="lengths in another one"):
             MambaCacheManager(mamba_config(), memory=memory, lengths=Lengths(5, 7, memory=HostMemory()))
         assert memory.live_nbytes == before
 

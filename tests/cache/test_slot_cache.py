@@ -199,7 +199,7 @@ class TestSharedLengths:
         lengths = Lengths(batch, length, memory=memory)
         with pytest.raises(ConfigError) as caught:
             KVCacheManager(kv_config(), memory=memory, lengths=lengths)
-        assert str(caught.value) == f"lengths: expected those of {B} slots of {S} tokens, got {batch} slots of {length}."
+        assert str(caught.value) == f"lengths: expected {B} slots of {S} tokens, got {batch} slots of {length}."
         assert memory.live_nbytes == lengths.nbytes
         lengths.close()
 
@@ -208,7 +208,7 @@ class TestSharedLengths:
         before = memory.live_nbytes
         with pytest.raises(PlaceError) as caught:
             KVCacheManager(kv_config(), memory=memory, lengths=lengths)
-        assert str(caught.value) == "lengths: expected those of the memory that the cache is in, got another one's (cpu)."
+        assert str(caught.value) == "lengths: expected lengths in the memory of the cache, got lengths in another one (cpu)."
         assert memory.live_nbytes == before
 
 
@@ -243,7 +243,7 @@ class TestLife:
         cache.close()
         for tensor in tensors:
             for read in (lambda tensor=tensor: tensor.ptr, tensor.numpy, tensor.__dlpack__):
-                with pytest.raises(ClosedError, match="the memory behind this tensor is closed"):
+                with pytest.raises(ClosedError, match="the memory of this tensor is closed"):
                     read()
 
     def test_a_hybrid_closes_its_managers(self, memory):

@@ -99,7 +99,7 @@ class TestEachOperation:
     def test_while_a_stream_is_captured(self, kind, name):
         memory = CapturingMemory()
         stream = memory.create_stream()
-        reason = {"sync_lengths": WAITS, "keep_states": "what is replayed later keeps nothing now"}.get(name, FROZEN)
+        reason = {"sync_lengths": WAITS, "keep_states": "a graph keeps nothing until it is replayed"}.get(name, FROZEN)
         what = {"commit_sequence_length": f"{name} with host values", "compact_batch": f"{name} with a host mapping"}.get(name, name)
         with cache_holding(kind, memory, stream, *HELD) as cache:
             arguments = arguments_of(cache, name, stream)

@@ -9,8 +9,8 @@ import pytest
 
 from trt_kvcache import HostMemory
 from trt_kvcache.kernels import AttentionWorkspace, attend
+from trt_kvcache.kernels.attention_kernels import attend_kernel
 from trt_kvcache.kernels.attention_params import AttentionParams
-from trt_kvcache.kernels.host import attention as twin
 
 S, D = 24, 64
 _INPUTS = ("query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache")
@@ -95,7 +95,7 @@ def test_numpy_in_float32(step, shape):
     memory = HostMemory()
     stream = memory.create_stream()
     scene = Scene(memory, stream, np.float32, step, *shape)
-    twin.attend(AttentionParams(**scene.arguments), scene.workspace, stream)
+    attend_kernel(AttentionParams(**scene.arguments), scene.workspace, stream)
     scene.check(1e-6)  # both sum in float32, in another order
 
 

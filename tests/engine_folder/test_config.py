@@ -1,4 +1,4 @@
-"""``EngineConfig``: written as JSON, read back, and refused by field."""
+"""``EngineFolderConfig``: written as JSON, read back, and refused by field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.engine_files import make_config, make_engine_folder
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.config_reader import read_config
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
@@ -49,7 +49,7 @@ def test_config_is_plain_json(model: Path) -> None:
     assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
 
 
-def with_more_logits(model: Path, *, segmented: bool = False) -> EngineConfig:
+def with_more_logits(model: Path, *, segmented: bool = False) -> EngineFolderConfig:
     with Checkpoint.open(model) as checkpoint:
         return make_config(checkpoint, segmented=segmented, max_logits_per_slot=5)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from trt_kvcache import DeviceTensor, HostMemory, HybridCacheManager, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
+from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
@@ -256,8 +256,7 @@ def poison(cache, value=np.nan):
 
 def kv_views(cache):
     """The views of K and V of every attention layer."""
-    kv = cache.kv_cache_manager if isinstance(cache, HybridCacheManager) else cache
-    return [view for layer in range(kv.num_layers if kv else 0) for view in kv.get_separate_kv_cache(layer)]
+    return [] if cache.kv_layers is None else [view for layer in cache.kv_layers.separate for view in layer]
 
 
 def cache_rows(cache):

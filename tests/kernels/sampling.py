@@ -9,8 +9,8 @@ import numpy as np
 
 from trt_kvcache import DeviceTensor
 from trt_kvcache.kernels import SamplingRows
-from trt_kvcache.kernels.host.token_choice import choice_params
 from trt_kvcache.kernels.sampling_rows import ACTIVE, BIASED, GREEDY, IN_PROMPT, LOGPROBS, PENALISED, ROW_PARAMS, ROW_RESULT
+from trt_kvcache.kernels.token_choice import choice_params
 
 
 @dataclass

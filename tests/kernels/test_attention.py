@@ -23,8 +23,8 @@ from tests.simt.standin import needs_standin
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import CudaError, KVCacheError
 from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
-from trt_kvcache.kernels.attention_tiles import PREFILL_FORMS, prefill_form
-from trt_kvcache.kernels.cuda.prefill_plan import plan_of
+from trt_kvcache.kernels.attention_tiles import PREFILL_VARIANTS, prefill_variant
+from trt_kvcache.kernels.prefill_plan import plan_of
 
 
 @pytest.mark.parametrize("name", list(DECODE_CASES))
@@ -37,7 +37,7 @@ def test_decode(memory, stream, name, monkeypatch):
 @pytest.mark.parametrize(("arch", "programmatic"), [("sm_89", False), ("sm_90", True), ("sm_120", True)])
 def test_how_decode_is_launched(memory, stream, monkeypatch, arch, programmatic):
     launched = []
-    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.launch", lambda *_, **options: launched.append(options))
+    monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.launch", lambda *_, **options: launched.append(options))
     monkeypatch.setattr(memory, "arch", arch, raising=False)
     with contextlib.suppress(AssertionError):  # nothing was computed
         check(DECODE_CASES["many parts"], memory, stream)
@@ -55,22 +55,22 @@ def test_more_blocks_than_can_run_together(memory, stream, monkeypatch):
 @pytest.mark.parametrize("name", list(FEW_CASES))
 def test_few(memory, stream, name, multiprocessors, monkeypatch):
     monkeypatch.setattr(memory, "multiprocessor_count", multiprocessors, raising=False)
-    monkeypatch.delattr("trt_kvcache.kernels.cuda.attention.prefill_plan")  # it is not asked
-    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.prefers_row_blocks", lambda _: False)
+    monkeypatch.delattr("trt_kvcache.kernels.attention_kernels.prefill_plan")  # it is not asked
+    monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefers_row_blocks", lambda _: False)
     check(FEW_CASES[name], memory, stream)
 
 
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
-@pytest.mark.parametrize("form", ["planned", *PREFILL_FORMS])
+@pytest.mark.parametrize("form", ["planned", *PREFILL_VARIANTS])
 def test_prefill(memory, stream, name, form, monkeypatch):
     case = PREFILL_CASES[name]
     appends = form not in ("planned", "short", "wide", "whole")
-    if appends and not memory.is_host and case.width > prefill_form(case.head_dim, memory.arch, form).tile_keys:
+    if appends and not memory.is_host and case.width > prefill_variant(case.head_dim, memory.arch, form).tile_keys:
         return  # new tokens are in one tile
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
     if form != "planned":
-        monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.decode_plan", lambda *_: None)
-        monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.prefill_plan", lambda params: plan_of(params, form))
+        monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.decode_plan", lambda *_: None)
+        monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefill_plan", lambda params: plan_of(params, form))
     check(case, memory, stream)
 
 
@@ -101,14 +101,14 @@ def test_quantized_prefill(memory, stream, name, kv_dtype, scales, monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
-@pytest.mark.parametrize("form", PREFILL_FORMS)
+@pytest.mark.parametrize("form", PREFILL_VARIANTS)
 def test_quantized_prefill_forms(memory, stream, name, form, monkeypatch):
     if memory.is_host:
         pytest.skip("the forms are those of the kernel")
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
-    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.decode_plan", lambda *_: None)
-    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.prefill_plan", lambda params: plan_of(params, form))
-    turn = list(PREFILL_CASES).index(name) + PREFILL_FORMS.index(form)  # each form has all kinds of caches
+    monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.decode_plan", lambda *_: None)
+    monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefill_plan", lambda params: plan_of(params, form))
+    turn = list(PREFILL_CASES).index(name) + PREFILL_VARIANTS.index(form)  # each form has all kinds of caches
     check(quantized(PREFILL_CASES[name], *QUANTIZED[turn % len(QUANTIZED)]), memory, stream)
 
 

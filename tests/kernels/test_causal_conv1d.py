@@ -11,8 +11,7 @@ from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, KVCacheError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import causal_conv1d
-from trt_kvcache.kernels.cuda.causal_conv1d import causal_conv1d_plan
-from trt_kvcache.kernels.recurrent_params import CausalConv1dParams
+from trt_kvcache.kernels.causal_conv1d_kernels import CausalConv1dParams, causal_conv1d_plan
 
 
 @pytest.mark.parametrize("name", list(CASES))

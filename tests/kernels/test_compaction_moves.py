@@ -12,8 +12,7 @@ from trt_kvcache import HostMemory
 from trt_kvcache.errors import DTypeError, MappingError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import MAX_MOVES, CompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.compaction_launches import CompactionLaunch
-from trt_kvcache.kernels.compaction_moves import REGISTER, CompactionMove, plan_moves
-from trt_kvcache.kernels.launch_limits import MAX_SLOTS, MOVE_CAPACITIES
+from trt_kvcache.kernels.compaction_moves import MAX_SLOTS, MOVE_CAPACITIES, REGISTER, CompactionMove, plan_moves
 
 LENGTHS = (13, 10, 0, 12, 11)
 

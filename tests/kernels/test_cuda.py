@@ -146,8 +146,8 @@ def test_every_argument_is_a_python_int(memory, stream, monkeypatch):
     def record(_memory: Any, _source: str, _name: str, grid: tuple[int, int, int], given: tuple[int, ...], _stream: Any) -> None:
         arguments.extend((*grid, *given))
 
-    for module in ("lengths", "kv", "states"):
-        monkeypatch.setattr(f"trt_kvcache.kernels.cuda.{module}.launch", record)
+    for module in ("length_kernels", "kv_kernels", "state_row_kernels"):
+        monkeypatch.setattr(f"trt_kvcache.kernels.{module}.launch", record)
     scene, n = Scene(memory, stream), np.int64(1)
     store_length_values(scene.lengths, list(np.ones(3, np.int32)), accumulate=np.True_, stream=stream)
     increment_length_tensor(scene.lengths, np.int32(3), stream=stream)
@@ -170,8 +170,8 @@ class TestGrids:
     def grid(self, monkeypatch):
         """The grid of the one launch that a call makes."""
         grids: list[tuple[int, int, int]] = []
-        for module in ("lengths", "kv", "states"):
-            monkeypatch.setattr(f"trt_kvcache.kernels.cuda.{module}.launch", lambda _m, _s, _n, grid, _a, _stream: grids.append(grid))
+        for module in ("length_kernels", "kv_kernels", "state_row_kernels"):
+            monkeypatch.setattr(f"trt_kvcache.kernels.{module}.launch", lambda _m, _s, _n, grid, _a, _stream: grids.append(grid))
 
         def call(function: Any, *arguments: Any, **named: Any) -> tuple[int, int, int]:
             function(*arguments, **named)

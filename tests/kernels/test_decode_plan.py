@@ -13,7 +13,7 @@ from trt_kvcache.kernels.attention_tiles import (
 )
 from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, MAX_FEW_ROWS, MAX_PREFILL_ROWS_PER_SM
 from trt_kvcache.kernels.compile import ARCHITECTURES
-from trt_kvcache.kernels.cuda.decode_plan import decode_plan
+from trt_kvcache.kernels.decode_plan import decode_plan
 
 
 def plan(width, group, *, slots=1, kv_heads=8, head_dim=128, tokens=8200):

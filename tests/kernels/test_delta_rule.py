@@ -12,8 +12,7 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, KVCacheError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import gated_delta_rule
 from trt_kvcache.kernels.attention_tiles import shared_limit
-from trt_kvcache.kernels.cuda.delta_rule import delta_rule_plan
-from trt_kvcache.kernels.recurrent_params import DeltaRuleParams
+from trt_kvcache.kernels.delta_rule_kernels import DeltaRuleParams, delta_rule_plan
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -56,7 +56,7 @@ class TestKVLayerInfos:
             assert infos.views == tuple(views)
             infos.close()
             infos.close()
-            with pytest.raises(ClosedError, match=r"^these KVLayerInfos, or the memory behind them, are closed\.$"):
+            with pytest.raises(ClosedError, match=r"^these KVLayerInfos, or their memory, are closed\.$"):
                 infos.check_open()
             with pytest.raises(ClosedError, match=r"^these KVLayerInfos are closed\.$"):
                 _ = infos.device_layer_infos
@@ -79,7 +79,7 @@ class TestKVLayerInfos:
         view.allocation.close()
         with pytest.raises(ClosedError):
             infos.check_open()
-        with pytest.raises(ClosedError, match=r"^views\[0\]: the memory behind it is closed\.$"):
+        with pytest.raises(ClosedError, match=r"^views\[0\]: its memory is closed\.$"):
             KVLayerInfos([view], stream=stream)
 
     def test_not_copied(self, memory, stream):
@@ -150,7 +150,7 @@ class TestStateInfos:
         assert (infos.num_layers, infos.max_batch_size, infos.max_row_nbytes, infos.memory) == (2, 3, 40, memory)
         infos.close()
         infos.close()
-        with pytest.raises(ClosedError, match=r"^these StateInfos, or the memory behind them, are closed\.$"):
+        with pytest.raises(ClosedError, match=r"^these StateInfos, or their memory, are closed\.$"):
             infos.check_open()
         with pytest.raises(ClosedError, match=r"^these StateInfos are closed\.$"):
             _ = infos.device_state_infos

@@ -17,10 +17,10 @@ from trt_kvcache.kernels import (
     KVLayerInfos,
     instantiate_kv_cache_batched,
     instantiate_kv_cache_layer_from_tensor,
+    parallel_layers as host_layers,
     save_kv_cache_batched,
     save_kv_cache_layer_into_tensor,
 )
-from trt_kvcache.kernels.host import layers as host_layers
 
 # heads of each layer, B, S, D, dtype, tokens of the saved tensors, tokens to copy, slot
 CASES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trt_kvcache.kernels.cuda.launch import blocks_for
+from trt_kvcache.kernels.launch import blocks_for
 
 
 @pytest.mark.parametrize(

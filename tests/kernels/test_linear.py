@@ -8,7 +8,7 @@ import pytest
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import linear, linear_gelu_tanh_mul, linear_silu_mul, linear_tiles
-from trt_kvcache.kernels.linear import MAX_LINEAR_ROWS
+from trt_kvcache.kernels.linear_kernels import MAX_LINEAR_ROWS
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, linear_plan
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -190,7 +190,7 @@ class TestWhatDoesNotFitIsRefused:
         assert (given["out"].numpy() == 1).all()
 
     def test_an_odd_number_of_outputs_has_no_gate(self, tensor, stream):
-        with pytest.raises(ShapeError, match=r"weight: expected \[outputs of gate and as many of up, 16 inputs\], got "):
+        with pytest.raises(ShapeError, match=r"weight: expected \[outputs of gate, then of up, 16 inputs\], got "):
             linear_silu_mul(tensor(2, 16), tensor(5, 16), out=tensor(2, 2), stream=stream)
         with pytest.raises(DTypeError, match="out: expected float16, got float32"):
             linear_silu_mul(tensor(2, 16), tensor(6, 16), out=tensor(2, 3, dtype="float32"), stream=stream)

@@ -14,8 +14,7 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, KVCacheError, LayoutError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import mamba2_scan
 from trt_kvcache.kernels.attention_tiles import shared_limit
-from trt_kvcache.kernels.cuda.mamba2 import mamba2_plan
-from trt_kvcache.kernels.recurrent_params import Mamba2Params
+from trt_kvcache.kernels.mamba2_kernels import Mamba2Params, mamba2_plan
 
 
 @pytest.mark.parametrize("name", list(CASES))

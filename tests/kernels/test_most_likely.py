@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from trt_kvcache.kernels.host import most_likely as module
-from trt_kvcache.kernels.host.most_likely import most_likely
+from trt_kvcache.kernels import most_likely as module
+from trt_kvcache.kernels.most_likely import most_likely
 
 
 def sorted_choice(logits, count):

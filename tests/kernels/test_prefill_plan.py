@@ -4,23 +4,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, MAX_APPENDED_WIDTH, PREFILL_FORMS, prefill_form, shared_limit
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, MAX_APPENDED_WIDTH, PREFILL_VARIANTS, prefill_variant, shared_limit
 from trt_kvcache.kernels.attention_workspace import MAX_PREFILL_ROWS_PER_SM
 from trt_kvcache.kernels.compile import ARCHITECTURES
-from trt_kvcache.kernels.cuda import prefill_plan as module
-from trt_kvcache.kernels.cuda.prefill_plan import FROM_LAST, plan_of, prefers_row_blocks, prefill_plan
+from trt_kvcache.kernels.prefill_plan import FROM_LAST, plan_of, prefers_row_blocks, prefill_plan
 
 
 @pytest.fixture
-def call(monkeypatch):
+def call():
     """Return what makes the parameters of a call on a GPU of 132 multiprocessors."""
 
     def make(width, *, slots=1, kv_heads=8, group=4, head_dim=128, tokens=8200, arch="sm_90", kv_scales=None):
         memory = SimpleNamespace(arch=arch, multiprocessor_count=132)
-        monkeypatch.setattr(module, "_memory", lambda params: memory)
         q = SimpleNamespace(shape=(slots, width, kv_heads * group, head_dim), dtype="float16")
         cache = SimpleNamespace(shape=(slots, 2, kv_heads, tokens, head_dim), memory=memory)
-        return SimpleNamespace(q=q, group=group, cache=cache, kv_scales=kv_scales)
+        return SimpleNamespace(q=q, group=group, cache=cache, kv_scales=kv_scales, memory=memory)
 
     return make
 
@@ -104,8 +102,8 @@ def test_few_new_tokens_in_row_blocks(call, width, sizes, expected):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_room(call, arch, head_dim, kv_scales):
-    for name in PREFILL_FORMS:
-        form = prefill_form(head_dim, arch, name, kv_scales is not None)
+    for name in PREFILL_VARIANTS:
+        form = prefill_variant(head_dim, arch, name, kv_scales is not None)
         assert form.shared_nbytes * form.blocks_per_sm <= shared_limit(arch) + (1 if form.blocks_per_sm == 1 else 0)
         assert arch == "sm_90" or not form.warpgroups
         if name != "whole":
@@ -124,11 +122,11 @@ def test_room(call, arch, head_dim, kv_scales):
 def test_blocks_that_are_resident_at_once_are_spread(call, arch, head_dim, width, tokens):
     """A multiprocessor has room for as many blocks as the plan wants there, and not for one more."""
     of_multiprocessor, reserved = shared_limit(arch) + 1024, 1024
-    for name in PREFILL_FORMS:
+    for name in PREFILL_VARIANTS:
         plan = plan_of(call(width, head_dim=head_dim, arch=arch, tokens=tokens, kv_heads=4), name)
         most = of_multiprocessor // (plan.shared_nbytes + reserved)
         assert plan.shared_nbytes <= shared_limit(arch)
-        assert most == plan.form.blocks_per_sm if plan.order != FROM_LAST else plan.shared_nbytes == plan.form.shared_nbytes
+        assert most == plan.variant.blocks_per_sm if plan.order != FROM_LAST else plan.shared_nbytes == plan.variant.shared_nbytes
 
 
 def test_no_block_without_keys(call):
@@ -141,4 +139,4 @@ def test_no_more_parts_than_a_block_has_room_for(call, monkeypatch):
     params.cache.memory.multiprocessor_count = 1000
     plan = plan_of(params, "wide")
     assert plan.splits
-    assert plan.blocks == plan.form.max_parts == (6 * 64 * 128 - 64 * 2 // 2 * 80) // 80
+    assert plan.blocks == plan.variant.max_splits == (6 * 64 * 128 - 64 * 2 // 2 * 80) // 80

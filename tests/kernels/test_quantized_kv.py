@@ -5,7 +5,7 @@ import pytest
 
 from tests.kernels.stored_kv import LARGEST, NAN_CODE, real, scale_of, stored
 from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.kernels.host.quantized_kv import dequantize, quantize, row_scales
+from trt_kvcache.kernels.kv_quantization import dequantize, quantize, row_scales
 
 KINDS = list(LARGEST)
 

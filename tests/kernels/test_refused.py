@@ -38,8 +38,8 @@ REFUSED = {
     ],
     "batched": [
         ("cache", lambda s: s.layers, "ShapeError: cache layers: expected KVLayerInfos, got list."),
-        ("cache", lambda s: s.saved, f"ShapeError: cache layers: expected {CACHE}, got those of [2, H, n, D]."),
-        ("saved", lambda s: s.cache, f"ShapeError: {TENSORS} {SAVED}, got those of [B, 2, H, S, D]."),
+        ("cache", lambda s: s.saved, f"ShapeError: cache layers: expected {CACHE}, got [2, H, n, D]."),
+        ("saved", lambda s: s.cache, f"ShapeError: {TENSORS} {SAVED}, got [B, 2, H, S, D]."),
         (
             "saved",
             lambda s: s.saved_of((2, 2, 4, 16), (2, 1, 4, 16)),
@@ -60,7 +60,7 @@ REFUSED = {
     ],
     "compact": [
         ("cache", lambda s: s.layers, "ShapeError: layer_infos: expected KVLayerInfos, got list."),
-        ("cache", lambda s: s.saved, f"ShapeError: layer_infos: expected {CACHE}, got those of [2, H, n, D]."),
+        ("cache", lambda s: s.saved, f"ShapeError: layer_infos: expected {CACHE}, got [2, H, n, D]."),
         ("plan", [1, 0, 2], "MappingError: moves: expected a CompactionPlan, got list."),
         ("plan", lambda s: s.plan_elsewhere(), "PlaceError: moves: expected a mapping of "),
         ("plan", TOO_MANY, MANY),

@@ -10,8 +10,8 @@ from tests.kernels.sampling import CHOICES, KINDS, Row, make_logits, make_rows, 
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import DTypeError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import SamplingWorkspace, choose_tokens, token_logprobs
-from trt_kvcache.kernels.host.log_probabilities import log_probabilities
-from trt_kvcache.kernels.host.philox import random_bits
+from trt_kvcache.kernels.most_likely import log_probabilities
+from trt_kvcache.kernels.philox import random_bits
 
 OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -71,7 +71,7 @@ def test_rows_that_shared_memory_has_no_room_for(memory, stream, monkeypatch):
     """Blocks read their logits again, after bias and penalties from the workspace."""
     if memory.is_host:
         pytest.skip("shared memory is of a device")
-    monkeypatch.setattr("trt_kvcache.kernels.cuda.sampling._BINS_NBYTES", 1 << 30)
+    monkeypatch.setattr("trt_kvcache.kernels.sampling_kernels._BINS_NBYTES", 1 << 30)
     test_host_and_device_choose_the_same(memory, stream, "steps")
 
 

@@ -9,34 +9,27 @@ import pytest
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import MAX_SAVED_TENSORS, MAX_STORED_VALUES, KVLayerInfo, StateInfo, sources
 from trt_kvcache.kernels.attention_tiles import decode_tiles, few_tiles, prefill_tiles
-from trt_kvcache.kernels.compaction_moves import REGISTER
-from trt_kvcache.kernels.cuda.causal_conv1d import BLOCKS_PER_SM, CONV_THREADS, TOKENS_IN_FLIGHT
-from trt_kvcache.kernels.cuda.delta_rule import (
+from trt_kvcache.kernels.causal_conv1d_kernels import BLOCKS_PER_SM, CONV_THREADS, TOKENS_IN_FLIGHT
+from trt_kvcache.kernels.compaction_moves import MOVE_CAPACITIES, REGISTER
+from trt_kvcache.kernels.delta_rule_kernels import (
     DELTA_SCAN_LANES,
     DELTA_THREADS,
     DELTA_TILE_TOKENS,
     DELTA_UPDATE_COLUMNS,
     DELTA_UPDATE_THREADS,
     MATRIX_WARPS,
+    MAX_KEY_DIM,
 )
-from trt_kvcache.kernels.cuda.gated_norm import NORM_THREADS
-from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
-from trt_kvcache.kernels.cuda.mamba2 import (
-    CHUNK_ROWS,
-    MAMBA_LANE_ELEMENTS,
-    MAMBA_ROWS,
-    MAMBA_THREADS,
-    MAMBA_TILE_TOKENS,
-)
-from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
-from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
-from trt_kvcache.kernels.host.token_weights import FRACTION_BITS, WEIGHT_BITS
-from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
+from trt_kvcache.kernels.gated_norm_kernels import NORM_THREADS
+from trt_kvcache.kernels.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, RUN_INPUTS, TILE_ROWS, linear_macros
+from trt_kvcache.kernels.mamba2_kernels import CHUNK_ROWS, MAMBA_LANE_ELEMENTS, MAMBA_ROWS, MAMBA_THREADS, MAMBA_TILE_TOKENS
 from trt_kvcache.kernels.recurrent_chunks import CHUNK_STAGES
+from trt_kvcache.kernels.sampling_kernels import ROW_THREADS
 from trt_kvcache.kernels.sampling_rows import ROW_PARAMS
 from trt_kvcache.kernels.sampling_workspace import MAX_BLOCKS_OF_ROW, ROW_WORKSPACE_NBYTES
 from trt_kvcache.kernels.source_variants import RECURRENT_SOURCES, variant_macros
+from trt_kvcache.kernels.token_weights import FRACTION_BITS, WEIGHT_BITS
 
 
 def test_sources_are_found():

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.kernels.plain_choice import place_in, plain_choice, plain_distribution
-from trt_kvcache.kernels.host import ordered_tokens, token_choice
-from trt_kvcache.kernels.host.token_choice import choice_params
-from trt_kvcache.kernels.host.token_weights import class_weights, token_classes, token_weights
+from trt_kvcache.kernels import ordered_tokens, token_choice
+from trt_kvcache.kernels.token_choice import choice_params
+from trt_kvcache.kernels.token_weights import class_weights, token_classes, token_weights
 
 #: Sizes with which a vocabulary of a few dozen tokens is a large one.
 SMALL = [(token_choice, "FEW", 2), (token_choice, "_BLOCK", 3), (token_choice, "_SAMPLE", 9), (token_choice, "_LIKELIEST", 1)]

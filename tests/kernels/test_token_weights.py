@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.plain_choice import plain_weight
-from trt_kvcache.kernels.host.philox import random_bits
-from trt_kvcache.kernels.host.token_weights import NUM_CLASSES, class_weights, min_weight, scale_of, token_weights, top_p_bits
+from trt_kvcache.kernels.philox import random_bits
+from trt_kvcache.kernels.token_weights import NUM_CLASSES, class_weights, min_weight, scale_of, token_weights, top_p_bits
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ class TestAllocate:
         tensor = empty(memory, (3,), "int32", stream)
         view = tensor[1:]
         tensor.allocation.close()
-        message = r"^the memory behind this tensor is closed\. Keep its cache open, or copy with \.numpy\(\) before\.$"
+        message = r"^the memory of this tensor is closed\. Keep its cache open, or copy with \.numpy\(\) before\.$"
         for use in (lambda: tensor.ptr, lambda: view.ptr, tensor.numpy, tensor.__dlpack__):
             with pytest.raises(ClosedError, match=message):
                 use()

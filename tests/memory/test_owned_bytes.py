@@ -66,4 +66,4 @@ def test_the_owner_is_not_given_after_close(counter):
     owned.close()
     with pytest.raises(ClosedError) as caught:
         _ = owned.storage
-    assert str(caught.value) == "the memory behind this tensor is closed. Keep its cache open, or copy with .numpy() before."
+    assert str(caught.value) == "the memory of this tensor is closed. Keep its cache open, or copy with .numpy() before."

@@ -79,5 +79,5 @@ class TestCheck:
 
     def test_a_closed_tensor(self, memory, saved):
         saved[0].allocation.close()
-        with pytest.raises(ClosedError, match=r"^saved\[0\]: the memory behind this tensor is closed\.$"):
+        with pytest.raises(ClosedError, match=r"^saved\[0\]: the memory of this tensor is closed\.$"):
             self.check(saved, memory)

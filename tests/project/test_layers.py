@@ -22,6 +22,7 @@ LAYERS = (
     "generation",
     "cache",
     "sequences",
+    "handles",
     "engine",
     "ops",
     "reference",

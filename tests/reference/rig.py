@@ -6,7 +6,8 @@ from safetensors.numpy import load_file
 from tests.golden.weights import SEEDS
 from tests.helpers.fakes import kv_views
 from tests.paths import GOLDEN
-from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayout
+from trt_kvcache import HostMemory, KVLayout
+from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.names import DEFAULT_NAMES
@@ -31,7 +32,7 @@ class Rig:
             options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": attention}
             self.engine = open_engine(checkpoint, kv=config, **options, memory=self.memory)
         self.kv = config.kv
-        self.cache = (HybridCacheManager if isinstance(config, HybridCacheConfig) else KVCacheManager)(config, memory=self.memory)
+        self.cache = make_cache(config, memory=self.memory)
         self.cache.set_active_batch_size(batch, stream=self.stream)
         self.logits = self.to_memory(np.zeros((batch * logits, self.model.vocab_size), np.float32))
 
@@ -42,10 +43,10 @@ class Rig:
         return [self.memory.array(view) for view in kv_views(self.cache)]
 
     def bindings(self):
-        manager = self.cache.kv_cache_manager if isinstance(self.cache, HybridCacheManager) else self.cache
+        layers = self.cache.kv_layers
         for layer in range(self.kv.num_layers if self.kv else 0):
             combined = self.kv.layout is KVLayout.COMBINED
-            views = [manager.get_combined_kv_cache(layer)] if combined else manager.get_separate_kv_cache(layer)
+            views = [layers.combined[layer]] if combined else layers.separate[layer]
             pairs = [DEFAULT_NAMES.combined_pair(layer)] if combined else DEFAULT_NAMES.cache_pairs(layer)
             yield from ((name, view) for names, view in zip(pairs, views, strict=True) for name in names)
         for kind in self.cache.states.kinds if self.cache.states else ():

@@ -487,7 +487,7 @@ def refused(memory, stream):
 
 
 NESTED, WIDE = "tokens: expected one sequence of token ids (n,), got a nested one.", "tokens: expected token ids that are integers"
-STATES = "tokens: slot 1 holds 3; expected exactly as many, as its states are those"
+STATES = "tokens: slot 1 holds 3; expected exactly 3, as its states depend on all of them"
 BAD = {
     "a text": (lambda on: on.insert("1234"), ShapeError, "tokens: expected a sequence of token ids, got str."),
     "no tokens": (lambda on: on.insert([]), ShapeError, "tokens: expected at least one, got none."),
@@ -525,7 +525,7 @@ BAD = {
     "fewer tokens than were copied": (
         lambda on: on.prompts.insert_copy([1, 2, 3], on.copy, stream=on.stream),
         ShapeError,
-        "tokens: expected 4, as many as were copied, got 3.",
+        "tokens: expected 4, the length of the copy, got 3.",
     ),
     "a copy of another cache": (
         lambda on: on.prompts.insert_copy(on.good, on.others.copy_to_host(on.other, stream=on.stream), stream=on.stream),

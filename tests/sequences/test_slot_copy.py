@@ -5,7 +5,6 @@ import pytest
 from tests.helpers.cache_cases import SEQUENCE_KINDS, B, Image, Unchanged, cache_holding, fill_all, make_cache
 from trt_kvcache.errors import RangeError, SlotError
 from trt_kvcache.sequences.slot_copy import SlotCopy
-from trt_kvcache.sequences.slot_transfer import SlotTransfer
 
 PLACES = pytest.mark.parametrize("place", ["cache", "host"])
 KINDS = pytest.mark.parametrize("kind", SEQUENCE_KINDS)
@@ -77,9 +76,9 @@ def test_states_reach_the_next_buffer_of_a_slot_that_waits(memory, stream, both_
         fill_all(cache, stream, 1)
         copy = SlotCopy.capture(cache, 0, 4, place="host", stream=stream)
         fill_all(cache, stream, 2)
-        SlotTransfer(cache).upload(copy.arrays, 3, 4, both_buffers=both_buffers, stream=stream)
+        copy.upload(cache, 3, 4, both_buffers=both_buffers, stream=stream)
         cache.swap()
-        states = SlotTransfer(cache).download(3, 4, stream=stream)[6:]
+        states = SlotCopy.download(cache, 3, 4, stream=stream).arrays[6:]
         memory.synchronize(stream)
         same = [array.tobytes() for array in states] == [array.tobytes() for array in copy.arrays[6:]]
         assert same is both_buffers

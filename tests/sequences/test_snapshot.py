@@ -111,7 +111,7 @@ class TestOtherModels:
     @pytest.mark.parametrize(
         ("fingerprint", "rope", "text"),
         [
-            ("0" * 64, MODEL.rope, "fingerprint: expected that of the model, 000000000000..., got 5f5f5f5f5f5f.... It "),
+            ("0" * 64, MODEL.rope, "fingerprint: expected 000000000000... as the model has, got 5f5f5f5f5f5f.... It "),
             (MODEL.fingerprint, None, "rope: expected None as the model has, got {'rope_type': 'linear', "),
             (MODEL.fingerprint, {**MODEL.rope, "factor": 8.0}, "rope: expected {"),
         ],
@@ -252,7 +252,7 @@ print(json.dumps([tokens, [row.tobytes().hex() for row in logits], "safetensors"
 
 def test_with_states_all_tokens_of_a_slot_are_saved(tmp_path, memory, stream):
     with cache_holding("hybrid", memory, stream, 5) as cache:
-        with Unchanged(cache), pytest.raises(RangeError, match=r"^tokens: slot 0 holds 5; expected exactly as many"):
+        with Unchanged(cache), pytest.raises(RangeError, match=r"^tokens: slot 0 holds 5; expected exactly 5"):
             save(tmp_path / "a", cache, tokens=TOKENS[:4])
         assert os.listdir(tmp_path) == []
 

@@ -356,7 +356,7 @@ class TestModel:
             raise MemoryError
 
         closed = []
-        monkeypatch.setattr(opening, "KVCacheManager", refuse)
+        monkeypatch.setattr(opening, "make_cache", refuse)
         monkeypatch.setattr(ReferenceEngine, "close", lambda engine: closed.append(engine))
         with pytest.raises(MemoryError):
             InferenceSession.from_model(model, engine="reference")
@@ -426,7 +426,7 @@ class TestCompanions:
 
     def test_the_warning_comes_before_the_cache_is_allocated(self, copy, monkeypatch):
         self.write(copy, "generation_config.json", min_length=2)
-        monkeypatch.setattr(opening, "KVCacheManager", lambda *_, **__: pytest.fail("the cache was allocated"))
+        monkeypatch.setattr(opening, "make_cache", lambda *_, **__: pytest.fail("the cache was allocated"))
         with pytest.raises(UserWarning, match="min_length"):
             self.opened(copy)
 

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS
-from trt_kvcache import Checkpoint, HostMemory, HybridCacheConfig, HybridCacheManager, InferenceSession, KVCacheManager
+from trt_kvcache import Checkpoint, HostMemory, InferenceSession
+from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError, SnapshotError
@@ -75,8 +76,7 @@ def open_session(name, kind, dtype="float32", **options):
             checkpoint, kv=config, dtype=dtype, max_prefill_length=given.width, max_logits_per_slot=given.logits, attention="plugin",
             memory=HostMemory(),
         )  # fmt: skip
-    manager = HybridCacheManager if isinstance(config, HybridCacheConfig) else KVCacheManager
-    kv = manager(config, memory=engine.memory)
+    kv = make_cache(config, memory=engine.memory)
     poison_rows(kv)
     return InferenceSession(engine, kv, prompt_cache=PromptCache(kv, max_bytes=given.prompt_cache))
 

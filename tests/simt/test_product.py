@@ -14,7 +14,7 @@ import pytest
 from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES, over_quantized
 from tests.simt import run
 from tests.simt.standin import need_compiler
-from trt_kvcache.kernels.attention_tiles import PREFILL_FORMS
+from trt_kvcache.kernels.attention_tiles import PREFILL_VARIANTS
 from trt_kvcache.kernels.source_variants import variant_macros, variant_names
 from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names, source_path
 
@@ -22,8 +22,8 @@ need_compiler()
 run.use_tiles()
 
 ATTENTION = "test_attention"
-_PREFILLS = (1 + len(PREFILL_FORMS)) * len(PREFILL_CASES)  # as it is planned, and in each form
-_OVER_CODES = len(PREFILL_FORMS) * len(PREFILL_CASES)  # in each form, over a quantized cache
+_PREFILLS = (1 + len(PREFILL_VARIANTS)) * len(PREFILL_CASES)  # as it is planned, and in each form
+_OVER_CODES = len(PREFILL_VARIANTS) * len(PREFILL_CASES)  # in each form, over a quantized cache
 
 
 def run_tests(cubins: Path, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -25,20 +25,6 @@ import torch  # noqa: E402
 from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
 from trt_kvcache.engine.decoder_cache import cache_config, decoder_cache_config  # noqa: E402
-from trt_kvcache.kernels import (  # noqa: E402
-    add_rms_norm,
-    attend,
-    causal_conv1d,
-    gated_delta_rule,
-    gated_rms_norm,
-    gelu_tanh_mul,
-    linear,
-    linear_gelu_tanh_mul,
-    linear_silu_mul,
-    mamba2_scan,
-    qk_rms_norm,
-    silu_mul,
-)
 from trt_kvcache.torch_engine import TorchEngine, engine, kernel_projections, kernels, state_kernels  # noqa: E402
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 
@@ -49,9 +35,9 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 
 #: By module, the kernels that it launches.
 LAUNCHED = {
-    kernels: (attend, add_rms_norm, gelu_tanh_mul, qk_rms_norm, silu_mul),
-    kernel_projections: (linear, linear_gelu_tanh_mul, linear_silu_mul),
-    state_kernels: (causal_conv1d, gated_delta_rule, gated_rms_norm, mamba2_scan),
+    kernels: ("attend", "add_rms_norm", "gated_mul", "qk_rms_norm"),
+    kernel_projections: ("linear", "linear_gated_mul"),
+    state_kernels: ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan"),
 }
 
 
@@ -75,21 +61,22 @@ class EmulatedDevice(HostDevice):
 
 @pytest.fixture
 def calls(memory, monkeypatch):
-    """How often each kernel was launched, by the engine that computes here."""
+    """How often each kernel was launched, by the engine that computes here; kernels of a gate with their activation."""
     found = Counter()
 
-    def at_once(kernel):
-        def call(*tensors, stream, **options):
-            kernel(*tensors, stream=stream, **options)
-            memory.synchronize(stream)
-            found[kernel] += 1
+    def at_once(name, kernel):
+        def call(*arguments):
+            kernel(*arguments)
+            memory.synchronize(arguments[-1])
+            activations = [argument for argument in arguments if isinstance(argument, str)]
+            found[" ".join([name, *activations])] += 1
 
         return call
 
     monkeypatch.setattr(engine, "torch_device", EmulatedDevice)
     for module, names in LAUNCHED.items():
-        for kernel in names:
-            monkeypatch.setattr(module, kernel.__name__, at_once(kernel))
+        for name in names:
+            monkeypatch.setattr(module, f"{name}_kernel", at_once(name, getattr(module, f"{name}_kernel")))
     return found
 
 
@@ -106,9 +93,9 @@ def test_sessions_agree_with_the_reference_engine(memory, calls, tmp_path, dtype
         InferenceSession.from_model(folder, engine="reference", attention=attention, dtype=dtype, **SIZES) as reference,
     ):
         check_agreement(session, reference, TOLERANCES[dtype])
-    assert calls[attend] == calls[silu_mul] + calls[linear_silu_mul] == calls[add_rms_norm] / 2
-    assert calls[silu_mul] > 0, "a prefill is no decode step"
-    assert calls[linear] == 3.5 * calls[linear_silu_mul] > 0, "qkv, o and down of two layers, and the head, of each decode step"
+    assert calls["attend"] == calls["gated_mul silu"] + calls["linear_gated_mul silu"] == calls["add_rms_norm"] / 2
+    assert calls["gated_mul silu"] > 0, "a prefill is no decode step"
+    assert calls["linear"] == 3.5 * calls["linear_gated_mul silu"] > 0, "qkv, o and down of two layers, and the head, of each decode step"
 
 
 @pytest.mark.parametrize("attention", ["native", "plugin"])
@@ -122,20 +109,20 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
         InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), KVCacheManager(kv, memory=host)) as reference,
     ):
         check_agreement(session, reference, 4e-3)
-    assert calls[attend] == 4 * (calls[silu_mul] + calls[linear_silu_mul]) / 3 > 0, "the first layer has no SiLU"
-    assert calls[gelu_tanh_mul] + calls[linear_gelu_tanh_mul] == calls[attend] / 4, "but GELU"
-    assert calls[add_rms_norm] == 2 * calls[attend], "with norms of what is added, and a factor"
-    assert calls[qk_rms_norm] == calls[attend] / 2, "two layers of four have norms of q and k: of all heads, and of each with an offset"
+    assert calls["attend"] == 4 * (calls["gated_mul silu"] + calls["linear_gated_mul silu"]) / 3 > 0, "the first layer has no SiLU"
+    assert calls["gated_mul gelu_tanh"] + calls["linear_gated_mul gelu_tanh"] == calls["attend"] / 4, "but GELU"
+    assert calls["add_rms_norm"] == 2 * calls["attend"], "with norms of what is added, and a factor"
+    assert calls["qk_rms_norm"] == calls["attend"] / 2, "two layers of four have norms of q and k: of all heads, and of each with an offset"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
     ("model", "launched"),
     [
-        ("lfm2-bias", {causal_conv1d}),
-        ("bamba", {causal_conv1d, gated_rms_norm, mamba2_scan}),
-        ("mamba2", {causal_conv1d, gated_rms_norm, mamba2_scan}),
-        ("qwen3_next", {causal_conv1d, gated_delta_rule, gated_rms_norm}),
+        ("lfm2-bias", {"causal_conv1d"}),
+        ("bamba", {"causal_conv1d", "gated_rms_norm", "mamba2_scan"}),
+        ("mamba2", {"causal_conv1d", "gated_rms_norm", "mamba2_scan"}),
+        ("qwen3_next", {"causal_conv1d", "gated_delta_rule", "gated_rms_norm"}),
     ],
 )
 def test_layers_with_states_agree_with_the_reference_engine(memory, calls, model, launched, dtype):
@@ -160,9 +147,9 @@ def test_so_do_layers_with_states_and_attention_of_published_sizes(memory, calls
         InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), HybridCacheManager(config, memory=host)) as reference,
     ):
         check_agreement(session, reference, hybrid_shapes.TOLERANCES["float16"])
-    assert calls[attend] > 0
-    assert calls[causal_conv1d] > 0
-    assert (calls[qk_rms_norm] == calls[attend]) == (name != "nemotron_h"), "which has no norms of q and k"
+    assert calls["attend"] > 0
+    assert calls["causal_conv1d"] > 0
+    assert (calls["qk_rms_norm"] == calls["attend"]) == (name != "nemotron_h"), "which has no norms of q and k"
 
 
 def check_agreement(session, reference, tolerance):

@@ -17,7 +17,7 @@ from trt_kvcache.builder.options import BuildKeywords, BuildOptions, takes_build
 from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
@@ -156,11 +156,13 @@ def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages, *, in_s
     return (define_decoder(build.checkpoint, build.options, build.cache, tensorrt, messages),)
 
 
-def _config(build: CheckedBuild, tensorrt: TensorRT, definition: DecoderDefinition, *, plan: FileRecord, fingerprint: str) -> EngineConfig:
+def _config(
+    build: CheckedBuild, tensorrt: TensorRT, definition: DecoderDefinition, *, plan: FileRecord, fingerprint: str
+) -> EngineFolderConfig:
     """Return ``config.json`` of an engine in one piece."""
     checkpoint, options = build.checkpoint, build.options
     cache, names = build.cache, definition.names
-    return EngineConfig(
+    return EngineFolderConfig(
         model=checkpoint.config,
         cache=cache,
         names=names,
@@ -184,7 +186,7 @@ def _config(build: CheckedBuild, tensorrt: TensorRT, definition: DecoderDefiniti
     )
 
 
-def _segments_record(config: EngineConfig, plans: Sequence[Any], constants: Sequence[Any]) -> SegmentsRecord:
+def _segments_record(config: EngineFolderConfig, plans: Sequence[Any], constants: Sequence[Any]) -> SegmentsRecord:
     """Return the stages of an engine in segments, and the sizes of their plans."""
     stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot, dtype=config.dtype)
     return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of(constants))

@@ -10,13 +10,13 @@ from trt_kvcache.builder.capable_gpus import with_capable_gpus
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.timing_cache import check_timing_cache
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.model_files import CONFIG_FILE, ModelFiles
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_weights
 from trt_kvcache.checkpoint.weight_files import has_weight_files
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine_folder.folder import check_target
 from trt_kvcache.errors import BuildError, ConfigError

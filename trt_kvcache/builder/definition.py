@@ -10,10 +10,10 @@ from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segment
 from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.tensorrt_calls import require
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.safetensors_file import safetensors_buffers
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec

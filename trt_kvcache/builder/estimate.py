@@ -15,11 +15,11 @@ from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES, NATIVE_TYP
 from trt_kvcache.builder.network.selective_scan import CHUNK_TOKENS
 from trt_kvcache.builder.options import BuildKeywords, BuildOptions, takes_build_options
 from trt_kvcache.builder.resolved_options import ResolvedOptions
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES, Quantization
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, TURING, BuildOptions, default_sequence_length
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import attention_variant, default_attention, why_not_native
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig, decoder_cache_config
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.engine.quantized_kv import QuantizedKV

@@ -1,31 +1,33 @@
-"""How many bytes a cache takes, before anything is allocated, and the inverse questions."""
+"""Bytes of a cache before it is allocated, and the largest cache of a number of bytes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.cache.config import CacheConfig, KVCacheConfig
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig
-from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION
-
-AnyCacheConfig = KVCacheConfig | CacheConfig | MambaCacheConfig | HybridCacheConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """Bytes of a cache."""
 
+    #: K and V of one token over all layers, and its scales by token.
     bytes_per_token: int
+    #: K, V and scales of one slot at ``max_sequence_length``, and its states, without padding.
     bytes_per_sequence: int
+    #: K and V of each attention layer as allocated, padding included.
     bytes_per_layer: tuple[int, ...]
+    #: Scales as allocated, static or by token; 0 for a dtype without scales.
     scales_nbytes: int
+    #: Recurrent and conv states as allocated, both buffers of ``ping_pong``; 0 without recurrent layers.
     states_nbytes: int
+    #: All of it as allocated: equal to ``config.nbytes``.
     nbytes: int
 
 
-def estimate_memory(config: AnyCacheConfig) -> MemoryEstimate:
+def estimate_memory(config: DecoderCacheConfig) -> MemoryEstimate:
     """Return the bytes of a cache of this configuration.
 
     Parameters
@@ -63,7 +65,7 @@ def estimate_memory(config: AnyCacheConfig) -> MemoryEstimate:
     )
 
 
-def longest_sequence(config: AnyCacheConfig, nbytes: int) -> int:
+def longest_sequence(config: DecoderCacheConfig, nbytes: int) -> int:
     """Return the largest ``max_sequence_length`` with which a cache of this batch size takes at most ``nbytes``.
 
     Parameters
@@ -99,7 +101,7 @@ def longest_sequence(config: AnyCacheConfig, nbytes: int) -> int:
     return length
 
 
-def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
+def largest_batch(config: DecoderCacheConfig, nbytes: int) -> int:
     """Return the largest ``max_batch_size`` with which a cache of this sequence length takes at most ``nbytes``.
 
     Parameters
@@ -138,7 +140,7 @@ def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
 
 
 def largest_number(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest n from 0 to ``limit`` with ``fits(n)``, for a condition that holds up to some n and then no more."""
+    """Return the largest n from 0 to ``limit`` with ``fits(n)``, by bisection. 0 always fits, and is not tried."""
     low, high = 0, limit + 1
     while low + 1 < high:
         middle = (low + high) // 2

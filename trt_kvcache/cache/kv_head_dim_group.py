@@ -15,11 +15,11 @@ class KVHeadDimGroup:
     layer_infos : KVLayerInfos
         Addresses and strides of the layers, on the device and on the host. They belong to the cache and close with it.
     attn_layer_indices : tuple of int
-        Which attention layers these are, in the order of the infos.
+        The attention layers of the group, in the order of the infos.
 
     Notes
     -----
-    ``KVHeadDimGroupView`` of seed 003.
+    ``KVHeadDimGroupView`` of TensorRT Edge-LLM.
 
     Examples
     --------

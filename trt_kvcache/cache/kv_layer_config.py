@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.dtypes import KV_SCALES, SCALED_KV_DTYPES, itemsize
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, row_nbytes
@@ -39,7 +39,7 @@ class KVLayerConfig:
 
     Notes
     -----
-    ``KVLayerConfig`` of seed 000.
+    ``KVLayerConfig`` of TensorRT Edge-LLM.
 
     Examples
     --------
@@ -61,7 +61,7 @@ class KVLayerConfig:
 
     @property
     def scales_by_head(self) -> bool:
-        """Whether heads have static scales of their own."""
+        """True if each head has its own static scale."""
         return isinstance(self.k_scale, tuple) or isinstance(self.v_scale, tuple)
 
     @property
@@ -78,7 +78,7 @@ class KVLayerConfig:
         dtype : str
             Of K and V.
         scaled : bool
-            Whether each head of a token has a scale for K and one for V.
+            True if each head of a token has a scale for K and one for V.
         """
         return 2 * self.num_kv_heads * (row_nbytes(self.head_dim, dtype) + (itemsize("float32") if scaled else 0))
 
@@ -96,15 +96,15 @@ def _static_scale(name: str, value: Any, heads: int) -> float | tuple[float, ...
 
 def _scale(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not _SCALE_MIN <= value <= _SCALE_MAX:
-        raise ConfigError(f"{name}: expected a finite float32 above 0, got {shown(value)}.")
+        raise ConfigError(f"{name}: expected a finite float32 above 0, got {short_repr(value)}.")
     return float(value)
 
 
 def check_scales(owner: str, scales: Any, dtype: str, layers: Sequence[KVLayerConfig]) -> str | None:
-    """Return which scales a cache has, after checking that its layers fit them."""
+    """Return the kind of scales of a cache, one of ``KV_SCALES``; None for a dtype without. ``owner`` is the configuration, for errors."""
     if dtype not in SCALED_KV_DTYPES:
         if scales is not None:
-            raise ConfigError(f"{owner}.scales: expected None for K and V in {dtype}, got {shown(scales)}.")
+            raise ConfigError(f"{owner}.scales: expected None for K and V in {dtype}, got {short_repr(scales)}.")
         return None
     by_head = any(layer.scales_by_head for layer in layers)
     if scales is None:

@@ -1,12 +1,12 @@
-"""Shapes, strides, offsets and sizes of storage. Only this module knows where K and V lie.
+"""Shapes, strides, offsets and sizes of storage. Only this module knows the strides of K and V.
 
 Notation: B = max_batch_size, H = num_kv_heads, S = max_sequence_length, D = head_dim.
 
     COMBINED  [B, 2, H, S, D]   slot 0: K | V   slot 1: K | V ...
     SEPARATE  [2, B, H, S, D]   K: slot 0 | slot 1 ...   V: slot 0 | slot 1 ...
 
-One layer is described by two strides, so every view of either layout is the same formula: element ``(slot, kv, h, s, d)``
-lies at ``slot * slot_stride + kv * kv_stride + (h * S + s) * D + d``.
+Two strides describe a layer, so every view of either layout has the same formula: element ``(slot, kv, h, s, d)`` is at element
+``slot * slot_stride + kv * kv_stride + (h * S + s) * D + d``.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from trt_kvcache.memory.shapes import align_up, dense_nbytes
 
 
 class KVLayout(Enum):
-    """How K and V of a layer lie in memory. See :mod:`trt_kvcache.cache.layout`."""
+    """Order of K and V of a layer in memory. See :mod:`trt_kvcache.cache.layout`."""
 
     #: ``[B, 2, H, S, D]``: the attention plugin binds the combined view.
     COMBINED = "combined"
@@ -27,7 +27,7 @@ class KVLayout(Enum):
 
 @dataclass(frozen=True)
 class KVLayerStorage:
-    """Where K and V of one layer lie inside that layer's bytes. Strides count elements."""
+    """Shape and strides of K and V of one layer, inside the bytes of the layer. Strides count elements."""
 
     max_batch_size: int
     num_kv_heads: int
@@ -35,8 +35,11 @@ class KVLayerStorage:
     head_dim: int
     dtype: str
     layout: KVLayout
+    #: Elements from one slot to the next.
     slot_stride: int
+    #: Elements from K to V of a slot.
     kv_stride: int
+    #: Bytes of the layer, padded to a multiple of ``ALIGNMENT``.
     nbytes: int
 
     @property
@@ -73,7 +76,7 @@ class KVLayerStorage:
 def kv_layer_storage(
     *, max_batch_size: int, num_kv_heads: int, max_sequence_length: int, head_dim: int, dtype: str, layout: KVLayout
 ) -> KVLayerStorage:
-    """Return where K and V of one layer lie. K, V (SEPARATE) and the layer start at multiples of ``ALIGNMENT`` bytes."""
+    """Return the storage of one layer. The layer, and in the SEPARATE layout V too, starts at a multiple of ``ALIGNMENT`` bytes."""
     slot_kv = num_kv_heads * max_sequence_length * head_dim
     size = itemsize(dtype)
     if layout is KVLayout.COMBINED:
@@ -98,9 +101,10 @@ def kv_layer_storage(
 
 @dataclass(frozen=True, kw_only=True)
 class StateStorage:
-    """Where the states of one kind lie in one buffer: a contiguous tensor ``[B, ...]`` per layer, one layer after another."""
+    """Shape and size of the states of one kind in one buffer: a contiguous tensor ``[B, ...]`` per layer, one layer after another."""
 
     num_layers: int
+    #: ``[B, ...]`` of one layer.
     shape: tuple[int, ...]
     dtype: str
 

@@ -1,21 +1,31 @@
-"""``LengthMirror``: what the host knows about the lengths of the active slots. Plain Python; no tensor, no stream."""
+"""``LengthMirror``: the lengths of the active slots as the host knows them. Plain Python; no tensor, no stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import add
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
 from trt_kvcache.errors import CapacityError, LengthsUnknown, MappingError, RangeError, ShapeError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class LengthMirror(NamedTuple):
     """The lengths of the active slots as the host knows them, and the checks of every change to them."""
 
+    # Immutable: `after_...` checks a change and returns the mirror after it. The caller then launches the kernel, and takes the new mirror
+    # last: if a check or the launch fails, the old mirror is still right.
+
+    #: Slots, B.
     max_batch_size: int
+    #: Tokens that a slot can hold, S.
     max_sequence_length: int
+    #: For each active slot an upper bound of its length.
     upper_bounds: tuple[int, ...] = ()
+    #: For each active slot True if the bound is its length. It is not after a change by values that only the device has.
     exact: tuple[bool, ...] = ()
 
     @property
@@ -32,7 +42,7 @@ class LengthMirror(NamedTuple):
 
     @property
     def all_empty(self) -> bool:
-        """Whether every active slot is known to hold no token. True without active slots."""
+        """True if every active slot is known to hold no token. True without active slots."""
         return not any(self.upper_bounds)
 
     def slot_index(self, slot: Any) -> int:
@@ -47,7 +57,7 @@ class LengthMirror(NamedTuple):
         return self.upper_bounds[index]
 
     def is_exact(self, slot: Any) -> bool:
-        """Whether the host knows the length of an active slot, and not only an upper bound."""
+        """Return True if the host knows the length of an active slot, and False if it has an upper bound."""
         return self.exact[self.slot_index(slot)]
 
     def after_reset(self, lengths: Sequence[int]) -> LengthMirror:
@@ -60,7 +70,7 @@ class LengthMirror(NamedTuple):
         return self._with(tuple(lengths), (True,) * len(lengths))
 
     def after_commit(self, increments: Sequence[int], *, exact: bool = True) -> LengthMirror:
-        """Return the mirror after these numbers of tokens were added to the lengths of the active slots."""
+        """Return the mirror after tokens were added to the active slots: ``increments`` (A,), upper bounds unless ``exact``."""
         if len(increments) != len(self.upper_bounds):
             raise ShapeError(f"increment: expected one value for each of {len(self.upper_bounds)} active slots, got {len(increments)}.")
         if increments and min(increments) < 0:
@@ -99,15 +109,16 @@ class LengthMirror(NamedTuple):
             raise MappingError(f"compact_batch: expected old_batch={len(self.upper_bounds)}, the active batch size, got {number}.")
         return number
 
-    def after_compaction(self, mapping: Iterable[int], new_batch: int) -> LengthMirror:
-        """Return the mirror after the slots were moved."""
-        source_of = {int(new): old for old, new in enumerate(mapping)}
-        sources = [source_of[slot] for slot in range(new_batch)]
-        return self._with(tuple(self.upper_bounds[old] for old in sources), tuple(self.exact[old] for old in sources))
+    def after_compaction(self, mapping: Sequence[int] | npt.NDArray[Any], new_batch: int) -> LengthMirror:
+        """Return the mirror after the slots were moved by a valid mapping: its kept slots fill ``0..new_batch-1``."""
+        # Old slots in the order of their new ones; dropped ones (-1) come first.
+        sources = sorted(range(len(mapping)), key=mapping.__getitem__)[len(mapping) - new_batch :]
+        return self._with(tuple(map(self.upper_bounds.__getitem__, sources)), tuple(map(self.exact.__getitem__, sources)))
 
     def after_device_compaction(self, new_batch: Any) -> LengthMirror:
         """Return the mirror after a compaction by a mapping that only the device knows, and that keeps the order of the slots."""
         count = int_in_range("new_batch", new_batch, 0, len(self.upper_bounds))
+        # The slot that is now in `slot` was one of `slot` to `slot + dropped`, so the largest of their bounds holds for it.
         dropped = len(self.upper_bounds) - count
         bounds = tuple(max(self.upper_bounds[slot : slot + dropped + 1]) for slot in range(count))
         return self._with(bounds, (False,) * count)

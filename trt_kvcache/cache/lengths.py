@@ -1,36 +1,27 @@
-"""``Lengths``: how many tokens each slot holds. The tensor on the device, the mirror on the host, and the active batch size."""
+"""``Lengths``: the number of tokens in each slot, and its changes."""
 
-import os
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range
-from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.cache.length_mirror import LengthMirror
-from trt_kvcache.cache.slot_contents import SlotContents
-from trt_kvcache.errors import ClosedError, ConfigError, DTypeError, MappingError, PlaceError, RangeError, ShapeError
-from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan, compact_length_tensor, increment_length_tensor, store_length_values
-from trt_kvcache.kernels.layer_views import check_memory
-from trt_kvcache.memory.base import Memory, check_memory_given
+from trt_kvcache.cache.device_known_changes import DeviceKnownChanges
+from trt_kvcache.errors import ConfigError, DTypeError, PlaceError, RangeError, ShapeError
+from trt_kvcache.kernels import CompactionPlan, increment_length_tensor
+from trt_kvcache.kernels.length_kernels import increment_scalar_kernel, store_values_kernel
 from trt_kvcache.memory.graph_capture import refuse_capture
-from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: With the value 1, device mappings of compactions are read back, which waits for the device, and checked.
-DEBUG_VARIABLE = "TRT_KVCACHE_DEBUG"
 
-
-class Lengths(Uncopyable):
+class Lengths(DeviceKnownChanges):
     """Sequence lengths of the slots of one or more caches.
 
-    They are an int32 tensor ``[B]`` in the cache's memory, which an engine reads, and a mirror of it on the host, against which
-    every change is checked before anything is written. Slots 0 to A-1 are active. Not thread-safe.
+    An engine reads the int32 tensor ``[B]`` in the cache's memory. The host has a mirror of it, and checks every change against the
+    mirror before anything is written. Slots 0 to A-1 are active. Not thread-safe.
 
-    The managers that share a ``Lengths`` share its slots: K, V and states of all of them are compacted together, and states
-    of slots that become empty are zeroed in all of them, whichever manager was asked.
+    Caches that share a ``Lengths`` share its slots: K, V and states of all of them are compacted together, and states of slots that
+    become empty are zeroed in all of them, whichever cache is asked.
 
     Parameters
     ----------
@@ -53,7 +44,7 @@ class Lengths(Uncopyable):
     Notes
     -----
     The mirror is exact while the host knows every change. After a commit of a device tensor, or a compaction by a device mapping,
-    it is an upper bound until :meth:`sync_lengths`. Methods are ordered on ``stream``; they neither wait nor allocate, except
+    it is an upper bound until :meth:`sync_lengths`. Methods are stream-ordered; they neither wait nor allocate, except
     :meth:`sync_lengths`, and a reset or resize that activates the slot in which a sequence of a ``SequenceCacheManager`` waits. They
     raise :class:`~trt_kvcache.errors.PlaceError` for a stream of another memory and :class:`~trt_kvcache.errors.ClosedError` once the
     lengths are closed. If a method raises, nothing was changed.
@@ -72,152 +63,6 @@ class Lengths(Uncopyable):
     >>> lengths.active_tensor.numpy()
     array([7, 7], dtype=int32)
     """
-
-    def __init__(self, max_batch_size: int, max_sequence_length: int, *, memory: Memory) -> None:
-        self._mirror = LengthMirror(
-            int_in_range("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE, error=ConfigError),
-            int_in_range("max_sequence_length", max_sequence_length, 1, MAX_DIMENSION, error=ConfigError),
-        )
-        check_memory_given(memory)
-        self._memory = memory
-        stream = memory.create_stream()
-        self._allocation = memory.allocate(self.nbytes_for(self._mirror.max_batch_size), zeroed=True, stream=stream)
-        try:
-            memory.synchronize(stream)
-        except BaseException:
-            self._allocation.close()
-            raise
-        self._tensor = DeviceTensor(self._allocation, shape=(self._mirror.max_batch_size,), dtype="int32")
-        self._active_tensor = self._tensor[0:0]
-        self._contents: list[weakref.ref[SlotContents]] = []
-
-    @staticmethod
-    def nbytes_for(max_batch_size: int) -> int:
-        """Return the bytes that the lengths of ``max_batch_size`` slots take, padded to a multiple of 256.
-
-        Parameters
-        ----------
-        max_batch_size : int
-            Slots, B.
-        """
-        return align_up(dense_nbytes((max_batch_size,), "int32"))
-
-    @property
-    def max_batch_size(self) -> int:
-        """Slots, B."""
-        return self._mirror.max_batch_size
-
-    @property
-    def max_sequence_length(self) -> int:
-        """Tokens that a slot can hold, S."""
-        return self._mirror.max_sequence_length
-
-    @property
-    def memory(self) -> Memory:
-        """Where the tensor lives."""
-        return self._memory
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as allocated."""
-        return self._allocation.nbytes
-
-    @property
-    def tensor(self) -> DeviceTensor:
-        """All lengths, int32 ``[B]``: what ``kvcache_start_index`` is bound to. Its address never changes."""
-        return self._tensor
-
-    @property
-    def active_tensor(self) -> DeviceTensor:
-        """The lengths of the active slots, int32 ``[A]``."""
-        return self._active_tensor
-
-    @property
-    def active_batch_size(self) -> int:
-        """Active slots, A. They are slots 0 to A-1."""
-        return len(self._mirror.upper_bounds)
-
-    @property
-    def upper_bounds(self) -> tuple[int, ...]:
-        """For each active slot a length that it does not exceed; its length where the mirror is exact."""
-        return self._mirror.upper_bounds
-
-    @property
-    def host(self) -> tuple[int, ...]:
-        """The lengths of the active slots, from the mirror.
-
-        Raises
-        ------
-        LengthsUnknown
-            A device tensor was committed, or a device mapping compacted, since the last :meth:`sync_lengths`.
-        """
-        return self._mirror.lengths
-
-    def of_slot(self, slot: int) -> int:
-        """Return the length of one active slot, from the mirror.
-
-        Parameters
-        ----------
-        slot : int
-            An active slot.
-
-        Raises
-        ------
-        SlotError
-            The slot is not active.
-        LengthsUnknown
-            Only the device knows it.
-        """
-        return self._mirror.length_of(slot)
-
-    def is_exact(self, slot: int) -> bool:
-        """Whether the mirror has the length of an active slot, and not only an upper bound.
-
-        Parameters
-        ----------
-        slot : int
-            An active slot.
-
-        Raises
-        ------
-        SlotError
-            The slot is not active.
-        """
-        return self._mirror.is_exact(slot)
-
-    @property
-    def all_empty(self) -> bool:
-        """Whether every active slot is known to hold no token. True without active slots."""
-        return self._mirror.all_empty
-
-    def attach(self, contents: SlotContents) -> None:
-        """Let ``contents`` follow every change of the slots, until :meth:`detach` or until no other reference to it is left.
-
-        Parameters
-        ----------
-        contents : SlotContents
-            Something that slots hold.
-        """
-        self._contents.append(weakref.ref(contents))
-
-    def detach(self, contents: SlotContents) -> None:
-        """Let ``contents`` follow no longer. If it does not follow, nothing happens.
-
-        Parameters
-        ----------
-        contents : SlotContents
-            Something that slots hold.
-        """
-        self._contents = [reference for reference in self._contents if reference() not in (None, contents)]
-
-    def contents(self) -> list[SlotContents]:
-        """Return what follows these lengths, in the order of :meth:`attach`."""
-        return [contents for reference in self._contents if (contents := reference()) is not None]
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the slots hold recurrent states, so that :meth:`rewind` is refused."""
-        return any(contents.is_recurrent for contents in self.contents())
 
     def reset(self, reuse_lengths: Sequence[int] | np.ndarray[Any, Any], *, stream: Any) -> None:
         """Make ``n = len(reuse_lengths)`` slots active, with these lengths. States of slots of length 0 are zeroed.
@@ -241,13 +86,12 @@ class Lengths(Uncopyable):
         self._check_open()
         after = self._mirror.after_reset(_host_integers("reuse_lengths", reuse_lengths))
         refuse_capture(self._memory, "reset_for_new_sequences", stream)
-        self._announce(after, stream)
-        count = len(after.upper_bounds)
-        active = self._active_tensor if count == self.active_batch_size else self._tensor[:count]
-        store_length_values(active, after.upper_bounds, accumulate=False, stream=stream)
+        lengths = after.upper_bounds
+        self._announce(lengths, stream)
+        store_values_kernel(self._first(len(lengths)), lengths, False, stream)
         if self._contents:
-            self._reset_slots([slot for slot, length in enumerate(after.upper_bounds) if not length], stream)
-        self._mirror, self._active_tensor = after, active
+            self._reset_slots([slot for slot, length in enumerate(lengths) if not length], stream)
+        self._mirror = after
 
     def commit(
         self, increment: int | Sequence[int] | np.ndarray[Any, Any] | DeviceTensor, *, max_increment: int | None = None, stream: Any
@@ -282,49 +126,15 @@ class Lengths(Uncopyable):
         if isinstance(increment, Sequence) or (isinstance(increment, np.ndarray) and increment.ndim):
             after = self._mirror.after_commit(values := _host_integers("increment", increment))
             refuse_capture(self._memory, "commit_sequence_length with host values", stream)
-            store_length_values(self._active_tensor, values, accumulate=True, stream=stream)
+            store_values_kernel(self.active_tensor, values, True, stream)
         else:
             number = int_in_range("increment", increment, 0)
-            capturing = self._memory.is_capturing(stream)
-            after = self._mirror if capturing else self._mirror.after_commit([number] * self.active_batch_size)
-            increment_length_tensor(self._active_tensor, number, stream=stream)
+            if self._memory.is_capturing(stream):
+                increment_length_tensor(self.active_tensor, number, stream=stream)  # checked: no capacity bounds the number here
+                return
+            after = self._mirror.after_commit((number,) * len(self._mirror.upper_bounds))
+            increment_scalar_kernel(self.active_tensor, number, stream)
         self._mirror = after
-
-    def _commit_tensor(self, increments: DeviceTensor, max_increment: int | None, stream: Any) -> None:
-        if max_increment is None:
-            raise RangeError("max_increment: expected with a device tensor, whose values the host does not know.")
-        limit = int_in_range("max_increment", max_increment, 0)
-        active = self.active_batch_size
-        check_memory("increment", increments, self._memory)
-        if increments.dtype != "int32":
-            raise DTypeError(f"increment: expected int32, got {increments.dtype}.")
-        if increments.shape != (active,):
-            raise ShapeError(f"increment: expected shape ({active},), one per active slot, got {increments.shape}.")
-        capturing = self._memory.is_capturing(stream)
-        after = self._mirror if capturing else self._mirror.after_commit([limit] * active, exact=False)
-        increment_length_tensor(self._active_tensor, increments, stream=stream)
-        self._mirror = after
-
-    def replayed(self, increment: int, *, exact: bool = True) -> None:
-        """Tell the mirror that a captured commit is about to be replayed. Nothing is launched here.
-
-        Parameters
-        ----------
-        increment : int
-            The captured number, or the ``max_increment`` of a captured device tensor.
-        exact : bool
-            False for a device tensor: the mirror becomes an upper bound.
-
-        Raises
-        ------
-        CapacityError
-            A slot would exceed S tokens: do not replay.
-        RangeError
-            ``increment`` is negative.
-        """
-        self._check_open()
-        number = int_in_range("increment", increment, 0)
-        self._mirror = self._mirror.after_commit([number] * self.active_batch_size, exact=exact)
 
     def set_active_batch_size(self, new_active_batch_size: int, *, stream: Any) -> None:
         """Keep the first slots, or add slots of length 0 with zeroed states.
@@ -351,11 +161,11 @@ class Lengths(Uncopyable):
         before, count = self.active_batch_size, after.active_batch_size
         if count > before:
             refuse_capture(self._memory, "set_active_batch_size", stream)
-        self._announce(after, stream)
+        self._announce(after.upper_bounds, stream)
         if count > before:
-            store_length_values(self._tensor[before:count], [0] * (count - before), accumulate=False, stream=stream)
+            store_values_kernel(self._tensor[before:count], [0] * (count - before), False, stream)
             self._reset_slots(range(before, count), stream)
-        self._mirror, self._active_tensor = after, self._tensor[:count]
+        self._mirror = after
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
         """Set the length of an active slot to 0 and its states to zero.
@@ -388,7 +198,7 @@ class Lengths(Uncopyable):
         slot : int
             An active slot.
         length : int
-            Tokens to keep, at most those that the slot holds.
+            Tokens to keep, at most the present length.
         stream : cuda.core.Stream
             The write is ordered on it.
 
@@ -413,12 +223,12 @@ class Lengths(Uncopyable):
 
     def _store_one(self, slot: int, length: int, what: str, stream: Any) -> None:
         refuse_capture(self._memory, what, stream)
-        store_length_values(self._tensor[slot : slot + 1], [length], accumulate=False, stream=stream)
+        store_values_kernel(self._tensor[slot : slot + 1], [length], False, stream)
 
     def compact(
         self, batch_mapping: Sequence[int] | np.ndarray[Any, Any] | DeviceTensor, old_batch: int, new_batch: int, *, stream: Any
     ) -> None:
-        """Move the slots that are kept to the front: lengths, and K, V and states of every cache that shares them.
+        """Move the kept slots to the front: lengths, and K, V and states of every cache that shares them.
 
         Parameters
         ----------
@@ -435,7 +245,7 @@ class Lengths(Uncopyable):
         Raises
         ------
         MappingError
-            ``old_batch`` is not the active batch size, entries are missing, out of range or doubled, or the survivors do not fill
+            ``old_batch`` is not the active batch size, entries are missing, out of range or duplicated, or the kept slots do not fill
             ``0..new_batch-1``.
         RangeError, ShapeError, DTypeError, PlaceError
             An argument does not fit.
@@ -451,97 +261,8 @@ class Lengths(Uncopyable):
         refuse_capture(self._memory, "compact_batch with a host mapping", stream)
         after = self._mirror.after_compaction(batch_mapping, plan.new_batch)
         self._move(plan, stream)
-        self._announce(after, stream)
-        self._mirror, self._active_tensor = after, self._tensor[: plan.new_batch]
-
-    def _compact_by_device_mapping(self, mapping: DeviceTensor, old: int, new: int, stream: Any) -> None:
-        plan = CompactionPlan.from_device(mapping, old, new, self._active_tensor)
-        if self._memory.is_capturing(stream):
-            self._move(plan, stream)
-            return
-        if os.environ.get(DEBUG_VARIABLE) == "1":
-            self._check_device_mapping(mapping, new, stream)
-        self._move(plan, stream)
-        after = self._mirror.after_device_compaction(new)
-        self._announce(after._replace(upper_bounds=(0,) * new), stream)
-        self._mirror, self._active_tensor = after, self._tensor[:new]
-
-    def _check_device_mapping(self, mapping: DeviceTensor, new_batch: int, stream: Any) -> None:
-        """Read a device mapping and raise :class:`MappingError` if it is not valid, or changes the order of slots."""
-        self._memory.synchronize(stream)
-        slots = self._memory.read(mapping)
-        CompactionPlan.from_host(slots, len(slots), new_batch, self._mirror.upper_bounds)
-        kept = [int(slot) for slot in slots if slot >= 0]
-        if kept != sorted(kept):
-            raise MappingError(f"batch_mapping: a mapping on the device must keep the order of the slots, got {slots.tolist()}.")
-
-    def _move(self, plan: AnyCompactionPlan, stream: Any) -> None:
-        """Launch the moves of a compaction. The lengths move last: with a device mapping the other kernels read the old ones."""
-        if plan.is_identity:
-            self._memory.check_stream(stream)
-            return
-        for contents in self.contents():
-            contents.compact(plan, stream=stream)
-        compact_length_tensor(self._active_tensor, plan, stream=stream)
-
-    def replayed_compaction(self, old_batch: int, new_batch: int) -> None:
-        """Tell the mirror that a captured compaction is about to be replayed. Nothing is launched here.
-
-        Parameters
-        ----------
-        old_batch, new_batch : int
-            As captured.
-
-        Raises
-        ------
-        MappingError
-            ``old_batch`` is not the active batch size: do not replay.
-        RangeError
-            ``new_batch`` is larger, or negative.
-        """
-        self._check_open()
-        self._mirror.check_old_batch(old_batch)
-        self._mirror = self._mirror.after_device_compaction(new_batch)
-        self._active_tensor = self._tensor[: self.active_batch_size]
-
-    def sync_lengths(self, *, stream: Any) -> None:
-        """Read the lengths from the device into the mirror, which is exact then. Waits for ``stream``.
-
-        Parameters
-        ----------
-        stream : cuda.core.Stream
-            What is waited for.
-
-        Raises
-        ------
-        LengthsUnknown
-            The device holds a length that is not from 0 to S, because a committed tensor exceeded its ``max_increment``.
-        CaptureError
-            The stream is capturing.
-        """
-        self._check_open()
-        refuse_capture(self._memory, "sync_lengths", stream, because="it waits for the device")
-        self._memory.synchronize(stream)
-        self._mirror = self._mirror.after_sync(self._memory.read(self._active_tensor).tolist())
-
-    def close(self) -> None:
-        """Release the tensor. Closing again does nothing."""
-        self._allocation.close()
-
-    def _check_open(self) -> None:
-        if self._allocation.closed:
-            raise ClosedError("these Lengths are closed.")
-
-    def _announce(self, after: LengthMirror, stream: Any) -> None:
-        """Tell the contents which slots leave the active batch or enter it, before the mirror changes."""
-        if len(after.upper_bounds) != len(self._mirror.upper_bounds):
-            for contents in self.contents():
-                contents.resize(after.upper_bounds, stream=stream)
-
-    def _reset_slots(self, slots: Sequence[int], stream: Any) -> None:
-        if slots:
-            for contents in self.contents():
-                contents.reset_slots(slots, stream=stream)
+        self._announce(after.upper_bounds, stream)
+        self._mirror = after
 
 
 def _host_integers(what: str, values: Any) -> list[int]:

@@ -5,9 +5,8 @@ from itertools import groupby
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.estimate import estimate_memory
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.errors import ShapeError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.plot import GREY, INK, LEGEND, Plot, draw, paint_sizes, size_text
@@ -17,18 +16,16 @@ COLOURS = {"reused": "#1b4f72", "live": "#5dade2", "free": "#e8eef2"}
 #: The colour of the bytes of a layer.
 LAYER_COLOUR = "#ca6f1e"
 
-#: Up to so many slots each has its name and its number of tokens.
+#: Slots up to which each is labelled with its name and number of tokens.
 _MAX_NAMED_SLOTS = 40
 
 
-def draw_cache(
-    config: KVCacheConfig | HybridCacheConfig, lengths: Sequence[int] = (), reused: Sequence[int] = (), *, title: str = "KV cache"
-) -> Plot:
+def draw_cache(config: DecoderCacheConfig, lengths: Sequence[int] = (), reused: Sequence[int] = (), *, title: str = "KV cache") -> Plot:
     """Return a plot of a cache.
 
     Parameters
     ----------
-    config : KVCacheConfig or HybridCacheConfig
+    config : KVCacheConfig, CacheConfig, MambaCacheConfig or HybridCacheConfig
         The cache.
     lengths : sequence of int (A,)
         Tokens that each active slot holds. Slots without a length are drawn as not active.
@@ -43,7 +40,7 @@ def draw_cache(
     Plot
         Two panels: a bar of S tokens per slot, with the reused, live and free ones; and the bytes of the layers, where neighbours of one
         shape share a bar, and all layers with states. Where nothing limits S, as in a cache of states alone, the axis ends at the longest
-        one.
+        sequence.
 
     Raises
     ------
@@ -77,7 +74,7 @@ def draw_cache(
     return draw(0.5 + sum(heights), paint)
 
 
-def _paint_slots(axes: Any, config: KVCacheConfig | HybridCacheConfig, lengths: Sequence[int], reused: Sequence[int]) -> None:
+def _paint_slots(axes: Any, config: DecoderCacheConfig, lengths: Sequence[int], reused: Sequence[int]) -> None:
     slots = config.max_batch_size
     is_limited = config.max_sequence_length < MAX_DIMENSION
     longest = config.max_sequence_length if is_limited else max(1, *lengths, 1)
@@ -111,7 +108,7 @@ def _paint_slots(axes: Any, config: KVCacheConfig | HybridCacheConfig, lengths: 
     axes.tick_params(left=not is_named)
 
 
-def paint_layers(axes: Any, config: KVCacheConfig | HybridCacheConfig) -> None:
+def paint_layers(axes: Any, config: DecoderCacheConfig) -> None:
     """Draw the bytes of the layers, where neighbours of one shape share a bar."""
     layers = layer_runs(config)
     total = sum(count * nbytes for _, count, nbytes in layers)
@@ -130,8 +127,8 @@ def _token_ticks(longest: int) -> list[int]:
     return list(range(0, longest + 1, step))
 
 
-def layer_runs(config: KVCacheConfig | HybridCacheConfig) -> list[tuple[str, int, int]]:
-    """Return the runs of neighbouring attention layers that have one shape, and all layers with states as one run."""
+def layer_runs(config: DecoderCacheConfig) -> list[tuple[str, int, int]]:
+    """Return name, number of layers and bytes of one layer for each run of equal attention layers, and for all layers with states."""
     sizes = estimate_memory(config).bytes_per_layer
     layers = () if config.kv is None else config.kv.layers
     shapes = [(layer.num_kv_heads, layer.head_dim, nbytes) for layer, nbytes in zip(layers, sizes, strict=True)]

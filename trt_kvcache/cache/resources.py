@@ -1,4 +1,4 @@
-"""``Resources``: what a cache allocated, to be released together."""
+"""``Resources``: the allocations of a cache, released together."""
 
 from typing import Any, Protocol, TypeVar
 

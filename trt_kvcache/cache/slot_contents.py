@@ -1,4 +1,4 @@
-"""``SlotContents``: the protocol of what slots hold beside their lengths, and what follows when those change."""
+"""``SlotContents``: the protocol of the contents of slots, which follow changes of the lengths."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,14 +7,14 @@ from trt_kvcache.kernels import AnyCompactionPlan
 
 
 class SlotContents(Protocol):
-    """K and V, or recurrent states, or any bookkeeping by slot. ``Lengths.attach`` lets it follow the slots of a cache.
+    """K and V, recurrent states, or any bookkeeping by slot. ``Lengths.attach`` lets it follow the slots of a cache.
 
     Calls are ordered on ``stream``. Only ``resize`` may wait, or refuse. The arguments were checked.
     """
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether it summarizes a whole sequence, so that it cannot be shortened and must start from zero."""
+        """True if the contents depend on a whole sequence: they cannot be shortened, and must start from zero."""
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
         """Move slots. The lengths on the device are still the old ones.
@@ -22,7 +22,7 @@ class SlotContents(Protocol):
         Parameters
         ----------
         plan : CompactionPlan or DeviceCompactionPlan
-            Which slot goes where.
+            The moves of slots.
         stream : cuda.core.Stream or GraphBuilder
             The moves are ordered on it.
         """
@@ -35,12 +35,12 @@ class SlotContents(Protocol):
         lengths : sequence of int
             Tokens that each slot of the new active batch holds. New slots of length 0 are reset after this call.
         stream : cuda.core.Stream
-            What must be copied is ordered on it.
+            The copies are ordered on it.
 
         Raises
         ------
         CapacityError
-            What waits in a slot that enters has no other place. Nothing was changed.
+            A sequence that waits in a slot that enters has no other place. Nothing was changed.
         """
 
     def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
-from trt_kvcache.cache.kv_cache_base import KVCacheBase
+from trt_kvcache.cache.cache import Cache
+from trt_kvcache.cache.kv_layers import KVLayers
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.cache.recurrent_states import RecurrentStates
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
@@ -83,24 +83,22 @@ class BindingPlan:
     1
     """
 
-    def __init__(self, engine: Engine, cache: KVCacheBase | HybridCacheManager, *, names: TensorNames = DEFAULT_NAMES) -> None:
+    def __init__(self, engine: Engine, cache: Cache, *, names: TensorNames = DEFAULT_NAMES) -> None:
         if engine.memory is not cache.memory:
             raise PlaceError(f"engine and cache: expected one memory, got an engine on {engine.memory.device} and a cache on another.")
         self.engine = engine
         self.cache = cache
         self.names = names
         specs = engine.tensors
-        kv = cache.kv_cache_manager if isinstance(cache, HybridCacheManager) else cache
-        layers = range(0 if kv is None else kv.num_layers)
-        self._pairs = [pair for layer in layers if kv is not None for pair in _layer_views(specs, kv, layer, names)]
+        kv = cache.kv_layers
+        self._pairs = [] if kv is None else [pair for layer in range(len(kv.combined)) for pair in _layer_views(specs, kv, layer, names)]
         for input_name, output_name, view in self._pairs:
             _check_cache_input(_spec(specs, input_name, TensorMode.INPUT), view)
             _check_cache_output(_spec(specs, output_name, TensorMode.OUTPUT), input_name, view)
             _check_address(input_name, view)
         self._constants: list[tuple[str, DeviceTensor]] = []
-        if kv is not None and kv.kv_config.has_scales:
-            for layer in layers:
-                self._check_scales(specs, kv, layer)
+        for layer, scales in enumerate(() if kv is None else kv.scales):
+            self._check_scales(specs, scales, layer, by_token=kv is not None and kv.scale_rows is not None)
         self._states = cache.states
         self._state_pairs = [] if self._states is None else list(_state_views(self._states, names))
         for input_name, output_name, view, other in self._state_pairs:
@@ -290,12 +288,10 @@ class BindingPlan:
             for input_name, view in self._constants:
                 set_shape(input_name, view.shape)
 
-    def _check_scales(self, specs: Mapping[str, TensorSpec], kv: KVCacheBase, layer: int) -> None:
+    def _check_scales(self, specs: Mapping[str, TensorSpec], view: DeviceTensor, layer: int, *, by_token: bool) -> None:
         """Check the scales of a layer. Scales by token are bound like K and V, static ones once."""
-        view = kv.get_kv_scales(layer)
-        assert view is not None
         past, present = self.names.scales_pair(layer)
-        if kv.kv_config.scales_by_token:
+        if by_token:
             _check_cache_input(_spec(specs, past, TensorMode.INPUT), view, _SCALE_DIMENSIONS)
             _check_cache_output(_spec(specs, present, TensorMode.OUTPUT), past, view)
             _check_address(past, view)
@@ -319,12 +315,10 @@ class BindingPlan:
         return step_tensors
 
 
-def _layer_views(
-    specs: Mapping[str, TensorSpec], cache: KVCacheBase, layer: int, names: TensorNames
-) -> Iterator[tuple[str, str, DeviceTensor]]:
+def _layer_views(specs: Mapping[str, TensorSpec], kv: KVLayers, layer: int, names: TensorNames) -> Iterator[tuple[str, str, DeviceTensor]]:
     """Yield name of the input, name of the output, and view of each cache tensor of a layer: one combined, or one of K and one of V."""
     combined = names.combined_pair(layer)[0] in specs
-    views = (cache.get_combined_kv_cache(layer),) if combined else cache.get_separate_kv_cache(layer)
+    views = (kv.combined[layer],) if combined else kv.separate[layer]
     for pair, view in zip(names.layer_pairs(layer, combined=combined), views, strict=True):
         yield *pair, view
 
@@ -452,7 +446,7 @@ def _profiles_in_words(engine: Engine) -> str:
     return f"The engine has {'; '.join(profiles)}."
 
 
-def _check_batch(engine: Engine, cache: KVCacheBase | HybridCacheManager) -> None:
+def _check_batch(engine: Engine, cache: Cache) -> None:
     """Raise BindingError where the engine cannot run a decode step of all slots of the cache."""
     slots = cache.max_batch_size
     largest = max((profile.max_batch for profile in engine.profiles), default=0)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.engine.bindable import check_bindable
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec

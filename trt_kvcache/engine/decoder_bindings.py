@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.bound_tensors import BoundTensors
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import ClosedError, RangeError

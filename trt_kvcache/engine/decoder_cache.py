@@ -3,18 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
+from trt_kvcache.cache.config import DecoderCacheConfig, HybridCacheConfig, KVCacheConfig, LayerType, MambaCacheConfig
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
-from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.engine.attention_variants import cache_layout
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import AttentionConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
-
-#: The cache of an engine: K and V alone, or with the states of recurrent layers.
-DecoderCacheConfig = KVCacheConfig | HybridCacheConfig
 
 
 def cache_config(

@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionName, cache_layout
 from trt_kvcache.engine.bound_engine import BoundEngine
 from trt_kvcache.engine.decoder_bindings import DecoderBindings
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig, cache_layer, state_sizes
+from trt_kvcache.engine.decoder_cache import cache_layer, state_sizes
 from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.names import TensorNames

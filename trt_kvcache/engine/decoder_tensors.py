@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from itertools import count
 
-from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig, MambaCacheConfig
 from trt_kvcache.cache.layout import KVLayout
-from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import StateKind, state_storages
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.kernels.scale_views import saved_scales

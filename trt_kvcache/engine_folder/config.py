@@ -1,4 +1,4 @@
-"""``EngineConfig``: ``config.json`` of an engine folder, which records what was built, from which checkpoint, and with which TensorRT."""
+"""``EngineFolderConfig``: ``config.json`` of an engine folder, the record of the build, its checkpoint and its TensorRT."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trt_kvcache._version import __version__
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
@@ -18,7 +18,7 @@ FORMAT = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineFolderConfig:
     """Everything that a runtime needs to know about an engine."""
 
     model: ModelConfig  # its dtype is the dtype of the stored weights

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any, TypeVar, get_type_hints
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_cache import decoder_cache_from_dict
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile
-from trt_kvcache.engine_folder.config import FORMAT, EngineConfig
+from trt_kvcache.engine_folder.config import FORMAT, EngineFolderConfig
 from trt_kvcache.engine_folder.consistency import check_consistency
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_from_dict
 from trt_kvcache.errors import EngineError, KVCacheError
@@ -21,12 +21,12 @@ from trt_kvcache.model import ModelConfig
 _Record = TypeVar("_Record")
 
 
-def read_config(data: Mapping[str, Any]) -> EngineConfig:
+def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
     """Read ``config.json``; raises EngineError for another format, a wrong field, or fields that contradict each other."""
     _check_format(data)
     try:
         capabilities = data["compute_capabilities"]
-        config = EngineConfig(
+        config = EngineFolderConfig(
             model=ModelConfig.from_description(data["model"]),
             cache=decoder_cache_from_dict(data["kv_cache"]),
             names=TensorNames(**data["names"]),
@@ -67,7 +67,7 @@ def _typed(field: str, value: Any, kind: type, *, low: int = 1) -> Any:
     if kind is int:
         return int_in_range(field, value, low, error=EngineError)
     if not isinstance(value, kind):
-        raise EngineError(f"{field}: expected a {kind.__name__}, got {shown(value)}.")
+        raise EngineError(f"{field}: expected a {kind.__name__}, got {short_repr(value)}.")
     return value
 
 
@@ -94,9 +94,9 @@ def _check_format(data: Mapping[str, Any]) -> None:
     number = data.get("format")
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise EngineError(
-            f"format: expected a number of 1 or more, got {shown(number)}. This is not the configuration of an engine folder."
+            f"format: expected a number of 1 or more, got {short_repr(number)}. This is not the configuration of an engine folder."
         )
     if number > FORMAT:
-        raise EngineError(f"format: this package reads {FORMAT}, got {shown(number)}. A newer trt-kvcache built the engine: upgrade.")
+        raise EngineError(f"format: this package reads {FORMAT}, got {short_repr(number)}. A newer trt-kvcache built the engine: upgrade.")
     if number < FORMAT:
         raise EngineError(f"format: this package reads {FORMAT}, got {number}. An older trt-kvcache built the engine: build it again.")

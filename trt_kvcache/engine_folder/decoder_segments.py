@@ -3,8 +3,8 @@
 A segment ends where a layer needs its attention; the last one ends in the logits. Layers with states are within segments.
 """
 
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import window_in_cache
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.decoder_tensors import indices_in_kind, logits_tensors, scale_tensors, state_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, SegmentsRecord
@@ -142,13 +142,13 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
     >>> from trt_kvcache.engine.decoder_profiles import decoder_profiles
     >>> from trt_kvcache.engine.decoder_tensors import decoder_tensors
     >>> from trt_kvcache.engine.names import DEFAULT_NAMES
-    >>> from trt_kvcache.engine_folder.config import EngineConfig
+    >>> from trt_kvcache.engine_folder.config import EngineFolderConfig
     >>> from trt_kvcache.engine_folder.folder import write_engine_folder
     >>> from trt_kvcache.engine_folder.records import FileRecord
     >>> with tempfile.TemporaryDirectory() as folder, Checkpoint.open("examples/tiny-llama") as checkpoint:
     ...     model = checkpoint.config
     ...     cache = cache_config(model, max_batch_size=4, max_sequence_length=256, dtype="float16")
-    ...     config = EngineConfig(
+    ...     config = EngineFolderConfig(
     ...         model=model,
     ...         cache=cache,
     ...         names=DEFAULT_NAMES,

@@ -1,4 +1,4 @@
-"""``DeviceSampler``: what is needed to choose tokens where the logits are, for all slots of a batch."""
+"""``DeviceSampler``: sampling on the device for all slots of a batch."""
 
 from __future__ import annotations
 
@@ -14,29 +14,36 @@ from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.errors import ConfigError, CudaError, KVCacheError, RangeError, ShapeError
 from trt_kvcache.generation.sampling import SamplingParams, bad_logits, nothing_left
 from trt_kvcache.generation.token_logprobs import TokenLogprobs
-from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspace, StateInfos, choose_tokens, compact_rows, token_logprobs
-from trt_kvcache.kernels.backend import backend_of
-from trt_kvcache.kernels.host.token_choice import choice_params
+from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspace, StateInfos
+from trt_kvcache.kernels.sampling_kernels import (
+    choose_tokens_kernel,
+    count_tokens_kernel,
+    set_bias_kernel,
+    set_row_kernel,
+    token_logprobs_kernel,
+)
 from trt_kvcache.kernels.sampling_rows import ACTIVE, BAD_LOGITS, BIASED, GREEDY, LOGPROBS, NO_ERROR, PENALISED, ROW_PARAMS, ROW_RESULT
 from trt_kvcache.kernels.sampling_workspace import MAX_TOP_LOGPROBS, MAX_VOCAB_SIZE
+from trt_kvcache.kernels.state_row_kernels import compact_rows_kernel
+from trt_kvcache.kernels.token_choice import choice_params
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import cuda_core_error
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Pages of results that may be on their way to the host at once.
+#: Pages of results that may be in flight to the host at once.
 _PAGES = 2
 
-#: Token ids that are counted.
+#: Token ids for penalty counts.
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
-#: Of a seed and a counter.
+#: Limit of seeds and counters.
 _LARGEST_NUMBER = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """What was chosen for one slot."""
+    """Choice of one slot; token -1 if the slot is not active, or with the error that ``Request.choose`` would raise."""
 
     token: int
     error: KVCacheError | None = None
@@ -44,13 +51,13 @@ class SampledToken:
 
 
 class SampledTokens:
-    """Tokens of one step, on their way to the host. Of :meth:`DeviceSampler.download`."""
+    """Tokens of one step, in flight to the host: see :meth:`DeviceSampler.download`."""
 
     def __init__(self, results: Any, logprobs: Any, tops: Sequence[int | None], done: Any) -> None:
         self._results, self._logprobs, self._tops, self._done = results, logprobs, tops, done
 
     def read(self) -> list[SampledToken]:
-        """Wait for this step alone, and return its tokens."""
+        """Wait for this step alone, and return its tokens, one for each slot. Raises CudaError."""
         if self._done is not None:
             try:
                 self._done.sync()
@@ -73,7 +80,10 @@ class SampledTokens:
 
 
 class DeviceSampler(Uncopyable):
-    """Parameters, random numbers, penalties and bias of the slots of a batch, in device memory."""
+    """Sampling parameters, penalty counts and bias of all slots in device memory; it chooses the tokens of ``Request.choose``.
+
+    A step is :meth:`sample`, :meth:`download`, then :meth:`SampledTokens.read`, while the next step may run.
+    """
 
     def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, stream: Any) -> None:
         int_in_range("max_batch_size", max_batch_size, 1)
@@ -97,7 +107,7 @@ class DeviceSampler(Uncopyable):
 
     @staticmethod
     def check(params: SamplingParams) -> None:
-        """Check that a request can be sampled on the device."""
+        """Raise ConfigError if a request has ``logits_processors`` (Python functions) or too many ``logprobs`` for the device."""
         if params.logits_processors:
             raise ConfigError("sampling on the device: expected no logits_processors, got some. They are called on the host.")
         if (params.logprobs or 0) > MAX_TOP_LOGPROBS:
@@ -105,12 +115,12 @@ class DeviceSampler(Uncopyable):
 
     @classmethod
     def accepts(cls, params: SamplingParams) -> bool:
-        """Return whether :meth:`check` raises nothing."""
+        """Return True if :meth:`check` raises nothing."""
         return not params.logits_processors and (params.logprobs or 0) <= MAX_TOP_LOGPROBS
 
     @property
     def graph_key(self) -> tuple[bool, ...]:
-        """What a captured :meth:`sample` depends on beside its arguments: capture again when it has changed."""
+        """Key of a captured :meth:`sample`, besides its arguments: capture again when it has changed."""
         return self._rows.uses is not None, self._rows.bias is not None, self._wants_logprobs
 
     @property
@@ -128,7 +138,10 @@ class DeviceSampler(Uncopyable):
         generated: Tokens = (),
         stream: Any,
     ) -> None:
-        """Begin a request in a slot, or continue one that was elsewhere before."""
+        """Begin or continue a request in a slot, stream-ordered. May allocate; after an error nothing has changed.
+
+        ``prompt``: its different tokens; ``generated``: its tokens in any order. ``seed`` and ``counter`` replace the fields of ``params``.
+        """
         index = slot_index(slot, len(self._tops))
         self.check(params)
         params.check_vocabulary(self._vocab_size)
@@ -148,12 +161,12 @@ class DeviceSampler(Uncopyable):
             self._memory.zero(bias, stream=stream)
             ids = self._memory.to_device(np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias)), stream=stream)
             values = self._memory.to_device(np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias)), stream=stream)
-            backend_of(self._memory).set_bias(bias, ids, values, stream)
+            set_bias_kernel(bias, ids, values, stream)
         self._set_row(index, row, stream)
         self._tops[index] = -1 if params.logprobs is None else params.logprobs
 
     def rewind(self, slot: int, params: SamplingParams, *, seed: int, counter: int, removed: Sequence[int], stream: Any) -> None:
-        """Take tokens back that were chosen last."""
+        """Undo the last tokens, stream-ordered: ``counter`` is the counter before the first of ``removed``."""
         index = slot_index(slot, len(self._tops))
         tokens = self._token_ids("removed", removed)
         row = _row_of(params, seed, counter)
@@ -163,14 +176,14 @@ class DeviceSampler(Uncopyable):
         self._set_row(index, row, stream)
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
-        """Let a slot be idle: it gets no token until :meth:`set_slot`."""
+        """Make a slot idle until :meth:`set_slot`, stream-ordered."""
         index = slot_index(slot, len(self._tops))
-        backend_of(self._memory).set_row(self._rows, index, [0] * (ROW_PARAMS.itemsize // 8), stream)
+        set_row_kernel(self._rows, index, [0] * (ROW_PARAMS.itemsize // 8), stream)
         self._tops[index] = None
 
     def compact(self, moves: AnyCompactionPlan, mapping: Sequence[int], *, stream: Any) -> None:
-        """Move the kept slots, as the cache moves them."""
-        compact_rows(self._infos, moves, stream=stream)
+        """Move the kept slots by the plan and the mapping of the cache's compaction, stream-ordered. The other slots become idle."""
+        compact_rows_kernel(self._infos, moves, stream)
         tops = list(self._tops)
         kept = {new for new in mapping if new >= 0}
         for old, new in enumerate(mapping):
@@ -181,19 +194,25 @@ class DeviceSampler(Uncopyable):
                 self.clear_slot(slot, stream=stream)
 
     def sample(self, logits: DeviceTensor, tokens: DeviceTensor, *, stream: Any) -> None:
-        """Choose the next token of each active slot, and count it."""
+        """Choose the next token of each active slot from float32 ``logits [B, vocab]``, and count it. Neither waits nor allocates.
+
+        ``tokens`` int32 ``[B]``, such as the next input_ids: 0 for a slot with an error; unchanged for an idle slot.
+        """
         batch, rows = len(logits), self._rows
         if batch > len(self._tops) or logits.shape[1:] != (self._vocab_size,):
             raise ShapeError(f"logits: expected [B, {self._vocab_size}] with B up to {len(self._tops)}, got {list(logits.shape)}.")
         if batch != len(self._tops):
             uses, bias = (None if tensor is None else tensor[:batch] for tensor in (rows.uses, rows.bias))
             rows = SamplingRows(rows.params[:batch], rows.results[:batch], uses, bias)
-        choose_tokens(logits, rows, tokens, workspace=self._workspace, stream=stream)
+        choose_tokens_kernel(logits, rows, tokens, self._workspace, stream)
         if self._wants_logprobs:
-            token_logprobs(logits, rows, self._logprobs[:batch], workspace=self._workspace, stream=stream)
+            token_logprobs_kernel(logits, rows, self._logprobs[:batch], self._workspace, stream)
 
     def download(self, batch: int, *, stream: Any) -> SampledTokens:
-        """Send the tokens that were chosen last to the host."""
+        """Copy the tokens of the last :meth:`sample`, which may have been a graph replay, to pinned memory, stream-ordered.
+
+        The result must be read before the second next call overwrites its page.
+        """
         int_in_range("batch", batch, 1, len(self._tops))
         results, logprobs = (page[:batch] for page in self._pages[self._page])
         self._page = (self._page + 1) % _PAGES
@@ -216,7 +235,7 @@ class DeviceSampler(Uncopyable):
         return DeviceTensor(self._memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream), shape=shape, dtype=dtype)
 
     def _make_room(self, flags: int, stream: Any) -> None:
-        """Allocate counts and bias where they are first asked for."""
+        """Allocate counts and bias at their first use: ``max_batch_size * vocab_size * 4`` bytes each."""
         rows, shape = self._rows, (len(self._tops), self._vocab_size)
         uses = self._allocate(shape, "int32", stream) if flags & PENALISED and rows.uses is None else rows.uses
         bias = self._allocate(shape, "float32", stream) if flags & BIASED and rows.bias is None else rows.bias
@@ -237,16 +256,16 @@ class DeviceSampler(Uncopyable):
         return ids
 
     def _set_row(self, slot: int, row: Any, stream: Any) -> None:
-        backend_of(self._memory).set_row(self._rows, slot, row.reshape(1).view(np.int64).tolist(), stream)
+        set_row_kernel(self._rows, slot, row.reshape(1).view(np.int64).tolist(), stream)
 
     def _count(self, uses: DeviceTensor, tokens: npt.NDArray[np.int64], in_prompt: bool, stream: Any, *, more: int = 1) -> None:
         if tokens.size:
             ids = self._memory.to_device(tokens.astype(np.int32), stream=stream)
-            backend_of(self._memory).count_tokens(uses, ids, in_prompt, more, stream)
+            count_tokens_kernel(uses, ids, in_prompt, more, stream)
 
 
 def _row_of(params: SamplingParams, seed: int, counter: int) -> Any:
-    """Return the parameters of a request as a row of the device."""
+    """Return the sampling parameters of a request as a row of the device's table."""
     row = np.zeros((), ROW_PARAMS)
     penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
     asked = (

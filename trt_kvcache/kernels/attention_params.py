@@ -1,7 +1,8 @@
-"""``AttentionParams``: a checked attention call, as the backends take it."""
+"""``AttentionParams``: the arguments of an attention call, for the kernels, which check nothing."""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -13,20 +14,25 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionParams:
-    """The arguments of :func:`~trt_kvcache.kernels.attend`, checked."""
+    """The arguments of :func:`~trt_kvcache.kernels.attend`, which describes shapes, dtypes and strides."""
 
-    q: DeviceTensor
-    k: DeviceTensor
-    v: DeviceTensor
-    cache: DeviceTensor
-    kv_scales: DeviceTensor | None = None
-    lengths: DeviceTensor
-    new_lengths: DeviceTensor | None
-    cos_sin: DeviceTensor | None
-    out: DeviceTensor
-    scale: float
-    window: int
-    softcap: float
+    q: DeviceTensor  # [B, s, num_heads, D], before RoPE; slots and tokens may be strided
+    k: DeviceTensor  # [B, s, num_kv_heads, D], before RoPE, strided as q may be
+    v: DeviceTensor  # as k
+    cache: DeviceTensor  # [B, 2, num_kv_heads, S, D], of the dtype of q or quantized; k and v are appended in place
+    kv_scales: DeviceTensor | None = None  # float32, with a quantized cache: [2, num_kv_heads], read; or one a token, written with it
+    lengths: DeviceTensor  # (B,) int32, live rows before the call: the position of the first new token
+    new_lengths: DeviceTensor | None  # (B,) int32; None: all s tokens of each slot are new
+    cos_sin: DeviceTensor | None  # [S or more, 2, rotary_dim / 2] float32; None: no RoPE
+    out: DeviceTensor  # [B, s, num_heads, D], contiguous; may be q
+    scale: float  # factor of q @ k
+    window: int  # tokens that a token attends to, itself included; 0 for all
+    softcap: float  # 0 for none
+
+    @property
+    def memory(self) -> Any:
+        """Memory of all tensors: for the CUDA half a CudaMemory."""
+        return self.cache.memory
 
     @property
     def group(self) -> int:
@@ -35,15 +41,18 @@ class AttentionParams:
 
     @property
     def scales_per_token(self) -> bool:
-        """Whether each row of the cache has a scale of its own, which is written with it."""
+        """True if each token and head has a scale, which is written with its row."""
         return self.kv_scales is not None and self.kv_scales.ndim == TOKEN_SCALES_NDIM
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a row that RoPE is applied to."""
+        """Elements of a head that RoPE rotates."""
         return 0 if self.cos_sin is None else 2 * self.cos_sin.shape[2]
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:
-    """Return the two factors of ``ScoreTransform`` in ``plugins/attention/softmax_state.cuh``."""
+    """Return the two factors of ``ScoreTransform`` in ``plugins/attention/softmax_state.cuh``.
+
+    The first turns a score into an exponent of 2; the second multiplies q @ k before tanh, and is 0 without a softcap.
+    """
     return _LOG2_E * (softcap or scale), scale / softcap if softcap else 0.0

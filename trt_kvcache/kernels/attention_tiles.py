@@ -26,55 +26,55 @@ MIN_ARCH = 80
 #: The first architecture with programmatic dependent launch: ``sm_90``.
 MIN_PDL_ARCH = 90
 
-#: The range of a scale, and of a softcap: in it the kernels' scores, in float32, neither vanish nor overflow.
+#: The range of a scale, and of a softcap: within it float32 scores neither underflow nor overflow.
 MIN_SCORE_FACTOR, MAX_SCORE_FACTOR = 1e-6, 1e6
 
-#: Rows of the matrix that holds the query heads of a K/V head, in each of the decode kernels; the last one is for several new tokens alone.
+#: Rows of q of a K/V head (query heads times new tokens) that each decode kernel has room for; the last is for several new tokens only.
 DECODE_ROWS = (8, 16, 32)
 
-#: New tokens of a slot, at most, in the decode kernels for a few of them.
+#: New tokens of a slot, at most, in the decode kernels for a few new tokens.
 MAX_FEW_TOKENS = 8
 
 _KIB = 1024
 
-#: Bytes of shared memory that a block may have. An architecture that is not listed has at least the smallest of them.
+#: Bytes of shared memory that a block may have. Any other architecture has at least ``_MIN_SHARED_NBYTES``.
 _SHARED_NBYTES = {
     **dict.fromkeys(("sm_80", "sm_87"), 163 * _KIB),
     **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110", "sm_990"), 227 * _KIB),
 }
 _MIN_SHARED_NBYTES = 99 * _KIB
 
-#: What the system has of each block's shared memory. A multiprocessor has so much more than a block may have.
+#: Shared memory that the system reserves for each block. A multiprocessor has this much more than a block may have.
 _RESERVED_NBYTES = _KIB
 
-#: Tiles that a block loads in the time that stream-K costs it. What is not listed is as an H200, on which it was measured.
+#: Cost of stream-K for a block, in tiles that it could load meanwhile. Measured on an H200; other architectures take its value.
 _STREAMK_COST_TILES = {"sm_90": 20}
 
 
-class PrefillForm(NamedTuple):
-    """What a launch of a prefill kernel needs to know of its tiles."""
+class PrefillVariant(NamedTuple):
+    """Tile sizes of a prefill kernel, for its launch."""
 
     #: Rows of a row block: new tokens times query heads.
     rows: int
     #: Warps of a block.
     warps: int
-    #: Keys of a tile: of one ring, where two warpgroups have tiles of their own.
+    #: Keys of a tile; of one ring, if each of two warpgroups has its own tiles.
     tile_keys: int
-    #: Fewest tiles that are worth a block of their own.
+    #: Fewest tiles for which another block pays.
     min_tiles: int
-    #: Blocks that are resident on a multiprocessor at once.
+    #: Resident blocks of a multiprocessor.
     blocks_per_sm: int
     #: Bytes of dynamic shared memory of a block.
     shared_nbytes: int
-    #: Parts of a row block, at most: a block has room for a strip of each, beside those that it merges.
-    max_parts: int
-    #: Whether four warps multiply together.
+    #: Splits of a row block, at most: shared memory has room for a strip of each while a block merges them.
+    max_splits: int
+    #: True if four warps multiply together (``wgmma``).
     warpgroups: bool
 
 
 @cache
 def arch_number(arch: str) -> int:
-    """Return the number of an architecture."""
+    """Return the number of an architecture: 90 of ``"sm_90"``."""
     return int(arch.removeprefix("sm_"))
 
 
@@ -84,17 +84,20 @@ def shared_limit(arch: str) -> int:
 
 
 def share_nbytes(arch: str, blocks_per_sm: int) -> int:
-    """Return the bytes of shared memory that each of so many blocks of a multiprocessor may have."""
+    """Return the bytes of shared memory that a block may have if this number of blocks shares a multiprocessor."""
     return (shared_limit(arch) + _RESERVED_NBYTES) // blocks_per_sm - _RESERVED_NBYTES
 
 
 def spread_nbytes(arch: str, blocks_per_sm: int) -> int:
-    """Return the bytes of shared memory of a block of which a multiprocessor has no room for more than so many."""
+    """Return the least bytes of shared memory of a block that keep a multiprocessor from holding more than this number of blocks."""
     return (shared_limit(arch) + _RESERVED_NBYTES) // (blocks_per_sm + 1) - _RESERVED_NBYTES + 16
 
 
 def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int], *, quantized: bool = False) -> int:
-    """Return the bytes of shared memory of a decode block."""
+    """Return the bytes of shared memory of a decode block.
+
+    ``DecodeSharedMemory`` in ``plugins/attention/kv_pipeline.cuh`` lays it out: ring, head buffers, a single new token, totals of warps.
+    """
     row, warps, new_tokens = row_nbytes(head_dim, "float16"), tiles["WARPS"], tiles["MAX_NEW_TOKENS"]
     stored = row // 2 if quantized else row
     ring = warps * (2 * tiles["STAGES"] - 1) * tiles["TILE_TOKENS"] * (stored + (4 if quantized else 0))
@@ -105,9 +108,9 @@ def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int], *, q
 
 @cache
 def decode_tiles(head_dim: int, arch: str, *, quantized: bool = False) -> dict[str, int]:
-    """Return the macros of the decode kernels: as many warps, and then as many stages, as shared memory has room for.
+    """Return the macros of the decode kernels: the most warps, and then the most stages, that fit into shared memory.
 
-    ``plugins/attention/decode_params.cuh`` says what each of them means.
+    ``plugins/attention/decode_params.cuh`` describes the macros.
     """
     return _decode_tiles(head_dim, arch, MAX_GROUP, 1, 0, quantized)
 
@@ -135,23 +138,26 @@ def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_
         "BLOCKS_PER_SM": 1,
         "MIN_TILES_PER_BLOCK": 8,
         "STREAMK_COST_TILES": _STREAMK_COST_TILES.get(arch, _STREAMK_COST_TILES["sm_90"]),
-        "QK_ACCUMULATORS": 2,  # with twice as many tokens in a tile, sums are many anyway
+        "QK_ACCUMULATORS": 2,  # with twice the tokens in a tile there are enough independent sums anyway
     }
 
 
-#: The prefill kernels: for few new tokens, which they append too, with so many rows in a row block; for more, in few row blocks and in
-#: many; one block for each row block.
-PREFILL_FORMS = ("16", "32", "64", "short", "wide", "whole")
+#: The prefill kernels. "16", "32" and "64" rows in a row block: few new tokens, which they append too. "short" and "wide": more new tokens,
+#: in few and in many row blocks. "whole": one block for each row block.
+PREFILL_VARIANTS = ("16", "32", "64", "short", "wide", "whole")
 
-#: New tokens of a slot that the first three of them append, at most.
+#: New tokens of a slot, at most, that "16", "32" and "64" append.
 MAX_APPENDED_WIDTH = 32
 
-#: Columns of a strip of a prefill kernel's partial result, and its bytes: ``kStripVectors`` of ``plugins/attention/split_kv_reduce.cuh``.
+#: Columns of a strip, a tile of the partial result of a prefill kernel, and its bytes: ``kStripVectors`` of
+#: ``plugins/attention/split_kv_reduce.cuh``.
 _STRIP_COLUMNS, _STRIP_NBYTES = 32, 5 * 16
 
+#: Warps for rows, warps for keys; tiles of 16 rows of a warp; keys of a tile; stages; fewest tiles of a block; blocks of a multiprocessor;
+#: 1 if four warps multiply together (``plugins/attention/warpgroup.cuh``). ``benchmarks/attention_notes.md`` has what else was measured.
 _PREFILL_MACROS = ("ROW_WARPS", "KEY_WARPS", "ROW_TILES", "TILE_KEYS", "STAGES", "MIN_TILES", "BLOCKS_PER_SM", "WARPGROUPS")
 
-#: The architectures whose warpgroups multiply together (``wgmma``), which others do not.
+#: The architectures with ``wgmma``: four warps multiply together.
 _WARPGROUP_ARCHS = {"sm_90", "sm_990"}
 
 _UP_TO_128 = [
@@ -164,7 +170,7 @@ _UP_TO_128 = [
 ]
 
 #: By head dim.
-_WARPGROUP_FORMS = {
+_WARPGROUP_VARIANTS = {
     64: [*_UP_TO_128[:2], (4, 1, 1, 64, 3, 2, 2, 1), *_UP_TO_128[3:]],
     128: _UP_TO_128,
     256: [
@@ -180,13 +186,13 @@ _WARPGROUP_FORMS = {
 
 @cache
 def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return the macros of the prefill kernels: their names end with a form of :data:`PREFILL_FORMS`."""
+    """Return the macros of the prefill kernels: their names end with one of :data:`PREFILL_VARIANTS`."""
     large = shared_limit(arch) >= 227 * _KIB
     if arch in _WARPGROUP_ARCHS and large and head_dim % 64 == 0:
-        return _prefill_macros(_WARPGROUP_FORMS[head_dim])
+        return _prefill_macros(_WARPGROUP_VARIANTS[head_dim])
     if head_dim <= 128:
         if large:
-            forms = [
+            variants = [
                 (1, 8, 1, 128, 3, 1, 1),
                 (2, 4, 1, 128, 3, 1, 1),
                 (4, 2, 1, 128, 3, 1, 1),
@@ -196,50 +202,53 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
             ]
         else:
             few = [(1, 4, 1, 64, 2, 1, 1), (2, 2, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 1, 1)]
-            forms = [*few, (4, 1, 1, 64, 2, 4, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
+            variants = [*few, (4, 1, 1, 64, 2, 4, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
     elif large:
         few = [(1, 4, 1, 64, 3, 1, 1), (2, 4, 1, 64, 3, 1, 1), (4, 1, 1, 32, 3, 2, 1)]
-        forms = [*few, (4, 1, 1, 32, 2, 6, 2), (4, 1, 1, 32, 2, 6, 2), (8, 1, 1, 64, 2, 1, 1)]
+        variants = [*few, (4, 1, 1, 32, 2, 6, 2), (4, 1, 1, 32, 2, 6, 2), (8, 1, 1, 64, 2, 1, 1)]
     else:
         few = [(1, 2, 1, 32, 2, 2, 1), (2, 1, 1, 32, 2, 2, 1), (4, 1, 1, 32, 2, 2, 1)]
-        forms = [*few, (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 1, 1)]
-    return _prefill_macros([(*form, 0) for form in forms])
+        variants = [*few, (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 1, 1)]
+    return _prefill_macros([(*variant, 0) for variant in variants])
 
 
 @cache
 def quantized_prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return the macros of the prefill kernels over a quantized cache: the same, but with fewer keys where tiles and codes do not fit.
+    """Return the macros of the prefill kernels over a quantized cache: fewer keys if tiles and quantized values do not fit.
 
-    With warpgroups a multiprocessor has one block of 128 rows at head dim 128: two would leave too few registers for scores and codes.
+    With warpgroups a multiprocessor has one block of 128 rows at head dim 128: two would leave too few registers.
     """
     tiles = prefill_tiles(head_dim, arch)
     if head_dim > 128 and shared_limit(arch) < 227 * _KIB:
-        return {**tiles, **{f"TILE_KEYS_{form.upper()}": 16 for form in ("64", "short", "wide", "whole")}}
+        return {**tiles, **{f"TILE_KEYS_{variant.upper()}": 16 for variant in ("64", "short", "wide", "whole")}}
     if head_dim == 128 and tiles["WARPGROUPS_WHOLE"]:
         return {**tiles, "STAGES_WHOLE": 3, "BLOCKS_PER_SM_WHOLE": 1}
     return tiles
 
 
-def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:
+def _prefill_macros(variants: Sequence[tuple[int, ...]]) -> dict[str, int]:
     return {
-        f"{macro}_{form.upper()}": value
-        for form, values in zip(PREFILL_FORMS, forms, strict=True)
+        f"{macro}_{variant.upper()}": value
+        for variant, values in zip(PREFILL_VARIANTS, variants, strict=True)
         for macro, value in zip(_PREFILL_MACROS, values, strict=True)
     }
 
 
 @cache
-def prefill_form(head_dim: int, arch: str, form: str, quantized: bool = False) -> PrefillForm:
-    """Return what a launch of a form, one of :data:`PREFILL_FORMS`, needs to know; over a quantized cache or over one of 16 bits."""
+def prefill_variant(head_dim: int, arch: str, variant: str, quantized: bool = False) -> PrefillVariant:
+    """Return the tile sizes of one of :data:`PREFILL_VARIANTS`, over a quantized cache or over one of 16 bits.
+
+    Shared memory has the ring of ``prefill_ring.cuh``; or two tiles, then the stages of ``prefill_stored_ring.cuh`` and the scales of keys.
+    """
     tiles = quantized_prefill_tiles(head_dim, arch) if quantized else prefill_tiles(head_dim, arch)
     row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm, warpgroups = (
-        tiles[f"{macro}_{form.upper()}"] for macro in _PREFILL_MACROS
+        tiles[f"{macro}_{variant.upper()}"] for macro in _PREFILL_MACROS
     )
     rows = 16 * row_warps * row_tiles
     row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // _STRIP_COLUMNS)
     tile = 2 * tile_keys * row
     ring, scales = (2 * tile + (stages - 1) * tile // 2, 8 * tile_keys) if quantized else (stages * tile, 0)
-    max_parts = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
+    max_splits = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
     rings = key_warps if warpgroups and not quantized else 1
     warps, nbytes = row_warps * key_warps, rows * row + ring + scales
-    return PrefillForm(rows, warps, tile_keys // rings, min_tiles * rings, per_sm, nbytes, max_parts, bool(warpgroups))
+    return PrefillVariant(rows, warps, tile_keys // rings, min_tiles * rings, per_sm, nbytes, max_splits, bool(warpgroups))

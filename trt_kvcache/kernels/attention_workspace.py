@@ -1,4 +1,4 @@
-"""``AttentionWorkspace``: memory in which the blocks of an attention launch hand partial results to each other."""
+"""``AttentionWorkspace``: memory for the partial results that blocks of an attention launch pass to each other."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Decode blocks that are resident on a multiprocessor at once, at most.
+#: Resident decode blocks of a multiprocessor, at most.
 MAX_BLOCKS_PER_SM = 2
 
 #: Rows of a decode block for several new tokens, at most.
 MAX_FEW_ROWS = 32
 
-#: Rows of all prefill blocks that are resident on a multiprocessor at once and split K and V, at most.
+#: Rows of all resident split-KV prefill blocks of a multiprocessor, at most.
 MAX_PREFILL_ROWS_PER_SM = 128
 
 
 def flagged_rows(multiprocessors: int, group: int) -> int:
-    """Return the rows of partial results that the blocks of a launch have for other blocks, at most."""
+    """Return the rows of partial results that the blocks of a launch write for other blocks, at most. ``group``: query heads a K/V head."""
     return multiprocessors * max(MAX_BLOCKS_PER_SM * group, MAX_PREFILL_ROWS_PER_SM)
 
 
 def partials_shape(multiprocessors: int, group: int, head_dim: int) -> tuple[int, ...]:
-    """Return the shape, in float32, of the partial results of a launch."""
+    """Return the shape ``(rows, strips, 5, 4)`` of the float32 partial results of a launch."""
+    # A strip is 16 columns of a row: four vectors of 4 values, and one with maximum and sum (plugins/attention/split_kv_reduce.cuh).
+    # First come the flagged rows, for other blocks; then the rows that a decode block keeps for itself.
     own = multiprocessors * max(MAX_BLOCKS_PER_SM * group, MAX_FEW_ROWS)
     return (flagged_rows(multiprocessors, group) + own, strips_per_row(head_dim), 5, 4)
 
@@ -44,9 +46,9 @@ class AttentionWorkspace(Uncopyable):
     Parameters
     ----------
     memory : Memory
-        Of the cache. In host memory nothing is needed, and the workspace is empty.
+        Memory of the cache. In host memory the workspace is empty.
     num_heads, num_kv_heads, head_dim : int
-        The largest of each in any call; ``num_heads`` with the smallest ``num_kv_heads`` that goes with it.
+        Largest sizes of any call; ``num_heads`` with the smallest ``num_kv_heads`` that goes with it.
     stream : cuda.core.Stream
         The memory is allocated and zeroed on it.
 
@@ -67,32 +69,32 @@ class AttentionWorkspace(Uncopyable):
         self._set(DeviceTensor(allocation, shape=shape, dtype="float32"), multiprocessors, group)
 
     def _set(self, partials: DeviceTensor, multiprocessors: int, group: int) -> None:
-        #: Partial results, float32, of the shape that :func:`partials_shape` says.
+        #: Partial results, float32, of the shape of :func:`partials_shape`.
         self.partials = partials
         self._group = group
         #: Bytes of the flagged vectors, at the start: the last 4 of each 16 bytes are 0 before and after every call.
         self.flagged_nbytes = dense_nbytes((flagged_rows(multiprocessors, group), *partials.shape[1:]), "float32")
 
     def check(self, name: str, cache: DeviceTensor, num_heads: int) -> None:
-        """Check that it is large enough for calls over a cache.
+        """Check that the workspace is large enough for calls over a cache.
 
         Parameters
         ----------
         name : str
-            For messages.
+            Name of the argument in messages.
         cache : DeviceTensor ``[B, 2, num_kv_heads, S, D]``
-            What the calls will run on. Its memory, its number of heads and D are compared with those of the workspace.
+            Cache of the calls: its memory, its heads and D are compared with the workspace.
         num_heads : int
             Query heads.
 
         Raises
         ------
         PlaceError
-            It is in other memory than the cache.
+            The workspace is in other memory than the cache.
         ShapeError
-            It was made for fewer heads, or a smaller head dim.
+            The workspace was made for fewer heads, or a smaller head dim.
         ClosedError
-            It is closed.
+            The workspace is closed.
         """
         _, _, kv_heads, _, head_dim = cache.shape
         if self.partials.memory is not cache.memory:

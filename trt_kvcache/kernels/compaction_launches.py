@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trt_kvcache.kernels.compaction_moves import REGISTER, CompactionMove
-from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
+from trt_kvcache.kernels.compaction_moves import MOVE_CAPACITIES, REGISTER, CompactionMove
 
+#: First bits of a packed move; its tokens are the lowest bits.
 _DESTINATION_BIT, _SOURCE_BIT = 31, 47
 
 
@@ -13,14 +13,14 @@ _DESTINATION_BIT, _SOURCE_BIT = 31, 47
 class CompactionLaunch:
     """The moves of one launch."""
 
-    capacity: int
-    max_tokens: int
-    count: int
-    packed: tuple[int, ...]
+    capacity: int  # moves that the kernel takes: the number at the end of its name
+    max_tokens: int  # tokens of the longest move
+    count: int  # moves that are carried out
+    packed: tuple[int, ...]  # ``Move`` of plugins/compaction.cuh, padded with zeros to the capacity
 
 
 def pack_moves(moves: Sequence[CompactionMove]) -> CompactionLaunch:
-    """Pack moves for a kernel that carries them out one after another."""
+    """Pack moves for the smallest kernel that carries them out one after another."""
     capacity = next(capacity for capacity in MOVE_CAPACITIES if capacity >= len(moves))
     packed = [source << _SOURCE_BIT | destination << _DESTINATION_BIT | tokens for source, destination, tokens in moves]
     max_tokens = max(tokens for _, _, tokens in moves)

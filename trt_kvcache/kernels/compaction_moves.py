@@ -1,12 +1,21 @@
-"""From a batch mapping to moves: copies from slot to slot, where cycles rotate through a register. Any permutation, no scratch memory."""
+"""Moves of a batch mapping: copies from slot to slot; cycles rotate through a register. Any permutation, no scratch memory."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from trt_kvcache.kernels.launch_limits import MAX_SLOTS
+from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
 
-#: In the place of a slot number: the register in which a thread keeps its part of a slot. Slot numbers are below it.
+#: Moves of one launch: compaction kernels exist for these numbers, because each argument costs the host about 40 ns.
+MOVE_CAPACITIES = (8, 32, 96)
+
+#: Moves of one launch, at most: enough for any mapping of 64 slots.
+MAX_MOVES = MOVE_CAPACITIES[-1]
+
+#: Slots that a move can name: 16 bits, less the one value that stands for the register.
+MAX_SLOTS = MAX_BATCH_SIZE
+
+#: In the place of a slot number: the register in which a thread holds its part of a slot. Slot numbers are below it.
 REGISTER = MAX_SLOTS
 
 
@@ -19,7 +28,10 @@ class CompactionMove(NamedTuple):
 
 
 def find_chains(mapping: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """Split a valid mapping into paths and cycles."""
+    """Split a valid mapping (-1 drops a slot) into paths and cycles ``p0, p1, p2 ...``: p1 moves to p0, p2 to p1 and so on.
+
+    In a path the content of p0 is dropped; in a cycle it moves to the last slot. Slots that stay are in neither.
+    """
     source_of = {new: old for old, new in enumerate(mapping) if new >= 0 and new != old}
     paths = [[slot] for slot in source_of if slot >= len(mapping) or mapping[slot] < 0]
     for path in paths:
@@ -36,7 +48,7 @@ def find_chains(mapping: Sequence[int]) -> tuple[list[list[int]], list[list[int]
 
 
 def plan_moves(mapping: Sequence[int], lengths: Sequence[int], max_moves: int) -> list[list[CompactionMove]]:
-    """Turn a valid mapping into moves."""
+    """Return the moves of a valid mapping, in lists of at most ``max_moves`` (at least 3) that leave nothing in the register."""
     paths, cycles = find_chains(mapping)
     lists: list[list[CompactionMove]] = [[]]
     for path in paths:

@@ -1,10 +1,12 @@
-"""``CompactionPlan``: which slot moves where, checked on the host; ``DeviceCompactionPlan``: a mapping that only the device knows."""
+"""``CompactionPlan``: the moves of slots, checked on the host; ``DeviceCompactionPlan``: a mapping that only the device knows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,9 @@ import numpy as np
 from trt_kvcache._util.checks import as_int, int_in_range
 from trt_kvcache.errors import DTypeError, MappingError, PlaceError, ShapeError
 from trt_kvcache.kernels.compaction_launches import CompactionLaunch, pack_moves, pack_simultaneous_moves
-from trt_kvcache.kernels.compaction_moves import CompactionMove, plan_moves
-from trt_kvcache.kernels.launch_limits import MAX_MOVES, MAX_SLOTS
+from trt_kvcache.kernels.compaction_moves import MAX_MOVES, MAX_SLOTS, CompactionMove, plan_moves
 from trt_kvcache.kernels.layer_views import check_memory
+from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -29,7 +31,9 @@ def _host_mapping(mapping: Any, old_batch: int, new_batch: int) -> list[int]:
         raise MappingError(f"batch_mapping: expected a sequence of integers, got {type(mapping).__name__}.")
     if len(mapping) != old_batch:
         raise MappingError(f"batch_mapping: expected old_batch={old_batch} entries, got {len(mapping)}.")
-    slots = [as_int(f"batch_mapping[{old}]", new, error=MappingError) for old, new in enumerate(mapping)]
+    slots = list(mapping)
+    if set(map(type, slots)) - {int}:
+        slots = [as_int(f"batch_mapping[{old}]", new, error=MappingError) for old, new in enumerate(slots)]
     taken: dict[int, int] = {}
     for old, new in enumerate(slots):
         if not -1 <= new < new_batch:
@@ -51,7 +55,7 @@ class CompactionPlan:
     old_batch, new_batch : int
         Active slots before and after.
     move_lists : tuple of tuples of CompactionMove
-        Carried out in this order; each list is what one launch carries.
+        Carried out in this order, one launch for each list.
     max_tokens : int
         Tokens of the longest slot that moves; 0 if none moves.
 
@@ -74,16 +78,16 @@ class CompactionPlan:
 
     @property
     def is_identity(self) -> bool:
-        """Whether no slot moves. Slots at the end may still be dropped."""
+        """True if no slot moves. Slots at the end may still be dropped."""
         return not self.move_lists
 
     def of_rows(self, tokens_per_row: int) -> CompactionPlan:
-        """Return the plan that counts rows of so many tokens, the last of them partly used, instead of tokens.
+        """Return the plan in rows of several tokens, rounded up, instead of tokens.
 
         Parameters
         ----------
         tokens_per_row : int
-            With 1 this plan is returned.
+            Tokens of a row. With 1 this plan is returned.
         """
         if tokens_per_row == 1:
             return self
@@ -97,7 +101,7 @@ class CompactionPlan:
 
     @cached_property
     def simultaneous_launches(self) -> tuple[CompactionLaunch, ...]:
-        """The same for a kernel that carries out all moves of a launch at once."""
+        """The launches for a kernel that carries out all moves of a launch at once."""
         return tuple(map(pack_simultaneous_moves, self.move_lists))
 
     @classmethod
@@ -116,7 +120,7 @@ class CompactionPlan:
         Returns
         -------
         CompactionPlan
-            For any number of caches with these slots and lengths.
+            The plan, for any number of caches with these slots and lengths.
 
         Raises
         ------
@@ -125,7 +129,7 @@ class CompactionPlan:
         RangeError
             A batch size or a length is out of range.
         ShapeError
-            There is not one length for each old slot.
+            Not one length for each old slot.
         PlaceError
             The mapping is a tensor on the device: see :meth:`from_device`.
         """
@@ -134,9 +138,11 @@ class CompactionPlan:
         slots = _host_mapping(mapping, old, new)
         if len(lengths) != old:
             raise ShapeError(f"lengths: expected one for each of old_batch={old} slots, got {len(lengths)}.")
-        tokens = [int_in_range(f"lengths[{slot}]", length, 0, MAX_DIMENSION) for slot, length in enumerate(lengths)]
-        lists = tuple(tuple(moves) for moves in plan_moves(slots, tokens, MAX_MOVES))
-        max_tokens = max((move.tokens for moves in lists for move in moves), default=0)
+        tokens = list(lengths)
+        if set(map(type, tokens)) - {int} or not 0 <= min(tokens, default=0) <= max(tokens, default=0) <= MAX_DIMENSION:
+            tokens = [int_in_range(f"lengths[{slot}]", length, 0, MAX_DIMENSION) for slot, length in enumerate(tokens)]
+        lists = tuple(map(tuple, plan_moves(slots, tokens, MAX_MOVES)))
+        max_tokens = max(map(attrgetter("tokens"), chain.from_iterable(lists)), default=0)
         return cls(old, new, lists, max_tokens)
 
     @staticmethod
@@ -155,7 +161,7 @@ class CompactionPlan:
         Returns
         -------
         DeviceCompactionPlan
-            See there for details.
+            The plan.
 
         Raises
         ------
@@ -207,3 +213,14 @@ class DeviceCompactionPlan:
 
 
 AnyCompactionPlan = CompactionPlan | DeviceCompactionPlan
+
+
+def check_plan(moves: AnyCompactionPlan, slots: int, memory: Memory, stream: Any) -> None:
+    """Check that a plan, and the stream of its launches, fit a cache of some slots."""
+    if not isinstance(moves, CompactionPlan | DeviceCompactionPlan):
+        raise MappingError(f"moves: expected a CompactionPlan, got {type(moves).__name__}.")
+    if moves.old_batch > slots:
+        raise MappingError(f"moves: expected a plan of at most {slots} slots, got one of old_batch={moves.old_batch}.")
+    memory.check_stream(stream)
+    if isinstance(moves, DeviceCompactionPlan) and moves.mapping.memory is not memory:
+        raise PlaceError(f"moves: expected a mapping of {memory.device}, got one of {moves.mapping.memory.device}.")

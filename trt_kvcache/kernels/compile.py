@@ -1,8 +1,7 @@
 """CUDA sources to machine code: by NVRTC, at first use and then from a folder, or ahead of time.
 
 ``python -m trt_kvcache.kernels.compile`` compiles all sources for all architectures (``make plugins``). A device without
-NVRTC takes them from there where the environment variable ``TRT_KVCACHE_CUBIN_DIR`` names the folder. None of this needs a
-GPU.
+NVRTC reads them from the folder in the environment variable ``TRT_KVCACHE_CUBIN_DIR``. None of this needs a GPU.
 """
 
 import argparse
@@ -18,18 +17,18 @@ from trt_kvcache.kernels.source_variants import variant_macros
 from trt_kvcache.kernels.sources import CXX_STANDARD, cubin_name, source_folder, source_names, source_path
 from trt_kvcache.memory.cuda_driver import cuda_core_error
 
-#: Ampere, Ada, Hopper, Blackwell and their embedded kin: what ``make plugins`` compiles for.
+#: Architectures of ``make plugins``: Ampere, Ada, Hopper, Blackwell and their embedded versions.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_110", "sm_120", "sm_121")
 
-#: Names a folder of cubins that were compiled ahead of time.
+#: Environment variable with a folder of cubins that were compiled ahead of time.
 CUBIN_DIR_VARIABLE = "TRT_KVCACHE_CUBIN_DIR"
 
-#: Architectures that have instructions which no other one has, and what they are called with these. Machine code runs on its own anyway.
+#: Names of architectures with their specific instructions. Machine code runs only on its own architecture anyway.
 _OWN_INSTRUCTIONS = {"sm_90": "sm_90a"}
 
 
 def compile_cubin(name: str, arch: str) -> bytes:
-    """Compile one source with NVRTC."""
+    """Compile one variant of a source with NVRTC."""
     _nvrtc_version()
     from cuda.core import Program, ProgramOptions
 
@@ -40,7 +39,7 @@ def compile_cubin(name: str, arch: str) -> bytes:
         std=CXX_STANDARD,
         include_path=str(source_folder()),
         define_macro=list(variant_macros(name, arch).items()) or None,
-        device_as_default_execution_space=True,  # for lambdas; NVRTC 13.0 does not take them for device code by itself
+        device_as_default_execution_space=True,  # for lambdas, which NVRTC 13.0 does not compile for the device otherwise
     )
     try:
         return bytes(Program(source.read_text(), "c++", options).compile("cubin").code)
@@ -49,7 +48,10 @@ def compile_cubin(name: str, arch: str) -> bytes:
 
 
 def cubin(name: str, arch: str) -> bytes:
-    """Return the machine code of one source, from the first of: ``TRT_KVCACHE_CUBIN_DIR``, the user's cache folder, NVRTC."""
+    """Return the machine code of one variant, from the first of: ``TRT_KVCACHE_CUBIN_DIR``, the user's cache folder, NVRTC.
+
+    Machine code of NVRTC is saved in the cache folder.
+    """
     file_name = cubin_name(name, arch)
     ahead_of_time = os.environ.get(CUBIN_DIR_VARIABLE)
     if ahead_of_time and (Path(ahead_of_time) / file_name).is_file():
@@ -80,7 +82,7 @@ def _nvrtc_version() -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Save ``content``: the file appears complete or not at all. Where it cannot be saved, it is compiled again next time."""
+    """Save ``content``: the file appears complete or not at all. If it cannot be saved, it is compiled again next time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:

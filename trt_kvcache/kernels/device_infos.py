@@ -1,4 +1,4 @@
-"""``DeviceInfos``: where the tensors of several layers are, on the host and the device, for kernels that take all of them in one launch."""
+"""``DeviceInfos``: addresses and sizes of the tensors of several layers, on host and device, for kernels over all of them in one launch."""
 
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -13,14 +13,14 @@ _Info = TypeVar("_Info", bound=tuple[int, ...])
 
 
 class DeviceInfos(Uncopyable, Generic[_Info]):
-    """One info of 64-bit integers per view. It keeps the memory of the views alive, not their owner open."""
+    """One info of 64-bit integers per view. It keeps the memory of the views alive, but does not keep their owner open."""
 
     def __init__(self, views: Sequence[DeviceTensor], infos: Sequence[_Info], *, stream: Any, on_device: bool = True) -> None:
         self._views = tuple(views)
         self._host = tuple(infos)
         self._closed = False
         self._allocations = tuple({id(view.allocation): view.allocation for view in views}.values())
-        #: Where the views are.
+        #: Memory of the views.
         self.memory = views[0].memory
         #: Layers.
         self.num_layers = len(views)
@@ -28,7 +28,7 @@ class DeviceInfos(Uncopyable, Generic[_Info]):
 
     @property
     def views(self) -> tuple[DeviceTensor, ...]:
-        """The tensors, as they were given."""
+        """The tensors of the layers."""
         return self._views
 
     @property
@@ -51,10 +51,10 @@ class DeviceInfos(Uncopyable, Generic[_Info]):
         for allocation in self._allocations:
             closed = closed or allocation.closed
         if closed:
-            raise ClosedError(f"these {type(self).__name__}, or the memory behind them, are closed.")
+            raise ClosedError(f"these {type(self).__name__}, or their memory, are closed.")
 
     def close(self) -> None:
-        """Release the device array. Idempotent. The views stay."""
+        """Release the device array, not the views. Idempotent."""
         self._closed = True
         if self._device is not None:
             self._device.allocation.close()

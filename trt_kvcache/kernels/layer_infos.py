@@ -1,4 +1,4 @@
-"""``KVLayerInfos``: where the K/V layers of one head-dim group are, for kernels that take all of them in one launch."""
+"""``KVLayerInfos``: addresses and strides of the K/V layers of one head-dim group, for kernels over all of them in one launch."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class KVLayerInfo(NamedTuple):
-    """Where one layer is. On the device: five 64-bit integers in this order (``KVLayer`` in ``plugins/kv.cu``)."""
+    """Address and strides of one layer. On the device: five 64-bit integers in this order (``KVLayer`` in ``plugins/kv.cu``)."""
 
     #: Address of K of slot 0.
     data: int
@@ -33,7 +33,7 @@ def _info(view: DeviceTensor) -> KVLayerInfo:
 
 
 class KVLayerInfos(DeviceInfos[KVLayerInfo]):
-    """The layers of one head-dim group: addresses and strides, on the host and on the device (seed 004, ``KVLayerInfo``).
+    """The layers of one head-dim group: addresses and strides, on the host and on the device.
 
     Parameters
     ----------
@@ -41,22 +41,22 @@ class KVLayerInfos(DeviceInfos[KVLayerInfo]):
         Of one head dim, dtype and memory. Cache layers share B; any layout: their slots and K/V may be strided. Saved tensors
         are dense and share n; they count as one slot.
     tokens_per_row : int
-        Tokens that a row belongs to: 1 for K and V, 4 for scales (``trt_kvcache/kernels/scale_views.py``). Functions
-        that take tokens move every row that one of them is in.
+        Tokens of a row: 1 for K and V, 4 for scales (``trt_kvcache/kernels/scale_views.py``). Functions that take tokens move every
+        row with one of them.
     stream : cuda.core.Stream
-        The device array is made on it, once. Saved tensors need none, so nothing is allocated for them: their addresses
-        travel in the arguments of a launch.
+        The device array is made on it, once. Saved tensors need none, so nothing is allocated for them: their addresses are arguments
+        of a launch.
 
     Raises
     ------
     ShapeError, DTypeError, PlaceError, LayoutError
-        The views are none, or do not belong together, or cannot be addressed in steps of 16 bytes.
+        There are no views, or they do not belong together, or cannot be addressed in steps of 16 bytes.
     CapacityError, CaptureError
         The device array could not be allocated.
 
     Notes
     -----
-    ``KVHeadDimGroupView`` of seed 003 shows what is here.
+    ``KVLayerInfo`` and ``KVHeadDimGroupView`` of TensorRT Edge-LLM.
     """
 
     def __init__(self, views: Sequence[DeviceTensor], *, tokens_per_row: int = 1, stream: Any) -> None:
@@ -74,30 +74,30 @@ class KVLayerInfos(DeviceInfos[KVLayerInfo]):
         super().__init__(views, [_info(view) for view in views], stream=stream, on_device=ndim == CACHE_NDIM)
         #: The dtype of all layers.
         self.dtype = first.dtype
-        #: Whether these are saved tensors ``[2, H_i, n, D]`` rather than layers of a cache.
+        #: True for saved tensors ``[2, H_i, n, D]``, False for layers of a cache.
         self.is_saved = ndim == SAVED_NDIM
         #: Elements of a row, the same in all layers.
         self.head_dim = first.shape[-1]
         #: Bytes of a row: one token of one head.
         self.row_nbytes = row_nbytes(self.head_dim, self.dtype)
-        #: The most heads that a layer has.
+        #: The largest number of heads of a layer.
         self.max_kv_heads = max(info.num_kv_heads for info in self._host)
         #: Slots, B; 1 for saved tensors.
         self.max_batch_size = 1 if self.is_saved else first.shape[0]
-        #: Tokens that a row belongs to.
+        #: Tokens of a row.
         self.tokens_per_row = tokens_per_row
-        #: Rows of a head that every layer has.
+        #: Rows of a head in the layer with the fewest.
         self.shortest_rows = min(info.max_sequence_length for info in self._host)
         #: Tokens that fit into a slot of every layer: the smallest S_i, or n.
         self.shortest_sequence = self.shortest_rows * tokens_per_row
 
     def rows(self, tokens: int) -> int:
-        """Return how many rows of a head so many tokens are in."""
+        """Return the rows of a head for some tokens, rounded up."""
         return -(-tokens // self.tokens_per_row)
 
     @property
     def device_layer_infos(self) -> DeviceTensor:
-        """The same in the memory of the layers, int64 ``[num_layers, 5]``: what a kernel takes as ``KVLayer const*``.
+        """The infos in the memory of the layers, int64 ``[num_layers, 5]``: ``KVLayer const*`` of a kernel.
 
         Raises
         ------
@@ -109,9 +109,9 @@ class KVLayerInfos(DeviceInfos[KVLayerInfo]):
 
 
 def check_kind(name: str, infos: KVLayerInfos, *, saved: bool) -> None:
-    """Check that these are saved tensors, or that they are layers of a cache."""
+    """Check that these are the layers of saved tensors, or of a cache."""
     if not isinstance(infos, KVLayerInfos):
         raise ShapeError(f"{name}: expected KVLayerInfos, got {type(infos).__name__}.")
     if infos.is_saved is not saved:
         expected, got = ("[2, H, n, D]", "[B, 2, H, S, D]") if saved else ("[B, 2, H, S, D]", "[2, H, n, D]")
-        raise ShapeError(f"{name}: expected KVLayerInfos of tensors {expected}, got those of {got}.")
+        raise ShapeError(f"{name}: expected KVLayerInfos of tensors {expected}, got {got}.")

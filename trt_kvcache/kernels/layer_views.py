@@ -1,4 +1,4 @@
-"""Views of K/V layers, as kernels address them: checks, and one slot of a layer."""
+"""Views of K/V layers: checks that kernels can address them, and the view of one slot."""
 
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import ClosedError, DTypeError, LayoutError, PlaceError, ShapeError
@@ -11,7 +11,7 @@ CACHE_NDIM, SAVED_NDIM = 5, 4
 
 
 def check_layer(name: str, view: DeviceTensor, ndim: int) -> None:
-    """Check that a kernel can address a layer: its shape, dense heads, everything at multiples of 16 bytes, open memory."""
+    """Check shape, contiguous heads, 16-byte alignment and open memory of a layer. Slots and K/V may be strided, without overlap."""
     if not isinstance(view, DeviceTensor):
         raise PlaceError(f"{name}: expected a DeviceTensor, got {type(view).__name__}.")
     shape = "[B, 2, H, S, D]" if ndim == CACHE_NDIM else "[2, H, n, D]"
@@ -45,7 +45,7 @@ def check_same(what: str, first: DeviceTensor, name: str, view: DeviceTensor) ->
 
 
 def check_place(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
-    """Check that this is an open tensor of the memory of another one, which may be itself."""
+    """Check that this is an open tensor in the memory of ``like``, which may be the tensor itself."""
     if not isinstance(tensor, DeviceTensor):
         raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
     check_memory(name, tensor, like.memory)
@@ -53,7 +53,7 @@ def check_place(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
 
 
 def check_memory(name: str, tensor: DeviceTensor, memory: Memory) -> None:
-    """Check that a tensor is of this memory."""
+    """Check that a tensor is in this memory."""
     if tensor.memory is not memory:
         raise PlaceError(f"{name}: expected a tensor of {memory.device}, got one of {tensor.memory.device}.")
 
@@ -61,7 +61,7 @@ def check_memory(name: str, tensor: DeviceTensor, memory: Memory) -> None:
 def check_open(name: str, tensor: DeviceTensor) -> None:
     """Check that the memory of a tensor is not closed."""
     if tensor.allocation.closed:
-        raise ClosedError(f"{name}: the memory behind it is closed.")
+        raise ClosedError(f"{name}: its memory is closed.")
 
 
 def slot_view(layer: DeviceTensor, slot: int) -> DeviceTensor:

@@ -1,4 +1,4 @@
-"""Sizes of the kernels for products of few rows: what ``plugins/linear.cu`` is compiled with, and how many blocks are launched."""
+"""Tile sizes of ``plugins/linear.cu``, which it is compiled with, and the blocks of its launches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trt_kvcache.kernels.attention_tiles import MIN_PDL_ARCH, arch_number
 #: Rows of x that the source is compiled for.
 ROW_COUNTS = (8, 16)
 
-#: Outputs of a tile of the kernels, at most: of a small one, and of a large one. With a gate it is large: as many of gate and of up.
+#: Outputs of a small and of a large tile, at most. With a gate tiles are large: half of the outputs are gate, half up.
 SMALL_TILE, LARGE_TILE = 16, 32
 
-#: How busy full tiles have to keep multiprocessors, where each has more than a small one. Else large ones have fewer outputs.
+#: The least share of busy multiprocessors for full tiles, if each has more than a small one. Below it large tiles get fewer outputs.
 _MIN_BUSY_SHARE = 0.95
 
 #: Rows of a tile of x, and inputs of a run of a warp: ``kTileRows`` and ``kRunInputs`` of the source.
@@ -25,26 +25,26 @@ _KIB = 1024
 
 
 class LinearTiles(NamedTuple):
-    """Sizes for some number of rows of x."""
+    """Tile sizes for some number of rows of x."""
 
     #: Warps of a block, which divide the inputs.
     warps: int
-    #: Loads of 16 bytes that a thread has in flight.
+    #: Loads of 16 bytes in flight in a thread.
     loads: int
-    #: Blocks that a multiprocessor is given; a block takes one tile after another.
+    #: Blocks of a multiprocessor; each computes one tile after another.
     blocks_per_sm: int
-    #: Large tiles are taken if they keep so many percent as many multiprocessors busy as small ones.
+    #: Large tiles are chosen if they keep at least this percentage of the multiprocessors busy that small ones would.
     large_percent: int
-    #: What a multiprocessor brings into the L2 while the launch before ends.
+    #: KiB that a multiprocessor prefetches into the L2 while the launch before ends.
     prefetched_kib: int
 
 
 class LinearPlan(NamedTuple):
-    """A launch. It depends on shapes alone."""
+    """A launch, which depends on shapes alone."""
 
     #: Rows that the source is compiled for.
     rows: int
-    #: Outputs that a tile of the kernel has room for; of ``weight``, with a gate.
+    #: Outputs of a tile in the kernel; with a gate, rows of ``weight``.
     tile: int
     #: Tiles, and outputs of each.
     tiles: int
@@ -52,7 +52,7 @@ class LinearPlan(NamedTuple):
     #: Warps of a block, and blocks.
     warps: int
     blocks: int
-    #: Steps of a block that are brought into the L2.
+    #: Steps of a block that are prefetched into the L2.
     prefetched_steps: int
 
 
@@ -76,7 +76,7 @@ def linear_macros(rows: int, arch: str) -> dict[str, int]:
 
 @lru_cache(maxsize=256)
 def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors: int) -> LinearPlan:
-    """Return the launch for a product."""
+    """Return the launch for a product of ``rows`` rows of x with ``outputs`` columns of ``out``, each with a gate or not."""
     compiled = next(count for count in ROW_COUNTS if rows <= count)
     tiles = linear_tiles(compiled, arch)
     slots = multiprocessors * tiles.blocks_per_sm
@@ -93,5 +93,5 @@ def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors
 
 
 def _busy_share(count: int, slots: int) -> float:
-    """Return how busy blocks are with so many tiles, if they take one after another."""
+    """Return the share of time in which blocks compute, if each takes one tile after another."""
     return count / (-(-count // slots) * slots)

@@ -1,4 +1,4 @@
-"""Checks of what the kernels of recurrent layers take: activations, states, parameters, new lengths."""
+"""Checks of the arguments of recurrent kernels: activations, states, parameters, new lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_tensor(name: str, tensor: DeviceTensor, like: DeviceTensor, dtype: str
 
 
 def check_first(name: str, tensor: DeviceTensor, dimensions: str) -> None:
-    """Check the activation that all others are compared with: an open tensor of these dimensions, such as ``"[B, s, channels]"``."""
+    """Check the activation that all other arguments are compared with: dimensions such as ``"[B, s, channels]"``."""
     if not isinstance(tensor, DeviceTensor):
         raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
     check_open(name, tensor)
@@ -33,33 +33,33 @@ def check_first(name: str, tensor: DeviceTensor, dimensions: str) -> None:
 
 
 def check_tokens(name: str, tensor: DeviceTensor, like: DeviceTensor, shape: Sequence[int]) -> None:
-    """Check an activation ``[B, s, ...]``: slots and tokens may be strided, the rest is dense."""
+    """Check an activation ``[B, s, ...]``: slots and tokens may be strided, a token is contiguous."""
     check_tensor(name, tensor, like, like.dtype, shape)
     if not is_dense(tensor.shape[2:], tensor.strides[2:]) or min(tensor.strides[:2]) < 0:
         raise LayoutError(f"{name}: expected a dense row for each token, got {tensor!r}.")
 
 
 def has_vectors(tensor: DeviceTensor) -> bool:
-    """Whether every token of an activation is at a multiple of 16 bytes."""
+    """Return True if every token of an activation starts at a multiple of 16 bytes."""
     apart = [stride for stride, size in zip(tensor.strides[:2], tensor.shape[:2], strict=True) if size > 1]
     return tensor.offset % ROW_GRANULE == 0 and all(stride * itemsize(tensor.dtype) % ROW_GRANULE == 0 for stride in apart)
 
 
 def check_vectors(name: str, tensor: DeviceTensor) -> None:
-    """Check that every token of an activation is at a multiple of 16 bytes."""
+    """Check that every token of an activation starts at a multiple of 16 bytes."""
     if not has_vectors(tensor):
         raise LayoutError(f"{name}: expected tokens at multiples of {ROW_GRANULE} bytes, got {tensor!r} at byte {tensor.offset}.")
 
 
 def check_dense(name: str, tensor: DeviceTensor, like: DeviceTensor, dtype: str, shape: Sequence[int]) -> None:
-    """Check a dense tensor that begins at a multiple of 16 bytes: a parameter, an output."""
+    """Check a contiguous tensor that starts at a multiple of 16 bytes: a parameter, an output."""
     check_tensor(name, tensor, like, dtype, shape)
     if not tensor.is_contiguous or tensor.offset % ROW_GRANULE:
         raise LayoutError(f"{name}: expected a dense tensor at a multiple of {ROW_GRANULE} bytes, got {tensor!r} at byte {tensor.offset}.")
 
 
 def check_states(past: DeviceTensor, present: DeviceTensor, like: DeviceTensor, shape: Sequence[int]) -> None:
-    """Check a past and a present state: dense, of the dtype of the activations or float32."""
+    """Check a past and a present state: contiguous, of the dtype of the activations or float32."""
     if isinstance(past, DeviceTensor) and past.dtype not in STATE_DTYPES[like.dtype]:
         raise DTypeError(f"past: expected {' or '.join(STATE_DTYPES[like.dtype])} for activations of {like.dtype}, got {past.dtype}.")
     check_dense("past", past, like, getattr(past, "dtype", ""), shape)

@@ -1,4 +1,4 @@
-"""Chunks of tokens that recurrent layers take with tensor cores: ``plugins/recurrent/chunks.cuh``, which has the same numbers."""
+"""Chunks of tokens for recurrent kernels on tensor cores. ``plugins/recurrent/chunks.cuh`` has the same numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trt_kvcache.kernels.attention_tiles import shared_limit
 #: Stages of a chunk's tiles in shared memory; tokens of a block, which is a matrix of tensor cores.
 CHUNK_STAGES, BLOCK_TOKENS = 3, 16
 
-#: The fewest new tokens that are worth a chunk.
+#: The fewest new tokens for which chunks are faster than a scan.
 MIN_CHUNK_TOKENS = 17
 
 _LARGE_SHARED_NBYTES = 160 * 1024
@@ -19,6 +19,6 @@ def chunk_tokens(arch: str) -> int:
 
 
 def block_pairs(tokens: int) -> int:
-    """Return how many pairs of blocks there are in a chunk, of one with itself or an earlier one."""
+    """Return the number of pairs of a block of a chunk with itself or an earlier one."""
     blocks = tokens // BLOCK_TOKENS
     return blocks * (blocks + 1) // 2

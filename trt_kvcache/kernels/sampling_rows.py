@@ -1,4 +1,4 @@
-"""``SamplingRows``: what the sampling kernels are told about each row, and what they say, in arrays on the device."""
+"""``SamplingRows``: per-row sampling parameters and results, in arrays on the device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Bits of ``flags``. ``plugins/sampling/rows.cuh`` has the same numbers and fields.
@@ -30,7 +31,7 @@ ROW_PARAMS = np.dtype(
 #: Values of ``error``: the logits of the model are not finite; bias and penalties left no finite logit.
 NO_ERROR, BAD_LOGITS, NOTHING_LEFT = 0, 1, 2
 
-#: What is said about one row. ``place`` and ``logit`` are those of the largest logit, and only set with an error.
+#: Result of one row. With an error, ``place`` and ``logit`` are the index and the value of the largest logit.
 ROW_RESULT = np.dtype([("token", np.int32), ("error", np.int32), ("place", np.int32), ("logit", np.float32)])
 
 #: In ``uses``: the token is in the prompt.
@@ -46,10 +47,10 @@ class SamplingRows:
     params : DeviceTensor (B, 64) uint8
         ``ROW_PARAMS``. Each token advances ``counter``.
     results : DeviceTensor (B, 16) uint8
-        ``ROW_RESULT``. Overwritten for rows that are active.
+        ``ROW_RESULT``. Overwritten for active rows.
     uses : DeviceTensor (B, vocab) int32, optional
-        How often each token was generated; the highest bit, ``IN_PROMPT``, is set for tokens of the prompt. Needed for rows with the
-        flag ``PENALISED``; the token that is chosen is counted.
+        Number of times that each token was generated; the highest bit, ``IN_PROMPT``, is set for tokens of the prompt. Needed for rows
+        with the flag ``PENALISED``; the chosen token is counted.
     bias : DeviceTensor (B, vocab) float32, optional
         Added to the logits of rows with the flag ``BIASED``.
     """
@@ -58,3 +59,8 @@ class SamplingRows:
     results: DeviceTensor
     uses: DeviceTensor | None = None
     bias: DeviceTensor | None = None
+
+    @property
+    def memory(self) -> Memory:
+        """Memory of all arrays."""
+        return self.params.memory

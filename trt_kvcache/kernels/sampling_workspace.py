@@ -1,4 +1,4 @@
-"""``SamplingWorkspace``: memory in which the blocks that share a row of logits meet."""
+"""``SamplingWorkspace``: memory through which the blocks of a row of logits exchange partial results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: Bytes of ``RowWorkspace`` in ``plugins/sampling/row_workspace.cuh``, and blocks of a row at most.
 ROW_WORKSPACE_NBYTES, MAX_BLOCKS_OF_ROW = 99088, 128
 
-#: Blocks that are resident on a multiprocessor at once.
+#: Resident blocks of a multiprocessor.
 BLOCKS_PER_SM = 2
 
-#: Most likely tokens that are reported for a row at most, and blocks of a row that look for them.
+#: Most likely tokens that are reported for a row, at most; and blocks of a row that search for them.
 MAX_TOP_LOGPROBS, LOGPROBS_BLOCKS = 20, 32
 
-#: Tokens of a vocabulary at most: sums of their weights fit into 53 bits.
+#: Tokens of a vocabulary, at most: sums of their weights fit into 53 bits.
 MAX_VOCAB_SIZE = 1 << 20
 
 
@@ -29,13 +29,13 @@ class SamplingWorkspace(Uncopyable):
     Parameters
     ----------
     memory : Memory
-        Of the logits. In host memory nothing is needed, and the workspace is empty.
+        Memory of the logits. In host memory the workspace is empty.
     rows : int
         Rows of logits in any call, at most.
     vocab_size : int
         Logits of a row, at most ``2**20``.
     edits : bool
-        Whether there is room for rows with penalties or bias: up to ``rows * vocab_size * 4`` bytes.
+        True for rows with penalties or bias too: up to ``rows * vocab_size * 4`` bytes.
     stream : cuda.core.Stream
         The memory is allocated and zeroed on it.
 
@@ -52,14 +52,14 @@ class SamplingWorkspace(Uncopyable):
         int_in_range("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
         #: Blocks of a launch, at most.
         self.blocks = 0 if memory.is_host else BLOCKS_PER_SM * memory.multiprocessor_count  # type: ignore[attr-defined]
-        #: Rows that are worked on at once, at most.
+        #: Rows that are computed at once, at most.
         self.groups = min(rows, self.blocks)
         self.rows, self.vocab_size = rows, vocab_size
         shape = (self.groups, ROW_WORKSPACE_NBYTES)
         #: One ``RowWorkspace`` for each group of blocks. Its counts are 0 before and after every call.
         self.meeting = DeviceTensor(memory.allocate(dense_nbytes(shape, "uint8"), zeroed=True, stream=stream), shape=shape, dtype="uint8")
         found = (0 if memory.is_host else rows, 1 + LOGPROBS_BLOCKS * (2 + MAX_TOP_LOGPROBS))
-        #: What the blocks of a row found for its log-probabilities. The first word of a row is 0 before and after every call.
+        #: Candidates of the blocks of a row for its log-probabilities. The first word of a row is 0 before and after every call.
         self.found = DeviceTensor(memory.allocate(dense_nbytes(found, "int64"), zeroed=True, stream=stream), shape=found, dtype="int64")
         #: Logits after bias and penalties, if there is room for them.
         self.edited: DeviceTensor | None = None
@@ -67,7 +67,7 @@ class SamplingWorkspace(Uncopyable):
             self.make_room_for_edits(stream=stream)
 
     def make_room_for_edits(self, *, stream: Any) -> None:
-        """Allocate what rows with penalties or bias need, unless it is there already.
+        """Allocate the memory for rows with penalties or bias, unless it is there already.
 
         Parameters
         ----------

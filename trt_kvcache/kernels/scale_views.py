@@ -1,4 +1,4 @@
-"""Scales of tokens and heads of a K/V layer, ``[B, 2, H, S']`` float32, as rows that kernels can move."""
+"""Scales by token and head of a K/V layer, ``[B, 2, H, S']`` float32 with S' a multiple of 4, as rows that kernels can move."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def saved_scales(tokens: int) -> int:
-    """Return the tokens of a head whose scales are saved with so many tokens: rounded up to rows of four."""
+    """Return the scales of a head that are saved with some tokens: rounded up to rows of four."""
     return -(-tokens // SCALES_GRANULE) * SCALES_GRANULE
 
 
 def scales_in_rows(scales: DeviceTensor) -> DeviceTensor:
-    """Return scales ``[..., H, S']`` as rows ``[..., H, S' / 4, 4]``: kernels that move rows of K and V move these too."""
+    """Return scales ``[..., H, S']`` as rows ``[..., H, S' / 4, 4]``: kernels that move rows of K and V move scales too."""
     *outer, tokens = scales.shape
     return DeviceTensor(
         scales.allocation,
@@ -34,5 +34,5 @@ def single_scales(rows: DeviceTensor) -> DeviceTensor:
 
 
 def scale_infos(scales: Sequence[DeviceTensor], *, stream: Any) -> KVLayerInfos:
-    """Return where the scales of layers are, for kernels that move rows."""
+    """Return the infos of the scales of layers, for kernels that move rows."""
     return KVLayerInfos([scales_in_rows(tensor) for tensor in scales], tokens_per_row=SCALES_GRANULE, stream=stream)

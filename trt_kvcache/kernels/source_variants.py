@@ -1,4 +1,4 @@
-"""Which variants of a source are compiled: attention for each dtype, head dim and K/V dtype, others for dtypes and numbers of rows."""
+"""Compiled variants of a source: attention by dtype, head dim and K/V dtype; others by dtypes, or by dtype and number of rows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trt_kvcache.kernels.attention_tiles import (
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, linear_macros
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
-#: How the macros of each attention source are chosen.
+#: The functions that choose the macros of each attention source, by head dim and architecture.
 TILES = {"attention_decode": decode_tiles, "attention_decode_few": few_tiles, "attention_prefill": prefill_tiles}
 
-#: The same where the cache holds K and V in 8 bits.
+#: The same for a quantized cache.
 QUANTIZED_TILES: dict[str, Callable[[int, str], dict[str, int]]] = {
     "attention_decode": partial(decode_tiles, quantized=True),
     "attention_decode_few": partial(few_tiles, quantized=True),
@@ -33,7 +33,7 @@ RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurre
 #: The dtypes of states for each dtype of activations.
 STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 
-#: The source of products of few rows.
+#: The source of projections of few rows.
 LINEAR_SOURCE = "linear"
 
 _ELEMENT_TYPES = {**ELEMENT_TYPES, "float32": "Float32"}
@@ -53,13 +53,16 @@ def variant_names(source: str) -> list[str]:
 
 
 def variant_name(source: str, dtype: str, second: int | str, kv_dtype: str | None = None) -> str:
-    """Return the name of one variant of a source."""
+    """Return the name of a variant, such as ``"attention_decode-float16-128-int8"``.
+
+    ``second`` is the head dim of attention, the state dtype of a recurrent kernel, or the rows of a projection.
+    """
     name = f"{source}-{dtype}-{second}"
     return name if kv_dtype in (None, dtype) else f"{name}-{kv_dtype}"
 
 
 def variant_macros(name: str, arch: str) -> dict[str, str]:
-    """Return the macros that a variant is compiled with for an architecture; none for a source that has no variants."""
+    """Return the macros of a variant for an architecture; none for a source without variants."""
     source, _, variant = name.partition("-")
     if not variant:
         return {}

@@ -1,4 +1,4 @@
-"""Where the CUDA sources of ``plugins/`` are, and the file names of compiled sources."""
+"""Paths of the CUDA sources of ``plugins/``, and file names of compiled sources."""
 
 import hashlib
 from functools import cache
@@ -36,18 +36,18 @@ def _sources() -> dict[str, Path]:
 
 
 def source_names() -> list[str]:
-    """Return the names of all variants that are compiled."""
+    """Return the names of all compiled variants: ``"lengths"``, ``"attention_decode-float16-128"``, ..."""
     return sorted(name for source in _sources() for name in variant_names(source))
 
 
 def source_path(name: str) -> Path:
-    """Return the file that a name of :func:`source_names` is compiled from."""
+    """Return the source file of a name of :func:`source_names`."""
     return source_folder() / _sources()[name.partition("-")[0]]
 
 
 @cache
 def _digest() -> str:
-    """Return a digest of everything that is compiled. A header may be part of any source, so all files count for each."""
+    """Return a digest of all sources and headers: any header may be included in any source."""
     digest = hashlib.sha256(CXX_STANDARD.encode())
     for path in source_files():
         digest.update(path.as_posix().encode() + b"\0" + (source_folder() / path).read_bytes() + b"\0")
@@ -55,6 +55,6 @@ def _digest() -> str:
 
 
 def cubin_name(name: str, arch: str) -> str:
-    """Return the file name of a compiled source. It changes with the sources, so an outdated file is never taken."""
+    """Return the file name of a compiled source. It changes with the sources, so an outdated file is never used."""
     digest = hashlib.sha256(f"{_digest()}{variant_macros(name, arch)}".encode()).hexdigest()[:16]
     return f"{name}-{digest}.{arch}.cubin"

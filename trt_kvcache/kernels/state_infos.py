@@ -1,4 +1,4 @@
-"""``StateInfos``: where the recurrent (or conv) states of all layers are, for kernels that take all of them in one launch."""
+"""``StateInfos``: addresses and sizes of the recurrent (or conv) states of all layers, for kernels over all of them in one launch."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class StateInfo(NamedTuple):
-    """Where the states of one layer are. On the device: three 64-bit integers in this order (``State`` in ``plugins/states.cu``)."""
+    """Address and sizes of the states of one layer. On the device: three 64-bit integers (``State`` in ``plugins/states.cu``)."""
 
     #: Address of slot 0.
     data: int
@@ -47,7 +47,7 @@ class StateInfos(DeviceInfos[StateInfo]):
     Raises
     ------
     ShapeError, PlaceError, LayoutError
-        The views are none, or do not belong together.
+        There are no views, or they do not belong together.
     CapacityError, CaptureError
         The device array could not be allocated.
     """
@@ -74,7 +74,7 @@ class StateInfos(DeviceInfos[StateInfo]):
 
     @property
     def device_state_infos(self) -> DeviceTensor:
-        """The same in the memory of the states, int64 ``[num_layers, 3]``."""
+        """The infos in the memory of the states, int64 ``[num_layers, 3]``."""
         return self._device_infos()
 
 

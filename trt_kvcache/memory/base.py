@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import DTypeError, PlaceError, ShapeError
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Of any shape and dtype.
+#: A NumPy array of any shape and dtype.
 Array = np.ndarray[Any, Any]
 
 
@@ -38,22 +38,22 @@ class Allocation(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True after ``close``."""
 
     def close(self) -> None:
         """Release the bytes: they are freed when the last DLPack consumer is gone too. Closing again does nothing."""
 
 
 class Memory(Protocol):
-    """A place where caches live: it allocates, copies, and makes streams.
+    """Memory of the host or of a GPU: it allocates, copies, and makes streams.
 
-    This is the type of what runs unchanged on :class:`~trt_kvcache.memory.host_memory.HostMemory` and on
+    Code over this type runs unchanged on :class:`~trt_kvcache.memory.host_memory.HostMemory` and on
     :class:`~trt_kvcache.memory.cuda_memory.CudaMemory`.
 
     Notes
     -----
-    Copies and writes are ordered on ``stream`` and do not wait, unless they say so. ``stream`` is keyword-only and mandatory, on
-    host memory too, so that code runs unchanged on a device.
+    Copies and writes are stream-ordered and do not wait, unless they say so. In host memory every operation is done when its call
+    returns; ``stream`` is mandatory there too.
 
     Examples
     --------
@@ -74,7 +74,7 @@ class Memory(Protocol):
 
     @property
     def is_host(self) -> bool:
-        """Whether NumPy can read the memory in place."""
+        """True if NumPy can read the memory in place."""
 
     @property
     def dlpack_device(self) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class Memory(Protocol):
         Returns
         -------
         cuda.core.Stream or HostStream
-            On the host it is an object that has nothing to do.
+            A HostStream has nothing to do.
         """
 
     def check_stream(self, stream: Any) -> None:
@@ -99,21 +99,26 @@ class Memory(Protocol):
         Parameters
         ----------
         stream : object
-            What a caller gave.
+            Argument of a caller.
 
         Raises
         ------
         PlaceError
-            It is not an open stream, or graph builder, of this memory.
+            It is not an open ``Stream`` or ``GraphBuilder`` of this device; in host memory, not a stream of ``create_stream``.
         """
 
     def is_capturing(self, stream: Any) -> bool:
-        """Whether work that is ordered on a stream is captured in a CUDA graph instead of run.
+        """Return True if the work on a stream is captured in a CUDA graph instead of run.
 
         Parameters
         ----------
         stream : cuda.core.Stream or GraphBuilder, or HostStream
             The stream.
+
+        Returns
+        -------
+        bool
+            Always False in host memory.
 
         Raises
         ------
@@ -145,7 +150,7 @@ class Memory(Protocol):
         nbytes : int
             Bytes, 0 or more.
         zeroed : bool
-            Whether to set them to zero.
+            True to set them to zero.
         stream : cuda.core.Stream, or HostStream
             The allocation is ordered on it.
 
@@ -177,12 +182,12 @@ class Memory(Protocol):
         Returns
         -------
         ndarray
-            Page-locked for a device.
+            In pinned (page-locked) memory for a device, which is freed with its last view; in ordinary memory for the host.
 
         Raises
         ------
         CapacityError
-            The system gives no more page-locked memory.
+            The system has no more pinned memory.
         """
 
     def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
@@ -216,7 +221,7 @@ class Memory(Protocol):
         destination : DeviceTensor
             Contiguous.
         source : ndarray
-            Contiguous, of the same shape and dtype. It must not change until the copy is done.
+            Contiguous, of the same shape and dtype. It must not change until the copy is done. From ``staging`` the call does not wait.
         stream : cuda.core.Stream, or HostStream
             The copy is ordered on it.
 
@@ -232,7 +237,8 @@ class Memory(Protocol):
         Parameters
         ----------
         destination : ndarray
-            Contiguous, of the same shape and dtype. The values are there after ``synchronize``.
+            Contiguous, of the same shape and dtype. The values are there after ``synchronize``. Into an array of ``staging`` the call
+            does not wait.
         source : DeviceTensor
             Contiguous.
         stream : cuda.core.Stream, or HostStream
@@ -286,8 +292,23 @@ class Memory(Protocol):
         ----------
         tensor : DeviceTensor
             Any view of this memory.
-        **kwargs :
-            Of the ``__dlpack__`` protocol.
+        **kwargs : object
+            ``stream``, ``max_version``, ``dl_device`` and ``copy`` of the ``__dlpack__`` protocol. ``stream`` is the consumer's stream. The
+            streams that wrote the bytes are not known here, so on a device the call waits for it; with a stream of -1 it does not wait.
+
+        Returns
+        -------
+        capsule
+            For one consumer.
+
+        Raises
+        ------
+        BufferError
+            A copy or another device was requested: use ``.numpy()``.
+        RangeError
+            ``stream`` is 0, which the protocol leaves ambiguous.
+        PlaceError, ClosedError
+            The tensor is of another memory, or its owner is closed.
         """
 
 
@@ -295,7 +316,7 @@ def check_memory_given(memory: Any) -> None:
     """Check that an argument is a memory, before anything is allocated in it."""
     if isinstance(memory, type) or not callable(getattr(memory, "allocate", None)):
         name = getattr(memory, "__name__", "")
-        got = f"the class {name}. Create one: {name}()" if isinstance(memory, type) else shown(memory)
+        got = f"the class {name}. Create one: {name}()" if isinstance(memory, type) else short_repr(memory)
         raise PlaceError(f"memory: expected a HostMemory or CudaMemory, got {got}.")
 
 

@@ -1,4 +1,4 @@
-"""``CudaBuffer``: bytes of a cuda.core resource that are freed when nothing refers to them and the device is done."""
+"""``CudaBuffer``: bytes of a cuda.core resource, freed after the last reference is gone and the device is done."""
 
 import ctypes
 from typing import Any
@@ -9,7 +9,10 @@ from trt_kvcache.memory.cuda_driver import allocation_error, check, cuda_core_er
 
 
 class CudaBuffer:
-    """An owned allocation in GPU or page-locked memory of the current device."""
+    """An allocation in GPU or pinned memory of the current device, freed with its last reference: allocation, array or DLPack consumer."""
+
+    # Streams of any library may still use the bytes then, so freeing waits for the whole device. The wait breaks off a CUDA graph capture
+    # that is under way: release memory before or after one.
 
     def __init__(self, resource: Any, nbytes: int, *, place: str, stream: Any) -> None:
         from cuda.bindings import driver
@@ -18,7 +21,7 @@ class CudaBuffer:
         self._context = check(driver.cuCtxGetCurrent())
         self._buffer: Any = None
         try:
-            self._buffer = resource.allocate(max(nbytes, 1), stream=stream)
+            self._buffer = resource.allocate(max(nbytes, 1), stream=stream)  # at least one byte, so that there is an address
         except cuda_core_error() as error:
             raise allocation_error(error, place, nbytes) from None
         #: Address of the first byte.
@@ -36,7 +39,7 @@ class CudaBuffer:
 
 
 def bytes_of(buffer: CudaBuffer, nbytes: int) -> np.ndarray[Any, Any]:
-    """Return page-locked memory as an array that keeps the buffer alive."""
+    """Return pinned memory as a uint8 array that keeps the buffer alive."""
     view = (ctypes.c_uint8 * nbytes).from_address(buffer.ptr)
     view.owner = buffer  # type: ignore[attr-defined]
     return np.ctypeslib.as_array(view)

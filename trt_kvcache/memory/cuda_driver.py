@@ -1,4 +1,4 @@
-"""The CUDA driver through cuda-python: whether it can be used, and its errors as exceptions of this package.
+"""The CUDA driver through cuda-python: a check that it is usable, and its errors as exceptions of this package.
 
 Nothing of cuda-python is imported before a function is called.
 """
@@ -12,7 +12,7 @@ from trt_kvcache.errors import CapacityError, CudaError
 
 
 def find_gpu(device: int = 0) -> str | None:
-    """Tell whether a GPU can be used from here."""
+    """Return None if a GPU is usable, else the reason in one line. ``CUDA_VISIBLE_DEVICES`` applies to the number."""
     device = int_in_range("device", device, 0)
     try:
         import cuda.core  # noqa: F401
@@ -38,7 +38,10 @@ def find_gpu(device: int = 0) -> str | None:
 
 
 def driver_failure() -> str | None:
-    """Tell whether the CUDA driver starts in this process. Needs no cuda-python."""
+    """Return None if the CUDA driver starts in this process, else the reason, without a full stop. Needs no cuda-python.
+
+    In the child of a fork of a process that used CUDA it does not start. The second call of a process takes less than a microsecond.
+    """
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         driver = ctypes.CDLL(name)
@@ -53,7 +56,7 @@ def driver_failure() -> str | None:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """Return what a function of ``cuda.bindings.driver`` returned beside its status."""
+    """Raise the error of a result ``(status, value)`` of ``cuda.bindings.driver``, or return its value; None if it has none."""
     if result[0]:
         raise CudaError(f"the CUDA driver refused a call: {_describe(result[0])}.")
     return result[1] if len(result) > 1 else None
@@ -67,14 +70,14 @@ def _describe(status: Any) -> str:
 
 
 def cuda_core_error() -> type[Exception]:
-    """Return the class that cuda.core raises when the driver or NVRTC refused a call. It has no public name there."""
+    """Return the exception of cuda.core for errors of the driver and NVRTC. It has no public name there."""
     from cuda.core._utils.cuda_utils import CUDAError
 
     return CUDAError  # type: ignore[no-any-return]
 
 
 def allocation_error(error: Exception, device: str, nbytes: int) -> CudaError | CapacityError:
-    """Return what to raise for an error of cuda.core at an allocation."""
+    """Return the exception for a failed allocation of cuda.core: CapacityError if the memory had no room."""
     if str(error).startswith("CUDA_ERROR_OUT_OF_MEMORY"):
         return CapacityError(f"{device}: {nbytes} bytes could not be allocated. Nothing was changed.")
     return CudaError(f"{device}: allocating {nbytes} bytes failed: {error}")

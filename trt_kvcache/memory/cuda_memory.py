@@ -25,7 +25,7 @@ __all__ = ["CudaAllocation", "CudaMemory", "find_gpu"]
 
 _DLPACK_CUDA = 2
 
-#: ``stream`` of ``__dlpack__`` with which a consumer says that it orders its work itself.
+#: ``stream`` of ``__dlpack__`` by which a consumer says that it synchronizes by itself.
 _DLPACK_NO_SYNC = -1
 
 
@@ -47,7 +47,7 @@ class CudaMemory(Uncopyable):
         Number of the GPU, from 0, as the driver counts.
     keep_bytes : int
         Freed bytes that the pool may keep for later allocations instead of giving them back to the system. Captures that come and
-        go, as in a prompt cache, then map no memory. Without a pool it does nothing.
+        go, as with prefix caching, then map no memory. Without a pool it does nothing.
 
     Raises
     ------
@@ -94,7 +94,7 @@ class CudaMemory(Uncopyable):
         self._pinned_resource = LegacyPinnedMemoryResource()
         self._in_flight: list[tuple[Any, Array]] = []
         self._last_checked: Any = lambda: None
-        #: What machine code for the device is compiled for, such as ``"sm_90"``.
+        #: Architecture of the device, such as ``"sm_90"``.
         self.arch = f"sm_{self._gpu.arch}"
         #: Multiprocessors of the device.
         self.multiprocessor_count: int = self._gpu.properties.multiprocessor_count
@@ -119,29 +119,12 @@ class CudaMemory(Uncopyable):
         self._gpu.set_current()
 
     def create_stream(self) -> Any:
-        """Return a new stream of this memory.
-
-        Returns
-        -------
-        cuda.core.Stream
-            A new stream of this device.
-        """
+        """Return a new ``cuda.core.Stream`` of the device: see :meth:`Memory.create_stream`."""
         self.make_current()
         return self._gpu.create_stream()
 
     def check_stream(self, stream: Any) -> None:
-        """Check that a stream belongs to this memory.
-
-        Parameters
-        ----------
-        stream : object
-            What a caller gave.
-
-        Raises
-        ------
-        PlaceError
-            It is not an open ``Stream`` or ``GraphBuilder`` of this device.
-        """
+        """Check that this is an open stream or graph builder of the device: see :meth:`Memory.check_stream`."""
         checked = self._last_checked()
         if checked is None or stream is not checked:
             self._check_kind_and_device(stream)
@@ -159,37 +142,13 @@ class CudaMemory(Uncopyable):
             raise PlaceError(f"stream: expected one of {self.device}, got one of cuda:{index}.")
 
     def is_capturing(self, stream: Any) -> bool:
-        """Whether work that is ordered on a stream is captured in a CUDA graph instead of run.
-
-        Parameters
-        ----------
-        stream : cuda.core.Stream or GraphBuilder
-            The stream.
-
-        Raises
-        ------
-        PlaceError
-            The stream is not one of this memory.
-        """
+        """Return True if a stream captures a CUDA graph: see :meth:`Memory.is_capturing`."""
         self.check_stream(stream)
         status = check(self._driver.cuStreamIsCapturing(_handle(stream)))
         return bool(status != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     def synchronize(self, stream: Any) -> None:
-        """Wait until everything that was ordered on a stream is done.
-
-        Parameters
-        ----------
-        stream : cuda.core.Stream
-            The stream.
-
-        Raises
-        ------
-        PlaceError
-            The stream is not one of this memory.
-        CudaError
-            Some of that work failed.
-        """
+        """Wait for a stream: see :meth:`Memory.synchronize`."""
         self.check_stream(stream)
         self.make_current()
         check(self._driver.cuStreamSynchronize(_handle(stream)))
@@ -197,31 +156,7 @@ class CudaMemory(Uncopyable):
             self._drop_finished_copies()
 
     def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> CudaAllocation:
-        """Allocate bytes, aligned to 256.
-
-        Parameters
-        ----------
-        nbytes : int
-            Bytes, 0 or more.
-        zeroed : bool
-            Whether to set them to zero.
-        stream : cuda.core.Stream
-            The allocation is ordered on it.
-
-        Returns
-        -------
-        CudaAllocation
-            The bytes. They are freed when it is closed and the last DLPack consumer is gone.
-
-        Raises
-        ------
-        CapacityError
-            The memory has no room.
-        CaptureError
-            The stream is capturing: the memory would belong to the graph.
-        RangeError, PlaceError
-            ``nbytes`` is negative, or the stream is not one of this memory.
-        """
+        """Allocate bytes, aligned to 256: see :meth:`Memory.allocate`."""
         nbytes = int_in_range("nbytes", nbytes, 0)
         if self.is_capturing(stream):
             raise CaptureError(f"{self.device}: memory cannot be allocated while the stream is captured. Allocate before.")
@@ -235,7 +170,7 @@ class CudaMemory(Uncopyable):
         return CudaAllocation(self, buffer, nbytes)
 
     def count_live(self, nbytes: int) -> None:
-        """Add to ``live_nbytes``, and let the pool hold that and ``keep_bytes`` more. What exceeds it is released at the next wait."""
+        """Add to ``live_nbytes``, and let the pool keep ``keep_bytes`` more. Memory above that is released at the next wait."""
         self.live_nbytes += nbytes
         if self._kept_nbytes:
             limit = self._driver.cuuint64_t(self.live_nbytes + self._kept_nbytes)
@@ -243,25 +178,7 @@ class CudaMemory(Uncopyable):
             check(self._driver.cuMemPoolSetAttribute(int(self._resource.handle), release_threshold, limit))
 
     def staging(self, shape: Sequence[int], dtype: str) -> Array:
-        """Return a zeroed host array that ``upload`` and ``download`` can use without a wait.
-
-        Parameters
-        ----------
-        shape : sequence of int
-            Its shape.
-        dtype : str
-            A name of :mod:`trt_kvcache.dtypes`.
-
-        Returns
-        -------
-        ndarray
-            In page-locked memory, which is freed with its last view.
-
-        Raises
-        ------
-        CapacityError
-            The system gives no more page-locked memory.
-        """
+        """Return a zeroed array in pinned memory, which is freed with its last view: see :meth:`Memory.staging`."""
         nbytes = dense_nbytes(shape, dtype)
         self.make_current()
         buffer = CudaBuffer(self._pinned_resource, nbytes, place="page-locked host memory", stream=None)
@@ -270,27 +187,7 @@ class CudaMemory(Uncopyable):
         return array.view(numpy_dtype(dtype)).reshape(tuple(shape))
 
     def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
-        """Copy a host array into a new tensor in this memory. This allocates.
-
-        Parameters
-        ----------
-        array : array_like
-            Of any shape, with a dtype of :mod:`trt_kvcache.dtypes`. It may be changed as soon as the call returns.
-        stream : cuda.core.Stream
-            The copy is ordered on it.
-
-        Returns
-        -------
-        DeviceTensor
-            Contiguous, of the shape and dtype of the array.
-
-        Raises
-        ------
-        CapacityError
-            The memory has no room.
-        DTypeError, PlaceError
-            The dtype is unknown, or the stream is not one of this memory.
-        """
+        """Copy a host array into a new tensor: see :meth:`Memory.to_device`."""
         source = np.array(array, order="C")  # ours alone
         dtype = dtype_name(source.dtype)
         tensor = DeviceTensor(self.allocate(source.nbytes, stream=stream), shape=source.shape, dtype=dtype)
@@ -304,23 +201,7 @@ class CudaMemory(Uncopyable):
         self._in_flight = [(event, array) for event, array in self._in_flight if not event.is_done]
 
     def upload(self, destination: DeviceTensor, source: Array, *, stream: Any) -> None:
-        """Copy a host array into a tensor of this memory.
-
-        Parameters
-        ----------
-        destination : DeviceTensor
-            Contiguous.
-        source : ndarray
-            Contiguous, of the same shape and dtype. It must not change until the copy is done.
-            If it is of :meth:`staging` the call does not wait.
-        stream : cuda.core.Stream
-            The copy is ordered on it.
-
-        Raises
-        ------
-        PlaceError, ShapeError, DTypeError
-            The tensor and the array do not fit, or are not contiguous. Nothing was copied.
-        """
+        """Copy a host array into a tensor: see :meth:`Memory.upload`."""
         self.check_stream(stream)
         check_copy("upload", destination, source, self)
         if source.nbytes:
@@ -328,23 +209,7 @@ class CudaMemory(Uncopyable):
             check(self._driver.cuMemcpyHtoDAsync(destination.ptr, _address(source), source.nbytes, _handle(stream)))
 
     def download(self, destination: Array, source: DeviceTensor, *, stream: Any) -> None:
-        """Copy a tensor of this memory into a host array.
-
-        Parameters
-        ----------
-        destination : ndarray
-            Contiguous, of the same shape and dtype. The values are there after ``synchronize``.
-            If it is of :meth:`staging` the call does not wait.
-        source : DeviceTensor
-            Contiguous.
-        stream : cuda.core.Stream
-            The copy is ordered on it.
-
-        Raises
-        ------
-        PlaceError, ShapeError, DTypeError
-            The tensor and the array do not fit, or are not contiguous. Nothing was copied.
-        """
+        """Copy a tensor into a host array: see :meth:`Memory.download`."""
         self.check_stream(stream)
         check_copy("download", source, destination, self)
         if destination.nbytes:
@@ -352,20 +217,7 @@ class CudaMemory(Uncopyable):
             check(self._driver.cuMemcpyDtoHAsync(_address(destination), source.ptr, destination.nbytes, _handle(stream)))
 
     def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
-        """Set the bytes of a tensor to zero.
-
-        Parameters
-        ----------
-        tensor : DeviceTensor
-            Contiguous, of this memory.
-        stream : cuda.core.Stream or GraphBuilder
-            The write is ordered on it.
-
-        Raises
-        ------
-        PlaceError, ShapeError
-            The tensor is of another memory, or is not contiguous.
-        """
+        """Set the bytes of a tensor to zero: see :meth:`Memory.zero`."""
         self.check_stream(stream)
         self._check_own_tensor("zero", tensor)
         if not tensor.is_contiguous:
@@ -378,29 +230,10 @@ class CudaMemory(Uncopyable):
             check(self._driver.cuMemsetD8Async(ptr, 0, nbytes, _handle(stream)))
 
     def read(self, tensor: DeviceTensor) -> Array:
-        """Return a copy of a view on the host. Waits for all work given to the device before the call.
-
-        Parameters
-        ----------
-        tensor : DeviceTensor
-            Any view of this memory.
-
-        Returns
-        -------
-        ndarray
-            Of the same shape and dtype.
-
-        Raises
-        ------
-        PlaceError, ClosedError
-            The tensor is of another memory, or its owner is closed.
-
-        Notes
-        -----
-        Of a view that is not contiguous, everything from its first to its last element is copied.
-        """
+        """Return a copy of a view on the host: see :meth:`Memory.read`."""
         self._check_own_tensor("read", tensor)
         ptr, dtype = tensor.ptr, numpy_dtype(tensor.dtype)
+        # Of a view that is not contiguous, everything from its first to its last element is copied.
         span = np.empty(span_elements(tensor.shape, tensor.strides), dtype)
         self.make_current()
         check(self._driver.cuCtxSynchronize())
@@ -412,30 +245,7 @@ class CudaMemory(Uncopyable):
         return np.array(np.ndarray(tensor.shape, dtype, span.view(np.uint8), 0, strides))
 
     def dlpack(self, tensor: DeviceTensor, **kwargs: Any) -> Any:
-        """Return a DLPack capsule of any view and dtype that shares the memory and keeps it alive.
-
-        Parameters
-        ----------
-        tensor : DeviceTensor
-            Any view of this memory.
-        **kwargs : object
-            ``stream``, ``max_version``, ``dl_device`` and ``copy`` of the ``__dlpack__`` protocol. ``stream`` is the consumer's stream.
-            Which streams wrote the bytes is not known here, so the call waits for the device. With a stream of -1 it does not wait.
-
-        Returns
-        -------
-        capsule
-            For one consumer.
-
-        Raises
-        ------
-        BufferError
-            A copy or another device was requested: use ``.numpy()``.
-        RangeError
-            ``stream`` is 0, which the protocol leaves ambiguous.
-        PlaceError, ClosedError
-            The tensor is of another memory, or its owner is closed.
-        """
+        """Return a DLPack capsule of any view and dtype: see :meth:`Memory.dlpack`."""
         self._check_own_tensor("dlpack", tensor)
         stream, target = kwargs.pop("stream", None), kwargs.pop("dl_device", None)
         if target is not None and tuple(target) != self.dlpack_device:
@@ -445,7 +255,7 @@ class CudaMemory(Uncopyable):
         assert isinstance(tensor.allocation, CudaAllocation)
         owner = tensor.allocation.storage
         self.make_current()
-        if stream != _DLPACK_NO_SYNC:
+        if stream != _DLPACK_NO_SYNC:  # the streams that wrote the bytes are not known here
             check(self._driver.cuCtxSynchronize())
         return device_capsule(tensor, owner, **kwargs)
 
@@ -463,5 +273,5 @@ def _handle(stream: Any) -> int:
 
 
 def _address(array: Array) -> int:
-    """Return where an array starts. (cuda.bindings takes arrays too, but one of a single element for a number.)"""
+    """Return the address of an array. (cuda.bindings takes arrays too, but takes one of a single element for a number.)"""
     return int(array.ctypes.data)

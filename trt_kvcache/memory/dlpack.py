@@ -43,12 +43,12 @@ class _VersionedHeader(ctypes.Structure):
     )
 
 
-#: By the name of a capsule, which says what struct is in it: the byte at which the DLTensor starts.
+#: Offset of the DLTensor in the struct of a capsule, by the name of the capsule.
 _DLTENSOR_OFFSET = {b"dltensor": 0, b"dltensor_versioned": ctypes.sizeof(_VersionedHeader)}
 
 
 def dltensor_in(capsule: Any) -> DLTensor:
-    """Return the DLTensor inside a capsule that was not consumed yet."""
+    """Return the DLTensor of a capsule that was not consumed yet. It must not outlive the capsule."""
     name_of = ctypes.pythonapi.PyCapsule_GetName
     name_of.argtypes, name_of.restype = [ctypes.py_object], ctypes.c_char_p
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer

@@ -1,4 +1,4 @@
-"""Refusing calls that cannot be captured in a CUDA graph, with ``CaptureError``."""
+"""``refuse_capture``: a ``CaptureError`` for calls that a CUDA graph cannot capture."""
 
 from typing import Any
 
@@ -9,8 +9,7 @@ _FROZEN = "its host values would be frozen into the CUDA graph"
 
 
 def refuse_capture(memory: Memory, what: str, stream: Any, *, because: str = _FROZEN) -> None:
-    """Check that a stream is not capturing, before an operation that a CUDA graph cannot hold."""
-    memory.check_stream(stream)
+    """Raise ``CaptureError`` if a stream is capturing, and ``PlaceError`` if it is not of this memory."""
     if memory.is_capturing(stream):
         raise CaptureError(
             f"{what} cannot be captured: {because}. Capture commits of a number or a device tensor, and compactions with a device "

@@ -21,7 +21,7 @@ _DLPACK_CPU = 1
 
 
 class HostStream:
-    """The stream of host memory. Host operations are done when they return, so it has nothing to do."""
+    """A stream of host memory. It has nothing to do: host operations are done when their call returns."""
 
     def sync(self) -> None:
         """Return at once."""
@@ -38,6 +38,8 @@ class HostAllocation(OwnedBytes["HostMemory", Array]):
 
 class HostMemory(Uncopyable):
     """Caches in NumPy memory, for machines without a GPU and for tests: see :class:`~trt_kvcache.memory.base.Memory`.
+
+    Every operation is done when its call returns.
 
     Examples
     --------
@@ -68,80 +70,25 @@ class HostMemory(Uncopyable):
         self.live_nbytes += nbytes
 
     def create_stream(self) -> HostStream:
-        """Return a new stream of this memory.
-
-        Returns
-        -------
-        HostStream
-            It has nothing to do: host operations are done when they return.
-        """
+        """Return a new stream, which has nothing to do: see :meth:`Memory.create_stream`."""
         return HostStream()
 
     def check_stream(self, stream: Any) -> None:
-        """Check that a stream belongs to this memory.
-
-        Parameters
-        ----------
-        stream : object
-            What a caller gave.
-
-        Raises
-        ------
-        PlaceError
-            It was not made by :meth:`create_stream`.
-        """
+        """Check that :meth:`create_stream` made a stream: see :meth:`Memory.check_stream`."""
         if not isinstance(stream, HostStream):
             raise PlaceError(f"stream: expected one made by HostMemory.create_stream(), got {type(stream).__name__}.")
 
     def is_capturing(self, stream: Any) -> bool:
-        """Return False: there are no CUDA graphs on the host.
-
-        Parameters
-        ----------
-        stream : HostStream
-            One of :meth:`create_stream`.
-        """
+        """Return False: there are no CUDA graphs on the host."""
+        self.check_stream(stream)
         return False
 
     def synchronize(self, stream: Any) -> None:
-        """Return at once: host operations are done when they return.
-
-        Parameters
-        ----------
-        stream : HostStream
-            One of :meth:`create_stream`.
-
-        Raises
-        ------
-        PlaceError
-            The stream is not one of this memory.
-        """
+        """Return at once: see :meth:`Memory.synchronize`."""
         self.check_stream(stream)
 
     def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> HostAllocation:
-        """Allocate bytes, aligned to 256.
-
-        Parameters
-        ----------
-        nbytes : int
-            Bytes, 0 or more.
-        zeroed : bool
-            Whether to set them to zero.
-        stream : HostStream
-            One of :meth:`create_stream`. The allocation is done when the call returns.
-
-        Returns
-        -------
-        HostAllocation
-            The bytes. They are freed when it is closed and the last DLPack consumer is gone.
-
-        Raises
-        ------
-        CapacityError
-            The memory has no room.
-        RangeError, PlaceError
-            ``nbytes`` is negative, or the stream is not one of this memory.
-        """
+        """Allocate bytes, aligned to 256: see :meth:`Memory.allocate`."""
         self.check_stream(stream)
         nbytes = int_in_range("nbytes", nbytes, 0)
         try:
@@ -153,106 +100,30 @@ class HostMemory(Uncopyable):
         return HostAllocation(self, padded[start:][:nbytes], nbytes)  # an empty slice with both ends loses its place
 
     def staging(self, shape: Sequence[int], dtype: str) -> Array:
-        """Return a zeroed NumPy array.
-
-        Parameters
-        ----------
-        shape : sequence of int
-            Its shape.
-        dtype : str
-            A name of :mod:`trt_kvcache.dtypes`.
-
-        Returns
-        -------
-        ndarray
-            In ordinary memory.
-        """
+        """Return a zeroed NumPy array: see :meth:`Memory.staging`."""
         return np.zeros(tuple(shape), numpy_dtype(dtype))
 
     def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
-        """Copy a host array into a new tensor in this memory. This allocates.
-
-        Parameters
-        ----------
-        array : array_like
-            Of any shape, with a dtype of :mod:`trt_kvcache.dtypes`. It may be changed as soon as the call returns.
-        stream : HostStream
-            One of :meth:`create_stream`. The copy is done when the call returns.
-
-        Returns
-        -------
-        DeviceTensor
-            Contiguous, of the shape and dtype of the array.
-
-        Raises
-        ------
-        CapacityError
-            The memory has no room.
-        DTypeError, PlaceError
-            The dtype is unknown, or the stream is not one of this memory.
-        """
+        """Copy an array into a new tensor: see :meth:`Memory.to_device`."""
         source = np.ascontiguousarray(array)
         tensor = DeviceTensor(self.allocate(source.nbytes, stream=stream), shape=np.shape(array), dtype=dtype_name(source.dtype))
         self.array(tensor)[...] = array
         return tensor
 
     def upload(self, destination: DeviceTensor, source: Array, *, stream: Any) -> None:
-        """Copy a host array into a tensor of this memory.
-
-        Parameters
-        ----------
-        destination : DeviceTensor
-            Contiguous.
-        source : ndarray
-            Contiguous, of the same shape and dtype.
-        stream : HostStream
-            One of :meth:`create_stream`. The copy is done when the call returns.
-
-        Raises
-        ------
-        PlaceError, ShapeError, DTypeError
-            The tensor and the array do not fit, or are not contiguous. Nothing was copied.
-        """
+        """Copy an array into a tensor: see :meth:`Memory.upload`."""
         self.check_stream(stream)
         check_copy("upload", destination, source, self)
         self.array(destination)[...] = source
 
     def download(self, destination: Array, source: DeviceTensor, *, stream: Any) -> None:
-        """Copy a tensor of this memory into a host array.
-
-        Parameters
-        ----------
-        destination : ndarray
-            Contiguous, of the same shape and dtype.
-        source : DeviceTensor
-            Contiguous.
-        stream : HostStream
-            One of :meth:`create_stream`. The copy is done when the call returns.
-
-        Raises
-        ------
-        PlaceError, ShapeError, DTypeError
-            The tensor and the array do not fit, or are not contiguous. Nothing was copied.
-        """
+        """Copy a tensor into an array: see :meth:`Memory.download`."""
         self.check_stream(stream)
         check_copy("download", source, destination, self)
         destination[...] = self.array(source)
 
     def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
-        """Set the bytes of a tensor to zero.
-
-        Parameters
-        ----------
-        tensor : DeviceTensor
-            Contiguous, of this memory.
-        stream : HostStream
-            One of :meth:`create_stream`. The write is done when the call returns.
-
-        Raises
-        ------
-        PlaceError, ShapeError
-            The tensor is of another memory, or is not contiguous.
-        """
+        """Set the bytes of a tensor to zero: see :meth:`Memory.zero`."""
         self.check_stream(stream)
         if tensor.memory is not self:
             raise PlaceError(f"zero: expected a tensor of this memory, got one of {tensor.memory.device}.")
@@ -282,47 +153,18 @@ class HostMemory(Uncopyable):
         if not isinstance(allocation, HostAllocation):
             raise PlaceError(f"expected a tensor in host memory, got one of {tensor.memory.device}.")
         dtype = tensor.numpy_dtype
-        strides = None if tensor.is_contiguous else tuple(stride * dtype.itemsize for stride in tensor.strides)
+        strides = None if tensor.is_contiguous else [stride * dtype.itemsize for stride in tensor.strides]
         array: Array = np.ndarray(tensor.shape, dtype, allocation.storage, tensor.offset if tensor.nbytes else 0, strides)
         return array
 
     def read(self, tensor: DeviceTensor) -> Array:
-        """Return a copy of a view on the host.
-
-        Parameters
-        ----------
-        tensor : DeviceTensor
-            Any view of this memory.
-
-        Returns
-        -------
-        ndarray
-            Of the same shape and dtype.
-
-        Raises
-        ------
-        PlaceError, ClosedError
-            The tensor is of another memory, or its owner is closed.
-        """
+        """Return a copy of a view: see :meth:`Memory.read`."""
         return np.array(self.array(tensor))
 
     def dlpack(self, tensor: DeviceTensor, **kwargs: Any) -> Any:
-        """Return a DLPack capsule that shares the bytes of a tensor and keeps them alive.
-
-        Parameters
-        ----------
-        tensor : DeviceTensor
-            Any view of this memory.
-        **kwargs :
-            Of the ``__dlpack__`` protocol.
-
-        Returns
-        -------
-        capsule
-            For one consumer. NumPy makes it; it does not know bfloat16 and float8, so these are exported as integers of the same size,
-            and the dtype in the capsule is corrected afterwards.
-        """
+        """Return a DLPack capsule that shares the bytes of a tensor: see :meth:`Memory.dlpack`."""
         array = self.array(tensor)
+        # NumPy makes the capsule. It does not know bfloat16 and float8: they are exported as integers, and the dtype is corrected after.
         if array.dtype.kind in "iuf":
             return array.__dlpack__(**kwargs)
         capsule = array.view(f"i{array.itemsize}").__dlpack__(**kwargs)

@@ -26,14 +26,14 @@ class OwnedBytes(Uncopyable, Generic[_Counter, _Owner]):
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True after ``close``."""
         return self._storage is None
 
     @property
     def storage(self) -> _Owner:
         """The owner of the bytes: a uint8 array, or a CudaBuffer."""
         if self._storage is None:
-            raise ClosedError("the memory behind this tensor is closed. Keep its cache open, or copy with .numpy() before.")
+            raise ClosedError("the memory of this tensor is closed. Keep its cache open, or copy with .numpy() before.")
         return self._storage
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ def allocate_tensors(memory: Memory, shapes: Sequence[tuple[int, ...]], dtype: s
 def check_saved(
     saved: Sequence[DeviceTensor], shapes: Sequence[tuple[int, ...]], dtype: str, memory: Memory, *, per: str, what: str = "saved"
 ) -> None:
-    """Check tensors that a caller wants to restore."""
+    """Check tensors that a caller wants to restore: one for each shape, contiguous, of a dtype and memory."""
     if isinstance(saved, DeviceTensor) or not isinstance(saved, Sequence):
         raise ShapeError(f"{what}: expected a sequence of tensors, one per {per}, got {type(saved).__name__}.")
     if len(saved) != len(shapes):
@@ -38,4 +38,4 @@ def check_saved(
         if not tensor.is_contiguous:
             raise LayoutError(f"{what}[{index}]: expected a dense tensor, got {tensor!r}.")
         if tensor.allocation.closed:
-            raise ClosedError(f"{what}[{index}]: the memory behind this tensor is closed.")
+            raise ClosedError(f"{what}[{index}]: the memory of this tensor is closed.")

@@ -20,7 +20,7 @@ MAX_DIMENSION = 2**31 - 1
 #: The largest ``max_batch_size``: compaction names a slot in 16 bits, and one value of them stands for no slot.
 MAX_BATCH_SIZE = 0xFFFF
 
-#: The most layers of a cache, of either kind. No model has a hundredth of it; more is a mistake that would take all memory.
+#: Layers of each kind in a cache, at most: a larger number is a mistake that would take all memory.
 MAX_LAYERS = 10_000
 
 
@@ -38,7 +38,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie one after another in row-major order. Dimensions of size 1 are ignored."""
+    """Return True if the elements are contiguous in row-major order. Dimensions of size 1 are ignored."""
     if 0 in shape:
         return True
     expected = 1
@@ -50,7 +50,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements lie from the first to the last element of a view, both included; 0 for an empty view."""
+    """Return the number of elements from the first to the last of a view, both included; 0 for an empty view."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -59,15 +59,15 @@ class DeviceTensor(Uncopyable):
     array([7, 1, 2, 3, 4, 5], dtype=int32)
     """
 
-    # Plain fields, not properties: kernels and bindings read them for every tensor of a launch.
+    # Fields, not properties: kernels and bindings read them for every tensor of a launch.
     __slots__ = {
         "allocation": "The owner of the bytes.",
         "dtype": 'Name of the dtype, such as ``"float16"``.',
-        "is_contiguous": "Whether the elements lie one after another. Dimensions of size 1 are ignored.",
+        "is_contiguous": "True if the elements are contiguous in row-major order. Dimensions of size 1 are ignored.",
         "memory": "The memory that the bytes are in.",
-        "nbytes": "Bytes of the elements: what a contiguous copy takes.",
+        "nbytes": "Bytes of the elements, as of a contiguous copy.",
         "ndim": "Number of dimensions.",
-        "numpy_dtype": "The NumPy dtype of the elements, of ml_dtypes for those that NumPy lacks.",
+        "numpy_dtype": "NumPy dtype of the elements; from ml_dtypes if NumPy has none.",
         "offset": "Bytes from the start of the allocation to the first element.",
         "shape": "Sizes of the dimensions.",
         "strides": "Elements from one index to the next, per dimension.",

@@ -8,9 +8,9 @@ from typing import Any
 
 from trt_kvcache.dtypes import SCALED_KV_DTYPES
 from trt_kvcache.errors import CapacityError, DTypeError, ShapeError
+from trt_kvcache.kernels.attention_kernels import attend_kernel
 from trt_kvcache.kernels.attention_params import HEAD_SCALES_NDIM, TOKEN_SCALES_NDIM, AttentionParams
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
-from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.scale_views import saved_scales
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
@@ -96,7 +96,7 @@ class AttentionOp:
             out=outputs[0], scale=self._scale or 1 / math.sqrt(self._head_dim), **self._scores,
         )  # fmt: skip
         kernel_workspace = None if cache.memory.is_host else self._kernel_workspace(workspace)
-        backend_of(cache.memory).attend(call, kernel_workspace, stream)  # type: ignore[arg-type]  # NumPy needs none
+        attend_kernel(call, kernel_workspace, stream)  # type: ignore[arg-type]  # NumPy needs none
 
     def _kernel_workspace(self, workspace: DeviceTensor) -> BorrowedWorkspace:
         """Return the bytes as a workspace of the kernels. It is made again only when the address has changed."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trt_kvcache.errors import DTypeError, ShapeError
-from trt_kvcache.kernels.backend import backend_of
+from trt_kvcache.kernels.embedding_kernels import embed_kernel
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.custom_op import TensorType
 
@@ -43,4 +43,4 @@ class EmbeddingOp:
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
         """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. One launch."""
         table, ids = inputs
-        backend_of(table.memory).embed(table, ids, outputs[0], stream)
+        embed_kernel(table, ids, outputs[0], stream)

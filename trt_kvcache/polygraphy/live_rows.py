@@ -1,17 +1,16 @@
-"""``live_rows``: copy to the host what the active slots of a cache hold: the first ``length`` rows of K and V, and states."""
+"""``live_rows``: copies the live rows of K and V (the first ``length`` of each active slot) and the states of a cache to the host."""
 
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
-from trt_kvcache.cache.hybrid_config import LayerType
+from trt_kvcache.cache.cache import Cache
+from trt_kvcache.cache.config import LayerType
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.kernels.attention_params import HEAD_SCALES_NDIM
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.sequences.slot_format import AnyCache
 
 #: Name of the lengths among the arrays of :func:`live_rows`.
 LENGTHS = "kvcache_lengths"
@@ -27,39 +26,34 @@ def state_name(kind: StateKind, layer: int) -> str:
     return DEFAULT_NAMES.state_pair(kind, layer)[0]
 
 
-def live_rows(cache: AnyCache) -> dict[str, np.ndarray[Any, Any]]:
-    """Copy the live rows and the states of a cache to the host."""
+def live_rows(cache: Cache) -> dict[str, np.ndarray[Any, Any]]:
+    """Copy live rows and states to the host, in the order of the layers if the cache knows it. Waits for all work of the device."""
+    # k_cache_{i}, v_cache_{i}: float32 [A, H, n, D], n = longest length; rows past a length are 0, quantized rows are dequantized.
+    # conv_state_{i}: float32 [A, channels, kernel], recurrent_state_{i}: float32 [A, heads, head_dim, state_size]: inputs of the next
+    # enqueue; 0 for a slot of length 0. kvcache_lengths: int32 [A].
     lengths = np.array(cache.host_kv_cache_lengths, np.int32)
     dead = np.arange(lengths.max(initial=0)) >= lengths[:, np.newaxis]
     rows: dict[str, np.ndarray[Any, Any]] = {}
     indices = {kind: count() for kind in LayerType}
-    for kind in _layer_types(cache):
+    for kind in cache.layer_types:
         layer = next(indices[kind])
         rows |= _attention_rows(cache, layer, dead) if kind is LayerType.ATTENTION else _states(cache, layer, lengths)
     rows[LENGTHS] = lengths
     return rows
 
 
-def _layer_types(cache: AnyCache) -> tuple[LayerType, ...]:
-    """Return what the layers of a cache keep, in their order where the cache knows it."""
-    if isinstance(cache, HybridCacheManager):
-        return cache.layer_types
-    return (LayerType.ATTENTION,) * cache.num_layers + (LayerType.MAMBA,) * (0 if cache.states is None else cache.states.num_layers)
-
-
-def _attention_rows(cache: AnyCache, layer: int, dead: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    kv = cache.kv_cache_manager if isinstance(cache, HybridCacheManager) else cache
+def _attention_rows(cache: Cache, layer: int, dead: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    kv = cache.kv_layers
     assert kv is not None  # it has an attention layer
-    rows = {name: _read(view, dead) for name, view in zip(rows_names(layer), kv.get_separate_kv_cache(layer), strict=True)}
-    scales = kv.get_kv_scales(layer)
-    if scales is not None:
-        for values, found in zip(rows.values(), _scales(scales, dead), strict=True):
+    rows = {name: _read(view, dead) for name, view in zip(rows_names(layer), kv.separate[layer], strict=True)}
+    if kv.scales:
+        for values, found in zip(rows.values(), _scales(kv.scales[layer], dead), strict=True):
             values *= np.where(dead[:, np.newaxis], np.float32(0), found)[..., np.newaxis]
     return rows
 
 
 def _scales(scales: DeviceTensor, dead: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the scales of K and of V, to be broadcast to ``[A, H, n]``."""
+    """Return the scales of K and of V, which broadcast to ``[A, H, n]``."""
     slots, longest = dead.shape
     found = scales.numpy()
     if found.ndim == HEAD_SCALES_NDIM:
@@ -67,12 +61,12 @@ def _scales(scales: DeviceTensor, dead: np.ndarray[Any, Any]) -> tuple[np.ndarra
     return found[:slots, 0, :, :longest], found[:slots, 1, :, :longest]
 
 
-def _states(cache: AnyCache, layer: int, lengths: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the states of a layer, of slots with tokens."""
+def _states(cache: Cache, layer: int, lengths: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the states of a layer; 0 for slots without tokens."""
     states = cache.states
     assert states is not None  # it has a layer with states
     found = {}
-    for kind in reversed(states.kinds):  # as a layer computes them: first its convolution
+    for kind in reversed(states.kinds):  # in the order of computation: first the convolution
         values = states.current(kind).layers[layer].numpy()[: len(lengths)].astype(np.float32)
         values[lengths == 0] = 0
         found[state_name(kind, layer)] = values

@@ -1,4 +1,4 @@
-"""Polygraphy loaders: sessions, engine folders and networks that are made when they are called.
+"""Polygraphy loaders of sessions, engine folders and networks.
 
 Each loader has a function in ``snake_case`` that does it at once, as Polygraphy's own. Errors are ``PolygraphyException``, and warnings go
 through ``G_LOGGER``.
@@ -60,7 +60,7 @@ class SessionFromFolder(BaseLoader):  # type: ignore[misc]  # polygraphy has no 
         Returns
         -------
         InferenceSession
-            The caller's to close.
+            The session; the caller closes it.
 
         Raises
         ------
@@ -169,7 +169,7 @@ def session_from_folder(folder: StrPath, **options: Unpack[ModelOptions]) -> Inf
     Returns
     -------
     InferenceSession
-        The caller's to close.
+        The session; the caller closes it.
 
     Raises
     ------

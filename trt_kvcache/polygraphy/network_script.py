@@ -31,8 +31,8 @@ class _Defined(NamedTuple):
     definition: DecoderDefinition
 
 
-#: TensorRT points at the weights until the build is done, but Polygraphy keeps builder and network only. So everything that was
-#: defined is kept for the life of the process.
+#: TensorRT holds pointers to the weights until the build is done, but Polygraphy keeps only builder and network. So all definitions are
+#: kept for the life of the process.
 _DEFINED: list[_Defined] = []
 
 

@@ -1,4 +1,4 @@
-"""``ReferenceEngine``: a checkpoint run in NumPy behind the :class:`~trt_kvcache.engine.protocol.Engine` protocol."""
+"""``ReferenceEngine``: a checkpoint run in NumPy, as an :class:`~trt_kvcache.engine.protocol.Engine`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.engine.bound_tensors import BoundTensors, StepTensors
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import PlaceError
@@ -203,7 +203,7 @@ class ReferenceEngine(DecoderEngine):
     def _attentions(
         self, step: StepTensors, start: npt.NDArray[np.int32], rope: Mapping[_RopeKey, RopePositions], stream: Any
     ) -> list[LayerAttention]:
-        """Return the attention of each layer that has one over the bound caches."""
+        """Return the attention of each attention layer over the bound caches."""
         attentions: list[LayerAttention] = []
         for index, (mixer, cache) in enumerate(zip(self._config.attention_layers, step.caches, strict=True)):
             attention: LayerAttention
@@ -219,7 +219,7 @@ class ReferenceEngine(DecoderEngine):
         return attentions
 
     def _combined_inputs(self) -> list[tuple[DeviceTensor | None, AttentionWorkspace]]:
-        """Return the RoPE table and the workspace of each attention layer for :class:`CombinedAttention`: the same in every step."""
+        """Return the RoPE table and the workspace of each attention layer for :class:`CombinedAttention`, cached for all steps."""
         stream = self.memory.create_stream()
         tables = {key: self.memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in self._rope.items()}
         workspaces: dict[tuple[int, int, int], AttentionWorkspace] = {}
@@ -235,7 +235,7 @@ class ReferenceEngine(DecoderEngine):
 
 
 def _recurrences(config: ModelConfig, step: StepTensors, stream: Any) -> list[LayerRecurrence]:
-    """Return the recurrence of each layer with states over the bound ones."""
+    """Return the recurrence of each recurrent layer over its bound states."""
     if step.new_lengths is None:
         return []
     return [
@@ -245,5 +245,5 @@ def _recurrences(config: ModelConfig, step: StepTensors, stream: Any) -> list[La
 
 
 def _rope_key(mixer: AttentionConfig) -> _RopeKey | None:
-    """Return what the table of angles of attention depends on; None without RoPE."""
+    """Return the cache key of a layer's RoPE table; None without RoPE."""
     return None if mixer.rope is None else (mixer.rope, mixer.head_dim)

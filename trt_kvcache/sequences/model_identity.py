@@ -1,4 +1,4 @@
-"""``ModelIdentity``: which model the K, V and states of a snapshot belong to."""
+"""``ModelIdentity``: the model that computed the K, V and states of a snapshot."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def check_type(name: str, value: object, expected: type) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelIdentity:
-    """Which model the K, V and states of a snapshot belong to.
+    """The model that computed the K, V and states of a snapshot.
 
     A snapshot is restored only for a model of equal identity.
 

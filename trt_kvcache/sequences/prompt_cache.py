@@ -1,4 +1,4 @@
-"""``PromptCache``: copies of sequences, so that of a prompt which begins like an earlier one only the rest is computed."""
+"""``PromptCache``: prefix caching. Copies of sequences, from which the common prefix of a later prompt is restored."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,12 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._util.lifetime import Closable
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.errors import CapacityError, ClosedError, ShapeError
 from trt_kvcache.generation.token_ids import TokenArray, common_prefix, reusable_tokens, token_array
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.sequences.slot_copy import Place, SlotCopy, check_capture
-from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
+from trt_kvcache.sequences.slot_format import SlotFormat
 
 #: Token ids on the host, ``(n,)``.
 Tokens = Sequence[int] | npt.NDArray[Any]
@@ -36,14 +37,14 @@ class PromptEntry:
 
 @dataclass(frozen=True)
 class PromptMatch:
-    """What a :class:`PromptCache` holds of a prompt.
+    """The longest prefix of a prompt in a :class:`PromptCache`.
 
     Parameters
     ----------
     entry : PromptEntry
-        The entry that saves most of the prompt.
+        The entry with the longest usable prefix of the prompt.
     length : int
-        Tokens at the start of the prompt that can be taken from the entry.
+        Tokens of that prefix.
     """
 
     entry: PromptEntry
@@ -51,7 +52,7 @@ class PromptMatch:
 
 
 class PromptCache(Closable):
-    """Copies of sequences, from which prompts that begin alike are restored. Not thread-safe.
+    """A prefix cache: copies of sequences, from which prompts with a common prefix are restored. Not thread-safe.
 
     The least recently used entry is dropped first.
 
@@ -60,9 +61,9 @@ class PromptCache(Closable):
     cache : KVCacheManager, LinearKVCache or HybridCacheManager
         The cache whose slots are copied. Its owner closes it.
     max_bytes : int
-        Upper limit of the bytes of all copies together; token ids are not counted. With 0, the default, nothing is kept.
+        Limit of the bytes of all copies; token ids are not counted. With 0, the default, nothing is kept.
     place : {"cache", "host"}
-        Where the copies are: in the memory of the cache, or on the host (page-locked for a device). With ``"host"`` calls wait.
+        Location of the copies: the memory of the cache, or the host (page-locked for a device). With ``"host"`` calls wait.
 
     Raises
     ------
@@ -73,15 +74,15 @@ class PromptCache(Closable):
 
     Notes
     -----
-    Tokens are compared one by one, never by a hash alone. At least one token of a prompt is never taken from here, because its logits
-    are needed.
+    Tokens are compared one by one, never by a hash alone. At least one token of a prompt is always computed, because its logits are
+    needed.
 
     Recurrent states cannot go back to an earlier token. With recurrent layers an entry is therefore used whole or not at all: insert
-    a sequence at the numbers of tokens from which others will continue, such as all but the last token of a prompt.
+    a sequence at the lengths from which others will continue, such as a prompt without its last token.
 
     Examples
     --------
-    The first four tokens of a prompt are in slot 0. A prompt that shares three of them takes those from the copy:
+    The first four tokens of a prompt are in slot 0. Another prompt has three of them in common, which are restored from the copy:
 
     >>> from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, PromptCache
     >>> memory = HostMemory()
@@ -105,10 +106,10 @@ class PromptCache(Closable):
     >>> cache.close()
     """
 
-    def __init__(self, cache: AnyCache, *, max_bytes: int = 0, place: Place = "cache") -> None:
+    def __init__(self, cache: Cache, *, max_bytes: int = 0, place: Place = "cache") -> None:
         self._format = SlotFormat.of(cache)
         super().__init__(cache=cache)
-        self._cache: AnyCache = cache
+        self._cache: Cache = cache
         self._max_bytes = int_in_range("PromptCache.max_bytes", max_bytes, 0)
         one_of("PromptCache.place", place, get_args(Place))
         self._place: Place = place
@@ -120,13 +121,13 @@ class PromptCache(Closable):
         return f"PromptCache({state}, hits={self._hits}, misses={self._misses})"
 
     @property
-    def cache(self) -> AnyCache:
+    def cache(self) -> Cache:
         """The cache whose slots are copied."""
         return self._cache
 
     @property
     def max_bytes(self) -> int:
-        """Upper limit of the bytes of all copies together; with 0 nothing is kept."""
+        """Limit of the bytes of all copies; with 0 nothing is kept."""
         return self._max_bytes
 
     @property
@@ -160,7 +161,7 @@ class PromptCache(Closable):
         Parameters
         ----------
         tokens : sequence of int (n,)
-            The tokens with which the slot begins, at least one; with recurrent layers all that it holds.
+            The first tokens of the slot, at least one; with recurrent layers all of its tokens.
         slot : int
             An active slot.
         stream : cuda.core.Stream
@@ -169,7 +170,7 @@ class PromptCache(Closable):
         Returns
         -------
         PromptEntry or None
-            The entry that holds the tokens, which may have been there before; None if there is no room for it.
+            The entry that holds the tokens, new or not; None if there is no room for it.
 
         Raises
         ------
@@ -182,12 +183,12 @@ class PromptCache(Closable):
 
         Notes
         -----
-        Without recurrent layers, entries with which the new one begins are dropped, because the new one can be used for
-        every prompt that they can be used for.
+        Without recurrent layers, entries that are a prefix of the new one are dropped, because the new one serves every prompt that they
+        serve.
 
         The copy is made before anything is dropped, unless ``max_bytes`` or the memory has no room for both. Then as few entries as
-        necessary are dropped first: those with which the new one begins, then the least recently used ones. If the memory has no
-        room even after entries as large as the new one were dropped, no more are dropped, and None is returned.
+        necessary are dropped first: prefixes of the new one, then the least recently used ones. If the memory has no room even after
+        entries as large as the new one were dropped, no more are dropped, and None is returned.
         """
         self._check_open()
         if not self._max_bytes:
@@ -225,7 +226,7 @@ class PromptCache(Closable):
             return None
         array = self._tokens(tokens)
         if len(array) != copy.length:
-            raise ShapeError(f"tokens: expected {copy.length}, as many as were copied, got {len(array)}.")
+            raise ShapeError(f"tokens: expected {copy.length}, the length of the copy, got {len(array)}.")
         difference = self._format.difference(copy.slot_format)
         if difference is not None:
             raise ShapeError(f"copy: {difference}. It was made of another cache.")
@@ -250,7 +251,7 @@ class PromptCache(Closable):
         candidates = sorted(self._copies, key=lambda entry: entry not in covered)
         before = self.nbytes
         while self.nbytes + new.nbytes > self._max_bytes or (copy := _or_none(make_copy)) is None:
-            if not candidates or before - self.nbytes >= new.nbytes:  # more would not help either
+            if not candidates or before - self.nbytes >= new.nbytes:  # dropping more would not help
                 return None
             del self._copies[candidates.pop(0)]
         for entry in covered & self._copies.keys():
@@ -259,7 +260,7 @@ class PromptCache(Closable):
         return new
 
     def _covers(self, longer: TokenArray, shorter: TokenArray) -> bool:
-        """Return whether an entry of ``longer`` can replace an entry of ``shorter`` for every prompt."""
+        """Return True if an entry of ``longer`` can replace an entry of ``shorter`` for every prompt."""
         if self._format.has_states and len(longer) != len(shorter):
             return False
         return common_prefix(longer, shorter) == len(shorter)
@@ -269,7 +270,7 @@ class PromptCache(Closable):
         self._copies[entry] = self._copies.pop(entry)
 
     def find(self, tokens: Tokens) -> PromptMatch | None:
-        """Find the entry that saves most of a prompt. It becomes the most recently used one.
+        """Find the entry with the longest usable prefix of a prompt. It becomes the most recently used one.
 
         Parameters
         ----------

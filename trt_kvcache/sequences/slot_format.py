@@ -1,4 +1,4 @@
-"""``SlotFormat``: which tensors a slot of a cache holds, whatever the batch size, sequence length and layout of the cache."""
+"""``SlotFormat``: the tensors of a slot, whatever the batch size, sequence length and layout of its cache."""
 
 from __future__ import annotations
 
@@ -7,40 +7,36 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
-from trt_kvcache.cache.kv_cache_base import KVCacheBase
+from trt_kvcache.cache.cache import Cache
+from trt_kvcache.cache.config import KVCacheConfig, MambaCacheConfig
 from trt_kvcache.cache.layout import StateStorage
-from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.kernels.scale_views import saved_scales
 from trt_kvcache.memory.shapes import align_up, dense_nbytes
 
-#: The managers whose slots hold whole sequences. For a model of Mamba layers alone this is a ``HybridCacheManager`` too.
-AnyCache = KVCacheBase | HybridCacheManager
-
-# Fields of a MambaCacheConfig that say nothing about the states of one slot.
+# Fields of a MambaCacheConfig that do not change the states of one slot.
 _CACHE_SIZES = ("num_layers", "max_batch_size", "max_sequence_length", "ping_pong")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotFormat:
-    """The layers whose K, V and states a slot holds."""
+    """Layers of a slot: heads, dtypes and scales of K and V, shapes and dtypes of states. Copies move between equal formats only."""
 
+    # Batch size, sequence length and layout of the configurations do not matter here.
     kv: KVCacheConfig | None
     mamba: MambaCacheConfig | None
 
     @classmethod
-    def of(cls, cache: AnyCache, *, name: str = "cache") -> SlotFormat:
-        """Return the format of the slots of a cache."""
-        if not isinstance(cache, AnyCache):
+    def of(cls, cache: Cache, *, name: str = "cache") -> SlotFormat:
+        """Return the format of the slots of a cache; ``name`` is the argument that an error names."""
+        if not isinstance(cache, Cache) or not cache.holds_whole_sequences:
             raise ConfigError(f"{name}: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got {type(cache).__name__}.")
         return cls(kv=cache.kv_config, mamba=cache.mamba_config)
 
     @property
     def has_states(self) -> bool:
-        """Whether there are recurrent states. They sum up all tokens of a slot, so that only the whole sequence can be reused."""
+        """True if there are recurrent states. They depend on all tokens of a slot, so only the whole sequence can be reused."""
         return self.mamba is not None
 
     @property
@@ -56,20 +52,27 @@ class SlotFormat:
 
     @property
     def state_storages(self) -> dict[StateKind, StateStorage]:
-        """The recurrent and the conv states of the recurrent layers, in this order, of which they may have the latter only; else empty."""
+        """The recurrent states, if the layers have them, then the conv states."""
         return {} if self.mamba is None else state_storages(self.mamba)
 
+    @property
+    def num_states(self) -> int:
+        """Number of state tensors."""
+        return sum(storage.num_layers for storage in self.state_storages.values())
+
     def kv_shapes(self, length: int) -> list[tuple[int, int, int, int]]:
-        """Return the shape of K and V of the first tokens in each attention layer."""
+        """Return ``(2, H_i, length, D_i)`` for each attention layer: K and V of the first tokens."""
         return [] if self.kv is None else [(2, layer.num_kv_heads, length, layer.head_dim) for layer in self.kv.layers]
 
     def scale_shapes(self, length: int) -> list[tuple[int, int, int]]:
-        """Return the shape of the scales of the first tokens in each attention layer."""
+        """Return ``(2, H_i, length)`` for each attention layer with scales by token: the scales of the first tokens."""
         scaled = self.kv is not None and self.kv.scales_by_token
         return [shape[:3] for shape in self.kv_shapes(length)] if scaled else []
 
     def tensors(self, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the tensors of the first tokens of a slot: their names, shapes and dtypes."""
+        """Return names, shapes and dtypes of the tensors of the first tokens of a slot, as copies on the host and snapshots hold them."""
+        # k_cache_0, v_cache_0, ... [H_i, n, D_i]; with scales by token k_scale_0, v_scale_0, ... [H_i, n] float32; then
+        # recurrent_state_0, ... [1, num_heads, head_dim, state_size] and conv_state_0, ... [1, conv_dim, conv_kernel].
         tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         for index, shape in enumerate(self.kv_shapes(length)):
             tensors[f"k_cache_{index}"] = tensors[f"v_cache_{index}"] = (shape[1:], self.kv_dtype)
@@ -82,16 +85,16 @@ class SlotFormat:
         return tensors
 
     def nbytes(self, length: int) -> int:
-        """Return the bytes of a copy of the first tokens in the memory of a cache."""
+        """Return the bytes of a copy of the first tokens in the memory of a cache: each tensor padded to a multiple of 256."""
         kv_nbytes = sum(align_up(dense_nbytes(shape, self.kv_dtype)) for shape in self.kv_shapes(length))
         kv_nbytes += sum(align_up(dense_nbytes(shape, "float32")) for shape in self.scale_shapes(saved_scales(length)))
         states = self.state_storages.values()
         return kv_nbytes + sum(storage.num_layers * align_up(dense_nbytes(storage.slot_shape, storage.dtype)) for storage in states)
 
     def live_nbytes(self, length: int) -> int:
-        """Return the bytes that a sequence uses of its slot, without padding."""
+        """Return the bytes of its slot that a sequence uses, without padding: K, V and scales, and the states in every buffer."""
         if not length:
-            return 0
+            return 0  # its states are zero
         return length * self._token_nbytes + (0 if self.mamba is None else self.mamba.slot_nbytes)
 
     @cached_property
@@ -99,7 +102,7 @@ class SlotFormat:
         return 0 if self.kv is None else sum(layer.token_nbytes(self.kv_dtype, scaled=self.kv.scales_by_token) for layer in self.kv.layers)
 
     def difference(self, other: SlotFormat) -> str | None:
-        """Say why a copy of the ``other`` format cannot be used where this one is expected."""
+        """Return the first property that differs, with both values; None if the same bytes have the same meaning in both formats."""
         mine, theirs = self._properties(), other._properties()
         for name, value in mine.items():
             if theirs.get(name) != value:
@@ -107,7 +110,7 @@ class SlotFormat:
         return None
 
     def _properties(self) -> dict[str, Any]:
-        """Return everything that the meaning of the bytes depends on, by name. Numbers of layers come first."""
+        """Return the properties that determine the meaning of the bytes, by name. Numbers of layers come first."""
         properties: dict[str, Any] = {
             "attention layers": 0 if self.kv is None else self.kv.num_layers,
             "recurrent layers": 0 if self.mamba is None else self.mamba.num_layers,
@@ -133,7 +136,7 @@ class SlotFormat:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SlotFormat:
-        """Read what :meth:`to_dict` returned."""
+        """Return the format that :meth:`to_dict` wrote."""
         kv, mamba = data["kv"], data["mamba"]
         return cls(
             kv=None if kv is None else KVCacheConfig.from_dict(kv), mamba=None if mamba is None else MambaCacheConfig.from_dict(mamba)

@@ -1,4 +1,4 @@
-"""``Snapshot``: a sequence with everything that another process needs to continue it."""
+"""``Snapshot``: a sequence on the host or in a file, which another process can continue."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._version import __version__
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.dtypes import dtype_name
 from trt_kvcache.errors import CapacityError, KVCacheError, SnapshotError
 from trt_kvcache.generation.sampler_state import SamplerState
@@ -19,7 +20,7 @@ from trt_kvcache.generation.token_ids import reusable_tokens, token_array
 from trt_kvcache.sequences.model_identity import ModelIdentity, check_type
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptEntry
 from trt_kvcache.sequences.slot_copy import SlotCopy
-from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
+from trt_kvcache.sequences.slot_format import SlotFormat
 from trt_kvcache.sequences.snapshot_file import SnapshotFile
 
 # Names of the tensors of token ids in a file.
@@ -36,7 +37,7 @@ class Snapshot:
     Parameters
     ----------
     tokens : tuple of int
-        The tokens whose K and V are in ``contents``; its states are those after the last of them.
+        The tokens whose K and V are in ``contents``, with the states after the last of them.
     pending : tuple of int
         Tokens that follow but were not computed yet, usually the last generated one.
     sampler : SamplerState or None
@@ -72,7 +73,7 @@ class Snapshot:
     >>> other.host_kv_cache_lengths
     (3,)
 
-    Only what a new prompt shares with it can be used, and at least one token of the prompt is always computed:
+    Only the common prefix with a new prompt can be used, and at least one token of the prompt is always computed:
 
     >>> loaded.reusable([11, 12, 99]), loaded.reusable([11, 12, 13])
     (2, 2)
@@ -98,7 +99,7 @@ class Snapshot:
     @classmethod
     def of_slot(
         cls,
-        cache: AnyCache,
+        cache: Cache,
         slot: int,
         *,
         tokens: Sequence[int],
@@ -116,7 +117,7 @@ class Snapshot:
         slot : int
             An active slot.
         tokens : sequence of int (n,)
-            The tokens with which the slot begins; with recurrent layers all that it holds.
+            The first tokens of the slot; with recurrent layers all of its tokens.
         model : ModelIdentity
             The model that runs on the cache.
         pending : sequence of int (m,)
@@ -244,7 +245,7 @@ class Snapshot:
 
     @classmethod
     def _of_file(cls, stored: SnapshotFile) -> Snapshot:
-        """Return what the file holds, after checking that its tensors are those of its format."""
+        """Return the snapshot of a file, after checking that its tensors fit its format."""
         description, arrays = stored.description, dict(stored.arrays)
         tokens, pending = (token_array(name, arrays.pop(name)) for name in (_TOKENS, _PENDING))
         slot_format = SlotFormat.from_dict(description["slot"])
@@ -264,7 +265,7 @@ class Snapshot:
             contents=SlotCopy(slot_format, len(tokens), tuple(arrays[name] for name in expected)),
         )
 
-    def check_fits(self, cache: AnyCache, model: ModelIdentity) -> None:
+    def check_fits(self, cache: Cache, model: ModelIdentity) -> None:
         """Check that the contents mean the same in a cache. Its sizes and layout may differ.
 
         Parameters
@@ -284,7 +285,7 @@ class Snapshot:
         check_type("model", model, ModelIdentity)
         if model.fingerprint != self.model.fingerprint:
             raise SnapshotError(
-                f"snapshot: fingerprint: expected that of the model, {_short(model.fingerprint)}, got {_short(self.model.fingerprint)}. "
+                f"snapshot: fingerprint: expected {_short(model.fingerprint)} as the model has, got {_short(self.model.fingerprint)}. "
                 "It was saved with another model."
             )
         if model.rope != self.model.rope:
@@ -314,8 +315,8 @@ class Snapshot:
         held = token_array(_TOKENS, self.tokens)
         return reusable_tokens(held, token_array("prompt", prompt), whole=self.slot_format.has_states)
 
-    def restore_slot(self, cache: AnyCache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any) -> int:
-        """Copy the sequence to the front of a slot. Its length stays as it is: commit what is returned afterwards.
+    def restore_slot(self, cache: Cache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any) -> int:
+        """Copy the sequence to the front of a slot. Its length stays as it is: commit the returned number of tokens afterwards.
 
         Parameters
         ----------
@@ -326,7 +327,7 @@ class Snapshot:
         model : ModelIdentity
             The model that runs on the cache.
         prompt : sequence of int (n,), optional
-            A prompt that will be continued instead of ``tokens`` and ``pending``: only what they share is restored.
+            A prompt that will be continued instead of ``tokens`` and ``pending``: only the common prefix is restored.
         stream : cuda.core.Stream
             The copies are ordered on it; the call waits.
 
@@ -392,12 +393,13 @@ class LoadedSnapshot:
     """A snapshot that was restored into a slot."""
 
     snapshot: Snapshot
+    #: Tokens with which the slot begins now.
     reused_tokens: int
 
 
 def save_snapshot(
     path: str | os.PathLike[str],
-    cache: AnyCache,
+    cache: Cache,
     slot: int,
     *,
     tokens: Sequence[int],
@@ -417,7 +419,7 @@ def save_snapshot(
     slot : int
         An active slot.
     tokens : sequence of int (n,)
-        The tokens with which the slot begins; with recurrent layers all that it holds.
+        The first tokens of the slot; with recurrent layers all of its tokens.
     model : ModelIdentity
         The model that runs on the cache.
     pending : sequence of int (m,)
@@ -430,7 +432,7 @@ def save_snapshot(
     Returns
     -------
     Snapshot
-        What was written.
+        The snapshot that was written.
 
     Raises
     ------
@@ -464,7 +466,7 @@ def save_snapshot(
 
 
 def load_snapshot(
-    path: str | os.PathLike[str], cache: AnyCache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any
+    path: str | os.PathLike[str], cache: Cache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any
 ) -> LoadedSnapshot:
     """Read a file and restore it into a slot. Its length stays as it is: commit ``reused_tokens`` afterwards.
 
@@ -479,7 +481,7 @@ def load_snapshot(
     model : ModelIdentity
         The model that runs on the cache.
     prompt : sequence of int (n,), optional
-        A prompt that will be continued instead of the tokens of the file: only what they share is restored.
+        A prompt that will be continued instead of the tokens of the file: only the common prefix is restored.
     stream : cuda.core.Stream
         The copies are ordered on it; the call waits.
 

@@ -2,7 +2,7 @@
 
     8 bytes       length of the header
     header        JSON: the metadata, and the dtype, shape and place of each tensor
-    tensors       those of larger elements first, so that all are aligned
+    tensors       larger elements first, so that all are aligned
     sha256        the last tensor, uint8 [32]: the hash of every byte before it
 
 Every reader of safetensors can open it. The hash is there because safetensors itself loads a flipped bit without an error.
@@ -25,7 +25,7 @@ from trt_kvcache._util.atomic_file import atomic_file
 from trt_kvcache._util.background_hash import DIGEST_NBYTES, BackgroundHash
 from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache._util.regular_file import open_regular
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.dtypes import dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import SnapshotError
 
@@ -50,9 +50,11 @@ _DTYPES = {stored: name for name, stored in _SAFETENSORS_NAMES.items()}
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """What a file holds."""
+    """Contents of a snapshot file."""
 
+    #: Plain JSON values: the producer, the model, the format of the slot and the sampler.
     description: dict[str, Any]
+    #: The tensors by name, contiguous; read-only after :meth:`read`.
     arrays: Mapping[str, npt.NDArray[Any]]
 
     def write(self, path: Path) -> None:
@@ -117,7 +119,7 @@ def _read_hashed(path: Path) -> tuple[npt.NDArray[np.uint8], bytes]:
 
 
 def _fill(file: BinaryIO, chunk: memoryview) -> None:
-    """Read as many bytes as a chunk has; one call may return fewer."""
+    """Fill a chunk; one read may return fewer bytes."""
     while len(chunk):
         count = file.readinto(chunk)  # type: ignore[attr-defined]
         if not count:
@@ -126,7 +128,7 @@ def _fill(file: BinaryIO, chunk: memoryview) -> None:
 
 
 def _machine_nbytes() -> int:
-    """Return the memory of this machine; a number that nothing exceeds where the system does not say it."""
+    """Return the memory of this machine, or a number that nothing exceeds where the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows
@@ -149,7 +151,7 @@ def _read_header(path: Path, content: npt.NDArray[np.uint8]) -> tuple[dict[str, 
 def _check_format(path: Path, header: dict[str, Any]) -> None:
     number = header["__metadata__"][_FORMAT_KEY]
     if not isinstance(number, str) or not number.isdecimal() or len(number) > 9 or int(number) < 1:
-        raise SnapshotError(f"{path}: format: expected a number of 1 or more, got {shown(number)}.")
+        raise SnapshotError(f"{path}: format: expected a number of 1 or more, got {short_repr(number)}.")
     if int(number) > FORMAT:
         raise SnapshotError(f"{path}: format: this package reads up to {FORMAT}, got {number}. A newer trt-kvcache saved it: upgrade.")
 

@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -14,14 +15,14 @@ from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.progress import Progress
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, default_sequence_length
-from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
-from trt_kvcache.cache.hybrid_config import HybridCacheConfig
-from trt_kvcache.cache.kv_cache_manager import KVCacheManager
+from trt_kvcache.cache.cache import Cache
+from trt_kvcache.cache.config import DecoderCacheConfig
+from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.attention_variants import default_attention
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig, decoder_cache_config
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import default_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
@@ -62,7 +63,7 @@ class SessionParts:
     """Everything that a session is made of. The fields are the arguments of ``InferenceSession``."""
 
     engine: Engine
-    cache: KVCacheManager | HybridCacheManager
+    cache: Cache
     names: TensorNames
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
@@ -313,8 +314,10 @@ def _built_parts(path: Path, cache: DecoderCacheConfig, memory: CudaMemory, opti
 
 def _fingerprint(path: Path, quantize: str | None) -> str:
     """Read all weights, once: only snapshots need it."""
-    with Checkpoint.open(path, quantize=quantize) as checkpoint:
-        return checkpoint.fingerprint()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about the weights: shown when the session was opened
+        with Checkpoint.open(path, quantize=quantize) as checkpoint:
+            return checkpoint.fingerprint()
 
 
 def _parts(
@@ -333,11 +336,7 @@ def _parts(
         tokenizer = Tokenizer.open(folder)
         defaults = GenerationDefaults.open(folder)
         sampling = _sampling(defaults, folder, with_text=tokenizer is not None)
-        cache: KVCacheManager | HybridCacheManager
-        if isinstance(config, HybridCacheConfig):
-            cache = HybridCacheManager(config, memory=engine.memory)
-        else:
-            cache = KVCacheManager(config, memory=engine.memory)
+        cache = make_cache(config, memory=engine.memory)
         undo.callback(cache.close)
         parts = SessionParts(
             engine=engine,

@@ -4,17 +4,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from trt_kvcache.cache.cache import Cache
 from trt_kvcache.errors import CapacityError, ShapeError
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.sequences.model_identity import ModelIdentity
-from trt_kvcache.sequences.slot_format import AnyCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.model_location import expanded
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def read_snapshots(paths: Paths, cache: AnyCache, model: ModelIdentity) -> list[Snapshot]:
+def read_snapshots(paths: Paths, cache: Cache, model: ModelIdentity) -> list[Snapshot]:
     """Read snapshots that are to fill the first slots of a cache."""
     each = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not isinstance(each, Sequence) or not all(isinstance(path, str | os.PathLike) for path in each):

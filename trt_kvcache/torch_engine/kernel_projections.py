@@ -1,4 +1,4 @@
-"""The products of decode steps by kernels of this package, on a GPU."""
+"""Matrix products of decode steps by kernels of this package, on a GPU."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from trt_kvcache.kernels import linear, linear_gelu_tanh_mul, linear_silu_mul
-from trt_kvcache.kernels.linear import GRANULE_NBYTES, INPUT_GRANULE
+from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE, linear_gated_mul_kernel, linear_kernel
 from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS, borrowed
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection
 
-#: Rows up to which the kernels are taken: a tile of their products. ``benchmarks/linear.py`` compares them with torch.
+#: Rows up to which the kernels are used: one tile of their products. ``benchmarks/linear.py`` compares them with torch.
 MAX_KERNEL_ROWS = 8
 
 
 class KernelProjections(Projections):
-    """Products of a few rows by our kernels, of more by torch."""
+    """Products of a few rows by our kernels, of more by torch. The weights must have been written: the kernels prefetch them."""
 
     def __init__(self, elementwise: Elementwise, memory: Memory, stream: Any) -> None:
         super().__init__(elementwise)
@@ -29,7 +29,7 @@ class KernelProjections(Projections):
         if not _fits(x, projection.weight):
             return super().project(projection, x)
         out = x.new_empty((*x.shape[:-1], len(projection.weight)))
-        self._launch(linear, x, projection, out)
+        linear_kernel(*self._tensors(x, projection, out), self._stream)
         return out
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
@@ -37,7 +37,7 @@ class KernelProjections(Projections):
         if not config.gated or config.activation not in GATE_ACTIVATIONS or not _fits(x, inputs.weight):
             return super().activated(inputs, x, config)
         out = x.new_empty((*x.shape[:-1], len(inputs.weight) // 2))
-        self._launch(linear_silu_mul if config.activation == "silu" else linear_gelu_tanh_mul, x, inputs, out)
+        linear_gated_mul_kernel(*self._tensors(x, inputs, out), config.activation, self._stream)
         return out
 
     def write_logits(self, rows: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
@@ -45,15 +45,18 @@ class KernelProjections(Projections):
         if not _fits(rows, head):
             super().write_logits(rows, head, logits)
             return
-        self._launch(linear, rows, TorchProjection(head, None), logits)
+        linear_kernel(*self._tensors(rows, TorchProjection(head, None), logits), self._stream)
 
-    def _launch(self, kernel: Any, x: torch.Tensor, projection: TorchProjection, out: torch.Tensor) -> None:
+    def _tensors(
+        self, x: torch.Tensor, projection: TorchProjection, out: torch.Tensor
+    ) -> tuple[DeviceTensor, DeviceTensor, DeviceTensor | None, DeviceTensor]:
+        """Return rows, weight, bias and output of a product, as the kernels take them."""
         rows, weight, results = (borrowed(tensor, self._memory) for tensor in (x.flatten(0, -2), projection.weight, out.flatten(0, -2)))
         bias = None if projection.bias is None else borrowed(projection.bias, self._memory)
-        kernel(rows, weight, bias=bias, out=results, stream=self._stream)
+        return rows, weight, bias, results
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the kernels are for such a product, and take these tensors."""
+    """Return True if the kernels support the product and these tensors."""
     is_aligned = all(tensor.is_contiguous() and tensor.data_ptr() % GRANULE_NBYTES == 0 for tensor in (x, weight))
     return 0 < x.numel() <= MAX_KERNEL_ROWS * x.shape[-1] and x.shape[-1] % INPUT_GRANULE == 0 and is_aligned

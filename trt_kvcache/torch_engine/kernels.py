@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.kernels import AttentionWorkspace, add_rms_norm, attend, gelu_tanh_mul, qk_rms_norm, silu_mul, split_qkv
+from trt_kvcache.kernels import AttentionWorkspace, split_qkv
+from trt_kvcache.kernels.attention_kernels import attend_kernel
+from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_tiles import (
     ELEMENT_TYPES,
     HEAD_DIMS,
@@ -22,7 +24,7 @@ from trt_kvcache.kernels.attention_tiles import (
     MIN_SCORE_FACTOR,
     arch_number,
 )
-from trt_kvcache.kernels.decoder_layer import MAX_ROWS
+from trt_kvcache.kernels.decoder_layer_kernels import MAX_ROWS, add_rms_norm_kernel, gated_mul_kernel, qk_rms_norm_kernel
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig
@@ -32,17 +34,17 @@ from trt_kvcache.torch_engine.operations import Elementwise, HeadCounts
 from trt_kvcache.torch_engine.positions import rope_key, rope_tables
 from trt_kvcache.torch_engine.step import TorchStep
 
-#: Activations of the gate of an MLP for which there are kernels.
+#: Activations of the MLP gate with a kernel.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class AttentionInputs(Uncopyable):
-    """What the attention kernels take beside a step: made once, for all layers."""
+    """Inputs of the attention kernels apart from a step, made once for all layers (of which :func:`are_known` is true)."""
 
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, memory: Memory) -> None:
         stream = memory.create_stream()
         group, head_dim = (max((getattr(mixer, size) for mixer in mixers), default=1) for size in ("group", "head_dim"))
-        self._workspace = AttentionWorkspace(memory, num_heads=group, num_kv_heads=1, head_dim=head_dim, stream=stream)
+        self.workspace = AttentionWorkspace(memory, num_heads=group, num_kv_heads=1, head_dim=head_dim, stream=stream)
         tables = rope_tables(mixers, length)
         self._tables = {key: memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in tables.items()}
         self.options: tuple[dict[str, Any], ...] = tuple(map(self._options, mixers))
@@ -51,7 +53,6 @@ class AttentionInputs(Uncopyable):
     def _options(self, mixer: AttentionConfig) -> dict[str, Any]:
         key = rope_key(mixer)
         return {
-            "workspace": self._workspace,
             "cos_sin": None if key is None else self._tables[key],
             "scale": mixer.score_scale,
             "window": mixer.window or 0,
@@ -62,11 +63,11 @@ class AttentionInputs(Uncopyable):
         """Release the memory. Idempotent."""
         for table in self._tables.values():
             table.allocation.close()
-        self._workspace.close()
+        self.workspace.close()
 
 
 def are_known(mixers: Sequence[AttentionConfig], dtype: str, memory: Memory) -> bool:
-    """Return whether the attention kernels know all layers, the dtype and the GPU."""
+    """Return True if the attention kernels support all layers, the dtype and the GPU."""
     return (
         not memory.is_host and dtype in ELEMENT_TYPES and all(_is_known(mixer) for mixer in mixers) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
     )
@@ -83,13 +84,13 @@ def _is_known(mixer: AttentionConfig) -> bool:
 
 
 class KernelAttention:
-    """The attention kernels of this package, on a GPU."""
+    """The attention kernels of this package, for a step with ``combined`` caches, launched on ``stream``."""
 
     def __init__(self, step: TorchStep, memory: Memory, inputs: AttentionInputs, stream: Any) -> None:
         assert step.combined is not None
         self._caches, self._start = step.combined, step.tensors.start
         self._scales = step.tensors.scales or (None,) * len(step.combined)
-        self._memory, self._options, self._stream = memory, inputs.options, stream
+        self._memory, self._inputs, self._stream = memory, inputs, stream
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
@@ -99,13 +100,16 @@ class KernelAttention:
         heads = qkv.shape[2] - 2 * kv_heads
         out = qkv.new_empty((*qkv.shape[:2], heads, qkv.shape[3]))
         q, k, v = split_qkv(borrowed(qkv, self._memory), heads, kv_heads)
-        options = {"kv_scales": self._scales[layer], **self._options[layer]}
-        attend(q, k, v, cache, self._start, out=borrowed(out, self._memory), stream=self._stream, **options)
+        call = AttentionParams(
+            q=q, k=k, v=v, cache=cache, kv_scales=self._scales[layer], lengths=self._start, new_lengths=None,
+            out=borrowed(out, self._memory), **self._inputs.options[layer],
+        )  # fmt: skip
+        attend_kernel(call, self._inputs.workspace, self._stream)
         return out
 
 
 class KernelElementwise(Elementwise):
-    """Residual and norm in one launch, norms of q and k in another, and the gate of the MLP in a third."""
+    """Fused kernels, launched on ``stream``: residual and norm; norms of q and k; the gate of the MLP."""
 
     def __init__(self, memory: Memory, stream: Any) -> None:
         self._memory, self._stream = memory, stream
@@ -122,16 +126,16 @@ class KernelElementwise(Elementwise):
         out = hidden if norm is None else torch.empty_like(hidden)
         weight, change_weight = (None if one is None else borrowed(one.weight, self._memory) for one in (norm, change_norm))
         ((eps, offset),) = kinds
-        add_rms_norm(
+        add_rms_norm_kernel(
             self._rows(hidden),
             self._rows(change),
             weight,
-            out=None if norm is None else self._rows(out),
-            eps=eps,
-            weight_offset=offset,
-            change_weight=change_weight,
-            change_factor=factor,
-            stream=self._stream,
+            None if norm is None else self._rows(out),
+            eps,
+            offset,
+            change_weight,
+            factor,
+            self._stream,
         )
         return hidden, out
 
@@ -140,16 +144,8 @@ class KernelElementwise(Elementwise):
         slots, width = qkv.shape[:2]
         if slots * width > MAX_ROWS or qkv.shape[3] % 2 or (q_norm.epsilon, q_norm.offset) != (k_norm.epsilon, k_norm.offset):
             return super().norm_qk(qkv, heads, q_norm, k_norm)
-        qk_rms_norm(
-            self._rows(qkv),
-            borrowed(q_norm.weight, self._memory),
-            borrowed(k_norm.weight, self._memory),
-            num_heads=heads.query,
-            num_kv_heads=heads.kv,
-            eps=q_norm.epsilon,
-            weight_offset=q_norm.offset,
-            stream=self._stream,
-        )
+        q_weight, k_weight = (borrowed(norm.weight, self._memory) for norm in (q_norm, k_norm))
+        qk_rms_norm_kernel(self._rows(qkv), q_weight, k_weight, heads.query, heads.kv, q_norm.epsilon, q_norm.offset, self._stream)
         return qkv
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -158,8 +154,7 @@ class KernelElementwise(Elementwise):
         if activation not in GATE_ACTIVATIONS or slots * width > MAX_ROWS or columns % 4:
             return super().gated(gate_up, activation)
         out = gate_up.new_empty((slots, width, columns // 2))
-        multiply = silu_mul if activation == "silu" else gelu_tanh_mul
-        multiply(self._rows(gate_up), out=self._rows(out), stream=self._stream)
+        gated_mul_kernel(self._rows(gate_up), self._rows(out), activation, self._stream)
         return out
 
     def _rows(self, tensor: torch.Tensor) -> DeviceTensor:
@@ -168,7 +163,7 @@ class KernelElementwise(Elementwise):
 
 
 def borrowed(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
-    """Return a view of a tensor of torch."""
+    """Return a view of a torch tensor, which must live until the launch that uses it: torch reuses memory stream-ordered."""
     storage = tensor.untyped_storage()
     allocation = BorrowedAllocation(memory, storage.nbytes())
     allocation.ptr = storage.data_ptr()

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from trt_kvcache.cache.recurrent_states import StateKind
-from trt_kvcache.kernels import causal_conv1d, gated_delta_rule, gated_rms_norm, mamba2_scan
 from trt_kvcache.kernels.attention_tiles import MIN_ARCH, arch_number
-from trt_kvcache.kernels.causal_conv1d import KERNEL_WIDTHS
-from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
-from trt_kvcache.kernels.mamba2 import MAX_STATE_SIZE, SIZE_GRANULE
+from trt_kvcache.kernels.causal_conv1d_kernels import KERNEL_WIDTHS, CausalConv1dParams, causal_conv1d_kernel
+from trt_kvcache.kernels.delta_rule_kernels import MAX_KEY_DIM, DeltaRuleParams, gated_delta_rule_kernel
+from trt_kvcache.kernels.gated_norm_kernels import GatedNormParams, gated_rms_norm_kernel
+from trt_kvcache.kernels.mamba2_kernels import MAX_STATE_SIZE, SIZE_GRANULE, Mamba2Params, mamba2_scan_kernel
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
 from trt_kvcache.torch_engine.kernels import borrowed
@@ -21,7 +21,7 @@ from trt_kvcache.torch_engine.step import TorchStep
 
 
 def states_are_known(mixers: Sequence[RecurrentConfig], memory: Memory) -> bool:
-    """Return whether the kernels of recurrent layers know all layers, and the GPU."""
+    """Return True if the kernels of recurrent layers support all layers and the GPU."""
     return not memory.is_host and all(map(_is_known, mixers)) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
 
 
@@ -38,11 +38,11 @@ def _is_known(mixer: RecurrentConfig) -> bool:
 
 
 class KernelStates:
-    """Implements :class:`~trt_kvcache.torch_engine.operations.StateOperations`."""
+    """Implements :class:`~trt_kvcache.torch_engine.operations.StateOperations` by kernels, launched on ``stream``."""
 
     def __init__(self, step: TorchStep, memory: Memory, stream: Any) -> None:
         self._states, self._memory = step.tensors.states, memory
-        self._common: dict[str, Any] = {"new_lengths": step.tensors.new_lengths, "stream": stream}
+        self._new_lengths, self._stream = step.tensors.new_lengths, stream
 
     def convolved(
         self,
@@ -57,20 +57,18 @@ class KernelStates:
         """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.convolved`."""
         past, present = self._states[layer][StateKind.CONV]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        options = {"bias": conv.bias, "gate_in": gate_in, "gate_out": gate_out, "out": out}
-        views = {name: borrowed(tensor, self._memory) for name, tensor in options.items() if tensor is not None}
-        inputs, weight = borrowed(x, self._memory), borrowed(conv.weight, self._memory)
-        causal_conv1d(inputs, weight, past, present=present, silu=silu, **views, **self._common)
+        views = self._views(x=x, weight=conv.weight, bias=conv.bias, gate_in=gate_in, gate_out=gate_out, out=out)
+        call = CausalConv1dParams(**views, past=past, present=present, silu=silu, new_lengths=self._new_lengths)
+        causal_conv1d_kernel(call, self._stream)
         return out
 
     def scanned(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
         """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.scanned`."""
         past, present = self._states[layer][StateKind.RECURRENT]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        options = {"a": space.a, "d": space.d, "dt_bias": space.dt_bias, "out": out}
-        views = {name: borrowed(tensor, self._memory) for name, tensor in options.items()}
-        inputs, steps, keys, queries = (borrowed(tensor, self._memory) for tensor in (x, dt, b, c))
-        mamba2_scan(inputs, steps, keys, queries, past, present=present, dt_limits=space.dt_limits, **views, **self._common)
+        views = self._views(x=x, dt=dt, b=b, c=c, a=space.a, d=space.d, dt_bias=space.dt_bias, out=out)
+        call = Mamba2Params(**views, past=past, present=present, dt_limits=space.dt_limits, new_lengths=self._new_lengths)
+        mamba2_scan_kernel(call, self._stream)
         return out
 
     def ruled(
@@ -79,10 +77,9 @@ class KernelStates:
         """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.ruled`."""
         past, present = self._states[layer][StateKind.RECURRENT]
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        options = {"decay": gates.decay, "dt_bias": gates.dt_bias, "out": out}
-        views = {name: borrowed(tensor, self._memory) for name, tensor in options.items()}
-        queries, keys, values, a_rows, b_rows = (borrowed(tensor, self._memory) for tensor in (q, k, v, a, b))
-        gated_delta_rule(queries, keys, values, a_rows, b_rows, past, present=present, **views, **self._common)
+        views = self._views(q=q, k=k, v=v, a=a, b=b, decay=gates.decay, dt_bias=gates.dt_bias, out=out)
+        call = DeltaRuleParams(**views, past=past, present=present, new_lengths=self._new_lengths)
+        gated_delta_rule_kernel(call, self._stream)
         return out
 
     def gated_norm(
@@ -90,7 +87,10 @@ class KernelStates:
     ) -> torch.Tensor:
         """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.gated_norm`."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        inputs = [borrowed(tensor, self._memory) for tensor in (x, gate, weight)]
-        options = {"out": borrowed(out, self._memory), **self._common}
-        gated_rms_norm(*inputs, group_size=group_size, gate_first=gate_first, eps=eps, **options)
+        views = self._views(x=x, gate=gate, weight=weight, out=out)
+        call = GatedNormParams(**views, group_size=group_size, gate_first=gate_first, eps=eps, new_lengths=self._new_lengths)
+        gated_rms_norm_kernel(call, self._stream)
         return out
+
+    def _views(self, **tensors: torch.Tensor | None) -> dict[str, Any]:
+        return {name: None if tensor is None else borrowed(tensor, self._memory) for name, tensor in tensors.items()}

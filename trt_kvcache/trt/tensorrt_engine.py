@@ -14,7 +14,7 @@ from typing import Any
 
 from trt_kvcache.engine.bound_engine import BoundEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
@@ -44,7 +44,7 @@ class TensorRTEngine(BoundEngine):
         The GPU memory that it runs in.
     names : TensorNames
         Names of the engine's tensors.
-    config : EngineConfig or None
+    config : EngineFolderConfig or None
         ``config.json`` of its engine folder; None for a plan without a folder.
     plan_sha256 : str
         SHA-256 of the plan, in hex.
@@ -57,7 +57,7 @@ class TensorRTEngine(BoundEngine):
         The optimisation profiles, by index.
     memory : Memory
         The GPU memory that bound tensors must be in.
-    config : EngineConfig or None
+    config : EngineFolderConfig or None
         As given.
     names : TensorNames
         As given.
@@ -72,7 +72,7 @@ class TensorRTEngine(BoundEngine):
     _bindings: EngineBindings
 
     def __init__(
-        self, tensorrt: TensorRT, plan: Any, *, memory: Memory, names: TensorNames, config: EngineConfig | None, plan_sha256: str
+        self, tensorrt: TensorRT, plan: Any, *, memory: Memory, names: TensorNames, config: EngineFolderConfig | None, plan_sha256: str
     ) -> None:
         self.config = config
         self.names = names

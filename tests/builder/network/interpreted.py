@@ -2,7 +2,6 @@
 
 from tests.helpers.fake_tensorrt import FakeStream
 from tests.helpers.plugin_on_host import array_at
-from trt_kvcache import HybridCacheConfig, HybridCacheManager, KVCacheManager
 from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
@@ -21,10 +20,6 @@ class AddressedStream(FakeStream, HostStream):
 class AddressedMemory(HostMemory):
     def create_stream(self):
         return AddressedStream(0x77)
-
-
-def make_cache(config, memory):
-    return (HybridCacheManager if isinstance(config, HybridCacheConfig) else KVCacheManager)(config, memory=memory)
 
 
 def interpreter_of(tensorrt, definition, constants, plugins=()):

@@ -10,11 +10,12 @@ from tests.helpers.fake_tensorrt import FakeSegment, FakeTensorRT
 from tests.helpers.tensorrt_engines import install
 from tests.helpers.tolerance import assert_close
 from trt_kvcache import InferenceSession, SamplingParams
+from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 
 from .conftest import GOLDEN, SIZES
-from .interpreted import PROMPTS, AddressedMemory, interpreter_of, make_cache
+from .interpreted import PROMPTS, AddressedMemory, interpreter_of
 from .test_segments import Segments
 
 pytestmark = pytest.mark.trt
@@ -40,7 +41,7 @@ def open_sessions(rtx, tmp_path, monkeypatch, model, *, logits=1):
         engine = SegmentedEngine(fake.loaded, plan, memory=memory, config=config, constants=folder.read_constants(), cuda_graphs=False)
     options = {**SIZES, "attention": "plugin", "dtype": "float16", "max_logits_per_slot": logits}
     with (
-        InferenceSession(engine, make_cache(config.cache, memory), names=config.names) as ours,
+        InferenceSession(engine, make_cache(config.cache, memory=memory), names=config.names) as ours,
         InferenceSession.from_model(GOLDEN / model, engine="reference", **options) as reference,
     ):
         yield ours, reference

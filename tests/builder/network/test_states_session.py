@@ -12,10 +12,11 @@ from tests.helpers.hybrid_shapes import TOLERANCES
 from tests.helpers.tensorrt_engines import install
 from tests.reference.rig import MODELS, golden
 from trt_kvcache import InferenceSession, SamplingParams
+from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 from .conftest import GOLDEN, MAX_SEQUENCE_LENGTH, SIZES
-from .interpreted import PROMPTS, AddressedMemory, interpreter_of, make_cache
+from .interpreted import PROMPTS, AddressedMemory, interpreter_of
 from .test_network_values import GOLDEN_TOLERANCE, Network, assert_near
 
 pytestmark = pytest.mark.trt
@@ -35,7 +36,7 @@ def open_sessions(define, tmp_path, monkeypatch, model, attention, dtype):
     memory = AddressedMemory()
     engine = TensorRTEngine(fake.loaded, PLAN, memory=memory, names=config.names, config=config, plan_sha256="")
     with (
-        InferenceSession(engine, make_cache(config.cache, memory), names=config.names) as ours,
+        InferenceSession(engine, make_cache(config.cache, memory=memory), names=config.names) as ours,
         InferenceSession.from_model(GOLDEN / model, engine="reference", attention=attention, dtype=dtype, **SIZES) as reference,
     ):
         yield ours, reference, fake

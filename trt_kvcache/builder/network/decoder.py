@@ -18,8 +18,8 @@ from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.unit_triangle import UnitTriangle
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.builder.resolved_options import ResolvedOptions
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
-from trt_kvcache.engine.decoder_cache import DecoderCacheConfig
 from trt_kvcache.engine.decoder_profiles import MIN_BATCH_SIZE
 from trt_kvcache.engine.decoder_tensors import indices_in_kind, logits_tensors, state_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames

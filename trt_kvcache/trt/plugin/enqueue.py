@@ -8,9 +8,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from trt_kvcache.errors import CapacityError
+from trt_kvcache.kernels.attention_kernels import attend_kernel, flagged_nbytes
 from trt_kvcache.kernels.attention_params import AttentionParams
-from trt_kvcache.kernels.backend import backend_of
-from trt_kvcache.kernels.cuda.attention import flagged_nbytes
 from trt_kvcache.memory.cuda_driver import check
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.shapes import dense_nbytes
@@ -77,7 +76,7 @@ class PluginEnqueue:
             return
         if self._flagged_nbytes:
             _zero(workspace, self._flagged_nbytes, stream)
-        backend_of(self._memory).attend(self._call, self._workspace, _stream(stream))
+        attend_kernel(self._call, self._workspace, _stream(stream))
 
 
 @cache

@@ -1,0 +1,231 @@
+"""``Runner``: device work on one stream, and the slots that the host says the cache holds.
+
+Work on the device comes first, :meth:`Runner.apply` last. So a step that fails needs no record of what it has changed on the host: the
+cache returns to the lengths of the slots in force, and rows past a length are never read.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trt_kvcache.cache.cache import Cache
+from trt_kvcache.engine.bindings import BindingPlan
+from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.engine.protocol import Engine
+from trt_kvcache.engine.step_buffers import StepBuffers
+from trt_kvcache.errors import ConfigError, RangeError
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.session.chunks import Chunk, plan_chunks
+from trt_kvcache.session.slots import Slot
+
+
+class _States(Enum):
+    """States that are current in the cache, seen from the slots in force. They cannot be shortened as K and V can."""
+
+    OF_SLOTS = auto()
+    #: Those after one more step; the other buffer still has those of the slots.
+    ONE_STEP_FURTHER = auto()
+    #: Those of the slots are overwritten.
+    OTHERS = auto()
+
+
+class _Held(NamedTuple):
+    slots: tuple[Slot, ...]
+    states: _States
+
+
+class Runner:
+    """Feeds tokens to an engine, commits their lengths, and holds the slots in force."""
+
+    def __init__(self, engine: Engine, cache: Cache, *, names: TensorNames = DEFAULT_NAMES) -> None:
+        if cache.mamba_config is not None and not cache.mamba_config.ping_pong:
+            raise ConfigError("cache: expected two buffers of states, ping_pong=True, got one: a step that fails could not be repeated.")
+        self.engine = engine
+        self.cache = cache
+        self._recurrent = cache if cache.states is not None else None
+        self.plan = BindingPlan(engine, cache, names=names)
+        self.stream = cache.memory.create_stream()
+        self._held = _Held((), _States.OF_SLOTS)
+        #: Rows past the lengths that a commit can still take: those of a verified draft, or of a step that was enqueued ahead. Any other
+        #: work on the device overwrites them.
+        self.uncommitted: object = None
+        # First slot and new tokens of each slot of the last enqueue.
+        self._ran: tuple[int, tuple[int, ...]] = (0, ())
+        self._buffers = StepBuffers(
+            cache.memory,
+            max_batch_size=cache.max_batch_size,
+            max_width=self.plan.max_width,
+            vocab_size=self.plan.vocab_size,
+            index_dtypes=(self.plan.input_ids.dtype, self.plan.last_token_ids.dtype),
+            logits_dtype=self.plan.logits.dtype,
+            max_logits_per_slot=self.plan.max_logits_per_slot,
+            has_states=self.has_states,
+        )
+
+    @property
+    def has_states(self) -> bool:
+        """True if slots hold states, which cannot return to an earlier token."""
+        return self._recurrent is not None
+
+    # --- slots in force ---
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The active slots. A new tuple after each change, so that ``is`` tells whether there was one."""
+        return self._held.slots
+
+    def apply(self, slots: Sequence[Slot]) -> None:
+        """Put slots in force: the cache holds their tokens. One assignment, so an interrupt comes before it or after it."""
+        self._held = _Held(tuple(slots), _States.OF_SLOTS)
+
+    def note(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
+        """Put slots in force that hold the same tokens as before, and return them. Pending tokens and samplers differ."""
+        self._held = _Held(tuple(slots), self._held.states)
+        return self._held.slots
+
+    @contextmanager
+    def work(self, *, continues: bool = False) -> Iterator[None]:
+        """Return a context manager around device work. If it raises, the cache returns to the slots in force.
+
+        With ``continues``, the work looks at :attr:`uncommitted` itself, and clears it before anything overwrites its rows.
+        """
+        if not continues:
+            self.uncommitted = None
+        try:
+            yield
+        except BaseException:
+            self.recover()
+            raise
+
+    def recover(self) -> None:
+        """Return the cache to the slots in force. If their states are overwritten, no slot is active."""
+        self.uncommitted = None
+        slots, states = self._held
+        if states is _States.ONE_STEP_FURTHER and self._recurrent is not None:
+            self._recurrent.swap()
+        if states is _States.OTHERS and any(slot.length for slot in slots):
+            slots = ()
+        self._held = _Held(slots, _States.OF_SLOTS)
+        if not self.cache.closed:
+            self.cache.reset_for_new_sequences([slot.length for slot in slots], stream=self.stream)
+
+    def overwrite_states(self) -> None:
+        """Say that states of the slots in force are about to be overwritten."""
+        if self._recurrent is not None:
+            self._held = self._held._replace(states=_States.OTHERS)
+
+    def checked_lengths(self) -> tuple[int, ...]:
+        """Return the lengths of the cache."""
+        lengths = self.cache.host_kv_cache_lengths
+        known = tuple([slot.length for slot in self._held.slots])
+        if known != lengths:
+            raise RangeError(
+                f"cache lengths: expected {known}, the tokens that this session has run, got {lengths}. "
+                "Change them through the session (rewind, append), or start new sequences with prefill."
+            )
+        return lengths
+
+    # --- enqueues ---
+
+    def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int], *, every_logit: bool = False) -> list[Chunk]:
+        """Cut new tokens into enqueues that the engine accepts."""
+        chunks = plan_chunks(
+            lengths,
+            counts,
+            max_width=self.plan.max_logits_per_slot if every_logit else self.plan.max_width,
+            max_sequence_length=self.cache.lengths.max_sequence_length,
+            can_start_at=self.plan.can_start_at,
+        )
+        for chunk in chunks:
+            self.plan.profile_for(chunk.count, chunk.width, chunk.width if every_logit else 1)
+        return chunks
+
+    def check_all_batch_sizes(self) -> None:
+        """Check that the engine accepts every number of slots, for a decode step and for the widest prefill."""
+        for count in range(1, self.cache.max_batch_size + 1):
+            for width in (1, self.plan.max_width):
+                self.plan.profile_for(count, width)
+
+    def enqueue_one_each(self, tokens: Sequence[int], active: Sequence[bool] | None = None) -> None:
+        """Enqueue one token for every active slot; nothing is committed. Does not wait."""
+        self._buffers.write_one_token_each(tokens, stream=self.stream)
+        self._take(0, [1] * len(tokens) if active is None else [int(takes_part) for takes_part in active])
+        self.enqueue_next(len(tokens))
+
+    def enqueue_next(self, count: int) -> None:
+        """Enqueue the tokens that are in :meth:`device_views`, one for every active slot; nothing is committed. Does not wait."""
+        self.plan.prepare(0, count, 1, self._buffers)
+        self._enqueue()
+
+    def device_views(self, count: int) -> tuple[DeviceTensor, DeviceTensor]:
+        """Return what an enqueue of one token for each of so many slots reads and writes on the device."""
+        return self._buffers.device_views(count)
+
+    def _take(self, first: int, new_lengths: Sequence[int]) -> None:
+        """Say how many tokens of each slot the next enqueue runs."""
+        self._ran = first, tuple(new_lengths)
+        if self.has_states:
+            self._buffers.write_new_lengths(new_lengths, stream=self.stream)
+
+    def _enqueue(self) -> None:
+        self.uncommitted = None
+        if self._held.states is _States.ONE_STEP_FURTHER:
+            self.overwrite_states()  # the engine writes into the buffer that still has them
+        self.engine.enqueue(self.stream)
+
+    def run(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool) -> None:
+        """Enqueue the new tokens of a contiguous range of slots; nothing is committed. Does not wait."""
+        if chunk.first:
+            self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
+        self._buffers.write_rows(rows, chunk.width, stream=self.stream, every_logit=every_logit)
+        self._take(chunk.first, chunk.takes)
+        self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width if every_logit else 1)
+        self._enqueue()
+
+    def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool = False) -> None:
+        """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait."""
+        self.run(chunk, rows, every_logit=every_logit)
+        after = self.cache.active_batch_size - chunk.end
+        self.commit([0] * chunk.first + [*chunk.takes] + [0] * after)
+
+    def commit(self, increments: int | Sequence[int]) -> None:
+        """Count tokens that the last enqueue has run, or will run, and make the states after them current. Does not wait."""
+        self.cache.commit_sequence_length(increments, stream=self.stream)
+        if self._recurrent is not None:
+            self._move_states(self._recurrent, increments)
+
+    def _move_states(self, cache: Cache, increments: int | Sequence[int]) -> None:
+        first, ran = self._ran
+        active = cache.active_batch_size
+        taken = [increments] * active if isinstance(increments, int) else increments
+        is_first = self._held.states is _States.OF_SLOTS
+        self.overwrite_states()
+        if first or len(ran) != active:
+            cache.copy_back(first, len(ran), stream=self.stream)
+            return
+        for slot, (run, kept) in enumerate(zip(ran, taken, strict=True)):
+            if run and not kept:
+                cache.keep_states(slot, stream=self.stream)
+        cache.swap()
+        if is_first:
+            self._held = self._held._replace(states=_States.ONE_STEP_FURTHER)
+
+    def logits(self, count: int) -> np.ndarray[Any, Any]:
+        """Wait for the last enqueue and return its logits."""
+        logits = self._buffers.read_logits(count, stream=self.stream)
+        return logits if logits.dtype == np.float32 else logits.astype(np.float32)
+
+    def every_logit(self, chunk: Chunk) -> np.ndarray[Any, Any]:
+        """Wait for the last enqueue, which was to return all logits, and return them."""
+        return self.logits(chunk.count * chunk.width).reshape(chunk.count, chunk.width, -1)
+
+    def synchronize(self) -> None:
+        """Wait until everything that was enqueued is done."""
+        self.cache.memory.synchronize(self.stream)
+
+    def close(self) -> None:
+        """Release the buffers. Idempotent."""
+        self._buffers.close()
