@@ -20,9 +20,10 @@ from random_model import QWEN2_0_5B, write_random_model
 
 from trt_kvcache._util.peak_memory import peak_memory_nbytes
 from trt_kvcache.builder.build_engine import build_engine
-from trt_kvcache.builder.code_types import for_codes
+from trt_kvcache.builder.capable_gpus import with_capable_gpus
 from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.serialization import make_config
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine_folder.folder import EngineFolder
@@ -43,10 +44,11 @@ def bare(model, dtype, quantize):
     before = peak_memory_nbytes()
     started = time.perf_counter()
     tensorrt = load(FLAVOUR)
-    options = BuildOptions(**SIZES, dtype=dtype)
     with Checkpoint.open(model, quantize=quantize) as checkpoint, tensorrt.log.collect(ignore_missing_driver=True) as messages:
-        options = for_codes(options, checkpoint.code_kinds, tensorrt)
-        definition = define_decoder(checkpoint, options, tensorrt, messages)
+        options = with_capable_gpus(
+            ResolvedOptions.of_model(BuildOptions(**SIZES, dtype=dtype), checkpoint.config), checkpoint.code_kinds, tensorrt
+        )
+        definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config), tensorrt, messages)
         defined = time.perf_counter()
         config = make_config(definition, options, tensorrt, messages)
         plan = definition.builder.build_serialized_network(definition.network, config)

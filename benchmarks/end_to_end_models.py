@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trt_kvcache import InferenceSession, KVCacheManager, Tokenizer
-from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.engine.decoder_cache import cache_config
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.torch_engine import TorchEngine
 

@@ -26,7 +26,9 @@ from environment import describe_environment
 
 from trt_kvcache import CudaMemory, HostMemory
 from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors, shape_at
+from trt_kvcache.engine.decoder_cache import cache_config
+from trt_kvcache.engine.decoder_profiles import decoder_profiles
+from trt_kvcache.engine.decoder_tensors import decoder_tensors, shape_at
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants, decoder_stages

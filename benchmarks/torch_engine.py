@@ -33,7 +33,7 @@ from random_model import BAMBA_9B, GEMMA_3_1B, LFM2_350M, LLAMA_3_8B, PHI_4_MINI
 from trt_kvcache import CudaMemory, HostMemory, InferenceSession, Memory
 from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
 from trt_kvcache.torch_engine import TorchEngine

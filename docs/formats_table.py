@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from table_pages import write_tables  # noqa: E402
 
-from trt_kvcache.builder.code_types import FIRST_CAPABILITY  # noqa: E402
+from trt_kvcache.builder.capable_gpus import FIRST_CAPABILITY  # noqa: E402
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES, NATIVE_TYPES  # noqa: E402
 from trt_kvcache.checkpoint.quantized.gguf import GGUF  # noqa: E402
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES  # noqa: E402

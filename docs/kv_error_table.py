@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from trt_kvcache import Checkpoint, HostMemory, InferenceSession, KVCacheManager  # noqa: E402
-from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
+from trt_kvcache.engine.decoder_cache import cache_config  # noqa: E402
 from trt_kvcache.engine.quantized_kv import QuantizedKV  # noqa: E402
 from trt_kvcache.reference import ReferenceEngine  # noqa: E402
 

@@ -31,7 +31,7 @@ PUBLISHED = ROOT / "tests" / "model" / "published"
 ENGINES = {
     "NumPy": (None, "runs"),
     "PyTorch": ("trt_kvcache/torch_engine/engine.py", "runs"),
-    "TensorRT": ("trt_kvcache/builder/options.py", "builds"),
+    "TensorRT": ("trt_kvcache/builder/resolved_options.py", "builds"),
 }
 
 

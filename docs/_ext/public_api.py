@@ -151,6 +151,15 @@ def missing_areas() -> list[str]:
     return [room for room in rooms() if room not in listed | INTERNAL]
 
 
+def shown_signature(function: Any) -> str:
+    """Return the signature of a function that shows other parameters than its source has; autodoc finds the others."""
+    shown: inspect.Signature | None = vars(function).get("__signature__")
+    if shown is None:
+        return ""
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in shown.parameters.values()]
+    return str(shown.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
 def page_text(one: PublicName) -> str:
     """Return the page of one name, in reStructuredText."""
     lines = [one.name, "=" * len(one.name), "", f".. currentmodule:: {one.module}", ""]
@@ -161,7 +170,7 @@ def page_text(one: PublicName) -> str:
         if issubclass(one.value, Exception):
             lines.append("   :show-inheritance:")
     elif inspect.isroutine(one.value):
-        lines.append(f".. autofunction:: {one.name}")
+        lines.append(f".. autofunction:: {one.name}{shown_signature(one.value)}")
     else:
         lines.append(f".. autodata:: {one.name}")
     return "\n".join([*lines, ""])

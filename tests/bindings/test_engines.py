@@ -22,13 +22,13 @@ from tests.helpers.small_model import write_model
 from tests.helpers.tensorrt_engines import enqueue, make_ready, set_shapes, tensor
 from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, KVCacheManager, build_engine
-from trt_kvcache.builder import options
+from trt_kvcache.builder import resolved_options
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
 from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, BuildError, ConfigError, EngineError, ShapeError
-from trt_kvcache.ops.kv_words import in_words
+from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plan_inspection import inspect_plan
 from trt_kvcache.trt.plugin import creator as creator_module, plugin as plugin_module
@@ -153,7 +153,7 @@ def stateful(request: pytest.FixtureRequest, full: TensorRT, tmp_path: Path, mon
     """An engine folder of a model with states."""
     if not full.supports(attention_variant("mask")):
         pytest.skip(f"{full} has no {attention_variant('mask').needs}")
-    monkeypatch.setattr(options, "HEAD_DIM_MIN", 8)  # golden models are small
+    monkeypatch.setattr(resolved_options, "HEAD_DIM_MIN", 8)  # golden models are small
     return build_engine(GOLDEN / request.param, tmp_path / "engine", **SIZES, attention="mask", flavour="tensorrt").path
 
 
@@ -297,7 +297,7 @@ class TestQuantizedKV:
     def test_the_network_has_codes_in_words(self, stand_in: Any, full: TensorRT, built: Path, form: KVForm) -> None:
         config, network = EngineFolder.open(built).config, stand_in.networks[-1]
         assert (config.attention_variant, config.segments, config.dtype) == ("plugin", None, "float16")
-        specs = [in_words(spec) for spec in config.tensors]
+        specs = [packed_as_int32(spec) for spec in config.tensors]
         assert network.tensors() == {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in specs}
         words, scales = (network.tensors()[f"{name}_0"] for name in ("past_key_values", "kv_scales"))
         assert words == ((-1, 2, 2, 38, 16), INT32)

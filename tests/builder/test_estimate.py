@@ -13,6 +13,7 @@ from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache import Checkpoint, build_engine, estimate_build
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.errors import CheckpointError, ConfigError
 
 SIZES: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
@@ -34,7 +35,7 @@ def test_weights_in_another_dtype_have_its_size(tmp_path: Path) -> None:
 def test_the_cache_is_that_of_the_engine(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     with Checkpoint.open(model) as checkpoint:
-        cache = BuildOptions(**SIZES).cache_for(checkpoint.config)
+        cache = ResolvedOptions.of_model(BuildOptions(**SIZES), checkpoint.config).cache_for(checkpoint.config)
     assert estimate_build(model, **SIZES).cache_nbytes == cache.nbytes
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
 
 import pytest
+from numpydoc.docscrape import FunctionDoc
 
 from tests.helpers.small_model import SMALL, with_layers, with_mixer
 from tests.helpers.tensorrt_modules import fake_module
-from trt_kvcache.builder import options as options_module
-from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache import NetworkScript, build_engine, estimate_build
+from trt_kvcache.builder import resolved_options
+from trt_kvcache.builder.options import BuildKeywords, BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.cache.config import KVCacheConfig, KVLayout
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
+from trt_kvcache.cli.build import BuildFlags
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig, RopeConfig
 from trt_kvcache.trt.log import TensorRTLog
@@ -22,6 +27,11 @@ from trt_kvcache.trt.module import TensorRT, load
 GOOD: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 40, "max_prefill_length": 11}
 MODEL = ModelConfig.from_dict(SMALL)
 PARTIAL = RopeConfig(kind="default", theta=1e4, partial_rotary_factor=18 / 64)
+
+
+def resolve(model: ModelConfig = MODEL, **options: Any) -> ResolvedOptions:
+    """Return options for a model."""
+    return ResolvedOptions.of_model(BuildOptions(**{**GOOD, **options}), model)
 
 
 def full_tensorrt(version: str) -> TensorRT:
@@ -49,7 +59,6 @@ def full_tensorrt(version: str) -> TensorRT:
         ({"attention": ["native", "mask"]}, "attention: expected one of native, mask, plugin, got ['native', 'mask']."),
         ({"flavour": "rtx"}, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'rtx'."),
         ({"compute_capabilities": ()}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got ().'),
-        ({"compute_capabilities": "8.6"}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got \'8.6\'.'),
         ({"compute_capabilities": (8.6,)}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got (8.6,).'),
         ({"compute_capabilities": ("8.6", "8.6")}, "compute_capabilities: expected each one once, got 8.6, 8.6."),
     ],
@@ -60,41 +69,78 @@ def test_values_that_are_refused(change: dict[str, Any], message: str) -> None:
     assert str(raised.value) == message
 
 
+def test_one_compute_capability_is_a_sequence_of_one() -> None:
+    assert BuildOptions(compute_capabilities="8.6").compute_capabilities == ("8.6",)
+
+
+def test_an_option_that_does_not_exist_is_named_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"^build: unknown option n_ctx\. Did you mean max_sequence_length instead of n_ctx\? Expected "):
+        build_engine("model", "engine", n_ctx=3)  # type: ignore[call-arg]
+
+
+def test_options_that_were_left_out_are_the_models() -> None:
+    options = ResolvedOptions.of_model(BuildOptions(max_logits_per_slot="all"), MODEL)
+    assert (options.max_batch_size, options.max_sequence_length, options.max_prefill_length, options.max_logits_per_slot) == (1, 64, 64, 64)
+    assert (options.dtype, options.attention) == ("float16", "native")
+    assert ResolvedOptions.of_model(BuildOptions(kv_dtype="int8"), MODEL).attention == "plugin"
+    assert ResolvedOptions.of_model(BuildOptions(), with_mixer(MODEL, window=5)).attention == "mask"
+
+
+def test_keywords_are_the_fields() -> None:
+    hints = get_type_hints(BuildKeywords)
+    assert hints == {field.name: get_type_hints(BuildOptions)[field.name] for field in fields(BuildOptions)}
+
+
+def test_the_command_has_a_flag_for_every_option() -> None:
+    assert BuildFlags().keywords() == vars(BuildOptions())
+
+
+@pytest.mark.parametrize("function", [build_engine, estimate_build, NetworkScript])
+def test_every_option_is_shown_by_what_takes_it(function: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    entries = {entry.name for entry in FunctionDoc(function)["Parameters"]}
+    for field in fields(BuildOptions):
+        assert parameters[field.name].default == field.default
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert field.name in entries
+    assert "options" not in parameters
+
+
 @pytest.mark.parametrize("head_dim", [8, 20, 34, 264, 512])
 def test_head_dim_without_attention_kernels(head_dim: int) -> None:
     with pytest.raises(ConfigError, match=rf"^head_dim: expected a multiple of 8 from 16 to 256, the model has {head_dim}\."):
-        BuildOptions(**GOOD).cache_for(with_mixer(MODEL, head_dim=head_dim))
+        resolve(with_mixer(MODEL, head_dim=head_dim)).cache_for(with_mixer(MODEL, head_dim=head_dim))
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 256])
 def test_head_dim_with_them(head_dim: int) -> None:
-    assert BuildOptions(**GOOD).cache_for(with_mixer(MODEL, head_dim=head_dim)).layers[0].head_dim == head_dim
+    assert resolve(with_mixer(MODEL, head_dim=head_dim)).cache_for(with_mixer(MODEL, head_dim=head_dim)).layers[0].head_dim == head_dim
 
 
 def test_what_the_network_does_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options_module, "COMPUTED_FEATURES", frozenset())
+    monkeypatch.setattr(resolved_options, "COMPUTED_FEATURES", frozenset())
     message = r"^layers\[0\]\.mixer\.window = 5: TensorRT's network does not support sliding window yet \(llama\)\."
     with pytest.raises(ConfigError, match=message):
-        BuildOptions(**GOOD).cache_for(with_mixer(MODEL, window=5))
+        resolve(attention="native").cache_for(with_mixer(MODEL, window=5))
 
 
 def test_longer_than_the_model_was_made_for() -> None:
-    options = BuildOptions(**{**GOOD, "max_sequence_length": 65})
+    options = resolve(max_sequence_length=65)
     with pytest.raises(
         ConfigError, match=r"max_sequence_length: expected at most 64, the positions that the model was made for .*, got 65"
     ):
         options.cache_for(MODEL)
-    assert BuildOptions(**{**GOOD, "max_sequence_length": 64}).cache_for(MODEL).max_sequence_length == 64
+    assert resolve(max_sequence_length=64).cache_for(MODEL).max_sequence_length == 64
 
 
 def test_bfloat16_where_the_gpu_has_none() -> None:
-    options = BuildOptions(**GOOD, dtype="bfloat16", compute_capabilities=("8.6", "7.5"))
+    options = resolve(dtype="bfloat16", compute_capabilities=("8.6", "7.5"))
     with pytest.raises(ConfigError, match=r"dtype: GPUs of compute capability 7\.5 have no bfloat16\. Build with dtype float16\."):
         options.cache_for(MODEL)
 
 
 def test_cache_of_a_model() -> None:
-    cache = BuildOptions(**GOOD, dtype="bfloat16").cache_for(with_layers(MODEL, 2))
+    cache = resolve(with_layers(MODEL, 2), dtype="bfloat16").cache_for(with_layers(MODEL, 2))
     assert cache == KVCacheConfig(
         layers=(KVLayerConfig(num_kv_heads=2, head_dim=24),) * 2,
         max_batch_size=3,
@@ -102,46 +148,46 @@ def test_cache_of_a_model() -> None:
         dtype="bfloat16",
         layout=KVLayout.SEPARATE,
     )
-    assert BuildOptions(**GOOD).cache_for(MODEL).dtype == "float16"  # the checkpoint's
+    assert resolve(MODEL).cache_for(MODEL).dtype == "float16"  # the checkpoint's
 
 
 @pytest.mark.parametrize("version", ["10.15.2", "10.16.1"])
 def test_native_attention_needs_a_newer_tensorrt(version: str) -> None:
     message = f"attention: expected mask, got native: tensorrt {version} has no causal attention over a cache (11.0 has)."
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        BuildOptions(**GOOD).check_tensorrt(full_tensorrt(version))
+        resolve().check_tensorrt(full_tensorrt(version))
 
 
 def test_native_attention_needs_a_newer_tensorrt_for_rtx() -> None:
     rtx = replace(full_tensorrt("1.4.0.76"), flavour="tensorrt_rtx")
     message = "attention: expected mask, got native: tensorrt_rtx 1.4.0.76 has no causal attention over a cache (1.5 has)."
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        BuildOptions(**GOOD).check_tensorrt(rtx)
-    BuildOptions(**GOOD, attention="mask").check_tensorrt(rtx)
+        resolve().check_tensorrt(rtx)
+    resolve(attention="mask").check_tensorrt(rtx)
 
 
 def test_versions_that_have_what_the_options_ask_for() -> None:
-    BuildOptions(**GOOD, attention="mask").check_tensorrt(full_tensorrt("10.15.2"))
-    BuildOptions(**GOOD).check_tensorrt(full_tensorrt("11.0.0"))
+    resolve(attention="mask").check_tensorrt(full_tensorrt("10.15.2"))
+    resolve().check_tensorrt(full_tensorrt("11.0.0"))
 
 
 def test_full_tensorrt_builds_for_the_gpu_at_hand() -> None:
     with pytest.raises(ConfigError, match="compute_capabilities: full TensorRT builds for the GPU it runs on"):
-        BuildOptions(**GOOD, compute_capabilities=("8.6",)).check_tensorrt(full_tensorrt("11.4.0"))
+        resolve(compute_capabilities=("8.6",)).check_tensorrt(full_tensorrt("11.4.0"))
 
 
 @pytest.mark.trt
 def test_compute_capabilities_that_rtx_supports() -> None:
     rtx = load("tensorrt_rtx")
-    BuildOptions(**GOOD, compute_capabilities=("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")).check_tensorrt(rtx)
+    resolve(compute_capabilities=("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")).check_tensorrt(rtx)
     for unknown in ("9.0", "86", "8"):
         with pytest.raises(ConfigError, match=rf"compute_capabilities: expected some of 7\.5, 8\.0, .*, got '{unknown}'"):
-            BuildOptions(**GOOD, compute_capabilities=("8.6", unknown)).check_tensorrt(rtx)
+            resolve(compute_capabilities=("8.6", unknown)).check_tensorrt(rtx)
 
 
 def test_plugin_attention_needs_tensorrt_10_3() -> None:
     with pytest.raises(ConfigError, match=r"attention: KVCacheAttention: expected TensorRT 10\.3 or newer, got tensorrt 8\.6\.1"):
-        BuildOptions(**GOOD, attention="plugin").check_tensorrt(full_tensorrt("8.6.1"))
+        resolve(attention="plugin").check_tensorrt(full_tensorrt("8.6.1"))
 
 
 @pytest.mark.parametrize(
@@ -157,21 +203,23 @@ def test_plugin_attention_needs_tensorrt_10_3() -> None:
 )
 def test_models_that_the_plugin_does_not_support(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        BuildOptions(**GOOD, attention="plugin").check_kernels(with_mixer(MODEL, **changes))
+        resolve(with_mixer(MODEL, **changes), attention="plugin").check_kernels(with_mixer(MODEL, **changes))
     assert str(raised.value) == message
 
 
 def test_a_dtype_that_the_plugin_does_not_support() -> None:
     with pytest.raises(ConfigError, match=r"^dtype: expected one of float16, bfloat16 for plugin attention, got float32\.$"):
-        BuildOptions(**GOOD, attention="plugin", dtype="float32").check_kernels(with_mixer(MODEL, head_dim=64))
+        resolve(with_mixer(MODEL, head_dim=64), attention="plugin", dtype="float32").check_kernels(with_mixer(MODEL, head_dim=64))
 
 
 def test_a_model_that_the_plugin_supports() -> None:
-    BuildOptions(**GOOD, attention="plugin").check_kernels(with_mixer(MODEL, head_dim=64, num_heads=32, num_kv_heads=2))
+    resolve(with_mixer(MODEL, head_dim=64, num_heads=32, num_kv_heads=2), attention="plugin").check_kernels(
+        with_mixer(MODEL, head_dim=64, num_heads=32, num_kv_heads=2)
+    )
 
 
 def test_other_attention_supports_models_that_the_plugin_does_not() -> None:
-    BuildOptions(**GOOD, attention="mask").check_kernels(with_mixer(MODEL, head_dim=24))
+    resolve(with_mixer(MODEL, head_dim=24), attention="mask").check_kernels(with_mixer(MODEL, head_dim=24))
 
 
 @pytest.mark.parametrize(
@@ -185,9 +233,9 @@ def test_other_attention_supports_models_that_the_plugin_does_not() -> None:
 )
 def test_attention_that_the_plugin_does_not_support(changes: dict[str, Any], message: str) -> None:
     model = with_mixer(MODEL, head_dim=64)
-    BuildOptions(**GOOD, attention="plugin").check_kernels(model)
+    resolve(model, attention="plugin").check_kernels(model)
     with pytest.raises(ConfigError) as raised:
-        BuildOptions(**GOOD, attention="plugin").check_kernels(with_mixer(model, **changes))
+        resolve(with_mixer(model, **changes), attention="plugin").check_kernels(with_mixer(model, **changes))
     assert str(raised.value) == message
 
 
@@ -195,13 +243,13 @@ def test_attention_that_the_plugin_does_not_support(changes: dict[str, Any], mes
 def test_native_attention_has_neither_windows_nor_soft_caps(changes: dict[str, Any], what: str) -> None:
     model = with_mixer(MODEL, **changes)
     with pytest.raises(ConfigError) as raised:
-        BuildOptions(**GOOD).cache_for(model)
+        resolve(model, attention="native").cache_for(model)
     start = f"attention: expected mask or plugin, got native: layers[0].mixer.{what}, and TensorRT's attention layer has no "
     assert str(raised.value).startswith(start)
     assert str(raised.value).endswith(". Build with --attention mask or plugin.")
     for attention in ("mask", "plugin"):
-        BuildOptions(**GOOD, attention=attention).cache_for(model)
+        resolve(model, attention=attention).cache_for(model)
 
 
 def test_a_window_that_no_sequence_exceeds_is_none() -> None:
-    BuildOptions(**GOOD).cache_for(with_mixer(MODEL, window=40))
+    resolve(with_mixer(MODEL, window=40)).cache_for(with_mixer(MODEL, window=40))

@@ -16,6 +16,7 @@ from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN
 from trt_kvcache import KVCacheConfig, estimate_build, what_fits
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import RangeError
 from trt_kvcache.model.tensor_shapes import tensor_shapes
@@ -44,9 +45,8 @@ def test_the_next_token_and_the_next_slot_do_not_fit(model: Path) -> None:
 
 def test_k_and_v_in_8_bits_count_their_scales(model: Path) -> None:
     with Checkpoint.open(model) as checkpoint:
-        cache = BuildOptions(max_batch_size=2, max_sequence_length=300, max_prefill_length=300, attention="plugin").cache_for(
-            checkpoint.config
-        )
+        given = BuildOptions(max_batch_size=2, max_sequence_length=300, attention="plugin")
+        cache = ResolvedOptions.of_model(given, checkpoint.config).cache_for(checkpoint.config)
     assert isinstance(cache, KVCacheConfig)
     estimate = estimate_build(model, max_batch_size=2, max_sequence_length=300, attention="plugin")
     packed = KVCacheConfig(

@@ -43,7 +43,7 @@ def test_another_dtype_is_refused(memory: HostMemory) -> None:
 def test_a_strided_view_is_refused(memory: HostMemory) -> None:
     wide = tensor(memory, 4, 2, 3)
     view = DeviceTensor(wide.allocation, shape=(4, 3), dtype="float32", strides=(6, 1))
-    with pytest.raises(LayoutError, match=r"^`x`: expected a dense view, got shape \(4, 3\) with strides \(6, 1\)\.$"):
+    with pytest.raises(LayoutError, match=r"^`x`: expected a contiguous view, got shape \(4, 3\) with strides \(6, 1\)\.$"):
         check_bindable(SPEC, view, memory)
 
 

@@ -22,7 +22,7 @@ from trt_kvcache import (
     TensorNames,
 )
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import BindingError, ClosedError, KVCacheError, LayoutError, PlaceError
@@ -242,8 +242,8 @@ class TestMemoryAndLayout:
     def test_a_combined_cache_is_not_dense(self, memory, engine):
         with RecordingCache(kv_config(head_dim=8, layout=KVLayout.COMBINED), memory=memory) as cache:
             assert refuse(engine, cache, LayoutError) == (
-                "`k_cache_0`: a view of shape (3, 1, 16, 8) with strides (256, 128, 8, 1) is not dense, "
-                "and TensorRT binds dense tensors only. Make the cache with KVLayout.SEPARATE."
+                "`k_cache_0`: a view of shape (3, 1, 16, 8) with strides (256, 128, 8, 1) is not contiguous, "
+                "and TensorRT binds no others. Make the cache with KVLayout.SEPARATE."
             )
 
     def test_a_combined_cache_of_one_slot_is_dense(self, memory):
@@ -554,4 +554,4 @@ def test_an_engine_whose_k_and_v_are_one_tensor():
     assert refuse(engine, cache).endswith(
         "the number of sides differs (engine 3, cache 2); max_sequence_length differs (engine 17, cache 16)."
     )
-    assert refuse(*recorded(KV, combined=True), LayoutError).endswith("binds dense tensors only. Make the cache with KVLayout.COMBINED.")
+    assert refuse(*recorded(KV, combined=True), LayoutError).endswith("binds no others. Make the cache with KVLayout.COMBINED.")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.helpers.small_model import SMALL, with_layers
 from trt_kvcache import KVCacheConfig, KVLayerConfig, KVLayout
-from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors, logits_per_slot, shape_at, step_shape
+from trt_kvcache.engine.decoder_cache import cache_config
+from trt_kvcache.engine.decoder_tensors import decoder_tensors, shape_at, step_shape
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.errors import ConfigError
+from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.model import ModelConfig
 
 #: 4 query heads over 2 K/V heads of 24, 37 tokens.
@@ -74,48 +72,6 @@ def test_tensors_have_the_given_names() -> None:
     assert found[-1] == "scores"
 
 
-def test_one_profile_for_prefill_and_one_for_decode() -> None:
-    assert decoder_profiles(max_batch_size=3, max_prefill_length=11) == (
-        EngineProfile(name="prefill", min_batch=1, max_batch=3, min_width=1, max_width=11),
-        EngineProfile(name="decode", min_batch=1, max_batch=3, min_width=1, max_width=1),
-    )
-
-
-def test_one_more_profile_for_the_logits_of_drafts() -> None:
-    assert decoder_profiles(max_batch_size=3, max_prefill_length=40, max_logits_per_slot=20) == (
-        EngineProfile(name="prefill", min_batch=1, max_batch=3, min_width=1, max_width=40, max_logits=20),
-        EngineProfile(name="decode", min_batch=1, max_batch=3, min_width=1, max_width=1),
-        EngineProfile(name="verify", min_batch=1, max_batch=3, min_width=1, max_width=17, max_logits=17),
-    )
-
-
-@pytest.mark.parametrize(
-    ("prefill", "logits", "verify"), [(40, 5, 5), (40, 17, 17), (17, 17, None), (9, 9, None), (9, 8, 8), (40, 1, None)]
-)
-def test_the_profile_for_drafts_is_narrower_than_that_for_prefill(prefill: int, logits: int, verify: int | None) -> None:
-    _, _, *more = decoder_profiles(max_batch_size=3, max_prefill_length=prefill, max_logits_per_slot=logits)
-    assert [(one.max_width, one.max_logits) for one in more] == ([] if verify is None else [(verify, verify)])
-
-
-@pytest.mark.parametrize(("wanted", "found"), [(1, 1), (11, 11), ("all", 11)])
-def test_how_many_logits_an_engine_is_to_have(wanted: Any, found: int) -> None:
-    assert logits_per_slot(wanted, max_prefill_length=11) == found
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        (0, "max_logits_per_slot: expected at least 1, got 0."),
-        (12, "max_logits_per_slot: expected at most max_prefill_length=11, got 12. Longer prompts are scored in chunks."),
-        ("every", "max_logits_per_slot: expected a number of new tokens or 'all', got 'every'."),
-    ],
-)
-def test_a_number_of_logits_out_of_range(wanted: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        logits_per_slot(wanted, max_prefill_length=11)
-    assert str(error.value) == message
-
-
 def test_with_more_logits_the_tokens_can_be_chosen() -> None:
     tensors = {spec.name: spec for spec in decoder_tensors(MODEL, cache(), DEFAULT_NAMES, max_logits_per_slot=2)}
     plain = {spec.name: spec for spec in decoder_tensors(MODEL, cache(), DEFAULT_NAMES)}
@@ -134,12 +90,6 @@ def test_the_shape_of_what_is_chosen_is_not_the_width() -> None:
     assert step_shape(TensorSpec.input("which", (-1, 1), "int32"), names, **sizes) == (5, 1)
     assert step_shape(TensorSpec.output("logits", (-1, -1, 37), "float32"), names, **sizes) == (5, 2, 37)
     assert step_shape(TensorSpec.input("input_ids", (-1, -1), "int32"), names, **sizes) == (5, 7)
-
-
-def test_no_profile_of_one_slot_has_fixed_shapes_alone() -> None:
-    prefill, decode = decoder_profiles(max_batch_size=1, max_prefill_length=11)
-    assert (prefill.min_batch, prefill.max_batch) == (1, 1)
-    assert (decode.min_batch, decode.max_batch, decode.max_width) == (1, 2, 1)
 
 
 @pytest.mark.parametrize(

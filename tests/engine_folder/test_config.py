@@ -14,6 +14,7 @@ from tests.helpers.engine_files import make_config, make_engine_folder
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.config import EngineFolderConfig
+from trt_kvcache.engine_folder.config_reader import read_config
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
 
@@ -42,7 +43,7 @@ def test_config_is_plain_json(model: Path) -> None:
     with Checkpoint.open(model) as checkpoint:
         config = make_config(checkpoint)
     data = json.loads(json.dumps(config.to_dict()))
-    assert EngineFolderConfig.from_dict(data) == config
+    assert read_config(data) == config
     assert data["format"] == 7
     assert data["producer"]["name"] == "trt-kvcache"
     assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
@@ -57,7 +58,7 @@ def with_more_logits(model: Path, *, segmented: bool = False) -> EngineFolderCon
 def test_more_logits_are_read_back(model: Path, segmented: bool) -> None:
     config = with_more_logits(model, segmented=segmented)
     data = json.loads(json.dumps(config.to_dict()))
-    assert EngineFolderConfig.from_dict(data) == config
+    assert read_config(data) == config
     assert (config.max_logits_per_slot, [profile.name for profile in config.profiles]) == (5, ["prefill", "decode", "verify"])
 
 
@@ -77,14 +78,14 @@ def test_a_profile_that_does_not_fit_the_others_is_refused(model: Path, profile:
     data = with_more_logits(model).to_dict()
     data["profiles"][profile][name] = value
     with pytest.raises(EngineError, match=message):
-        EngineFolderConfig.from_dict(data)
+        read_config(data)
 
 
 def test_tensors_without_more_logits_are_refused_where_the_profiles_have_them(model: Path) -> None:
     data = with_more_logits(model).to_dict()
     data["tensors"][-1]["shape"] = [-1, 37]
     with pytest.raises(EngineError, match=r"tensor `logits`: expected output `logits` float32 \(-1, -1, 37\) for this model"):
-        EngineFolderConfig.from_dict(data)
+        read_config(data)
 
 
 @pytest.mark.parametrize("older", range(1, 7))
@@ -93,7 +94,7 @@ def test_an_older_format_is_refused(model: Path, older: int) -> None:
         data = make_config(checkpoint).to_dict()
     message = rf"^format: this package reads 7, got {older}\. An older trt-kvcache built the engine: build it again\.$"
     with pytest.raises(EngineError, match=message):
-        EngineFolderConfig.from_dict({**data, "format": older})
+        read_config({**data, "format": older})
 
 
 def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> None:
@@ -167,7 +168,7 @@ def test_a_wrong_value_anywhere_is_refused_and_gives_no_other_error(model, tmp_p
             data = json.loads(json.dumps(good))
             at(data, path)[last] = value
             with contextlib.suppress(EngineError):
-                EngineFolderConfig.from_dict(data)
+                read_config(data)
                 if value != old and path[:1] not in (["model"], ["producer"]):
                     assert old is None or type(value) is type(old)
                     taken.add("/".join(map(str, (*path, last))))

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.golden_models import model_of
 from tests.helpers.small_model import SMALL, with_layers
 from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.engine.decoder_cache import cache_config
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decoder_constants, decoder_stages

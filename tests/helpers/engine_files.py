@@ -3,7 +3,9 @@
 from trt_kvcache.builder.definition import define_constants
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.decoder_profiles import decoder_profiles
+from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
@@ -46,7 +48,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes
     if segmented and changes.get("segments", True):
         steps = decoder_stages(model, cache, DEFAULT_NAMES, **logits)
         plans = segment_plans(cuts_of(steps))
-        record = FileRecord.of(define_constants(checkpoint, cache))
+        record = FileRecord.of(define_constants(checkpoint, cache, dtype=dtype))
         values["segments"] = SegmentsRecord(stages=steps, plans=tuple(map(len, plans)), constants=record)
         values["plan"] = FileRecord.of(with_padding(plans))
     return EngineFolderConfig(**{**values, **changes})
@@ -65,6 +67,6 @@ def cuts_of(stages):
 def make_engine_folder(model, target, *, plan=PLAN, embedded=False, quantize="", **changes):
     with Checkpoint.open(model, quantize=quantize or None) as checkpoint:
         config = make_config(checkpoint, plan=plan, embedded=embedded, quantize=quantize, **changes)
-        constants = define_constants(checkpoint, config.cache) if config.segments else None
+        constants = define_constants(checkpoint, config.cache, dtype=config.dtype) if config.segments else None
         plans = with_padding(segment_plans(cuts_of(config.segments.stages))) if config.segments else [plan]
         return write_engine_folder(target, config=config, plans=plans, checkpoint=checkpoint, constants=constants)

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from trt_kvcache import HybridCacheConfig, HybridCacheManager
 from trt_kvcache.cache.recurrent_states import StateKind
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig, ModelConfig
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_CODES, QUANTIZED_ATTRIBUTE_TYPES
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_FIELD_VALUES, QUANTIZED_ATTRIBUTE_TYPES
 from trt_kvcache.trt.plugin import AttentionAttributes
 
 Kind = enum.Enum("Kind", "INT32 INT64 FLOAT32 FLOAT64 CHAR")
@@ -25,8 +25,8 @@ def test_attributes_are_read_back_from_plugin_fields():
     assert AttentionAttributes.from_plugin_fields(field(name, ATTRIBUTE_TYPES[name], *array) for name, array in stored.items()) == fields
 
 
-@pytest.mark.parametrize("kv_dtype", KV_CODES["kv_dtype"])
-@pytest.mark.parametrize("kv_scales", KV_CODES["kv_scales"])
+@pytest.mark.parametrize("kv_dtype", KV_FIELD_VALUES["kv_dtype"])
+@pytest.mark.parametrize("kv_scales", KV_FIELD_VALUES["kv_scales"])
 def test_how_k_and_v_are_quantized_is_read_back(kv_dtype, kv_scales):
     attributes = AttentionAttributes(**LEAST, kv_dtype=kv_dtype, kv_scales=kv_scales)
     stored = attributes.plugin_field_arrays()
@@ -76,7 +76,7 @@ def test_attributes_with_a_default_may_be_left_out():
         ([], "fields: expected num_heads, num_kv_heads, head_dim too, got none."),
         ([field("head_dim", "INT32", 64)], "fields: expected num_heads, num_kv_heads too, got head_dim."),
         ([field("heads", "INT32", 2)], "field 'heads' is unknown. Expected num_heads, "),
-        ([field("window", "INT32", 2)] * 2, "field 'window' is there twice. Expected num_heads, "),
+        ([field("window", "INT32", 2)] * 2, "field 'window' is given twice. Expected num_heads, "),
         ([field("window", "FLOAT32", 2)], "field 'window': expected one value of type INT32 or INT64, got 1 of type FLOAT32."),
         ([field("scale", "INT32", 2)], "field 'scale': expected one value of type FLOAT32 or FLOAT64, got 1 of type INT32."),
         ([field("window", "INT32", 2, 3)], "field 'window': expected one value of type INT32 or INT64, got 2 of type INT32."),

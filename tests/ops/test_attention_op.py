@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.tolerance import assert_close
 from trt_kvcache.errors import ConfigError, DTypeError, ShapeError
 from trt_kvcache.ops.attention_op import AttentionOp
-from trt_kvcache.ops.attention_shapes import workspace_nbytes
+from trt_kvcache.ops.borrowed_workspace import workspace_nbytes
 from trt_kvcache.ops.custom_op import TensorType, run_on_host
 
 # All different: B=4 slots of S=9 tokens, 3 K/V heads of 6 elements, 2 query heads each.

@@ -110,9 +110,9 @@ def test_the_weights_outlive_the_script(monkeypatch: pytest.MonkeyPatch) -> None
     before = len(network_script._DEFINED)
     builder, network = NetworkScript(MODEL, **SIZES).load_network()
     gc.collect()
-    checkpoint, definition = network_script._DEFINED[before]
+    build, definition = network_script._DEFINED[before]
     assert (definition.builder, definition.network) == (builder, network)
-    assert checkpoint.tensor("model.norm.weight").any()
+    assert build.checkpoint.tensor("model.norm.weight").any()
     assert [network.get_input(index).name for index in range(3)] == ["input_ids", "kvcache_start_index", "last_token_ids"]
 
 

@@ -66,7 +66,7 @@ def test_the_bindings_of_full_tensorrt_are_those_of_the_test(facts):
 
 @pytest.mark.trt
 def test_tensorrt_for_rtx_builds_for_the_compute_capabilities_that_the_pages_list(facts):
-    from trt_kvcache.builder.options import known_compute_capabilities
+    from trt_kvcache.builder.resolved_options import known_compute_capabilities
     from trt_kvcache.trt.module import load
 
     listed = re.findall(r"\d+\.\d", facts.FACTS["rtx capabilities"])

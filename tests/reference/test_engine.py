@@ -222,7 +222,7 @@ def combined(rig: Rig) -> None:
             r"`logits`: expected a tensor in the engine's memory \(cpu\), got DeviceTensor",
         ),
         (misaligned, LayoutError, "`k_cache_0`: expected an address that is a multiple of 256, got 0x"),
-        (combined, LayoutError, "`v_cache_0`: expected a dense view, got shape .* with strides"),
+        (combined, LayoutError, "`v_cache_0`: expected a contiguous view, got shape .* with strides"),
         (lambda rig: rig.engine.set_input_shape("logits", (1, 67)), BindingError, "`logits`: expected an input, got an output"),
         (lambda rig: rig.engine.set_input_shape("nothing", (1,)), BindingError, "`nothing`: the engine has no such tensor"),
         (

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.helpers.fakes import kv_config, recorded
 from trt_kvcache import InferenceSession, KVLayout
-from trt_kvcache.engine.decoder_tensors import decoder_profiles
+from trt_kvcache.engine.decoder_profiles import decoder_profiles
 
 
 def with_every_logit(

@@ -14,7 +14,7 @@ from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import Checkpoint, HostMemory, InferenceSession
 from trt_kvcache.cache.edge_llm import make_cache
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError, SnapshotError
 from trt_kvcache.reference import ReferenceEngine

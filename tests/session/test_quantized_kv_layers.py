@@ -12,7 +12,7 @@ from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.paths import GOLDEN
 from tests.session.test_quantized_kv import poison_rows, stored
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.sequences.prompt_cache import PromptCache

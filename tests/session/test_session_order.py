@@ -18,7 +18,7 @@ from tests.helpers.interrupts import (
     state,
 )
 from trt_kvcache import InferenceSession, SamplingParams
-from trt_kvcache.engine.decoder_tensors import decoder_profiles
+from trt_kvcache.engine.decoder_profiles import decoder_profiles
 from trt_kvcache.errors import EngineError
 
 

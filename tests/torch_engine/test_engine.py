@@ -11,7 +11,7 @@ from tests.helpers.small_model import SMALL, with_mixer  # noqa: E402
 from tests.reference.rig import Rig, random_ids  # noqa: E402
 from tests.reference.test_engine import *  # noqa: E402, F403
 from trt_kvcache import HostMemory  # noqa: E402
-from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
+from trt_kvcache.engine.decoder_cache import cache_config  # noqa: E402
 from trt_kvcache.errors import ConfigError  # noqa: E402
 from trt_kvcache.model import ModelConfig  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine, engine  # noqa: E402

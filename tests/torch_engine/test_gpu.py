@@ -22,7 +22,7 @@ from trt_kvcache import (  # noqa: E402
     KVCacheManager,
     ReferenceEngine,
 )
-from trt_kvcache.engine.decoder_tensors import cache_config, decoder_cache_config  # noqa: E402
+from trt_kvcache.engine.decoder_cache import cache_config, decoder_cache_config  # noqa: E402
 from trt_kvcache.errors import CaptureError, EngineError  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine, device, engine  # noqa: E402
 

@@ -24,7 +24,7 @@ import torch  # noqa: E402
 
 from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
-from trt_kvcache.engine.decoder_tensors import cache_config, decoder_cache_config  # noqa: E402
+from trt_kvcache.engine.decoder_cache import cache_config, decoder_cache_config  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine, engine, kernel_projections, kernels, state_kernels  # noqa: E402
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 

@@ -14,7 +14,7 @@ from tests.torch_engine.needs_torch import need_torch
 need_torch()
 
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
-from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
+from trt_kvcache.engine.decoder_cache import cache_config  # noqa: E402
 from trt_kvcache.model.features import features  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine, engine  # noqa: E402
 from trt_kvcache.torch_engine.attention import MaskedAttention  # noqa: E402

@@ -105,7 +105,7 @@ def test_a_shape_that_was_never_set(bindings, tensors):
 def test_a_tensor_that_is_too_small(bindings, memory, tensors):
     make_ready(bindings, tensors)
     bindings.bind("ids", memory.to_device(np.zeros(2, "int32"), stream=memory.create_stream()))
-    with pytest.raises(BindingError, match=r"`ids`: shape \(3, 1\) takes 12 bytes, what is bound has 8"):
+    with pytest.raises(BindingError, match=r"`ids`: shape \(3, 1\) takes 12 bytes, the bound tensor has 8"):
         bindings.check()
 
 

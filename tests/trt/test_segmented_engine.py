@@ -386,7 +386,7 @@ def test_a_registered_operation_with_other_tensors_is_refused(with_first_stage):
 
 def test_shapes_of_different_batches_are_refused(decoding):
     decoding.engine.set_input_shape("kvcache_start_index", (2,))
-    refuses(BindingError, r"`kvcache_start_index`: expected shape \(3,\) beside", enqueue, decoding.engine)
+    refuses(BindingError, r"`kvcache_start_index`: expected shape \(3,\) with", enqueue, decoding.engine)
 
 
 def test_a_shape_outside_the_profile_is_refused(decoding):
@@ -437,4 +437,4 @@ class TestOpeningIsRefused:
     def test_a_segment_with_other_tensors(self, opens, fake):
         plans = segment_plans(LAYERS)
         fake.segments[plans[1]] = fake.segments[plans[0]]
-        refuses(EngineError, "the engine's tensors are not those of its config", opens)
+        refuses(EngineError, "the engine's tensors are not the tensors of its config", opens)

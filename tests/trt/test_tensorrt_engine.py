@@ -227,7 +227,9 @@ class TestWhatAnEngineMayNotBe:
 
     def test_other_tensors_than_its_config_says(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
         fake.specs["position_ids"] = TensorSpec(name="position_ids", shape=(-1,), dtype="int32", mode=TensorMode.INPUT)
-        self.refused(folder, memory, fake, "the engine's tensors are not those of its config.json: `position_ids` is only in one of them")
+        self.refused(
+            folder, memory, fake, "the engine's tensors are not the tensors of its config.json: `position_ids` is only in one of them"
+        )
 
     def test_other_profiles_than_its_config_says(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
         fake.profiles[0] = replace(fake.profiles[0], max_width=12)
@@ -342,7 +344,7 @@ class TestStep:
             ("logit", logits, BindingError, "`logit`: the engine has no such tensor, it has `input_ids`, "),
             ("logits", tensor(memory, (3, 37), "float16"), BindingError, r"`logits` expects float32 \(-1, 37\), got float16 \(3, 37\)\."),
             ("logits", tensor(other, (3, 37), "float32"), BindingError, r"`logits`: expected a tensor in the engine's memory \(cuda:0\)"),
-            ("logits", strided, LayoutError, r"`logits`: expected a dense view, got shape \(3, 37\) with strides \(74, 1\)"),
+            ("logits", strided, LayoutError, r"`logits`: expected a contiguous view, got shape \(3, 37\) with strides \(74, 1\)"),
             ("logits", shifted, LayoutError, "`logits`: expected an address that is a multiple of 256, got 0x"),
         ):
             with pytest.raises(error, match=message):
@@ -401,11 +403,11 @@ class TestStep:
             engine.enqueue(stream)
         set_shapes(engine, 3, 11)
         engine.bind("input_ids", tensor(memory, (3 * 11 - 1,), "int32"))
-        with pytest.raises(BindingError, match=r"`input_ids`: shape \(3, 11\) takes 132 bytes, what is bound has 128"):
+        with pytest.raises(BindingError, match=r"`input_ids`: shape \(3, 11\) takes 132 bytes, the bound tensor has 128"):
             engine.enqueue(stream)
         engine.bind("input_ids", bound["input_ids"])
         engine.bind("logits", tensor(memory, (2, VOCAB), "float32"))
-        with pytest.raises(BindingError, match=r"`logits`: shape \(3, 37\) takes 444 bytes, what is bound has 296"):
+        with pytest.raises(BindingError, match=r"`logits`: shape \(3, 37\) takes 444 bytes, the bound tensor has 296"):
             engine.enqueue(stream)
         engine.bind("logits", bound["logits"])
         engine.bind("present_v_cache_0", bound["k_cache_0"])
@@ -425,7 +427,7 @@ class TestStep:
         engine.bind("input_ids", tensor(memory, (3,), "int32"))
         engine.enqueue(stream)
         engine.set_input_shape("input_ids", (3, 2))
-        with pytest.raises(BindingError, match=r"`input_ids`: shape \(3, 2\) takes 24 bytes, what is bound has 12"):
+        with pytest.raises(BindingError, match=r"`input_ids`: shape \(3, 2\) takes 24 bytes, the bound tensor has 12"):
             engine.enqueue(stream)
         engine.set_input_shape("input_ids", (3, 1))
         engine.enqueue(stream)

@@ -132,7 +132,7 @@ def test_equal_tensors() -> None:
 
 @pytest.mark.parametrize(("found", "recorded"), [(SPECS[1:], SPECS), (SPECS, SPECS[1:])], ids=["missing", "too many"])
 def test_other_names_are_refused(found: list[TensorSpec], recorded: list[TensorSpec]) -> None:
-    with pytest.raises(EngineError, match=r"the engine's tensors are not those of its config\.json: `logits` is only in one of them"):
+    with pytest.raises(EngineError, match=r"the engine's tensors are not the tensors of its config\.json: `logits` is only in one of them"):
         compare_tensors(by_name(*found), recorded)
 
 

@@ -1,36 +1,40 @@
 """``build_engine``: from a Hugging Face checkpoint to an engine folder."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._util.peak_memory import peak_memory_nbytes
-from trt_kvcache.builder.checked_build import checked_build
+from trt_kvcache._util.progress import Progress
+from trt_kvcache.builder.checked_build import CheckedBuild, checked_build
 from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
-from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, BuildOptions
+from trt_kvcache.builder.options import BuildKeywords, BuildOptions, takes_build_options
 from trt_kvcache.builder.serialization import serialize
-from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
+from trt_kvcache.trt.log import Messages
+from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin import can_add_plugins
 
-#: Called as ``progress(stage, done)`` with what is being done, and the fraction of it that is done (None where that is not known).
-Progress = Callable[[str, float | None], object]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-#: Values of ``stage``.
+#: Stages that ``progress`` is told.
 READING, DEFINING, BUILDING, WRITING = "read checkpoint", "define network", "build engine", "write engine folder"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildReport:
-    """What a build produced, and what it took.
+    """Results of a build: the engine folder, sizes, time and memory.
 
     Parameters
     ----------
@@ -45,9 +49,9 @@ class BuildReport:
     plan_nbytes, weights_nbytes : int
         Size of the serialised engine, and of the checkpoint's weights, in bytes.
     attention : tuple of AttentionLayerConfig
-        How the attention of each layer that has one was built.
+        Attention of each layer that has one: its variant, and whether TensorRT may decompose it.
     warnings : tuple of str
-        What TensorRT warned of.
+        Warnings that TensorRT logged.
     """
 
     path: Path
@@ -60,25 +64,13 @@ class BuildReport:
     warnings: tuple[str, ...]
 
 
+@takes_build_options
 def build_engine(
     model_path: str | os.PathLike[str],
     engine_path: str | os.PathLike[str],
     *,
-    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
-    max_sequence_length: int | None = None,
-    max_prefill_length: int | None = None,
-    max_logits_per_slot: int | Literal["all"] = 1,
-    dtype: str | None = None,
-    attention: str | None = None,
-    flavour: str = "auto",
-    embed_weights: bool = False,
-    compute_capabilities: Sequence[str] | None = None,
-    builder_optimization_level: int | None = None,
-    timing_cache: str | os.PathLike[str] | None = None,
-    quantize: str | None = None,
-    kv_dtype: str | None = None,
-    kv_scales: str | None = None,
     progress: Progress | None = None,
+    **options: Unpack[BuildKeywords],
 ) -> BuildReport:
     """Build a TensorRT engine from a Hugging Face folder.
 
@@ -88,41 +80,8 @@ def build_engine(
         The checkpoint.
     engine_path : path
         The engine folder to make. An engine folder of this name is replaced once the new one is complete.
-    max_batch_size : int
-        Slots, B.
-    max_sequence_length : int, optional
-        Tokens that a slot can hold, S. If left out the model's ``max_position_embeddings``, at most 2048 if it has attention.
-    max_prefill_length : int, optional
-        Most new tokens per slot in one enqueue; at most S. Longer prompts are prefilled in chunks. If left out S, at most 512.
-    max_logits_per_slot : int or "all"
-        Most new tokens per slot whose logits one enqueue returns, for ``score`` and ``verify``; ``"all"`` for all that it takes. See
-        :class:`~trt_kvcache.builder.options.BuildOptions` for the bytes.
-    dtype : str, optional
-        What the engine computes in, and its cache holds: ``"float16"``, ``"bfloat16"`` or ``"float32"``. That of the checkpoint if left
-        out.
-    attention : str, optional
-        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`. If left out ``"native"``, and
-        ``"mask"`` for a model with windows smaller than S, or with soft caps of scores, which native attention has not.
-    flavour : str
-        ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
-    embed_weights : bool
-        Whether to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work where the checkpoint is
-        not.
-    compute_capabilities : sequence of str, optional
-        GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. If left out all that it knows, of those that have the
-        type of quantized weights. Full TensorRT builds for the GPU that it runs on.
-    builder_optimization_level : int, optional
-        How hard TensorRT searches for fast kernels, from 0 (shortest build) to 5; TensorRT's default, 3, if left out.
-    timing_cache : path, optional
-        For full TensorRT only: a file with measurements of kernels, from which a build starts and to which it adds, so that the next one
-        is shorter. It need not exist.
-    quantize : str, optional
-        Round weights to the nearest integers of a scale, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or ``"int4,head=int8"``: see
-        ``docs/quantization.md``. For a checkpoint that is not quantized.
-    kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
-        Quantize K and V, with plugin attention. If left out they are in ``dtype``.
-    kv_scales : {"tensor", "head", "token"}, optional
-        As for :class:`~trt_kvcache.session.session_options.SessionOptions`.
+    **options
+        Fields of :class:`~trt_kvcache.builder.options.BuildOptions`.
     progress : callable, optional
         Called as ``progress(stage, fraction)``; ``fraction`` is None while it is not known. An exception that it raises
         stops the build and is raised by this function.
@@ -130,7 +89,7 @@ def build_engine(
     Returns
     -------
     BuildReport
-        The folder that was written, what the build took, how the attention of each layer was built, and what TensorRT warned of.
+        The engine folder, sizes, time and memory of the build, the attention of each layer, and warnings of TensorRT.
 
     Raises
     ------
@@ -158,66 +117,25 @@ def build_engine(
     started = time.perf_counter()
     report = progress or (lambda stage, done: None)
     target = Path(engine_path)
-    checked = checked_build(
-        model_path,
-        target,
-        max_batch_size=max_batch_size,
-        max_sequence_length=max_sequence_length,
-        max_prefill_length=max_prefill_length,
-        max_logits_per_slot=max_logits_per_slot,
-        dtype=dtype,
-        attention=attention,
-        flavour=flavour,
-        compute_capabilities=compute_capabilities,
-        builder_optimization_level=builder_optimization_level,
-        timing_cache=timing_cache,
-        quantize=quantize,
-        kv_dtype=kv_dtype,
-        kv_scales=kv_scales,
-    )
-    options, tensorrt, quantized = checked.options, checked.tensorrt, checked.quantized
+    build = checked_build(model_path, target, BuildOptions.of(options))
+    tensorrt = build.tensorrt
     assert tensorrt is not None
-    with checked.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
+    with build.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
         report(DEFINING, None)
-        in_segments = options.attention == "plugin" and not can_add_plugins(tensorrt)
-        definitions: tuple[DecoderDefinition, ...]
-        if in_segments:
-            definitions = define_segments(checkpoint, options, tensorrt, messages, quantized=quantized)
-        else:
-            definitions = (define_decoder(checkpoint, options, tensorrt, messages, quantized=quantized),)
-        definition = definitions[0]
+        in_segments = build.options.attention == "plugin" and not can_add_plugins(tensorrt)
+        definitions = _define(build, tensorrt, messages, in_segments=in_segments)
         plans = []
-        for index, part in enumerate(definitions):
+        for index, definition in enumerate(definitions):
             report(BUILDING, index / len(definitions))
-            plans.append(serialize(part, options, tensorrt, messages, _progress_of_part(report, index, len(definitions))))
+            plans.append(serialize(definition, build.options, tensorrt, messages, _progress_of_part(report, index, len(definitions))))
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
-        constants = define_constants(checkpoint, definition.cache, dtype=options.dtype or checkpoint.config.dtype) if in_segments else None
+        constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if in_segments else None
         chunks = with_padding(plans)
-        config = EngineFolderConfig(
-            model=checkpoint.config,
-            cache=definition.cache,
-            names=definition.names,
-            tensors=decoder_tensors(checkpoint.config, definition.cache, definition.names, max_logits_per_slot=options.logits_per_slot),
-            profiles=definition.profiles,
-            attention_variant=options.attention,
-            attention=definition.attention,
-            tensorrt_flavour=tensorrt.flavour,
-            tensorrt_version=tensorrt.version,
-            compute_capabilities=options.compute_capabilities,
-            plan=FileRecord.of(chunks),
-            checkpoint=CheckpointRecord(
-                path=os.path.abspath(model_path),
-                fingerprint=fingerprint,
-                nbytes=checkpoint.nbytes,
-                embedded=embed_weights,
-                weights=checkpoint.weights.format,
-                quantize=checked.rounding or "",
-            ),
-            computed_dtype=None if quantized is None else options.dtype or checkpoint.config.dtype,
-            segments=None if constants is None else _segments_record(checkpoint, definition, options, plans, constants),
-        )
+        config = _config(build, tensorrt, definitions[0], plan=FileRecord.of(chunks), fingerprint=fingerprint)
+        if constants is not None:
+            config = replace(config, segments=_segments_record(config, plans, constants))
         write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
         return BuildReport(
             path=target,
@@ -226,25 +144,54 @@ def build_engine(
             peak_memory_nbytes=peak_memory_nbytes(),
             plan_nbytes=config.plan.nbytes,
             weights_nbytes=checkpoint.nbytes,
-            attention=definition.attention,
+            attention=config.attention,
             warnings=tuple(messages.warnings),
         )
 
 
-def _segments_record(
-    checkpoint: Checkpoint, definition: DecoderDefinition, options: BuildOptions, plans: Sequence[Any], constants: Sequence[Any]
-) -> SegmentsRecord:
-    """Return what ``config.json`` records of an engine in segments."""
-    stages = decoder_stages(
-        checkpoint.config,
-        definition.cache,
-        definition.names,
-        max_logits_per_slot=options.logits_per_slot,
-        dtype=options.dtype or checkpoint.config.dtype,
+def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages, *, in_segments: bool) -> tuple[DecoderDefinition, ...]:
+    """Define the network of the decoder, or one for each of its segments."""
+    if in_segments:
+        return define_segments(build.checkpoint, build.options, build.cache, tensorrt, messages)
+    return (define_decoder(build.checkpoint, build.options, build.cache, tensorrt, messages),)
+
+
+def _config(
+    build: CheckedBuild, tensorrt: TensorRT, definition: DecoderDefinition, *, plan: FileRecord, fingerprint: str
+) -> EngineFolderConfig:
+    """Return ``config.json`` of an engine in one piece."""
+    checkpoint, options = build.checkpoint, build.options
+    cache, names = build.cache, definition.names
+    return EngineFolderConfig(
+        model=checkpoint.config,
+        cache=cache,
+        names=names,
+        tensors=decoder_tensors(checkpoint.config, cache, names, max_logits_per_slot=options.max_logits_per_slot),
+        profiles=definition.profiles,
+        attention_variant=options.attention,
+        attention=definition.attention,
+        tensorrt_flavour=tensorrt.flavour,
+        tensorrt_version=tensorrt.version,
+        compute_capabilities=options.compute_capabilities,
+        plan=plan,
+        checkpoint=CheckpointRecord(
+            path=os.path.abspath(checkpoint.path),
+            fingerprint=fingerprint,
+            nbytes=checkpoint.nbytes,
+            embedded=options.embed_weights,
+            weights=checkpoint.weights.format,
+            quantize=options.quantize or "",
+        ),
+        computed_dtype=options.dtype if cache.kv is not None and cache.kv.has_scales else None,
     )
+
+
+def _segments_record(config: EngineFolderConfig, plans: Sequence[Any], constants: Sequence[Any]) -> SegmentsRecord:
+    """Return the stages of an engine in segments, and the sizes of their plans."""
+    stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot, dtype=config.dtype)
     return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of(constants))
 
 
 def _progress_of_part(report: Progress, index: int, count: int) -> Callable[[float], object]:
-    """Return a callable that reports the progress of one network of a build as that of the whole."""
+    """Return a callable that reports the progress of one network as a fraction of the whole build."""
     return lambda done: report(BUILDING, (index + done) / count)

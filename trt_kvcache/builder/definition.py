@@ -5,24 +5,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trt_kvcache.builder.code_types import are_native
+from trt_kvcache.builder.capable_gpus import have_fp4
 from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
 from trt_kvcache.builder.network.rope import cos_sin
-from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.safetensors_file import safetensors_buffers
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, decoder_tensors
+from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, decoder_stages
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.tensor_shapes import embedding_name
-from trt_kvcache.ops.kv_words import in_words
+from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
@@ -31,47 +30,44 @@ from trt_kvcache.trt.plugin import can_add_plugins
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderDefinition:
-    """A decoder, or a segment of one, as a TensorRT network that is not built yet."""
+    """A decoder, or a segment of one, as a TensorRT network that is not built yet.
 
-    builder: Any
-    network: Any
-    graph: Graph
+    Keep it until the build is done: TensorRT points at weights that ``graph`` owns.
+    """
+
+    builder: Any  # IBuilder
+    network: Any  # INetworkDefinition
+    graph: Graph  # owner of the arrays that the network points at
     cache: DecoderCacheConfig
-    names: TensorNames
-    tensors: tuple[TensorSpec, ...]
+    names: TensorNames  # of the whole engine
+    tensors: tuple[TensorSpec, ...]  # of this network; quantized K and V packed as int32
     profiles: tuple[EngineProfile, ...]
-    attention: tuple[AttentionLayerConfig, ...]
+    attention: tuple[AttentionLayerConfig, ...]  # of the whole decoder
 
 
 def define_decoder(
     checkpoint: Checkpoint,
-    options: BuildOptions,
+    options: ResolvedOptions,
+    cache: DecoderCacheConfig,
     tensorrt: TensorRT,
     messages: Messages,
     names: TensorNames = DEFAULT_NAMES,
-    *,
-    quantized: QuantizedKV | None = None,
 ) -> DecoderDefinition:
-    """Make the network of a checkpoint."""
-    options.check_tensorrt(tensorrt)
+    """Define one network for the decoder of a checkpoint."""
     model = checkpoint.config
-    cache, dtype = options.cache_for(model, quantized), options.dtype or model.dtype
     if options.attention == "plugin" and not can_add_plugins(tensorrt):
         raise ConfigError(
             f"attention: expected native or mask in one network, got plugin: {tensorrt} has no plugin layers. Build segments."
         )
     builder, create_network = _network_factory(model, tensorrt, messages)
     network = create_network()
-    graph = Graph(tensorrt, network, messages, dtype=dtype)
+    graph = Graph(tensorrt, network, messages, dtype=options.dtype)
     attention = add_decoder(
         graph,
-        Weights(checkpoint, dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
+        Weights(checkpoint, options.dtype, has_fp4=have_fp4(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
+        options,
         cache=cache,
-        max_prefill_length=options.max_prefill_length,
-        attention=options.attention,
-        min_batch_size=MIN_BATCH_SIZE,
-        max_logits_per_slot=options.logits_per_slot,
         names=names,
     )
     return DecoderDefinition(
@@ -80,7 +76,7 @@ def define_decoder(
         graph=graph,
         cache=cache,
         names=names,
-        tensors=tuple(map(in_words, decoder_tensors(model, cache, names, max_logits_per_slot=options.logits_per_slot))),
+        tensors=tuple(map(packed_as_int32, decoder_tensors(model, cache, names, max_logits_per_slot=options.max_logits_per_slot))),
         profiles=options.profiles,
         attention=attention,
     )
@@ -88,16 +84,14 @@ def define_decoder(
 
 def define_segments(
     checkpoint: Checkpoint,
-    options: BuildOptions,
+    options: ResolvedOptions,
+    cache: DecoderCacheConfig,
     tensorrt: TensorRT,
     messages: Messages,
     names: TensorNames = DEFAULT_NAMES,
-    *,
-    quantized: QuantizedKV | None = None,
 ) -> tuple[DecoderDefinition, ...]:
-    """Make the networks of a checkpoint's segments."""
+    """Define a network for each segment of a decoder."""
     model = checkpoint.config
-    cache, dtype = options.cache_for(model, quantized), options.dtype or model.dtype
     builder, create_network = _network_factory(model, tensorrt, messages)
     networks = [create_network()]
 
@@ -105,18 +99,17 @@ def define_segments(
         networks.append(create_network())
         return networks[-1]
 
-    graph = Graph(tensorrt, networks[0], messages, dtype=dtype)
+    graph = Graph(tensorrt, networks[0], messages, dtype=options.dtype)
     attention = add_segments(
         graph,
-        Weights(checkpoint, dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
+        Weights(checkpoint, options.dtype, has_fp4=have_fp4(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
+        options,
         create_next,
         cache=cache,
-        max_prefill_length=options.max_prefill_length,
-        max_logits_per_slot=options.logits_per_slot,
         names=names,
     )
-    stages = decoder_stages(model, cache, names, max_logits_per_slot=options.logits_per_slot, dtype=dtype)
+    stages = decoder_stages(model, cache, names, max_logits_per_slot=options.max_logits_per_slot, dtype=options.dtype)
     segments = [stage for stage in stages if isinstance(stage, Segment)]
     make = partial(
         DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=options.profiles, attention=attention
@@ -124,9 +117,12 @@ def define_segments(
     return tuple(make(network=network, tensors=segment.tensors) for network, segment in zip(networks, segments, strict=True))
 
 
-def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype: str | None = None) -> list[Any]:
-    """Return the constants of an engine in segments."""
-    table = Weights(checkpoint, dtype or cache.dtype)(embedding_name(checkpoint.config))
+def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype: str) -> list[Any]:
+    """Return the buffers of a safetensors file with the constants of an engine in segments: embedding table and RoPE tables.
+
+    A table that is stored in this dtype is a view of the checkpoint's memory.
+    """
+    table = Weights(checkpoint, dtype)(embedding_name(checkpoint.config))
     angles = {name: cos_sin(kind, length=cache.max_sequence_length) for kind, name in cos_sin_names(checkpoint.config).items()}
     return safetensors_buffers({EMBEDDING: table, **angles})
 

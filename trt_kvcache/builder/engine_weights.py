@@ -1,4 +1,4 @@
-"""``EngineWeights``: what the weights of an engine take, in its plan and of the host that builds it."""
+"""``EngineWeights``: sizes of the weights of an engine, in its plan and in the memory of the host that builds it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trt_kvcache.model import AttentionConfig, ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 from trt_kvcache.model.weight_parts import layer_parts
 
-#: The host: Python with TensorRT loaded and what TensorRT keeps once it has built something, and what it keeps for each layer of a network.
+#: Host memory of Python with TensorRT loaded after a build, and additional memory for each layer of a network.
 _HOST, _HOST_PER_LAYER = 188_000_000, 9_300_000
 
-#: How often the host holds the weights when the plan is there: in pages of the checkpoint, converted or packed; in TensorRT; in the plan.
+#: Copies of the weights on the host when the plan is complete: pages of the checkpoint (or converted, packed), TensorRT, the plan.
 _COPIES = 3.09
 
-#: Bytes for each code of an int4 matrix while TensorRT packs it: the widened codes and what they become. One matrix at a time, before
+#: Bytes for each value of an int4 matrix while TensorRT packs it: the widened and the packed values. One matrix at a time, before
 #: there is a plan, and before dense weights are copied.
 _WIDENED_INT4 = 2.9
 
-#: How often TensorRT holds the weights of the segment that it builds.
+#: Copies of the weights of a segment in TensorRT while it builds it.
 _COPIES_OF_SEGMENT = 1.3
 
-#: Bytes for each code of a quantized embedding while its values are written as constants: the code, and values in float32, twice.
+#: Bytes for each element of a quantized embedding while it is written as a constant: the quantized value, and float32 twice.
 _DEQUANTIZED = 9.2
 
 
@@ -32,22 +32,22 @@ _DEQUANTIZED = 9.2
 class PackedBytes:
     """A packed weight in an engine."""
 
-    nbytes: int
-    type: str
+    nbytes: int  # of values and scales
+    type: str  # dtype of the values in TensorRT
 
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """The weights of an engine: what each takes, and what the host holds of them in a build."""
+    """Sizes of the weights of an engine, in the plan and in the memory of the host during the build."""
 
     model: ModelConfig
-    sizes: Mapping[str, int]
-    packed: Mapping[str, PackedBytes]
-    constants: Mapping[str, PackedBytes | None]
+    sizes: Mapping[str, int]  # bytes of each weight
+    packed: Mapping[str, PackedBytes]  # weights that are packed in the plan
+    constants: Mapping[str, PackedBytes | None]  # weights next to the plan; None if they are dense
 
     @classmethod
     def of(cls, model: ModelConfig, packed: Mapping[str, PackedBytes], dtype: str, *, segmented: bool) -> EngineWeights:
-        """Return the weights in an engine. One in segments has its embedding beside the plan."""
+        """Return the weights of an engine. In segments, the embedding is a constant next to the plan."""
         embedding = embedding_name(model)
         constants = {embedding: packed.get(embedding)} if segmented else {}
         in_plan = {name: one for name, one in packed.items() if name not in constants}
@@ -56,27 +56,27 @@ class EngineWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of all weights, each once."""
+        """Bytes of all weights, each counted once."""
         return sum(self.sizes.values())
 
     @property
     def dense_nbytes(self) -> int:
-        """Of those that are not packed."""
+        """Bytes of the weights that are not packed."""
         return self.nbytes - sum(one.nbytes for one in self.packed.values())
 
     @property
     def plan_nbytes(self) -> int:
-        """Of those in the plan."""
+        """Bytes of the weights in the plan."""
         return self.nbytes - sum(self.sizes[name] for name in self.constants) + self._transposed_nbytes
 
     @property
     def _transposed_nbytes(self) -> int:
-        """Of a tied embedding in 8 bits again: rows are looked up in it, and products take its columns. Those with int4 take rows."""
+        """Bytes of the second copy of a tied embedding in 8 bits: the lookup takes rows, the product columns. int4 takes rows twice."""
         embedding = self.packed.get(embedding_name(self.model))
         return 0 if embedding is None or not self.model.tie_word_embeddings or embedding.type == "int4" else embedding.nbytes
 
     def peak_of_one_network(self) -> float:
-        """Return most memory of the host: when the plan is there, or before, when the largest int4 matrix is packed."""
+        """Return the peak memory of the host: when the plan is complete, or while the largest int4 matrix is packed."""
         shapes = tensor_shapes(self.model)
         widened = max((math.prod(shapes[name]) for name, one in self.packed.items() if one.type == "int4"), default=0)
         dense, packed = self.dense_nbytes, self.nbytes - self.dense_nbytes
@@ -85,20 +85,20 @@ class EngineWeights:
         return _HOST + self.model.num_layers * _HOST_PER_LAYER + _COPIES * packed + max(at_the_plan, at_packing)
 
     def peak_of_segments(self, plan: int) -> float:
-        """Return most memory of the host, with a plan of so many bytes.
+        """Return the peak memory of the host for a plan of this size.
 
-        That is when the largest segment is built, when the checkpoint is hashed, or when constants are written.
+        It is reached when the largest segment is built, the checkpoint is hashed, or constants are written.
         """
-        beside = sum(self.sizes[name] for name in self.constants)
+        next_to_plan = sum(self.sizes[name] for name in self.constants)
         built = _COPIES_OF_SEGMENT * self._largest_segment_nbytes
         hashed = sum(self.sizes[name] for name, one in self.constants.items() if one is None)
         shapes = tensor_shapes(self.model)
         written = _DEQUANTIZED * sum(math.prod(shapes[name]) for name, one in self.constants.items() if one is not None)
-        return _HOST + plan + self.nbytes - beside + max(built, hashed, written)
+        return _HOST + plan + self.nbytes - next_to_plan + max(built, hashed, written)
 
     @property
     def _largest_segment_nbytes(self) -> int:
-        """Of an attention layer and those without attention behind it, the last ones with the head."""
+        """Bytes of the largest segment: an attention layer and the layers after it up to the next one; the last has the head."""
         segments = [0]
         for index, layer in enumerate(self.model.layers):
             if isinstance(layer.mixer, AttentionConfig):

@@ -1,34 +1,38 @@
-"""``estimate_build``: what a build will need and what it will give, in bytes, before it is started."""
+"""``estimate_build``: sizes of an engine and memory of its build, in bytes, before the build starts."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING
 
+from trt_kvcache.builder.capable_gpus import have_fp4
 from trt_kvcache.builder.checked_build import CheckedBuild, checked_build
-from trt_kvcache.builder.code_types import are_native
 from trt_kvcache.builder.engine_weights import EngineWeights, PackedBytes
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES, NATIVE_TYPES
 from trt_kvcache.builder.network.selective_scan import CHUNK_TOKENS
-from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, BuildOptions
+from trt_kvcache.builder.options import BuildKeywords, BuildOptions, takes_build_options
+from trt_kvcache.builder.resolved_options import ResolvedOptions
+from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES, Quantization
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
 from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 #: Bytes of compiled kernels in the plan: once if there is attention, for each layer, and for each one of an engine in segments.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
 
-#: The same of layers with packed weights: products with those are other kernels.
+#: The same of layers with packed weights, whose products are other kernels.
 _KERNELS_PER_PACKED_LAYER, _KERNELS_PER_PACKED_SEGMENT = 1_450_000, 1_400_000
 
 #: The same for each layer whose soft-capped scores are built from plain layers.
@@ -53,17 +57,17 @@ class BuildEstimate:
     plan_nbytes : int
         The serialised engine: weights and compiled kernels.
     constants_nbytes : int
-        What an engine in segments has beside its plan: the embedding table, cosines and sines. 0 for other engines.
+        Constants of an engine in segments: the embedding table, cosines and sines. 0 for other engines.
     cache_nbytes : int
         K, V and states as allocated. Exact.
     activations_nbytes : int
-        Activations and logits of the largest enqueue, as the shapes of the network tell: TensorRT may need more or less.
+        Activations and logits of the largest enqueue, from the shapes of the network: TensorRT may need more or less.
     host_peak_nbytes : int
         Most memory of the host during the build.
 
     See Also
     --------
-    trt_kvcache.BuildReport : What a build did take.
+    trt_kvcache.BuildReport : Sizes and memory of a build that was done.
     """
 
     weights_nbytes: int
@@ -84,44 +88,19 @@ class BuildEstimate:
         return self.plan_nbytes + self.constants_nbytes
 
 
-def estimate_build(
-    model_path: str | os.PathLike[str],
-    *,
-    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
-    max_sequence_length: int | None = None,
-    max_prefill_length: int | None = None,
-    max_logits_per_slot: int | Literal["all"] = 1,
-    dtype: str | None = None,
-    attention: str | None = None,
-    flavour: str = "auto",
-    quantize: str | None = None,
-    kv_dtype: str | None = None,
-    kv_scales: str | None = None,
-    compute_capabilities: Sequence[str] | None = None,
-) -> BuildEstimate:
-    """Estimate what ``build_engine`` would take and give, after the checks that it makes first. TensorRT is not needed.
+@takes_build_options
+def estimate_build(model_path: str | os.PathLike[str], **options: Unpack[BuildKeywords]) -> BuildEstimate:
+    """Estimate the sizes and the memory of a build, after the checks of ``build_engine``. TensorRT is not needed.
 
-    Of weights that are there names, shapes and dtypes are read. A folder with ``config.json`` alone is enough where weights are not stored
+    Names, shapes and dtypes of the weights are read. A folder with ``config.json`` alone is enough where weights are not stored
     quantized.
 
     Parameters
     ----------
     model_path : path
         A Hugging Face folder.
-    max_batch_size, max_sequence_length, max_prefill_length : int
-        As for ``build_engine``, with the same defaults.
-    max_logits_per_slot : int or "all"
-        As for ``build_engine``.
-    dtype : str, optional
-        What the engine computes in; that of the checkpoint if left out.
-    attention : str, optional
-        ``"native"``, ``"mask"`` or ``"plugin"``; chosen as by ``build_engine`` if left out.
-    flavour : str
-        ``"tensorrt"`` builds plugin attention into one network; otherwise it runs between the segments of the engine.
-    quantize, kv_dtype, kv_scales : str, optional
-        As for ``build_engine``.
-    compute_capabilities : sequence of str, optional
-        As for ``build_engine``. They say whether FP4 is stored as it is.
+    **options
+        Fields of :class:`~trt_kvcache.builder.options.BuildOptions`, as for :func:`~trt_kvcache.build_engine`.
 
     Returns
     -------
@@ -133,7 +112,7 @@ def estimate_build(
     Raises
     ------
     ConfigError, CheckpointError
-        As ``build_engine`` does before it reads weights. What TensorRT alone knows is checked where it is installed.
+        As ``build_engine`` does before it reads weights. Checks that need TensorRT are made where it is installed.
 
     Examples
     --------
@@ -142,22 +121,7 @@ def estimate_build(
     >>> estimate.cache_nbytes, estimate.weights_nbytes
     (262144, 60736)
     """
-    checked = checked_build(
-        model_path,
-        None,
-        dry_run=True,
-        max_batch_size=max_batch_size,
-        max_sequence_length=max_sequence_length,
-        max_prefill_length=max_prefill_length,
-        max_logits_per_slot=max_logits_per_slot,
-        dtype=dtype,
-        attention=attention,
-        flavour=flavour,
-        quantize=quantize,
-        kv_dtype=kv_dtype,
-        kv_scales=kv_scales,
-        compute_capabilities=compute_capabilities,
-    )
+    checked = checked_build(model_path, None, BuildOptions.of(options), dry_run=True)
     with checked.checkpoint:
         return estimate_checked(checked)
 
@@ -165,8 +129,8 @@ def estimate_build(
 def estimate_checked(checked: CheckedBuild) -> BuildEstimate:
     """Estimate a build that was checked."""
     options = checked.options
-    is_native = are_native(options.compute_capabilities, is_rtx=options.flavour != "tensorrt")
-    return PackedModel.of(checked.checkpoint, is_native=is_native).estimate(options, checked.quantized)
+    has_fp4 = have_fp4(options.compute_capabilities, is_rtx=options.flavour != "tensorrt")
+    return PackedModel.of(checked.checkpoint, has_fp4=has_fp4).estimate(options, checked.cache)
 
 
 @dataclass(frozen=True)
@@ -177,19 +141,19 @@ class PackedModel:
     packed: Mapping[str, PackedBytes]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, is_native: bool) -> PackedModel:
-        """Return what a checkpoint has."""
+    def of(cls, checkpoint: Checkpoint, *, has_fp4: bool) -> PackedModel:
+        """Read a checkpoint; no weights are read. Without FP4, its weights take the bytes of int8."""
         shapes = tensor_shapes(checkpoint.config)
-        types = CONSTANT_TYPES | (NATIVE_TYPES if is_native else {})
+        types = CONSTANT_TYPES | (NATIVE_TYPES if has_fp4 else {})
         packed = {}
         for kind in checkpoint.code_kinds:
             for name in checkpoint.names_of_kind(kind):
-                widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not is_native else 0
+                widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not has_fp4 else 0
                 packed[name] = PackedBytes(checkpoint.nbytes_of(name) + widened, types[kind])
         return cls(checkpoint.config, packed)
 
     def rounded(self, quantize: str) -> PackedModel:
-        """Return a model in 16 or 32 bits with rounded weights."""
+        """Return the same model with weights rounded to ``quantize``."""
         shapes, schemes = tensor_shapes(self.model), rounding_schemes(self.model, Quantization.parse(quantize))
         packed = {
             name: PackedBytes(rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, self.model.dtype), f"int{SCHEMES[scheme][0]}")
@@ -197,11 +161,9 @@ class PackedModel:
         }
         return replace(self, packed=packed)
 
-    def estimate(self, options: BuildOptions, quantized: QuantizedKV | None = None) -> BuildEstimate:
+    def estimate(self, options: ResolvedOptions, cache: DecoderCacheConfig) -> BuildEstimate:
         """Return the bytes of a build: see :func:`estimate_build`."""
-        model, computed = self.model, options.dtype or self.model.dtype
-        cache = options.cache_for(model, quantized)
-        options.check_kernels(model)
+        model, computed = self.model, options.dtype
         segmented = options.attention == "plugin" and options.flavour != "tensorrt"
         weights = EngineWeights.of(model, self.packed, computed, segmented=segmented)
         kernels = _kernels_nbytes(model, segmented=segmented, is_packed=bool(weights.packed.keys() - {embedding_name(model)}))
@@ -236,8 +198,8 @@ def _kernels_nbytes(model: ModelConfig, *, segmented: bool, is_packed: bool) -> 
     return kernels + (len(model.attention_layers) + len(scans)) * (per_segment - per_layer)
 
 
-def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:
-    """Return the bytes of the widest point of a layer, for the largest enqueue, and of the logits."""
+def _activations_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions) -> int:
+    """Return the bytes of activations at the widest point of a layer, for the largest enqueue, and of the logits."""
     tokens = options.max_batch_size * options.max_prefill_length
     mixers = max(map(_mixer_width, model.layers))
     mlps = max((3 * layer.mlp.intermediate_size for layer in model.layers if layer.mlp is not None), default=0)  # gate, up, their product
@@ -246,13 +208,13 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -
     before_and_after_softmax = 2 * capped * options.max_sequence_length * itemsize("float32")
     scores = before_and_after_softmax if options.attention == "mask" else 0
     scores = max(scores, *(_scan_nbytes(mixer, options.max_prefill_length) for mixer in model.recurrent_layers), 0)
-    rows = options.max_batch_size * options.logits_per_slot
+    rows = options.max_batch_size * options.max_logits_per_slot
     logits = rows * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
     return tokens * (widest * itemsize(dtype) + scores) + logits
 
 
 def _mixer_width(layer: LayerConfig) -> int:
-    """Return the numbers of each token at the widest point of a mixer."""
+    """Return the number of elements per token at the widest point of a mixer."""
     mixer = layer.mixer
     if isinstance(mixer, AttentionConfig):
         return (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
@@ -262,7 +224,7 @@ def _mixer_width(layer: LayerConfig) -> int:
 
 
 def _scan_nbytes(mixer: RecurrentConfig, width: int) -> int:
-    """Return the bytes of each token for what tokens of an enqueue of ``width`` are to each other, in a scan without kernels of ours."""
+    """Return the bytes per token of the intra-chunk attention matrix, in a scan from plain TensorRT layers."""
     if isinstance(mixer, Mamba2Config):
         return 3 * mixer.num_heads * min(width, CHUNK_TOKENS) * itemsize("float32")
     return 4 * mixer.num_value_heads * width * itemsize("float32") if isinstance(mixer, GatedDeltaNetConfig) else 0

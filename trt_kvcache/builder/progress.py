@@ -16,7 +16,10 @@ class _Phase:
 
 
 class BuildProgress:
-    """Turns TensorRT's nested phases into a fraction that only grows."""
+    """Turns TensorRT's nested phases into a fraction that only grows.
+
+    TensorRT calls it on its own threads, where exceptions are lost: the first one that ``report`` raises stops the build and is kept.
+    """
 
     def __init__(self, report: Callable[[float], object]) -> None:
         self.interruption: BaseException | None = None
@@ -31,7 +34,7 @@ class BuildProgress:
             self._phases[phase] = _Phase(parent, max(steps, 1))
 
     def step(self, phase: str, step: int) -> bool:
-        """Note that a step of a phase is done, and report the progress."""
+        """Note that a step of a phase is done, and report the progress. Returns False to stop the build."""
         with self._lock:
             if phase in self._phases:
                 self._phases[phase].done = step + 1
@@ -65,7 +68,7 @@ class BuildProgress:
 
 
 def make_monitor(module: Any, progress: BuildProgress) -> Any:
-    """Return a progress monitor for a build."""
+    """Return an ``IProgressMonitor`` for a build, which also gives freed memory back to the system."""
 
     class Monitor(module.IProgressMonitor):  # type: ignore[misc]  # TensorRT is not imported when this is checked
         def __init__(self) -> None:
@@ -75,7 +78,7 @@ def make_monitor(module: Any, progress: BuildProgress) -> Any:
             progress.start(phase_name, parent_phase, num_steps)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            return_freed_memory()  # of each weight that TensorRT has dequantized, or the peak is that of dense weights
+            return_freed_memory()  # of each dequantized weight; else the peak would be as high as with dense weights
             return progress.step(phase_name, step)
 
         def phase_finish(self, phase_name: str) -> None:

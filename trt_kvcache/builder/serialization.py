@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from trt_kvcache.builder.definition import DecoderDefinition
-from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
 from trt_kvcache.builder.progress import BuildProgress, make_monitor
+from trt_kvcache.builder.resolved_options import ResolvedOptions, known_compute_capabilities
 from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.builder.timing_cache import read_timing_cache, write_timing_cache
 from trt_kvcache.engine.decoder_tensors import step_shape
@@ -16,8 +16,8 @@ from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins
 
 
-def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages) -> Any:
-    """Return the builder configuration of a network: optimisation profiles, GPUs, and flags."""
+def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorrt: TensorRT, messages: Messages) -> Any:
+    """Return the ``IBuilderConfig`` of a network: optimisation profiles, GPUs, and flags."""
     config = require(definition.builder.create_builder_config, messages, "TensorRT cannot make a builder configuration")
     for profile in definition.profiles:
         _add_profile(definition, config, profile, messages, slots=definition.profiles[0].max_batch)
@@ -42,9 +42,9 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
 
 
 def serialize(
-    definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
+    definition: DecoderDefinition, options: ResolvedOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
 ) -> Any:
-    """Build a network."""
+    """Build a network; return its serialised engine as a buffer. An exception of ``progress`` stops the build and is raised."""
     config = make_config(definition, options, tensorrt, messages)
     build_progress = BuildProgress(progress)
     config.progress_monitor = make_monitor(tensorrt.module, build_progress)

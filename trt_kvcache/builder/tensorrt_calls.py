@@ -8,7 +8,7 @@ from trt_kvcache.trt.log import Messages
 
 
 def require(function: Callable[..., Any], messages: Messages, what: str, *arguments: Any) -> Any:
-    """Call TensorRT for an object."""
+    """Call TensorRT for an object; raise BuildError with TensorRT's log if it returns None, or raises a TypeError without a reason."""
     try:
         created = function(*arguments)
     except (TypeError, RuntimeError):

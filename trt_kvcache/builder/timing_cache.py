@@ -16,7 +16,7 @@ def check_timing_cache(path: Path) -> None:
 
 
 def read_timing_cache(config: Any, path: Path, messages: Messages) -> None:
-    """Have a build use the measurements in a file. If there is no file, it begins with none."""
+    """Let a build start from the measurements in a file, which need not exist."""
     data = path.read_bytes() if path.exists() else b""
     warnings = len(messages.warnings)
     cache = require(config.create_timing_cache, messages, f"{path}: the timing cache cannot be read", data)
@@ -27,7 +27,7 @@ def read_timing_cache(config: Any, path: Path, messages: Messages) -> None:
 
 
 def write_timing_cache(config: Any, path: Path) -> None:
-    """Write what a build has measured, and what it read, to a file. An existing one is replaced once the new one is complete."""
+    """Write the measurements that a build has read and made to a file. An existing file is replaced once the new one is complete."""
     cache = config.get_timing_cache()
     if cache is not None:
         with atomic_file(path) as file:

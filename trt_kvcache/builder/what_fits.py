@@ -1,4 +1,4 @@
-"""``what_fits``: which weights, K/V, lengths and slots fit into the memory of a GPU."""
+"""``what_fits``: formats of weights and K/V, lengths and slots that fit into the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.builder.capable_gpus import have_fp4, with_capable_gpus
 from trt_kvcache.builder.checked_build import installed_tensorrt, open_checkpoint
-from trt_kvcache.builder.code_types import are_native, for_codes
 from trt_kvcache.builder.estimate import BuildEstimate, PackedModel
-from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
+from trt_kvcache.builder.options import BuildOptions, default_sequence_length
+from trt_kvcache.builder.resolved_options import ResolvedOptions, check_capabilities
 from trt_kvcache.cache.estimate import largest_number
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
 from trt_kvcache.trt.module import TensorRT
 
-#: How the weights of a checkpoint in 16 bits are rounded in the rows of an answer.
+#: Roundings of the weights of a 16-bit checkpoint, one row of the result each.
 ROUNDINGS = ("int8", "int4:32", "int4:128")
 
 #: The last row of them, with a head that is tied to the embedding and with one of its own. TensorRT packs a tied embedding twice, so that
 #: int8 saves nothing.
 SMALLEST = {True: "int4:128,embedding=int4:128", False: "int4:128,embedding=int8,head=int8"}
 
-#: K and V of any checkpoint beside those in the dtype of the engine. float8_e4m3fn takes the bytes of int8.
+#: Quantized K and V of any checkpoint. float8_e4m3fn takes the bytes of int8.
 KV_BY_TOKEN = QuantizedKV("int8", "token")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What fits with one format of weights, and one of K and V.
+    """Longest sequence and largest batch that fit with one format of weights, and one of K and V.
 
     Parameters
     ----------
     weights : str
-        How weights are rounded, as ``quantize=`` takes it; or how the checkpoint has them.
+        Rounding of weights, as ``quantize=`` takes it, or the format of the checkpoint.
     kv_dtype : str
-        Of K and V. What fits with ``"int8"`` and scales by token fits with ``"float8_e4m3fn"``.
+        Dtype of K and V. A fit with ``"int8"`` and scales by token is one with ``"float8_e4m3fn"`` too.
     kv_scales : str or None
-        What of K and V shares a scale: see :class:`~trt_kvcache.KVCacheConfig`.
+        Elements of K and V that share a scale: see :class:`~trt_kvcache.KVCacheConfig`.
     weights_nbytes : int
         Bytes of the weights.
     longest_sequence : int
@@ -71,13 +71,13 @@ def what_fits(
 ) -> tuple[Fit, ...]:
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
-    Counted is what a session on an engine takes of the GPU: plan, constants, activations and cache, as :func:`~trt_kvcache.estimate_build`
-    has them. What the driver and TensorRT take beside them is not.
+    The GPU memory of a session is counted: plan, constants, activations and cache, as :func:`~trt_kvcache.estimate_build` has them. Memory
+    of the driver and of TensorRT itself is not.
 
     Parameters
     ----------
     model_path : path
-        A Hugging Face folder. Of weights that are there names, shapes and dtypes are read; ``config.json`` alone is enough where they are
+        A Hugging Face folder. Names, shapes and dtypes of its weights are read; ``config.json`` alone is enough where they are
         not stored quantized.
     nbytes : int
         Bytes of the memory.
@@ -86,7 +86,7 @@ def what_fits(
     max_sequence_length : int, optional
         Tokens of a slot for which the largest batch is found; the positions of the model if left out, at most 2048.
     dtype : str, optional
-        What the engine computes in; that of the checkpoint if left out.
+        Dtype of computation; the checkpoint's if left out.
     compute_capabilities : sequence of str, optional
         As for :func:`~trt_kvcache.estimate_build`: which formats there are, and whether FP4 is stored as it is.
 
@@ -112,20 +112,14 @@ def what_fits(
     ('float16', 'float16', 60736, 512)
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    options = BuildOptions(
-        max_batch_size=1,
-        max_sequence_length=1,
-        max_prefill_length=1,
-        dtype=dtype,
-        compute_capabilities=None if compute_capabilities is None else tuple(compute_capabilities),
-    )
+    options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities)
     tensorrt = None if compute_capabilities is None else installed_tensorrt(options.flavour)
     if tensorrt is not None:
-        options.check_tensorrt(tensorrt)
+        check_capabilities(options, tensorrt)
     with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
-        for_codes(options, checkpoint.code_kinds, tensorrt)  # is checked
+        with_capable_gpus(options, checkpoint.code_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
-        source = PackedModel.of(checkpoint, is_native=are_native(compute_capabilities))
+        source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
         static = _static_kv(checkpoint)
     roundings = () if stored.is_quantized else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
     rounded = ((one, source.rounded(one)) for one in roundings)
@@ -142,14 +136,15 @@ def what_fits(
 def _fit(
     source: PackedModel, weights: str, quantized: QuantizedKV | None, budget: int, *, slots: int, length: int, options: BuildOptions
 ) -> Fit | None:
-    """Return what fits with one format of weights, and one of K and V; None where plugin attention does not have the model."""
+    """Return the lengths and slots that fit with one format of weights, and one of K and V; None if plugin attention lacks the model."""
     model = source.model
 
     def estimate(batch: int, tokens: int) -> BuildEstimate:
-        attention = "plugin" if quantized is not None else default_attention(model, tokens)
-        width = min(tokens, DEFAULT_MAX_PREFILL_LENGTH)
-        asked = replace(options, max_batch_size=batch, max_sequence_length=tokens, max_prefill_length=width, attention=attention)
-        return source.estimate(asked, quantized)
+        attention = None if quantized is None else "plugin"
+        asked = replace(options, max_batch_size=batch, max_sequence_length=tokens, attention=attention)
+        resolved = ResolvedOptions.of_model(asked, model)
+        resolved.check_kernels(model)
+        return source.estimate(resolved, resolved.cache_for(model, quantized))
 
     def fits(batch: int, tokens: int) -> bool:
         return estimate(batch, tokens).device_nbytes <= budget
@@ -174,14 +169,14 @@ def _fit(
 def _exists(source: PackedModel, options: BuildOptions, tensorrt: TensorRT | None) -> bool:
     """Return whether the GPUs of a build have the types of rounded weights."""
     try:
-        for_codes(options, {packed.type for packed in source.packed.values()}, tensorrt)
+        with_capable_gpus(options, {packed.type for packed in source.packed.values()}, tensorrt)
     except ConfigError:
         return False
     return True
 
 
 def _static_kv(checkpoint: Checkpoint) -> list[QuantizedKV]:
-    """Return how K and V are quantized with the static scales of a checkpoint, if it has some."""
+    """Return K and V quantized with the static scales of a checkpoint, if it has them."""
     if checkpoint.kv_dtype is None:
         return []
     quantized = quantized_kv(checkpoint, checkpoint.kv_dtype, None)

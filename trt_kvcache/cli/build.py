@@ -1,16 +1,16 @@
 """``trt-kvcache build``: build an engine folder from a model folder."""
 
 import shlex
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from trt_kvcache.builder.build_engine import BuildReport
 from trt_kvcache.builder.checked_build import checked_build
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build, estimate_checked
-from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL
+from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL, BuildKeywords, BuildOptions
 from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.cli.build_process import build_in_child
 from trt_kvcache.cli.console import as_json, count, length_limit, note, progress_display, put_json, results, say, size, table
@@ -38,16 +38,12 @@ from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 _STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take a minute. Press Ctrl-C again to end it at once."
 
 
-def build(
-    model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL", help="A Hugging Face folder, a GGUF file, or an id of the Hugging Face Hub."),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to write. An existing one is replaced.")
-    ],
-    max_batch_size: Annotated[int, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache.")] = 1,
-    max_sequence_length: Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help=MAX_SEQUENCE_LENGTH_HELP)] = None,
+@dataclass(frozen=True, kw_only=True)
+class BuildFlags:
+    """Options of the command line with the names of :class:`~trt_kvcache.builder.options.BuildOptions`."""
+
+    max_batch_size: Annotated[int, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache.")] = 1
+    max_sequence_length: Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help=MAX_SEQUENCE_LENGTH_HELP)] = None
     max_prefill_length: Annotated[
         int | None,
         typer.Option(
@@ -55,19 +51,19 @@ def build(
             metavar="TOKENS",
             help=f"Most new tokens of a slot in one enqueue; longer prompts run in chunks. Default: at most {DEFAULT_MAX_PREFILL_LENGTH}.",
         ),
-    ] = None,
+    ] = None
     max_logits_per_slot: Annotated[
         Any,
         logits_per_slot(
             help="Most new tokens of a slot whose logits one enqueue returns: for score, and to verify drafts. Memory: slots x tokens x "
             "vocabulary x 4 bytes."
         ),
-    ] = 1,
-    dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP)] = None,
+    ] = 1
+    dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP)] = None
     attention: Annotated[
         Attention | None,
         choice(Attention, "--attention", help=ATTENTION_HELP),
-    ] = None,
+    ] = None
     flavour: Annotated[
         FlavourName,
         choice(
@@ -75,15 +71,15 @@ def build(
             "--flavour",
             help="Which TensorRT to use. auto: full TensorRT if it works and has native attention, else TensorRT for RTX.",
         ),
-    ] = "auto",
-    embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False,
+    ] = "auto"
+    embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False
     compute_capability: Annotated[
         list[str] | None,
         typer.Option(
             metavar="X.Y",
             help="Build for this compute capability only (TensorRT for RTX). Can be given several times. Default: all supported ones.",
         ),
-    ] = None,
+    ] = None
     builder_optimization_level: Annotated[
         int | None,
         typer.Option(
@@ -92,37 +88,41 @@ def build(
             metavar="N",
             help="How hard TensorRT searches for fast kernels; 0 builds fastest. Default: 3.",
         ),
-    ] = None,
-    quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help=QUANTIZE_HELP)] = None,
-    kv_dtype: Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP)] = None,
-    kv_scales: Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP)] = None,
+    ] = None
+    quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help=QUANTIZE_HELP)] = None
+    kv_dtype: Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP)] = None
+    kv_scales: Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP)] = None
     timing_cache: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Start from the kernel timings in this file and add to them (full TensorRT). It need not exist."),
-    ] = None,
+    ] = None
+
+    def keywords(self) -> BuildKeywords:
+        """Return the arguments of ``build_engine``."""
+        options = {**vars(self)}
+        options["compute_capabilities"] = options.pop("compute_capability") or None
+        return cast(BuildKeywords, options)
+
+
+def build(
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="A Hugging Face folder, a GGUF file, or an id of the Hugging Face Hub."),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to write. An existing one is replaced.")
+    ],
+    flags: BuildFlags,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Build nothing: print the sizes of plan, cache and peak memory.")] = False,
     json: Json = False,
 ) -> None:
     """Build a TensorRT engine from a model folder. TensorRT for RTX needs no GPU for it."""
     if is_engine_folder(model):
         raise CheckpointError(f"{model}: expected a Hugging Face folder, got an engine folder.")
-    sizes: dict[str, Any] = {
-        "max_batch_size": max_batch_size,
-        "max_sequence_length": max_sequence_length,
-        "max_prefill_length": max_prefill_length,
-        "max_logits_per_slot": max_logits_per_slot,
-        "dtype": dtype,
-        "attention": attention,
-        "flavour": flavour,
-        "compute_capabilities": compute_capability or None,
-        "quantize": quantize,
-        "kv_dtype": kv_dtype,
-        "kv_scales": kv_scales,
-    }
-    search: dict[str, Any] = {"builder_optimization_level": builder_optimization_level, "timing_cache": timing_cache}
+    options = flags.keywords()
     if dry_run:
         with located_headers(model) as folder:
-            checked = checked_build(folder, output, dry_run=True, **sizes, **search)
+            checked = checked_build(folder, output, BuildOptions.of(options), dry_run=True)
             with checked.checkpoint:
                 estimate = estimate_checked(checked)
             if not has_weight_files(folder):
@@ -134,23 +134,15 @@ def build(
         return
     folder = located(model)
     with progress_display() as progress:
-        report = build_in_child(
-            folder,
-            output,
-            embed_weights=embed_weights,
-            progress=progress,
-            on_interrupt=lambda: note(_STOPPING),
-            **sizes,
-            **search,
-        )
+        report = build_in_child(folder, output, progress=progress, on_interrupt=lambda: note(_STOPPING), **options)
     for warning in report.warnings:
         note(f"TensorRT warns: {warning}")
     if json:
         put_json(as_json(report))
     else:
         _print_report(report)
-        if quantize is not None:
-            _note_larger_plan(report, folder, sizes)
+        if flags.quantize is not None:
+            _note_larger_plan(report, folder, options)
 
 
 def print_build_sizes(estimate: BuildEstimate) -> None:
@@ -172,10 +164,10 @@ def print_build_sizes(estimate: BuildEstimate) -> None:
     results().print(rows)
 
 
-def _note_larger_plan(report: BuildReport, folder: Path, sizes: Mapping[str, Any]) -> None:
+def _note_larger_plan(report: BuildReport, folder: Path, options: BuildKeywords) -> None:
     """Print the reason if quantization has made the plan larger."""
     try:
-        plain = estimate_build(folder, **{**sizes, "quantize": None}).plan_nbytes
+        plain = estimate_build(folder, **cast(BuildKeywords, {**options, "quantize": None})).plan_nbytes
     except KVCacheError:  # no estimate for this build
         return
     if report.plan_nbytes > plain:

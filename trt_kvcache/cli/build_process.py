@@ -24,7 +24,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, BinaryIO, NoReturn
 
-from trt_kvcache.builder.build_engine import WRITING, BuildReport, Progress
+from trt_kvcache._util.progress import Progress
+from trt_kvcache.builder.build_engine import WRITING, BuildReport
 from trt_kvcache.cli.interrupt import Interrupts, held_interrupts
 from trt_kvcache.errors import BuildError
 

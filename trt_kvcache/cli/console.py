@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgre
 from rich.table import Table
 from rich.text import Text
 
-from trt_kvcache.builder.build_engine import BUILDING, Progress as ProgressCallback
+from trt_kvcache._util.progress import Progress as ProgressCallback
+from trt_kvcache.builder.build_engine import BUILDING
 from trt_kvcache.cli.flag_names import in_flags
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.verbosity import is_quiet

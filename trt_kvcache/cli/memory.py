@@ -27,7 +27,7 @@ from trt_kvcache.cli.option_groups import Json, WrongUsage, choice, logits_per_s
 from trt_kvcache.cli.session_flags import MAX_SEQUENCE_LENGTH_HELP, QUANTIZE_HELP, located, located_headers
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES, MODEL_DTYPES, SCALED_KV_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import window_in_cache
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.model import ModelConfig

@@ -1,1 +1,1 @@
-""" the protocol:Engines as a session sees them: the protocol: the protocol, the names of the tensors, bindings, attention variants."""
+"""Engines as a session sees them: the protocol, the names of the tensors, bindings, attention variants."""

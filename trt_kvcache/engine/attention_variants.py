@@ -26,13 +26,13 @@ ATTENTION_VARIANTS: tuple[AttentionName, ...] = get_args(AttentionName)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionVariant:
-    """One variant of attention."""
+    """One variant of attention: the table above."""
 
     name: AttentionName
-    layout: KVLayout
-    first_tensorrt: tuple[int, int]
-    first_rtx: tuple[int, int]
-    needs: str
+    layout: KVLayout  # of the cache
+    first_tensorrt: tuple[int, int]  # (major, minor) of the first release of full TensorRT that has what it needs
+    first_rtx: tuple[int, int]  # the same for TensorRT for RTX
+    needs: str  # for messages
 
     @property
     def first_release(self) -> str:
@@ -64,17 +64,17 @@ def attention_variant(name: str) -> AttentionVariant:
 
 
 def cache_layout(name: str) -> KVLayout:
-    """Return the layout of the cache that a variant of attention works on."""
+    """Return the layout of the cache of a variant of attention: ``COMBINED`` for plugin, else ``SEPARATE``."""
     return attention_variant(name).layout
 
 
 def window_in_cache(mixer: AttentionConfig, max_sequence_length: int) -> int | None:
-    """Return the window of an attention over a cache."""
+    """Return the sliding window of an attention layer; None if no sequence of the cache is longer."""
     return mixer.window if mixer.window is not None and mixer.window < max_sequence_length else None
 
 
 def why_not_native(model: ModelConfig, max_sequence_length: int) -> str | None:
-    """Return why TensorRT's attention cannot be used without an explicit mask."""
+    """Return why TensorRT's attention needs an explicit mask: the first sliding window smaller than S, or soft cap, of the model."""
     for index, layer in enumerate(model.layers):
         mixer = layer.mixer
         if not isinstance(mixer, AttentionConfig):
@@ -88,15 +88,15 @@ def why_not_native(model: ModelConfig, max_sequence_length: int) -> str | None:
 
 
 def default_attention(model: ModelConfig, max_sequence_length: int) -> AttentionName:
-    """Return the variant of attention for a TensorRT engine that no one was chosen for."""
+    """Return the variant of attention for a caller that chose none."""
     return "native" if why_not_native(model, max_sequence_length) is None else "mask"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayerConfig:
-    """How the attention of one layer is built."""
+    """Attention of one layer in a build."""
 
-    layer: int
-    variant: str
-    decomposable: bool
-    reason: str = ""
+    layer: int  # index
+    variant: str  # one of ATTENTION_VARIANTS
+    decomposable: bool  # TensorRT may use plain layers in place of a fused kernel (IAttention.decomposable)
+    reason: str = ""  # empty where the kernel is fused

@@ -18,7 +18,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 if TYPE_CHECKING:
     from trt_kvcache.engine.step_buffers import StepBuffers
 
-#: What the dimensions of a tensor of so many are called.
+#: Dimension names by rank.
 _Dimensions = Mapping[int, tuple[str, ...]]
 
 _LAYER_DIMENSIONS = ("num_kv_heads", "max_sequence_length", "head_dim")
@@ -43,7 +43,7 @@ class BindingPlan:
         In the engine's memory, and in the layout that the engine has: COMBINED where K and V of a layer are one tensor, else SEPARATE.
         With one slot, either layout fits. States have two buffers (``ping_pong``) unless the engine updates them in place.
     names : TensorNames
-        What the engine calls its tensors.
+        Names of the engine's tensors.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class BindingPlan:
     --------
     >>> from trt_kvcache import HostMemory, KVCacheManager
     >>> from trt_kvcache.checkpoint import Checkpoint
-    >>> from trt_kvcache.engine.decoder_tensors import cache_config
+    >>> from trt_kvcache.engine.decoder_cache import cache_config
     >>> from trt_kvcache.reference import ReferenceEngine
     >>> memory = HostMemory()
     >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
@@ -260,7 +260,7 @@ class BindingPlan:
             bind(self.names.new_lengths, buffers.new_lengths)
 
     def _views_from(self, first_slot: int) -> list[tuple[str, DeviceTensor]]:
-        """Return the cache views from a slot on, with the names that they are bound to. They are made once for each slot and parity."""
+        """Return the names and cache views from a slot on. They are made once for each slot and parity."""
         parity = 0 if self._states is None else self._states.parity
         views = self._views.get((first_slot, parity))
         if views is None:
@@ -273,7 +273,7 @@ class BindingPlan:
         return views
 
     def _set_shapes(self, sizes: tuple[int, int, int], before: tuple[int, int, int]) -> None:
-        """Set the shapes of the inputs that depend on the width, and of the others those that the last enqueue had otherwise."""
+        """Set the shapes of the inputs that differ from the last enqueue."""
         (count, width, logits), (count_before, _width_before, logits_before) = sizes, before
         set_shape = self.engine.set_input_shape
         set_shape(self.names.input_ids, (count, width))
@@ -289,7 +289,7 @@ class BindingPlan:
                 set_shape(input_name, view.shape)
 
     def _check_scales(self, specs: Mapping[str, TensorSpec], view: DeviceTensor, layer: int, *, by_token: bool) -> None:
-        """Check the tensors of the scales of a layer. Scales by token are bound as K and V are, static scales are constants."""
+        """Check the scales of a layer. Scales by token are bound like K and V, static ones once."""
         past, present = self.names.scales_pair(layer)
         if by_token:
             _check_cache_input(_spec(specs, past, TensorMode.INPUT), view, _SCALE_DIMENSIONS)
@@ -403,7 +403,7 @@ def _cache_mismatch(spec: TensorSpec, view: DeviceTensor, dimensions: _Dimension
 def _check_address(name: str, view: DeviceTensor) -> None:
     if not view.is_contiguous:
         raise LayoutError(
-            f"`{name}`: a view of shape {view.shape} with strides {view.strides} is not dense, and TensorRT binds dense tensors only. "
+            f"`{name}`: a view of shape {view.shape} with strides {view.strides} is not contiguous, and TensorRT binds no others. "
             f"Make the cache with {KVLayout.COMBINED if view.ndim == 5 else KVLayout.SEPARATE}."
         )
     if view.ptr % ALIGNMENT:
@@ -427,7 +427,7 @@ def _has_shape(spec: TensorSpec, shape: Sequence[str]) -> bool:
 
 
 def _check_all_known(names_of_engine: Iterable[str], known: set[str]) -> None:
-    """Raise BindingError where the engine has tensors that nothing would be bound to."""
+    """Raise BindingError where the engine has tensors that are not bound."""
     unknown = [name for name in names_of_engine if name not in known]
     if unknown:
         names = ", ".join(f"`{name}`" for name in unknown)

@@ -1,25 +1,61 @@
 """``BoundTensors``: the addresses and shapes that are bound in one profile of an engine, with the checks that TensorRT makes."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig
+from trt_kvcache.cache.layout import KVLayout
+from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.engine.bindable import check_bindable
 from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
-from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.base import Allocation, Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTensors:
+    """Tensors of one step of A slots by s new tokens, over the bound memory and in the shapes of the step."""
+
+    input_ids: DeviceTensor  # [A, s] int32
+    start: DeviceTensor  # [A] int32: tokens in the cache before the step
+    last: DeviceTensor  # [A, n] int32: indices of the new tokens whose logits are wanted
+    logits: DeviceTensor  # [A, vocab] or [A, n, vocab] float32
+    caches: tuple[tuple[DeviceTensor, ...], ...]  # of each attention layer: K and V [A, H, S, D], or both in one [A, 2, H, S, D]
+    new_lengths: DeviceTensor | None  # [A] int32, with states: new tokens of each slot
+    states: tuple[Mapping[StateKind, tuple[DeviceTensor, DeviceTensor]], ...]  # of each layer with states: past and present
+    scales: tuple[DeviceTensor, ...] = ()  # of each attention layer, with quantized K and V
+    allocations: frozenset[Allocation]
+
+    def check_open(self) -> None:
+        """Raise ClosedError where the owner of a tensor is closed."""
+        for allocation in self.allocations:
+            _ = allocation.ptr
 
 
 class BoundTensors:
     """Addresses and input shapes of one profile. Keeps the bound tensors alive."""
 
-    def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, names: TensorNames, memory: Memory) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorSpec],
+        profile: EngineProfile,
+        *,
+        cache: DecoderCacheConfig,
+        names: TensorNames,
+        memory: Memory,
+    ) -> None:
         self._tensors = tensors
         self._profile = profile
+        self._cache = cache
         self._names = names
         self._memory = memory
+        self._step: StepTensors | None = None  # until an address or a shape changes
         self._bound: dict[str, DeviceTensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -27,6 +63,7 @@ class BoundTensors:
         """See :meth:`trt_kvcache.engine.protocol.Engine.bind`."""
         check_bindable(self._spec(name), tensor, self._memory)
         self._bound[name] = tensor
+        self._step = None
 
     def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
         """See :meth:`trt_kvcache.engine.protocol.Engine.set_input_shape`."""
@@ -41,16 +78,61 @@ class BoundTensors:
         if len(given) != len(allowed) or any(not low <= size <= high for size, (low, high) in zip(given, allowed, strict=False)):
             ranges = ", ".join(f"{low}" if low == high else f"{low}..{high}" for low, high in allowed)
             raise BindingError(f"`{name}`: expected a shape within [{ranges}] (profile {profile.name!r}), got {list(given)}.")
-        self._shapes[name] = given
+        if self._shapes.get(name) != given:
+            self._shapes[name] = given
+            self._step = None
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that was set for an input."""
+    def step_tensors(self) -> StepTensors:
+        """Return the tensors of the next step: the same object until an address or a shape changes."""
+        if self._step is None:
+            self._step = self._new_step_tensors()
+        self._step.check_open()
+        return self._step
+
+    def _new_step_tensors(self) -> StepTensors:
+        names = self._names
+        slots, width = self._shape(names.input_ids)
+        for name, spec in self._tensors.items():
+            if spec.mode is TensorMode.INPUT and -1 in spec.shape and self._shape(name)[0] != slots:
+                raise EngineError(f"`{name}`: expected {slots} slots as `{names.input_ids}` has, got shape {self._shape(name)}.")
+        last = self._shape(names.last_token_ids)
+        logits = step_shape(self._tensors[names.logits], names, batch=slots, width=width, logits=last[1])
+        kv, mamba = self._cache.kv, self._cache.mamba
+        kv_layers = range(0 if kv is None else kv.num_layers)
+        combined = kv is not None and kv.layout is KVLayout.COMBINED
+        storages = {} if mamba is None else state_storages(mamba)
+        return StepTensors(
+            input_ids=self._tensor(names.input_ids, (slots, width)),
+            start=self._tensor(names.kvcache_start_index, (slots,)),
+            last=self._tensor(names.last_token_ids, last),
+            logits=self._tensor(names.logits, logits),
+            caches=tuple(tuple(self._pair(*pair, slots)[1] for pair in names.layer_pairs(layer, combined=combined)) for layer in kv_layers),
+            scales=tuple(self._scales(layer, kv, slots) for layer in kv_layers) if kv is not None and kv.has_scales else (),
+            new_lengths=None if mamba is None else self._tensor(names.new_lengths, (slots,)),
+            states=tuple(
+                {kind: self._pair(*names.state_pair(kind, layer), slots) for kind in storages}
+                for layer in range(0 if mamba is None else mamba.num_layers)
+            ),
+            allocations=frozenset(tensor.allocation for tensor in self._bound.values()),
+        )
+
+    def _scales(self, layer: int, kv: KVCacheConfig, slots: int) -> DeviceTensor:
+        past, present = self._names.scales_pair(layer)
+        return self._pair(past, present, slots)[1] if kv.scales_by_token else self._tensor(past, self._tensors[past].shape)
+
+    def _pair(self, past: str, present: str, slots: int) -> tuple[DeviceTensor, DeviceTensor]:
+        """Return a cache tensor before and after the step: at one address where it is updated in place."""
+        shape = (slots, *self._tensors[past].shape[1:])
+        return self._tensor(past, shape), self._tensor(present, shape)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that was set for an input; raises EngineError if none was."""
         if name not in self._shapes:
             raise EngineError(f"`{name}`: no shape was set for profile {self._profile.name!r}. Call set_input_shape first.")
         return self._shapes[name]
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> DeviceTensor:
-        """Return the memory bound to ``name`` as a tensor of ``shape`` over the same bytes."""
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> DeviceTensor:
+        """Return the memory bound to ``name`` as a tensor of ``shape``; raises EngineError if it is too small, or an alias is elsewhere."""
         tensor = self._bound_tensor(name)
         if dense_nbytes(shape, tensor.dtype) > tensor.nbytes:
             raise EngineError(f"`{name}`: a step of shape {shape} needs more than the {tensor.nbytes} bytes bound, {tensor!r}.")
@@ -65,6 +147,7 @@ class BoundTensors:
     def release(self) -> None:
         """Release what is bound."""
         self._bound.clear()
+        self._step = None
 
     def _bound_tensor(self, name: str) -> DeviceTensor:
         if name not in self._bound:

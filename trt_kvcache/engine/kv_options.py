@@ -1,4 +1,4 @@
-"""Quantization of K and V of an engine: by the options of a session or a build, and by what the checkpoint has."""
+"""``quantized_kv``: quantization of K and V, from the options of a session or a build and the scales of the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trt_kvcache.errors import ConfigError
 
 
 def quantized_kv(checkpoint: Checkpoint, kv_dtype: str | None, kv_scales: str | None) -> QuantizedKV | None:
-    """Return how K and V are quantized."""
+    """Return the quantization of K and V. Left out, scales are static if the checkpoint has them for this dtype, else by token."""
     if kv_dtype is None:
         if kv_scales is not None:
             raise ConfigError(f"kv_scales: expected kv_dtype with it, fp8 or int8, got {kv_scales} alone.")

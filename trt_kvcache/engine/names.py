@@ -1,7 +1,7 @@
 """``TensorNames``: the names of engine tensors, defined once for the builder and the runtime.
 
-The defaults are those of TensorRT Edge-LLM, so that the same code drives an engine that was built there and one that was built here. Those
-of states are our own.
+The defaults are the names of TensorRT Edge-LLM, so that the same code drives engines that were built there and here. The names of states
+are our own.
 """
 
 from dataclasses import dataclass, fields
@@ -177,5 +177,5 @@ class TensorNames:
         return past.format(i=layer), present.format(i=layer)
 
 
-#: The names of TensorRT Edge-LLM, and those of states.
+#: The names of TensorRT Edge-LLM, and our names of states.
 DEFAULT_NAMES = TensorNames()

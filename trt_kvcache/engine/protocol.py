@@ -1,4 +1,4 @@
-"""The engine protocol: what a class must offer so that a session can run the steps of a decoder with it.
+"""The engine protocol: the methods with which a session runs the steps of a decoder.
 
 :class:`~trt_kvcache.trt.tensorrt_engine.TensorRTEngine`, :class:`~trt_kvcache.trt.segmented_engine.SegmentedEngine`,
 :class:`~trt_kvcache.reference.engine.ReferenceEngine` and ``trt_kvcache.torch_engine.TorchEngine`` implement it.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorMode(Enum):
-    """Whether the engine reads or writes a tensor."""
+    """Direction of a tensor: read or written by the engine."""
 
     INPUT = "input"
     OUTPUT = "output"
@@ -153,7 +153,7 @@ class EngineProfile:
 
 
 class Engine(Protocol):
-    """Something that runs a step of a decoder over memory that is bound to it. Not thread-safe.
+    """Runs the steps of a decoder over bound memory. Not thread-safe.
 
     Addresses and shapes belong to an optimisation profile, and each profile keeps its own (in TensorRT, each has an execution context),
     so that a prefill does not change what a decode step has bound.
@@ -169,7 +169,7 @@ class Engine(Protocol):
 
     @property
     def memory(self) -> Memory:
-        """Where bound tensors must be."""
+        """The memory that bound tensors must be in."""
 
     def use_profile(self, index: int) -> None:
         """Choose the profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
@@ -218,7 +218,7 @@ class Engine(Protocol):
         Raises
         ------
         BindingError
-            The name is not that of an input, or the shape is outside the profile.
+            The name is not the name of an input, or the shape is outside the profile.
         """
 
     def enqueue(self, stream: Any) -> None:

@@ -1,4 +1,4 @@
-"""``QuantizedKV``: how the K and V of an engine are quantized."""
+"""``QuantizedKV``: quantization of the K and V of an engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ StaticScales = Sequence[tuple[float | Sequence[float], float | Sequence[float]]]
 
 @dataclass(frozen=True)
 class QuantizedKV:
-    """How the K and V of an engine are quantized."""
+    """Quantization of the K and V of an engine."""
 
-    dtype: str
-    scales: str = "token"
-    static: StaticScales = ()
+    dtype: str  # "float8_e4m3fn" (or "fp8") or "int8"
+    scales: str = "token"  # "token", or static ones by "tensor" or "head"
+    static: StaticScales = ()  # of each attention layer; only and always with static scales
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_in_full(self.dtype))
@@ -34,15 +34,15 @@ class QuantizedKV:
 
     @classmethod
     def of(cls, kv: KVCacheConfig | None) -> QuantizedKV | None:
-        """Return how the K and V of a cache are quantized; None if they are not."""
+        """Return the quantization of a cache; None if K and V are not quantized."""
         if kv is None or kv.scales is None:
             return None
         return cls(kv.dtype, kv.scales, () if kv.scales_by_token else [(layer.k_scale, layer.v_scale) for layer in kv.layers])
 
     def layers(self, layers: Sequence[KVLayerConfig]) -> tuple[KVLayerConfig, ...]:
-        """Return the layers of a cache with their static scales, if there are some."""
+        """Return the layers of a cache with their static scales."""
         if not self.static:
             return tuple(layers)
         if len(self.static) != len(layers):
-            raise ConfigError(f"kv_scales: expected those of {len(layers)} attention layers, got {len(self.static)}.")
+            raise ConfigError(f"kv_scales: expected scales of {len(layers)} attention layers, got {len(self.static)}.")
         return tuple(replace(layer, k_scale=k, v_scale=v) for layer, (k, v) in zip(layers, self.static, strict=True))

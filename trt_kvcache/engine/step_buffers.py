@@ -14,7 +14,10 @@ _DeviceAndHost = tuple[DeviceTensor, np.ndarray[Any, Any]]
 
 
 class StepBuffers:
-    """Device tensors for the inputs of a step that are not caches, and for ``logits``, each with a host buffer."""
+    """Device tensors for ``logits`` and the inputs that are not caches, each with a host buffer, pinned for a GPU.
+
+    A host buffer must not be written before its copy is done: callers wait once per step, in :meth:`read_logits`.
+    """
 
     def __init__(
         self,
@@ -60,14 +63,17 @@ class StepBuffers:
         return DeviceTensor(allocation, shape=shape, dtype=dtype)
 
     def write_one_token_each(self, tokens: Sequence[int], *, stream: Any) -> None:
-        """Upload one new token per slot: the inputs of a decode step."""
+        """Upload one new token per slot: the inputs of a decode step. Stream-ordered."""
         ids, host_ids = self._ids_of(len(tokens), 1)
         host_ids[:, 0] = tokens
         self._memory.upload(ids, host_ids, stream=stream)
         self._write_last([0] * len(tokens), stream)
 
     def write_rows(self, rows: Sequence[Sequence[int]], width: int, *, stream: Any, every_logit: bool = False) -> None:
-        """Upload the new tokens of each slot, right-padded with 0."""
+        """Upload the new tokens of each slot, right-padded with 0; a row may be empty. Stream-ordered.
+
+        With ``every_logit``, the logits of all ``width`` tokens are wanted, those of padding too, not only of the last token.
+        """
         ids, host_ids = self._ids_of(len(rows), width)
         host_ids[...] = 0
         for padded, row in zip(host_ids, rows, strict=True):
@@ -76,7 +82,7 @@ class StepBuffers:
         self._write_last([*range(width)] * len(rows) if every_logit else [max(len(row) - 1, 0) for row in rows], stream)
 
     def _write_last(self, last: list[int], stream: Any) -> None:
-        """Upload the indices of the tokens whose logits are wanted, slot by slot, unless they are those of the step before."""
+        """Upload the indices of the tokens whose logits are wanted, slot by slot, unless they equal those of the last step."""
         if last != self._last:
             self._last = []
             self._host_last[: len(last)] = last
@@ -84,12 +90,12 @@ class StepBuffers:
             self._last = last
 
     def write_start_index(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Upload the lengths of slots that do not start at slot 0; the others are read where the cache has them."""
+        """Upload the lengths of slots that do not start at slot 0; otherwise the engine reads the lengths of the cache."""
         self._host_start[: len(lengths)] = lengths
         self._memory.upload(self.start_index[: len(lengths)], self._host_start[: len(lengths)], stream=stream)
 
     def write_new_lengths(self, new_lengths: Sequence[int], *, stream: Any) -> None:
-        """Upload the number of new tokens of each slot, unless they are those of the step before."""
+        """Upload the number of new tokens of each slot, unless they equal those of the last step."""
         assert self.new_lengths is not None
         assert self._host_new is not None
         new = list(new_lengths)
@@ -100,7 +106,7 @@ class StepBuffers:
             self._new = new
 
     def read_logits(self, count: int, *, stream: Any) -> np.ndarray[Any, Any]:
-        """Download logits. Waits for ``stream``."""
+        """Download ``count`` rows of logits into a host buffer that the next call overwrites. Waits for ``stream``."""
         views = self._logits_views.get(count)
         if views is None:
             views = self._logits_views[count] = (self.logits[:count], self._host_logits[:count])
@@ -109,7 +115,7 @@ class StepBuffers:
         return views[1]
 
     def device_views(self, count: int) -> tuple[DeviceTensor, DeviceTensor]:
-        """Return the ids and the logits of an enqueue of one token for each of ``count`` slots, where the engine has them."""
+        """Return the ids ``[count]`` and the logits ``[count, vocab]`` of a decode step on the device."""
         views = self._device_views.get(count)
         if views is None:
             views = self._device_views[count] = (self.input_ids[:count], self.logits[:count])

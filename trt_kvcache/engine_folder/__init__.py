@@ -1,1 +1,1 @@
-"""Engine folders: what a build writes and a runtime opens, their ``config.json``, and what ``inspect`` shows of them."""
+"""Engine folders, which a build writes and a runtime opens: files, ``config.json``, inspection."""

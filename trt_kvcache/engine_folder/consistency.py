@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, why_not_native
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.decoder_profiles import decoder_profiles
+from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.segments import can_replace
 
-if TYPE_CHECKING:
-    from trt_kvcache.engine_folder.config import EngineFolderConfig
-
 
 def check_consistency(config: EngineFolderConfig) -> None:
-    """Compare the fields of a configuration with each other. Model and sizes of the cache decide what the others must be."""
+    """Check the fields of a configuration against each other: model and cache sizes determine the others."""
     cache, names = config.cache, config.names
     _check_attention(config)
     quantized = cache.kv is not None and cache.kv.has_scales
@@ -57,7 +57,7 @@ def check_consistency(config: EngineFolderConfig) -> None:
 
 
 def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
-    """Return where two JSON values differ first, such as ``".mamba.conv_dtype"``, and what they have there."""
+    """Return the first place where two JSON values differ, such as ``".mamba.conv_dtype"``, and their values there."""
     if isinstance(expected, dict) and isinstance(got, dict) and expected.keys() == got.keys():
         for name, value in expected.items():
             if value != got[name]:
@@ -67,7 +67,7 @@ def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
 
 
 def _check_segments(config: EngineFolderConfig) -> None:
-    """Check that the stages are those of the model, and that the plans fill the file of plans."""
+    """Check that the stages are the stages of the model, and that the plans fill the file of plans."""
     in_segments = config.attention_variant == "plugin" and config.tensorrt_flavour == "tensorrt_rtx"
     if (config.segments is not None) is not in_segments:
         expected, found = ("some", "none") if in_segments else ("none", "some")
@@ -88,7 +88,7 @@ def _check_segments(config: EngineFolderConfig) -> None:
 
 
 def _check_attention(config: EngineFolderConfig) -> None:
-    """Check that each attention of the model is there, in order, and computed, and that plugin attention is not mixed with others."""
+    """Check that each attention layer of the model is listed, in order, and that plugin attention is not mixed with others."""
     one_of("attention_variant", config.attention_variant, ATTENTION_VARIANTS, error=EngineError)
     expected = config.model.attention_indices
     if len(config.attention) != len(expected):
@@ -111,7 +111,7 @@ def _check_attention(config: EngineFolderConfig) -> None:
 
 
 def _check_profiles(config: EngineFolderConfig) -> None:
-    """Check that the profiles are those of an engine of this package; only width and logits of the first are free, up to S."""
+    """Check that the profiles are the profiles of an engine of this package; only width and logits of the first are free, up to S."""
     if not config.profiles:
         raise EngineError("profiles: expected 2, for prefill and decode, got 0.")
     first = config.profiles[0]

@@ -1,4 +1,4 @@
-"""How a decoder is cut into segments and operations: defined once for builder, engine folder, runtime and inspection.
+"""``decoder_stages``: a decoder cut into segments and operations, for builder, engine folder, runtime and inspection.
 
 A segment ends where a layer needs its attention; the last one ends in the logits. Layers with states are within segments.
 """
@@ -17,7 +17,7 @@ from trt_kvcache.ops.segments import CustomOpNode, Segment, Stage
 #: Where layers differ in RoPE, the second table is ``"rope.cos_sin_1"`` and so on.
 EMBEDDING, COS_SIN = "model.embed_tokens.weight", "rope.cos_sin"
 
-#: What the angles of a layer depend on: RoPE and the elements of a head.
+#: RoPE and the head dimension: they determine the angles of a layer.
 RopeKind = tuple[RopeConfig, int]
 
 
@@ -27,7 +27,7 @@ def hidden_state_name(layer: int) -> str:
 
 
 def embedding_output_name(model: ModelConfig) -> str:
-    """Return the name of what the embedding gives."""
+    """Return the name of the embedded tokens: ``"embedded"`` where the first segment scales them, else ``"hidden_0"``."""
     return hidden_state_name(0) if model.embedding_multiplier == 1 else "embedded"
 
 
@@ -37,23 +37,23 @@ def attention_tensor_names(layer: int) -> tuple[str, str, str, str]:
 
 
 def output_gate_name(layer: int) -> str:
-    """Return the name of the gate ``[B, s, heads * D]`` of what the attention of a layer returns, before its sigmoid."""
+    """Return the name of the output gate ``[B, s, heads * D]`` of a layer's attention, before its sigmoid."""
     return f"output_gate_{layer}"
 
 
 def rope_kind(mixer: AttentionConfig) -> RopeKind | None:
-    """Return what the angles of a layer depend on, or None if it has no RoPE."""
+    """Return RoPE and head dimension of a layer, which determine its angles; None without RoPE."""
     return None if mixer.rope is None else (mixer.rope, mixer.head_dim)
 
 
 def cos_sin_names(model: ModelConfig) -> dict[RopeKind, str]:
-    """Return the names of the tables of cosines and sines."""
+    """Return the name of the table of cosines and sines of each kind of RoPE."""
     kinds = dict.fromkeys(map(rope_kind, model.attention_layers))
     return {kind: f"{COS_SIN}_{index}" if index else COS_SIN for index, kind in enumerate(filter(None, kinds))}
 
 
 def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int) -> dict[str, int | float]:
-    """Return what the attention of a layer is created with, as :class:`~trt_kvcache.ops.attention_op.AttentionOp` takes it."""
+    """Return the attributes of :class:`~trt_kvcache.ops.attention_op.AttentionOp` for a layer."""
     attributes: dict[str, int | float] = {
         "num_heads": mixer.num_heads,
         "num_kv_heads": mixer.num_kv_heads,
@@ -69,7 +69,7 @@ def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int)
 
 
 def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig, *, dtype: str | None = None) -> tuple[TensorSpec, ...]:
-    """Return the constants that the stages of a decoder read."""
+    """Return the embedding table ``[vocab, hidden]``, and for each kind of RoPE a table ``[S, 2, rotary_dim / 2]`` float32."""
     table = TensorSpec.input(EMBEDDING, (model.vocab_size, model.hidden_size), dtype or cache.dtype)
     angles = (
         TensorSpec.input(name, (cache.max_sequence_length, 2, rope.rotary_dim(head_dim) // 2), "float32")
@@ -81,7 +81,7 @@ def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig, *, dtype: s
 def decoder_stages(
     model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1, dtype: str | None = None
 ) -> tuple[Stage, ...]:
-    """Return the stages of an engine of ``model`` over a combined cache."""
+    """Return the stages over a combined cache, in order: the embedding, a segment and its operation for each cut, the last segment."""
     computed = dtype or cache.dtype
     table, *_ = decoder_constants(model, cache, dtype=computed)
     embedded = embedding_output_name(model)

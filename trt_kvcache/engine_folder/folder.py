@@ -3,7 +3,7 @@
     engine.plan             the serialised engine; for an engine in segments, the plans of all segments one after another
     constants.safetensors   only for an engine in segments: its constants, such as the embedding table
     config.json             EngineFolderConfig
-    tokenizer.json ...      what the checkpoint has beside its weights
+    tokenizer.json ...      the other files of the checkpoint
     checkpoint/             a copy of the checkpoint, if it was embedded
 
 A folder appears complete or not at all.
@@ -32,6 +32,7 @@ from trt_kvcache.checkpoint.json_file import MAX_JSON_NBYTES
 from trt_kvcache.checkpoint.model_files import ModelFiles
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.engine_folder.config import EngineFolderConfig
+from trt_kvcache.engine_folder.config_reader import read_config
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.records import FileRecord
 from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
@@ -45,7 +46,7 @@ _KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CONSTANTS_FILE, CHECKPOINT_F
 
 
 def is_engine_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds an engine: whether it has an ``engine.plan``."""
+    """Return whether a folder has an ``engine.plan``."""
     return (Path(path) / PLAN_FILE).is_file()
 
 
@@ -73,7 +74,7 @@ class EngineFolder:
         if not isinstance(data, dict):
             raise EngineError(f"{config_path}: expected a JSON object, got {type(data).__name__}.")
         try:
-            config = EngineFolderConfig.from_dict(data)
+            config = read_config(data)
         except EngineError as error:
             raise EngineError(f"{config_path}: {error}") from error
         files = {PLAN_FILE: config.plan} | ({} if config.segments is None else {CONSTANTS_FILE: config.segments.constants})
@@ -90,15 +91,15 @@ class EngineFolder:
 
     @property
     def checkpoint_path(self) -> Path:
-        """The folder of the embedded checkpoint; it is there only if the checkpoint was embedded."""
+        """The folder of the embedded checkpoint, which exists only if the checkpoint was embedded."""
         return self.path / CHECKPOINT_FOLDER
 
     def read_plan(self) -> mmap.mmap:
-        """Return the serialised engine, after comparing it with its recorded hash."""
+        """Return a read-only memory map of the serialised engine, after comparing it with its recorded hash."""
         return _read_file(self.plan_path, self.config.plan)
 
     def read_constants(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the constants of an engine in segments."""
+        """Return the constants of an engine in segments as read-only arrays, after comparing them with their recorded hash."""
         assert self.config.segments is not None
         path = self.path / CONSTANTS_FILE
         _read_file(path, self.config.segments.constants).close()
@@ -111,11 +112,11 @@ class EngineFolder:
         return constants
 
     def find_checkpoint(self) -> Path | None:
-        """Return where the checkpoint is: the embedded copy if there is one, else the original, or None if that is gone too."""
+        """Return the folder of the checkpoint: the embedded copy, else the original, or None if that is gone too."""
         return next((place for place in (self.checkpoint_path, Path(self.config.checkpoint.path)) if place.exists()), None)
 
     def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:
-        """Open the checkpoint that the engine was built from: the embedded copy if there is one, else the original."""
+        """Open the checkpoint of the build: the embedded copy, else the original. ``progress(done_bytes, total_bytes)`` while hashing."""
         record, found_at = self.config.checkpoint, self.find_checkpoint()
         if found_at is None:
             raise CheckpointError(
@@ -153,7 +154,7 @@ def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
 
 
 def check_target(engine_path: Path, model_path: Path) -> None:
-    """Check that an engine folder can be made, before the work of building the engine."""
+    """Check that an engine folder can be made, before the build. A symbolic link is followed."""
     place = Path(os.path.realpath(engine_path))
     if place.is_symlink():
         raise ConfigError(f"engine path {engine_path}: expected a folder to make or an engine folder to replace, got a link to itself.")

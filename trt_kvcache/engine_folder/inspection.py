@@ -1,4 +1,4 @@
-"""``inspect_engine``: what an engine folder holds, read from its ``config.json`` without TensorRT or a GPU."""
+"""``inspect_engine``: the contents of an engine folder, read from its ``config.json`` without TensorRT or a GPU."""
 
 import os
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class EngineInspection:
     compute_capabilities : tuple of str or None
         GPUs that it was built for; None for all that TensorRT for RTX knows, or for the GPU of the build.
     dtype : str
-        What it computes in.
+        Dtype of computation.
     model : ModelConfig
         Of the checkpoint.
     cache : KVCacheConfig or HybridCacheConfig
@@ -49,10 +49,10 @@ class EngineInspection:
     memory : MemoryEstimate
         Of the cache: per layer, per sequence, and in total.
     checkpoint : CheckpointRecord
-        What it was built from.
+        The checkpoint that it was built from.
     engines : tuple of str
-        What ``engine=`` can be for the folder, wherever such an engine is installed: ``"tensorrt"``, and ``"torch"`` and ``"numpy"``
-        while the checkpoint is there.
+        Values of ``engine=`` for the folder, wherever such an engine is installed: ``"tensorrt"``, and ``"torch"`` and ``"numpy"``
+        while the checkpoint exists.
     segments : SegmentsRecord or None
         For an engine in segments: its segments and operations, in order.
     """
@@ -79,7 +79,7 @@ class EngineInspection:
         return tuple(layer for layer in self.attention if layer.decomposable)
 
     def plot(self) -> Plot:
-        """Draw what the engine takes in GPU memory as far as it is known before it runs: plan, constants, K and V by layer, and states.
+        """Plot the GPU memory of the engine as far as it is known before it runs: plan, constants, K and V by layer, and states.
 
         Returns
         -------
@@ -125,7 +125,7 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
     Returns
     -------
     EngineInspection
-        What ``config.json`` says, and the memory that the engine's cache takes. TensorRT and a GPU are not needed.
+        The fields of ``config.json``, and the memory of the engine's cache. TensorRT and a GPU are not needed.
 
     Raises
     ------
@@ -138,7 +138,9 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
 
     >>> import tempfile
     >>> from trt_kvcache.checkpoint import Checkpoint
-    >>> from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+    >>> from trt_kvcache.engine.decoder_cache import cache_config
+    >>> from trt_kvcache.engine.decoder_profiles import decoder_profiles
+    >>> from trt_kvcache.engine.decoder_tensors import decoder_tensors
     >>> from trt_kvcache.engine.names import DEFAULT_NAMES
     >>> from trt_kvcache.engine_folder.config import EngineFolderConfig
     >>> from trt_kvcache.engine_folder.folder import write_engine_folder

@@ -1,4 +1,4 @@
-"""What ``config.json`` records of files: sizes and hashes, the plan of each segment, path and fingerprint of the checkpoint."""
+"""Records in ``config.json``: sizes and hashes of files, the plan of each segment, path and fingerprint of the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FileRecord:
     """Size and hash of a file in an engine folder."""
 
     nbytes: int
-    sha256: str
+    sha256: str  # hex
 
     @classmethod
     def of(cls, chunks: Iterable[Any]) -> FileRecord:
@@ -36,20 +36,20 @@ class FileRecord:
 class CheckpointRecord:
     """The checkpoint that an engine was built from."""
 
-    path: str
-    fingerprint: str
-    nbytes: int
-    embedded: bool
-    weights: str = ""
-    quantize: str = ""
+    path: str  # absolute path of its folder at the time of the build
+    fingerprint: str  # Checkpoint.fingerprint
+    nbytes: int  # of its weights
+    embedded: bool  # the engine folder holds a copy
+    weights: str = ""  # format of the weights in the engine: WeightsSummary
+    quantize: str = ""  # rounding of weights at the build; empty for none
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentsRecord:
     """An engine in segments."""
 
-    stages: tuple[Stage, ...]
-    plans: tuple[int, ...]
+    stages: tuple[Stage, ...]  # in the order in which they run
+    plans: tuple[int, ...]  # bytes of the plan of each segment
     constants: FileRecord
 
     @property
@@ -74,7 +74,7 @@ class SegmentsRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SegmentsRecord:
-        """Read what :meth:`to_dict` wrote."""
+        """Read what :meth:`to_dict` wrote; the registry of operations is not read."""
         segments = [step for step in data["steps"] if "tensors" in step]
         return cls(
             stages=tuple(map(_stage_from_dict, data["steps"])),
@@ -96,7 +96,7 @@ def _stage_from_dict(data: Mapping[str, Any]) -> Stage:
 
 
 def with_padding(plans: Sequence[Any]) -> list[Any]:
-    """Return the buffers that ``engine.plan`` consists of: the plans, with padding between them."""
+    """Return the buffers of ``engine.plan``: the plans, and padding between them as :attr:`SegmentsRecord.spans` expects."""
     chunks: list[Any] = []
     for plan in plans:
         nbytes = sum(memoryview(chunk).nbytes for chunk in chunks)

@@ -1,1 +1,1 @@
-"""Custom operations that run between the segments of a TensorRT engine, and what an engine in segments consists of."""
+"""Custom operations that run between the segments of a TensorRT engine, and the stages of such an engine."""

@@ -24,10 +24,10 @@ ATTRIBUTE_TYPES = {
     "softcap": "FLOAT64",
     "rotary_dim": "INT32",
 }
-#: What is stored for each value of the two attributes that only attention over quantized K and V has.
-KV_CODES = {"kv_dtype": {"float8_e4m3fn": 1, "int8": 2}, "kv_scales": {"head": 1, "token": 2}}
+#: Field values of the two attributes that only attention over quantized K and V has.
+KV_FIELD_VALUES = {"kv_dtype": {"float8_e4m3fn": 1, "int8": 2}, "kv_scales": {"head": 1, "token": 2}}
 #: The same with these two.
-QUANTIZED_ATTRIBUTE_TYPES = ATTRIBUTE_TYPES | dict.fromkeys(KV_CODES, "INT32")
+QUANTIZED_ATTRIBUTE_TYPES = ATTRIBUTE_TYPES | dict.fromkeys(KV_FIELD_VALUES, "INT32")
 _ACCEPTED_TYPES = {"INT32": ("INT32", "INT64"), "FLOAT64": ("FLOAT32", "FLOAT64")}
 _ROTARY_DIM_STEP = 4
 _INT32_MAX = 2**31 - 1
@@ -35,17 +35,17 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionAttributes:
-    """What attention over a combined cache is created with, within the limits of the CUDA kernels."""
+    """Attributes of attention over a combined cache, within the limits of the CUDA kernels."""
 
-    num_heads: int
+    num_heads: int  # 1 to 16 query heads share a K/V head
     num_kv_heads: int
-    head_dim: int
-    scale: float = 0.0
-    window: int = 0
-    softcap: float = 0.0
-    rotary_dim: int = 0
-    kv_dtype: str | None = None
-    kv_scales: str | None = None
+    head_dim: int  # 64, 80, 96, 128 or 256
+    scale: float = 0.0  # of the scores q k, 1e-6 to 1e6; 0 for 1 / sqrt(head_dim)
+    window: int = 0  # tokens that a token attends to, itself included; 0 for all
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap), 1e-6 to 1e6; 0 for none
+    rotary_dim: int = 0  # elements of a row that RoPE is applied to, a multiple of 4; 0 for none
+    kv_dtype: str | None = None  # of K and V in the cache; None for the dtype of q
+    kv_scales: str | None = None  # "head" or "token": what shares a scale; with kv_dtype, and always with it
 
     def __post_init__(self) -> None:
         for name, kind in ATTRIBUTE_TYPES.items():
@@ -69,8 +69,8 @@ class AttentionAttributes:
         if self.rotary_dim % _ROTARY_DIM_STEP or self.rotary_dim > self.head_dim:
             raise ConfigError(f"rotary_dim: expected a multiple of {_ROTARY_DIM_STEP} from 0 to {self.head_dim}, got {self.rotary_dim}.")
         if self.kv_dtype is not None:
-            for name, codes in KV_CODES.items():
-                one_of(name, getattr(self, name), codes)
+            for name, known in KV_FIELD_VALUES.items():
+                one_of(name, getattr(self, name), known)
         elif self.kv_scales is not None:
             raise ConfigError(f"kv_scales: expected none without kv_dtype, got {self.kv_scales!r}.")
 
@@ -85,9 +85,13 @@ class AttentionAttributes:
         return self.scale or 1 / math.sqrt(self.head_dim)
 
     def plugin_field_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the data of the plugin fields."""
+        """Return the data of the plugin fields. ``PluginField`` points into the arrays: keep them alive as long as the fields."""
         dtypes = {"INT32": np.int32, "FLOAT64": np.float64}
-        values = {name: KV_CODES[name][value] if name in KV_CODES else value for name, value in asdict(self).items() if value is not None}
+        values = {
+            name: KV_FIELD_VALUES[name][value] if name in KV_FIELD_VALUES else value
+            for name, value in asdict(self).items()
+            if value is not None
+        }
         return {name: np.array([value], dtypes[QUANTIZED_ATTRIBUTE_TYPES[name]]) for name, value in values.items()}
 
     @classmethod
@@ -98,23 +102,25 @@ class AttentionAttributes:
         for field in fields:
             name, kind = str(field.name), field.type.name
             if name not in types or name in values:
-                what = "is there twice" if name in values else "is unknown"
+                what = "is given twice" if name in values else "is unknown"
                 raise ConfigError(f"field {name!r} {what}. Expected {', '.join(types)}, each once.")
             data = np.asarray(field.data)
             if kind not in _ACCEPTED_TYPES[types[name]] or data.size != 1:
                 expected = " or ".join(_ACCEPTED_TYPES[types[name]])
                 raise ConfigError(f"field {name!r}: expected one value of type {expected}, got {data.size} of type {kind}.")
             values[name] = data.reshape(-1)[0].item()
-        missing = [name for name in ("num_heads", "num_kv_heads", "head_dim", *(KV_CODES if quantized else ())) if name not in values]
+        missing = [
+            name for name in ("num_heads", "num_kv_heads", "head_dim", *(KV_FIELD_VALUES if quantized else ())) if name not in values
+        ]
         if missing:
             raise ConfigError(f"fields: expected {', '.join(missing)} too, got {', '.join(values) or 'none'}.")
-        values |= {name: _meaning(name, values[name]) for name in KV_CODES if name in values}
+        values |= {name: _meaning(name, values[name]) for name in KV_FIELD_VALUES if name in values}
         return cls(**values)
 
 
 def _meaning(name: str, stored: int) -> str:
     """Return the value of an attribute that is stored as a number."""
-    meanings = {code: value for value, code in KV_CODES[name].items()}
+    meanings = {code: value for value, code in KV_FIELD_VALUES[name].items()}
     if stored not in meanings:
         expected = " or ".join(f"{code} ({value})" for code, value in meanings.items())
         raise ConfigError(f"field {name!r}: expected {expected}, got {stored}.")

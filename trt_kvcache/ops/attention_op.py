@@ -14,16 +14,18 @@ from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
 from trt_kvcache.kernels.scale_views import saved_scales
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
-from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS, workspace_nbytes
+from trt_kvcache.ops.borrowed_workspace import MAX_MULTIPROCESSORS, BorrowedWorkspace, workspace_nbytes
 from trt_kvcache.ops.custom_op import TensorType
-from trt_kvcache.ops.unowned_workspace import UnownedWorkspace
 
 #: Index of the cache among the inputs, and of the scales of a quantized one.
 _CACHE, _SCALES = 3, 5
 
 
 class AttentionOp:
-    """Apply RoPE to q and k, append k and v to the cache, and compute causal attention for the new tokens."""
+    """Apply RoPE to q and k, append k and v to the cache, and compute causal attention (implements ``CustomOp``).
+
+    All s new tokens of a slot are appended, padding included. NumPy computes any head dimension and dtype.
+    """
 
     name = "attention"
 
@@ -39,7 +41,7 @@ class AttentionOp:
             "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
             "scale": scale, **self._scores, "rotary_dim": self._rotary_dim,
         }  # fmt: skip
-        self._workspace: UnownedWorkspace | None = None
+        self._workspace: BorrowedWorkspace | None = None
 
     def kernel_attributes(self) -> AttentionAttributes:
         """Return the attributes, checked against what the CUDA kernels support."""
@@ -69,7 +71,7 @@ class AttentionOp:
         return (*found, TensorType(scales, "float32", alias=_SCALES)) if scales is not None and by_token else found
 
     def _scales_shape(self, inputs: Sequence[TensorType]) -> tuple[int, ...] | None:
-        """Return the shape that the scales must have, of the two that they may have the one that is meant; None without scales."""
+        """Return the shape of the scales, by head or by token as the input has them; None without scales."""
         cache = inputs[_CACHE]
         if cache.dtype not in SCALED_KV_DTYPES:
             return None
@@ -96,12 +98,12 @@ class AttentionOp:
         kernel_workspace = None if cache.memory.is_host else self._kernel_workspace(workspace)
         attend_kernel(call, kernel_workspace, stream)  # type: ignore[arg-type]  # NumPy needs none
 
-    def _kernel_workspace(self, workspace: DeviceTensor) -> UnownedWorkspace:
+    def _kernel_workspace(self, workspace: DeviceTensor) -> BorrowedWorkspace:
         """Return the bytes as a workspace of the kernels. It is made again only when the address has changed."""
         if self._workspace is None or self._workspace.bytes.ptr != workspace.ptr:
-            memory: Any = workspace.memory  # that of a GPU
+            memory: Any = workspace.memory  # CudaMemory
             if memory.multiprocessor_count > MAX_MULTIPROCESSORS:
                 raise CapacityError(f"{memory.device}: expected at most {MAX_MULTIPROCESSORS} multiprocessors, it has more.")
-            self._workspace = UnownedWorkspace(self.kernel_attributes(), memory)
+            self._workspace = BorrowedWorkspace(self.kernel_attributes(), memory)
             self._workspace.bytes.ptr = workspace.ptr
         return self._workspace

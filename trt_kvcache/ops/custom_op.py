@@ -101,7 +101,7 @@ def run_on_host(op: CustomOp, *arrays: Any) -> tuple[Any, ...]:
     Parameters
     ----------
     op : CustomOp
-        What to run.
+        The operation.
     *arrays : ndarray
         Its inputs. They are copied, and stay as they are.
 

@@ -56,7 +56,7 @@ def unregister_operation(kind: str) -> None:
     Raises
     ------
     ConfigError
-        The name was not registered, or is that of an operation of this package.
+        The name was not registered, or belongs to an operation of this package.
     """
     if not is_user_operation(kind):
         raise ConfigError(f"kind: expected a name that was registered, got {kind!r}.")

@@ -1,6 +1,6 @@
 """The stages of an engine in segments: TensorRT engines, and the custom operations between them.
 
-TensorRT for RTX has no plugin layers, so a network is cut at each operation that TensorRT has no layer for. What is left between two
+TensorRT for RTX has no plugin layers, so a network is cut at each operation that TensorRT has no layer for. The network between two
 cuts is a segment, which is built as a separate TensorRT engine. Segments and operations are the stages of the engine; they run
 one after another on one stream, and are connected by the names of their tensors, as the nodes of an ONNX graph are.
 """
@@ -24,9 +24,9 @@ class Segment:
 class CustomOpNode:
     """A stage that is a :class:`~trt_kvcache.ops.custom_op.CustomOp`."""
 
-    operation: str
+    operation: str  # registered name: see trt_kvcache.ops.registry
     attributes: Mapping[str, int | float]
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # names, in the order of the operation
     outputs: tuple[str, ...]
 
     def create_op(self) -> CustomOp:
@@ -38,14 +38,14 @@ Stage = Segment | CustomOpNode
 
 
 def can_replace(stage: Stage, expected: Stage) -> bool:
-    """Return whether a stage may stand where another one is expected."""
+    """Return whether a stage equals the expected one, or is a registered operation with the same inputs and outputs."""
     if isinstance(stage, CustomOpNode) and isinstance(expected, CustomOpNode) and is_user_operation(stage.operation):
         return (stage.inputs, stage.outputs) == (expected.inputs, expected.outputs)
     return stage == expected
 
 
 def intermediate_tensors(stages: Sequence[Stage], external: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-    """Return the tensors that one stage writes and a later one reads."""
+    """Return the tensors that one stage writes and a later one reads; ``external`` are inputs, outputs and constants."""
     known = {spec.name: spec for spec in external}
     intermediates: dict[str, TensorSpec] = {}
     for stage in stages:

@@ -23,6 +23,7 @@ from trt_kvcache.session.session_source import SessionSource
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from trt_kvcache.builder.options import BuildKeywords
     from trt_kvcache.session.session_options import ModelOptions
 
 StrPath = str | os.PathLike[str]
@@ -80,7 +81,7 @@ class EngineFolderFromModel(BaseLoader):  # type: ignore[misc]
     engine : path
         The engine folder to make.
     **options
-        Options of :func:`~trt_kvcache.builder.build_engine.build_engine`.
+        Fields of :class:`~trt_kvcache.builder.options.BuildOptions`.
 
     Examples
     --------
@@ -89,7 +90,7 @@ class EngineFolderFromModel(BaseLoader):  # type: ignore[misc]
     >>> folder = build()  # doctest: +SKIP
     """
 
-    def __init__(self, model: Any, engine: StrPath, **options: Any) -> None:
+    def __init__(self, model: Any, engine: StrPath, **options: Unpack[BuildKeywords]) -> None:
         self._model = model
         self._engine = engine
         self._options = options
@@ -121,7 +122,7 @@ class NetworkFromModel(BaseLoader):  # type: ignore[misc]
     model : path or callable
         The folder, or a loader that returns one.
     **options
-        Options of :class:`~trt_kvcache.polygraphy.network_script.NetworkScript`.
+        Fields of :class:`~trt_kvcache.builder.options.BuildOptions`, as for :class:`~trt_kvcache.polygraphy.network_script.NetworkScript`.
 
     Examples
     --------
@@ -130,7 +131,7 @@ class NetworkFromModel(BaseLoader):  # type: ignore[misc]
     >>> builder, network = load_network()  # doctest: +SKIP
     """
 
-    def __init__(self, model: Any, **options: Any) -> None:
+    def __init__(self, model: Any, **options: Unpack[BuildKeywords]) -> None:
         self._model = model
         self._options = options
 
@@ -186,7 +187,7 @@ def session_from_folder(folder: StrPath, **options: Unpack[ModelOptions]) -> Inf
     return session
 
 
-def engine_folder_from_model(model: Any, engine: StrPath, **options: Any) -> Path:
+def engine_folder_from_model(model: Any, engine: StrPath, **options: Unpack[BuildKeywords]) -> Path:
     """Build an engine folder at once: :class:`EngineFolderFromModel`.
 
     Parameters
@@ -196,7 +197,7 @@ def engine_folder_from_model(model: Any, engine: StrPath, **options: Any) -> Pat
     engine : path
         The engine folder to make.
     **options
-        Options of :func:`~trt_kvcache.builder.build_engine.build_engine`.
+        Fields of :class:`~trt_kvcache.builder.options.BuildOptions`.
 
     Returns
     -------
@@ -217,7 +218,7 @@ def engine_folder_from_model(model: Any, engine: StrPath, **options: Any) -> Pat
     return folder
 
 
-def network_from_model(model: Any, **options: Any) -> tuple[Any, Any]:
+def network_from_model(model: Any, **options: Unpack[BuildKeywords]) -> tuple[Any, Any]:
     """Define the network of a Hugging Face folder at once: :class:`NetworkFromModel`.
 
     Parameters
@@ -225,7 +226,7 @@ def network_from_model(model: Any, **options: Any) -> tuple[Any, Any]:
     model : path or callable
         A Hugging Face folder, or a loader that returns one.
     **options
-        Options of :class:`~trt_kvcache.polygraphy.network_script.NetworkScript`.
+        Fields of :class:`~trt_kvcache.builder.options.BuildOptions`, as for :class:`~trt_kvcache.polygraphy.network_script.NetworkScript`.
 
     Returns
     -------

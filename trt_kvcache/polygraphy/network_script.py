@@ -3,27 +3,40 @@
 A script creates one at its top level and assigns its two methods to the names that Polygraphy looks for; see ``engines/``.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polygraphy import config as polygraphy_config
 
-from trt_kvcache.builder.code_types import for_codes
+from trt_kvcache._util.checks import one_of
+from trt_kvcache.builder.checked_build import CheckedBuild, checked_build
 from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
-from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.options import BuildKeywords, BuildOptions, takes_build_options
 from trt_kvcache.builder.serialization import make_config
-from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.module import TensorRT, load
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Defined(NamedTuple):
+    """A network, with the open checkpoint that its weights are read from."""
+
+    build: CheckedBuild
+    definition: DecoderDefinition
+
+
 #: TensorRT holds pointers to the weights until the build is done, but Polygraphy keeps only builder and network. So all definitions are
 #: kept for the life of the process.
-_DEFINED: list[tuple[Checkpoint, DecoderDefinition]] = []
+_DEFINED: list[_Defined] = []
 
 
+@takes_build_options
 class NetworkScript:
     """Defines the network of a Hugging Face folder for Polygraphy's tools.
 
@@ -31,30 +44,18 @@ class NetworkScript:
     ----------
     model : path
         The folder. It is read when Polygraphy loads the network.
-    max_batch_size : int
-        Slots of the cache.
-    max_sequence_length : int
-        Tokens that a slot can hold.
-    max_prefill_length : int
-        Most new tokens per slot in one enqueue.
-    max_logits_per_slot : int or "all"
-        Most new tokens per slot whose logits one enqueue returns.
-    dtype : {"float16", "bfloat16", "float32"}, optional
-        Dtype of computation and cache; by default the checkpoint's.
-    attention : {"native", "mask", "plugin"}, optional
-        TensorRT's attention with lengths, with an explicit mask, or the attention of our plugin. See
-        :class:`~trt_kvcache.builder.options.BuildOptions`. Chosen as by ``build_engine`` if left out, when the network is defined.
+    **options
+        Fields of :class:`~trt_kvcache.builder.options.BuildOptions`.
 
     Raises
     ------
     ConfigError
         An option has an unsupported value.
-    RangeError
-        A size is out of range.
 
     Notes
     -----
-    It uses the same TensorRT as Polygraphy: TensorRT for RTX if ``POLYGRAPHY_USE_TENSORRT_RTX=1`` is set, otherwise full TensorRT.
+    It uses the same TensorRT as Polygraphy: TensorRT for RTX if ``POLYGRAPHY_USE_TENSORRT_RTX=1`` is set, otherwise full TensorRT. No
+    engine folder is written, so ``embed_weights`` has no effect.
 
     Examples
     --------
@@ -65,27 +66,9 @@ class NetworkScript:
     >>> load_network, load_config = script.load_network, script.load_config
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        *,
-        max_batch_size: int,
-        max_sequence_length: int,
-        max_prefill_length: int,
-        max_logits_per_slot: int | Literal["all"] = 1,
-        dtype: str | None = None,
-        attention: str | None = None,
-    ) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[BuildKeywords]) -> None:
         self.model = Path(model)
-        self.options = BuildOptions(
-            max_batch_size=max_batch_size,
-            max_sequence_length=max_sequence_length,
-            max_prefill_length=max_prefill_length,
-            max_logits_per_slot=max_logits_per_slot,
-            dtype=dtype,
-            attention=attention or "native",
-        )
-        self._chooses_attention = attention is None
+        self.options = BuildOptions.of(options)
 
     def load_network(self) -> tuple[Any, Any]:
         """Define the network. Polygraphy calls it with ``--model-type trt-network-script``.
@@ -107,15 +90,12 @@ class NetworkScript:
             TensorRT is not installed, lacks a layer that the options need, or rejects the network.
         """
         tensorrt = _polygraphys_tensorrt()
-        checkpoint = Checkpoint.open(self.model)
-        if self._chooses_attention:
-            attention = default_attention(checkpoint.config, self.options.max_sequence_length)
-            self.options = replace(self.options, attention=attention)
-        self.options = for_codes(self.options, checkpoint.code_kinds, tensorrt)
-        self.options.check_tensorrt(tensorrt)
+        one_of("flavour", self.options.flavour, ("auto", tensorrt.flavour))
+        build = checked_build(self.model, None, replace(self.options, flavour=tensorrt.flavour))
         with tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
-            definition = define_decoder(checkpoint, self.options, tensorrt, messages)
-        _DEFINED.append((checkpoint, definition))
+            definition = define_decoder(build.checkpoint, build.options, build.cache, tensorrt, messages)
+        self.options = build.options
+        _DEFINED.append(_Defined(build, definition))
         return definition.builder, definition.network
 
     def load_config(self, builder: Any, network: Any) -> Any:
@@ -138,14 +118,14 @@ class NetworkScript:
         BuildError
             The network was not made by a network script, or TensorRT rejected a profile.
         """
-        definition = next((made for _, made in _DEFINED if made.network is network), None)
-        if definition is None:
+        defined = next((one for one in _DEFINED if one.definition.network is network), None)
+        if defined is None:
             raise BuildError(
                 "load_config: expected the network that load_network of a NetworkScript returned. Use both functions of one script."
             )
         tensorrt = _polygraphys_tensorrt()
         with tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
-            return make_config(definition, self.options, tensorrt, messages)
+            return make_config(defined.definition, defined.build.options, tensorrt, messages)
 
 
 def _polygraphys_tensorrt() -> TensorRT:

@@ -34,8 +34,20 @@ Angles = tuple[Float32, Float32]
 _QUERY_BLOCK = 256
 
 
+class RopePositions:
+    """Cosine and sine at the positions of the new tokens: ``angles``, which :meth:`update` computes in each step."""
+
+    def __init__(self, table: Angles, start: npt.NDArray[np.int32], width: int) -> None:
+        self._table, self._start, self._width = table, start, width  # start is a view: its values change with the lengths
+        self.angles = table
+
+    def update(self) -> None:
+        """Compute the angles of a step."""
+        self.angles = angles_at(self._table, self._start, self._width)
+
+
 class SeparateAttention:
-    """Attention of one layer in one step, over separate K and V ``[A, H, S, D]``, with ``start`` tokens in each slot before it.
+    """Attention of one layer, over separate K and V ``[A, H, S, D]``, with ``start`` tokens in each slot before it.
 
     ``masked``: all S rows are read under a mask, instead of the live rows only.
     """
@@ -43,7 +55,7 @@ class SeparateAttention:
     def __init__(
         self,
         mixer: AttentionConfig,
-        angles: Angles | None,
+        positions: RopePositions | None,
         k: npt.NDArray[Any],
         v: npt.NDArray[Any],
         start: npt.NDArray[np.int32],
@@ -51,15 +63,15 @@ class SeparateAttention:
         masked: bool,
     ) -> None:
         self._mixer = mixer
-        self._angles = angles
+        self._positions = positions
         self._sides = k, v
         self._start = start
         self._masked = masked
 
     def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
-        if self._angles is not None:
-            q, k = apply_rope(q, self._angles), apply_rope(k, self._angles)
+        if self._positions is not None:
+            q, k = (apply_rope(x, self._positions.angles) for x in (q, k))
         for side, rows in zip(self._sides, (k, v), strict=True):
             write_rows(side, rows, self._start)
         q = q * np.float32(self._mixer.score_scale)

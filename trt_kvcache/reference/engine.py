@@ -1,23 +1,46 @@
 """``ReferenceEngine``: a checkpoint run in NumPy, as an :class:`~trt_kvcache.engine.protocol.Engine`."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
-from trt_kvcache.engine.decoder_engine import DecoderEngine, StepTensors
+from trt_kvcache.engine.bound_tensors import BoundTensors, StepTensors
+from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import PlaceError
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig, rope_table
-from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, ScaledQueries, SeparateAttention, angles_at
+from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, RopePositions, ScaledQueries, SeparateAttention
 from trt_kvcache.reference.model import LayerCache, LayerRecurrence, decoder_step
 from trt_kvcache.reference.recurrent import layer_recurrence
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
+
+#: RoPE and head dimension: layers in which both are equal share a table of angles.
+_RopeKey = tuple[RopeConfig, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _NumpyStep:
+    """A step over bound memory as arrays and layers: made when addresses or shapes change, and used until they change again."""
+
+    tensors: StepTensors
+    stream: Any
+    input_ids: npt.NDArray[np.int32]
+    last: npt.NDArray[np.int32]
+    start: npt.NDArray[np.int32]
+    logits: npt.NDArray[Any]
+    new_lengths: npt.NDArray[np.int32] | None
+    rope: Mapping[_RopeKey, RopePositions]
+    caches: Sequence[LayerCache]
 
 
 class ReferenceEngine(DecoderEngine):
@@ -57,7 +80,7 @@ class ReferenceEngine(DecoderEngine):
         Inputs and outputs by name, inputs first.
     profiles : tuple of EngineProfile
         ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one), and with more logits than one ``verify``: see
-        ``trt_kvcache.engine.decoder_tensors.decoder_profiles``.
+        ``trt_kvcache.engine.decoder_profiles.decoder_profiles``.
     memory : HostMemory
         Memory that bound tensors must be in.
 
@@ -77,7 +100,7 @@ class ReferenceEngine(DecoderEngine):
     Examples
     --------
     >>> from trt_kvcache import Checkpoint, HostMemory, ReferenceEngine
-    >>> from trt_kvcache.engine.decoder_tensors import cache_config
+    >>> from trt_kvcache.engine.decoder_cache import cache_config
     >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
     ...     kv = cache_config(checkpoint.config, max_batch_size=2, max_sequence_length=64, dtype="float32")
     ...     engine = ReferenceEngine(checkpoint, kv=kv, max_prefill_length=32, memory=HostMemory())
@@ -117,6 +140,7 @@ class ReferenceEngine(DecoderEngine):
             key: rope_table(*key, kv.max_sequence_length) for key in map(_rope_key, self._config.attention_layers) if key is not None
         }
         self._weights: DecoderWeights | None = load_weights(checkpoint, self._dtype, progress)
+        self._steps: dict[BoundTensors, _NumpyStep] = {}
         self._combined = self._combined_inputs() if attention == "plugin" else None
 
     def enqueue(self, stream: Any) -> None:
@@ -137,34 +161,49 @@ class ReferenceEngine(DecoderEngine):
         ClosedError
             The engine, or the owner of a bound view, is closed.
         """
-        self._check_open()
+        bound = self._bindings.active
         assert self._weights is not None
         self.memory.check_stream(stream)
-        step = self._step_tensors()
-        input_ids, last, start, logits = map(self.memory.array, (step.input_ids, step.last, step.start, step.logits))
-        caches = self._caches(step, stream)
-        self._check_values(input_ids, last, start, None if step.new_lengths is None else self.memory.array(step.new_lengths))
+        tensors, step = bound.step_tensors(), self._steps.get(bound)
+        if step is None or step.tensors is not tensors or step.stream is not stream:
+            step = self._steps[bound] = self._new_step(tensors, stream)
+        self._check_values(step.input_ids, step.last, step.start, step.new_lengths)
+        for positions in step.rope.values():
+            positions.update()
         with np.errstate(over="ignore", invalid="ignore"):
-            logits[...] = decoder_step(self._config, self._weights, caches, input_ids, last, self._dtype).reshape(logits.shape)
+            logits = decoder_step(self._config, self._weights, step.caches, step.input_ids, step.last, self._dtype)
+        step.logits[...] = logits.reshape(step.logits.shape)
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
         self._weights = self._combined = None
+        self._steps.clear()
         super().close()
 
-    def _caches(self, step: StepTensors, stream: Any) -> list[LayerCache]:
-        """Return the operation of each layer on its bound cache."""
-        attentions, recurrences = iter(self._attentions(step, stream)), iter(_recurrences(self._config, step, stream))
-        return [
-            None if layer.mixer is None else next(attentions) if isinstance(layer.mixer, AttentionConfig) else next(recurrences)
-            for layer in self._config.layers
-        ]
+    def _new_step(self, tensors: StepTensors, stream: Any) -> _NumpyStep:
+        input_ids, last, start, logits = map(self.memory.array, (tensors.input_ids, tensors.last, tensors.start, tensors.logits))
+        rope = {key: RopePositions(table, start, input_ids.shape[1]) for key, table in self._rope.items()}
+        attentions = iter(self._attentions(tensors, start, rope, stream))
+        recurrences = iter(_recurrences(self._config, tensors, stream))
+        return _NumpyStep(
+            tensors=tensors,
+            stream=stream,
+            input_ids=input_ids,
+            last=last,
+            start=start,
+            logits=logits,
+            new_lengths=None if tensors.new_lengths is None else self.memory.array(tensors.new_lengths),
+            rope=rope,
+            caches=[
+                None if layer.mixer is None else next(attentions) if isinstance(layer.mixer, AttentionConfig) else next(recurrences)
+                for layer in self._config.layers
+            ],
+        )
 
-    def _attentions(self, step: StepTensors, stream: Any) -> list[LayerAttention]:
+    def _attentions(
+        self, step: StepTensors, start: npt.NDArray[np.int32], rope: Mapping[_RopeKey, RopePositions], stream: Any
+    ) -> list[LayerAttention]:
         """Return the attention of each attention layer over the bound caches."""
-        start = self.memory.array(step.start)
-        width = step.input_ids.shape[1]
-        angles = {key: angles_at(table, start, width) for key, table in self._rope.items()}
         attentions: list[LayerAttention] = []
         for index, (mixer, cache) in enumerate(zip(self._config.attention_layers, step.caches, strict=True)):
             attention: LayerAttention
@@ -175,7 +214,7 @@ class ReferenceEngine(DecoderEngine):
             else:
                 key = _rope_key(mixer)
                 k, v = map(self.memory.array, cache)
-                attention = SeparateAttention(mixer, None if key is None else angles[key], k, v, start, masked=self._masked)
+                attention = SeparateAttention(mixer, None if key is None else rope[key], k, v, start, masked=self._masked)
             attentions.append(attention if mixer.query_scaling is None else ScaledQueries(attention, mixer.query_scaling, start))
         return attentions
 
@@ -205,6 +244,6 @@ def _recurrences(config: ModelConfig, step: StepTensors, stream: Any) -> list[La
     ]
 
 
-def _rope_key(mixer: AttentionConfig) -> tuple[RopeConfig, int] | None:
+def _rope_key(mixer: AttentionConfig) -> _RopeKey | None:
     """Return the cache key of a layer's RoPE table; None without RoPE."""
     return None if mixer.rope is None else (mixer.rope, mixer.head_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from trt_kvcache.builder.build_engine import Progress
+from trt_kvcache._util.progress import Progress
 from trt_kvcache.session.model_location import locate_model
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_source import SessionSource

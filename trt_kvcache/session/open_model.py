@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trt_kvcache._util.caller_warning import warn_caller
-from trt_kvcache.builder.build_engine import Progress, build_engine
+from trt_kvcache._util.progress import Progress
+from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, default_sequence_length
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.cache.config import DecoderCacheConfig
@@ -21,7 +22,8 @@ from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.attention_variants import default_attention
-from trt_kvcache.engine.decoder_tensors import decoder_cache_config, default_logits_per_slot, logits_per_slot
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.decoder_profiles import default_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine

@@ -12,7 +12,7 @@ import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.builder.build_engine import Progress
+from trt_kvcache._util.progress import Progress
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.plot import draw_cache

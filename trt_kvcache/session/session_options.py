@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, get_args
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
-from trt_kvcache.engine.decoder_tensors import check_logits_per_slot
+from trt_kvcache.engine.decoder_profiles import check_logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.reference import Attention

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trt_kvcache.builder.build_engine import Progress
+from trt_kvcache._util.progress import Progress
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.session.model_location import locate_model
 from trt_kvcache.session.session import InferenceSession

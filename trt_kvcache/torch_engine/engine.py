@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import CapacityError, ConfigError, EngineError, KVCacheError
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, ScaledQueries
@@ -118,27 +117,16 @@ class TorchEngine(DecoderEngine):
             memory=memory,
         )
 
-    def bind(self, name: str, tensor: DeviceTensor) -> None:
-        """See :meth:`DecoderEngine.bind`."""
-        super().bind(name, tensor)
-        self._steps.pop(self._current, None)
-
-    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
-        """See :meth:`DecoderEngine.set_input_shape`."""
-        super().set_input_shape(name, shape)
-        self._steps.pop(self._current, None)
-
     def enqueue(self, stream: Any) -> None:
         """Enqueue one step, see :meth:`Engine.enqueue`. On a CPU it is done, and inputs are checked, when the call returns.
 
         On a GPU the call waits only where a decode step is captured. A capturing stream is an error: torch allocates.
         """
-        self._check_open()
+        bound = self._bindings.active
         self.memory.check_stream(stream)
-        step = self._steps.get(self._current)
-        if step is None:
-            step = self._steps[self._current] = TorchStep.over(self._step_tensors(), self._device)
-        step.check_open()
+        tensors, step = bound.step_tensors(), self._steps.get(bound)
+        if step is None or step.tensors is not tensors:
+            step = self._steps[bound] = TorchStep.over(tensors, self._device)
         if self.memory.is_host:
             new_lengths = None if step.new_lengths is None else step.new_lengths.numpy()
             self._check_values(step.input_ids.numpy(), step.last.numpy(), step.start.numpy(), new_lengths)
@@ -154,7 +142,7 @@ class TorchEngine(DecoderEngine):
 
     def close(self) -> None:
         """Release weights, graphs and the bound tensors. Idempotent."""
-        if self._closed:
+        if self._bindings.closed:
             return
         super().close()
         self._steps.clear()

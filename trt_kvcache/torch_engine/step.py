@@ -9,8 +9,7 @@ import torch
 
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.engine.decoder_engine import StepTensors
-from trt_kvcache.memory.base import Allocation
+from trt_kvcache.engine.bound_tensors import StepTensors
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.torch_engine.device import TorchDevice
 
@@ -29,7 +28,6 @@ class TorchStep:
     new_lengths: torch.Tensor | None  # int32 [A]; None without recurrent layers
     states: tuple[Mapping[StateKind, tuple[torch.Tensor, torch.Tensor]], ...]  # [A, ...] before and after the step, by recurrent layer
     key: Hashable  # equal for steps of equal addresses and shapes: the two buffers of states give two keys
-    allocations: frozenset[Allocation]  # owners of the bound tensors
 
     @classmethod
     def over(cls, tensors: StepTensors, device: TorchDevice) -> TorchStep:
@@ -52,13 +50,7 @@ class TorchStep:
                 {kind: (device.view(past), device.view(present)) for kind, (past, present) in layer.items()} for layer in tensors.states
             ),
             key=(tensors.input_ids.shape, tensors.last.shape, *(tensor.ptr for tensor in bound)),
-            allocations=frozenset(tensor.allocation for tensor in bound),
         )
-
-    def check_open(self) -> None:
-        """Raise ClosedError if the owner of a bound view is closed."""
-        for allocation in self.allocations:
-            _ = allocation.ptr
 
 
 def _k_and_v(cache: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

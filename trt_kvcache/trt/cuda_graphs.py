@@ -14,7 +14,10 @@ MAX_GRAPHS = 64
 
 
 class CudaGraphCache:
-    """Runs work on a stream, and replays it as a CUDA graph from the second time on."""
+    """Runs work on a stream, and replays it as a CUDA graph from the second time on.
+
+    The first run is eager, so that kernels load or compile before the capture. A key must have every address of the graph.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -24,7 +27,10 @@ class CudaGraphCache:
         self._has_warned = False
 
     def run(self, key: Hashable, stream: Any, work: Callable[[Any], None], can_capture: Callable[[Any], bool]) -> bool:
-        """Run ``work(stream)``, or replay its graph."""
+        """Run ``work(stream)``, or replay its graph; returns True if it ran eagerly. Waits only when it evicts a graph.
+
+        In a capture, the work becomes part of that capture. Where ``can_capture(stream)`` is False, it runs eagerly.
+        """
         if not hasattr(stream, "create_graph_builder") or self._memory.is_capturing(stream):
             work(stream)
             return False

@@ -1,6 +1,6 @@
 """The bindings of an engine: the address of each tensor and the shape of each input, per optimisation profile and set.
 
-``TensorRTEngine`` and ``SegmentedEngine`` use these: what can be bound and what is checked does not depend on how an engine runs.
+Used by ``TensorRTEngine`` and ``SegmentedEngine``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trt_kvcache.trt.tensors import ProfileRanges
 
 
 class BindingTarget(Protocol):
-    """What receives addresses and shapes: the execution contexts of one plan, or those of all segments.
+    """Receiver of addresses and shapes: the execution contexts of one plan, or of all segments.
 
-    There is a context for each profile, and again for each in a second set: that of :attr:`ProfileBindings.context`.
+    There is a context for each profile in each set of bindings: :attr:`ProfileBindings.context`.
     """
 
     def set_tensor_address(self, context: int, name: str, address: int) -> None:
@@ -78,7 +78,7 @@ class BindingTarget(Protocol):
 
 
 class ProfileBindings:
-    """What is bound in one optimisation profile, in one set of bindings."""
+    """Bound tensors of one optimisation profile in one set of bindings, which are kept alive."""
 
     def __init__(self, profile: int, context: int, ranges: ProfileRanges) -> None:
         self.profile = profile
@@ -99,7 +99,7 @@ class ProfileBindings:
         self._allocations = None
 
     def require_open(self) -> None:
-        """Check that no bound memory is closed."""
+        """Check that no bound memory is closed. Allocations are checked once each, whatever the number of layers."""
         if self._allocations is None:
             self._allocations = list({id(tensor.allocation): tensor.allocation for tensor in self.tensors.values()}.values())
         for allocation in self._allocations:
@@ -109,7 +109,7 @@ class ProfileBindings:
 
 
 class EngineBindings:
-    """The bindings of all optimisation profiles of an engine, and which profile is in use, in which set."""
+    """Bindings of all optimisation profiles of an engine, with the profile and the set in use."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class EngineBindings:
 
     @property
     def active(self) -> ProfileBindings:
-        """The profile in use."""
+        """Bindings of the profile and set in use; raises ClosedError after :meth:`release`."""
         if self._active is None:
             raise ClosedError(f"this {self._owner} is closed.")
         return self._active
@@ -174,7 +174,7 @@ class EngineBindings:
         self._target.set_input_shape(active.context, name, tuple(shape))
 
     def check(self) -> None:
-        """Check what an enqueue of the profile in use would read and write."""
+        """Check that all tensors are bound, have shapes and are large enough, and that aliases share their address."""
         active = self.active
         for name, spec in self._tensors.items():
             tensor = active.tensors.get(name)
@@ -185,7 +185,7 @@ class EngineBindings:
                 raise BindingError(f"`{name}`: its shape {shape} is not known. Set the shape of every input of this profile.")
             needed = math.prod(shape) * itemsize(spec.dtype)
             if needed > tensor.nbytes:
-                raise BindingError(f"`{name}`: shape {shape} takes {needed} bytes, what is bound has {tensor.nbytes}.")
+                raise BindingError(f"`{name}`: shape {shape} takes {needed} bytes, the bound tensor has {tensor.nbytes}.")
             if spec.alias is not None and active.tensors[spec.alias].ptr != tensor.ptr:
                 raise BindingError(f"`{name}`: expected the address of `{spec.alias}`, whose memory it shares.")
 

@@ -1,4 +1,4 @@
-"""``EngineResources``: what an engine owns and releases when it is closed: allocations, TensorRT's objects, collected messages."""
+"""``EngineResources``: allocations, TensorRT objects and collected messages of an engine, released when it is closed."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from trt_kvcache.trt.module import TensorRT
 
 
 class EngineResources:
-    """Owns what an engine allocates and creates, and releases it in reverse order."""
+    """Owns the allocations and TensorRT objects of an engine, and releases them in reverse order."""
 
     def __init__(self, tensorrt: TensorRT, memory: Memory) -> None:
         self.memory = memory
@@ -19,11 +19,11 @@ class EngineResources:
         self.messages: Messages = self._stack.enter_context(tensorrt.log.collect())
 
     def callback(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function at :meth:`close`, before everything that was registered earlier."""
+        """Call a function at :meth:`close`, before all that was registered earlier."""
         self._stack.callback(function, *arguments)
 
     def allocate(self, nbytes: int, *, stream: Any, zeroed: bool = False) -> Allocation:
-        """Allocate device memory that lives as long as the engine."""
+        """Allocate device memory that lives as long as the engine, aligned to 256. Stream-ordered."""
         allocation = self.memory.allocate(nbytes, zeroed=zeroed, stream=stream)
         self._stack.callback(allocation.close)
         return allocation

@@ -1,4 +1,4 @@
-"""Where an engine is opened from: an engine folder, or the file of a serialised engine."""
+"""Sources of an engine: an engine folder, or the file of a serialised engine."""
 
 import mmap
 from pathlib import Path

@@ -12,7 +12,10 @@ from trt_kvcache.trt.tensors import read_ranges, read_tensors
 
 
 class LoadedPlan:
-    """A deserialised plan (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`)."""
+    """A deserialised plan (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`).
+
+    Plans may share their caller's context memory if they are enqueued on one stream.
+    """
 
     def __init__(self, tensorrt: TensorRT, plan: Any, *, resources: EngineResources, built_by: str = "") -> None:
         self._tensorrt = tensorrt
@@ -42,13 +45,16 @@ class LoadedPlan:
 
     @property
     def context_memory_nbytes(self) -> int:
-        """Bytes of context memory (activations) that the profile with the largest need takes."""
+        """Bytes of context memory (activations) of the profile with the largest need."""
         return max(int(self._engine.get_device_memory_size_for_profile_v2(index)) for index in range(len(self.ranges)))
 
     def create_contexts(
         self, address: int, nbytes: int, *, plan_sha256: str, stream: Any, capturable: bool = False, num_sets: int = 1
     ) -> None:
-        """Create an execution context for each optimisation profile, in each set of bindings: those of the first set first."""
+        """Create an execution context for each optimisation profile in each set of bindings, the first set first.
+
+        One for each, since ``set_optimization_profile_async`` discards shapes, and two sets so that no step binds an address.
+        """
         self._resources.callback(self._contexts.clear)
         argument = self._context_argument(plan_sha256, capturable)
         _, handle = stream.__cuda_stream__()
@@ -94,11 +100,11 @@ class LoadedPlan:
         return tuple(self._contexts[context].get_tensor_shape(name))
 
     def enqueue(self, context: int, stream: int) -> None:
-        """Enqueue the plan in one context; does not wait."""
+        """Enqueue the plan in one context (``execute_async_v3``); does not wait."""
         self._call("the step failed", self._contexts[context].execute_async_v3, stream)
 
     def is_capturable(self, context: int, stream: int) -> bool:
-        """Return whether an enqueue can be captured in a CUDA graph with the current addresses and shapes."""
+        """Return whether an enqueue can be captured with the current addresses and shapes; TensorRT for RTX is asked."""
         return not self._tensorrt.is_rtx or bool(self._contexts[context].is_stream_capturable(stream))
 
     def _call(self, failure: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -125,7 +131,7 @@ class LoadedPlan:
 
 
 def _save_runtime_cache(cache: Any, file: RuntimeCacheFile, saved: bytes | None) -> None:
-    """Write what TensorRT for RTX compiled, unless it equals what was read."""
+    """Write the kernels that TensorRT for RTX compiled, unless they equal those that were read."""
     content = cache.serialize()
     if content is None:
         file.warn("could not be serialised by TensorRT")

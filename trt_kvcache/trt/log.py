@@ -16,12 +16,15 @@ from trt_kvcache.errors import KVCacheError
 #: Part of a message that TensorRT logs after each error on a machine without a driver. It says nothing about the error itself.
 _MISSING_DRIVER = "cudaError 35"
 
-#: Everything that TensorRT logs, for people. What a collection has is logged at INFO: whoever collects it decides what it means.
+#: Everything that TensorRT logs, for people. Collected messages are logged at INFO: their collector decides how severe they are.
 _LOGGER = logging.getLogger("trt_kvcache.tensorrt")
 
 
 class Messages:
-    """The messages of one collection, in order and without repeats."""
+    """The messages of one collection, in order and without repeats.
+
+    ``ignore_missing_driver`` drops the "cudaError 35" that follows each error on a machine without a GPU; for builds alone.
+    """
 
     def __init__(self, *, ignore_missing_driver: bool) -> None:
         self.errors: list[str] = []
@@ -38,7 +41,7 @@ class Messages:
             kept.append(text)
 
     def clear_errors(self) -> None:
-        """Forget the errors, and the exception of a plugin, of earlier calls."""
+        """Discard the errors, and the exception of a plugin, of earlier calls."""
         self.errors.clear()
         self.cause = None
 
@@ -48,13 +51,16 @@ class Messages:
             self.fail(error, what)
 
     def fail(self, error: type[KVCacheError], what: str) -> NoReturn:
-        """Raise an exception with everything that TensorRT logged: its errors, or its warnings if there is no error."""
+        """Raise ``error`` with all errors that TensorRT logged, else its warnings. The exception of a plugin is its ``__cause__``."""
         said = self.errors or self.warnings or ["nothing"]
         raise error(f"{what}. TensorRT says: {' | '.join(said)}") from self.cause
 
 
 class TensorRTLog:
-    """The one logger of an imported TensorRT module. Messages below WARNING only go to Python's logger ``trt_kvcache.tensorrt``."""
+    """The one logger of an imported TensorRT module.
+
+    A message goes to every open collection, whatever its thread: two builds at the same time see each other's messages.
+    """
 
     def __init__(self, module: Any) -> None:
         self._open: list[Messages] = []
@@ -83,7 +89,7 @@ class TensorRTLog:
         _LOGGER.log(level, "%s", text)
 
     def receive_exception(self, where: str, error: Exception) -> None:
-        """Pass the exception of a plugin to the open collections: TensorRT itself only prints it, and logs that the call failed."""
+        """Pass the exception of a plugin to the open collections: TensorRT prints it, and logs only that the call failed."""
         with self._lock:
             for messages in self._open:
                 messages.cause = error

@@ -7,7 +7,10 @@ from trt_kvcache.ops.segments import Segment, Stage
 
 
 def assign_offsets(stages: Sequence[Stage], nbytes_by_tensor: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Assign each tensor an offset in one allocation."""
+    """Assign each tensor an offset in one allocation; returns offsets, multiples of 256, and the size.
+
+    Greedy by size: tensors that are live at the same stage do not overlap; a tensor is live from its writer to its last reader.
+    """
     lifetimes = _lifetimes(stages)
     offsets: dict[str, int] = {}
     for name in sorted(nbytes_by_tensor, key=lambda name: -nbytes_by_tensor[name]):

@@ -21,7 +21,7 @@ _INSTALL_HINT = {
     "tensorrt_rtx": "pip install 'trt-kvcache[rtx]'",
 }
 
-#: Our dtype names and those of ``DataType``. The third column of the table in :mod:`trt_kvcache.dtypes`.
+#: Members of ``DataType`` by our dtype names. The third column of the table in :mod:`trt_kvcache.dtypes`.
 _DATA_TYPES = {
     "float16": "HALF",
     "bfloat16": "BF16",
@@ -43,18 +43,18 @@ _DTYPE_NAMES = {data_type: name for name, data_type in _DATA_TYPES.items()}
 class TensorRT:
     """An imported TensorRT. Made by :func:`load`."""
 
-    module: Any
-    flavour: str
-    version: str
-    log: TensorRTLog
+    module: Any  # tensorrt or tensorrt_rtx
+    flavour: str  # name of the module
+    version: str  # such as "1.7.1.116"
+    log: TensorRTLog  # the only logger of the module
 
     @property
     def is_rtx(self) -> bool:
-        """Whether this is TensorRT for RTX, which builds without a GPU and compiles for the GPU at run time."""
+        """True for TensorRT for RTX, which builds without a GPU and compiles for the GPU at run time."""
         return self.flavour == "tensorrt_rtx"
 
     def supports(self, variant: AttentionVariant) -> bool:
-        """Return whether the network API has what a variant of attention needs in one network."""
+        """Return whether the network API has the layers of a variant of attention; for plugin in TensorRT for RTX, segments do."""
         return self.release >= (variant.first_rtx if self.is_rtx else variant.first_tensorrt)
 
     @property
@@ -63,7 +63,10 @@ class TensorRT:
         return tuple(int(part) for part in re.findall(r"\d+", self.version)[:2])
 
     def create(self, kind: str) -> Any:
-        """Return a new object of TensorRT that needs the GPU in full TensorRT, after checking that there is one."""
+        """Return a ``"Runtime"`` or ``"Builder"``, after checking that full TensorRT has a GPU.
+
+        Without one, some releases return an invalid pointer in place of null, and its first use ends the process.
+        """
         failure = None if self.is_rtx else driver_failure()
         if failure is not None:
             self.log.receive(failure, is_error=True)

@@ -1,4 +1,4 @@
-"""Reading what a serialised engine ("plan") says of itself, without an engine folder: from TensorRT, which needs a GPU for it."""
+"""``inspect_plan``: tensors and profiles of a serialised engine ("plan") without an engine folder, by TensorRT and a GPU."""
 
 from collections.abc import Mapping
 from contextlib import suppress

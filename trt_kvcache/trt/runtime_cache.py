@@ -17,7 +17,7 @@ _DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 def gpu_identity(device: str) -> tuple[str, ...]:
-    """Return what identifies a GPU and its driver."""
+    """Return name, UUID and compute capability of a GPU, and the version of its driver."""
     from cuda.bindings import driver
     from cuda.core import Device
 
@@ -28,14 +28,14 @@ def gpu_identity(device: str) -> tuple[str, ...]:
 
 
 class RuntimeCacheFile:
-    """A file with a serialised runtime cache: the SHA-256 of the cache, then the cache."""
+    """A file with a serialised runtime cache, after its SHA-256. ``key`` is everything that the kernels depend on."""
 
     def __init__(self, key: Sequence[str], *, folder: Path | None = None) -> None:
         name = hashlib.sha256("\0".join(key).encode()).hexdigest()
         self.path = (folder or user_cache_folder()) / f"{name[:32]}.rtxcache"
 
     def read(self) -> bytes | None:
-        """Read the cache."""
+        """Read the cache; None, with a warning, if it is damaged or cannot be read, and None if there is no file."""
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
@@ -50,7 +50,7 @@ class RuntimeCacheFile:
         return blob
 
     def write(self, blob: bytes) -> None:
-        """Write the cache; the file appears complete or not at all."""
+        """Write the cache, complete or not at all; a warning says that it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(self.path) as file:

@@ -1,4 +1,4 @@
-"""``SegmentPlans``: the deserialised plans of all segments of an engine, behind the interface of a single plan."""
+"""``SegmentPlans``: the deserialised plans of all segments of an engine, with the interface of a single plan."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +31,10 @@ class SegmentPlans:
             plan.set_tensor_address(context, name, address)
 
     def set_input_shape(self, context: int, name: str, shape: tuple[int, ...]) -> None:
-        """Set the shape of an input in every segment that has it; for the token ids, of all intermediate tensors too."""
+        """Set the shape of an input in every segment that has it; for the token ids, of all intermediate tensors too.
+
+        If TensorRT refuses one, all shapes of the context are discarded, so that old and new ones never mix.
+        """
         shapes = self._input_shapes.pop(context, {})
         self._warm_contexts.discard(context)
         for plan in self._plans_of.get(name, ()):
@@ -58,5 +61,5 @@ class SegmentPlans:
         self._warm_contexts.add(context)
 
     def is_capturable(self, context: int, stream: int) -> bool:
-        """Return whether an enqueue of all segments can be captured now."""
+        """Return whether all segments can be captured: never before the first eager run of the current shapes."""
         return context in self._warm_contexts and all(plan.is_capturable(context, stream) for plan in self.plans)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.lifetime import Uncopyable
+from trt_kvcache.engine.bound_engine import BoundEngine
 from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
@@ -59,15 +59,15 @@ class _PreparedStep:
             launch(stream, handle)
 
 
-class SegmentedEngine(Uncopyable):
+class SegmentedEngine(BoundEngine):
     """An engine in segments (implements :class:`trt_kvcache.engine.protocol.StatefulEngine`).
 
-    Its inputs, outputs and profiles are those of the same engine in one piece. Made by :meth:`open`; a context manager. Not thread-safe.
+    It has the inputs, outputs and profiles of the same engine in one piece. Made by :meth:`open`; a context manager. Not thread-safe.
 
     Parameters
     ----------
     tensorrt : TensorRT
-        What deserialises the plans.
+        The TensorRT that deserialises the plans.
     plan : buffer
         The plans of all segments, as ``engine.plan`` has them.
     memory : Memory
@@ -81,15 +81,23 @@ class SegmentedEngine(Uncopyable):
 
     Attributes
     ----------
+    tensors : mapping of str to TensorSpec
+        Inputs and outputs by name, inputs first; of the whole engine.
+    profiles : sequence of EngineProfile
+        The optimisation profiles, by index.
+    memory : Memory
+        The GPU memory that bound tensors must be in.
     config : EngineFolderConfig
         As given.
     names : TensorNames
-        What the engine calls its tensors.
+        Names of the engine's tensors.
 
     Notes
     -----
     The segments share one context memory, intermediate tensors lie in one allocation, and each constant is in memory once.
     """
+
+    _bindings: EngineBindings
 
     def __init__(
         self,
@@ -104,13 +112,14 @@ class SegmentedEngine(Uncopyable):
         assert config.segments is not None
         self.config = config
         self.names = config.names
-        self._memory = memory
+        self.memory = memory
         self._stages = config.segments.stages
-        self._tensors = {spec.name: spec for spec in config.tensors}
+        self.profiles = config.profiles
+        self.tensors = {spec.name: spec for spec in config.tensors}
         self._prepared: dict[int, _PreparedStep] = {}
         self._graphs = CudaGraphCache(memory) if cuda_graphs else None
         self._resources = EngineResources(tensorrt, memory)
-        self._num_sets = count_binding_sets(self._tensors, config.names)
+        self._num_sets = count_binding_sets(self.tensors, config.names)
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
             plans = list(_load_plans(tensorrt, plan, config, config.segments, self._resources))
@@ -124,17 +133,17 @@ class SegmentedEngine(Uncopyable):
                 resources=self._resources,
                 stream=stream,
             )
-            known = {**self._tensors, **intermediates, **{spec.name: spec for spec in constant_specs}}
+            known = {**self.tensors, **intermediates, **{spec.name: spec for spec in constant_specs}}
             self._ops = OpInstances(self._stages, tensors=known, profiles=config.profiles, resources=self._resources, stream=stream)
             self._create_contexts(plans, stream)
             if self._graphs is not None:
                 self._resources.callback(self._graphs.close)  # before the contexts, whose memory the graphs use
             memory.synchronize(stream)
-            self._plans = SegmentPlans(plans, tensors=self._tensors, intermediates=intermediates, names=self.names)
+            self._plans = SegmentPlans(plans, tensors=self.tensors, intermediates=intermediates, names=self.names)
             ranges = [_profile_ranges(config.tensors, profile, self.names) for profile in config.profiles]
             self._bindings = EngineBindings(
                 type(self).__name__,
-                tensors=self._tensors,
+                tensors=self.tensors,
                 ranges=ranges,
                 memory=memory,
                 target=self._plans,
@@ -170,7 +179,7 @@ class SegmentedEngine(Uncopyable):
         Raises
         ------
         PlaceError
-            ``memory`` is not that of a GPU.
+            ``memory`` is not GPU memory.
         EngineError
             The engine is in one piece; the GPU is too old for the kernels; TensorRT is not there, or refuses a segment; or a segment
             is not what the folder says. The text holds what TensorRT logged.
@@ -195,7 +204,7 @@ class SegmentedEngine(Uncopyable):
             return cls(tensorrt, plan, memory=memory, config=folder.config, constants=constants, cuda_graphs=cuda_graphs)
 
     def _create_contexts(self, plans: Sequence[LoadedPlan], stream: Any) -> None:
-        """Create the contexts of all segments over one context memory, and bind what no caller binds."""
+        """Create the contexts of all segments over one context memory, and bind the tensors that no caller binds."""
         nbytes = max(plan.context_memory_nbytes for plan in plans)
         context_memory = self._resources.allocate(nbytes, stream=stream)
         for index, plan in enumerate(plans):
@@ -208,93 +217,8 @@ class SegmentedEngine(Uncopyable):
                 num_sets=self._num_sets,
             )
             for context in range(self._num_sets * len(self.config.profiles)):
-                for name in plan.tensors.keys() - self._tensors.keys():
+                for name in plan.tensors.keys() - self.tensors.keys():
                     plan.set_tensor_address(context, name, self._shared.tensor(name, 1, 1).ptr)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """Inputs and outputs of the whole engine by name, inputs first."""
-        return self._tensors
-
-    @property
-    def profiles(self) -> Sequence[EngineProfile]:
-        """The optimisation profiles, by index."""
-        return self.config.profiles
-
-    @property
-    def memory(self) -> Memory:
-        """The GPU memory that bound tensors must be in."""
-        return self._memory
-
-    def use_profile(self, index: int) -> None:
-        """Choose the optimisation profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
-
-        Parameters
-        ----------
-        index : int
-            Index into :attr:`profiles`.
-
-        Raises
-        ------
-        BindingError, ClosedError
-            As :meth:`TensorRTEngine.use_profile <trt_kvcache.trt.tensorrt_engine.TensorRTEngine.use_profile>`.
-        """
-        self._bindings.use_profile(index)
-
-    def use_bindings(self, index: int) -> None:
-        """Choose the set of bindings that ``bind``, ``set_input_shape`` and ``enqueue`` act on, in every profile.
-
-        Parameters
-        ----------
-        index : int
-            0, or 1 for the other one of two buffers of states.
-
-        Raises
-        ------
-        BindingError
-            There is no such set. The one in use stays.
-        ClosedError
-            The engine is closed.
-        """
-        self._bindings.use_bindings(index)
-
-    def bind(self, name: str, tensor: DeviceTensor) -> None:
-        """Bind the address of ``tensor`` in the profile and set in use, and keep ``tensor`` alive.
-
-        Parameters
-        ----------
-        name : str
-            An input or output of the whole engine; intermediate tensors cannot be bound.
-        tensor : DeviceTensor
-            Contiguous, aligned to 256 bytes, in the engine's memory.
-
-        Raises
-        ------
-        BindingError, LayoutError, EngineError, ClosedError
-            As :meth:`TensorRTEngine.bind <trt_kvcache.trt.tensorrt_engine.TensorRTEngine.bind>`.
-        """
-        self._bindings.bind(name, tensor)
-
-    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Set the shape of an input for the next enqueues of the profile in use.
-
-        Parameters
-        ----------
-        name : str
-            An input of the whole engine. The shape of the token ids gives those of the intermediate tensors.
-        shape : sequence of int
-            Its new shape, within the optimisation profile.
-
-        Raises
-        ------
-        BindingError
-            The name is not that of an input, or the shape is outside the profile. Nothing was changed.
-        EngineError
-            TensorRT refuses the shape. All shapes of the profile must be set again.
-        ClosedError
-            The engine is closed.
-        """
-        self._bindings.set_input_shape(name, shape)
 
     def enqueue(self, stream: Any) -> None:
         """Enqueue one step on ``stream`` in the profile in use, eagerly or as a CUDA graph.
@@ -334,11 +258,11 @@ class SegmentedEngine(Uncopyable):
         """Check that the shapes fit each other, and make the launches of all stages."""
         batch, width = self._plans.tensor_shape(active.context, self.names.input_ids)
         _, logits = self._plans.tensor_shape(active.context, self.names.last_token_ids)
-        for name, spec in self._tensors.items():
+        for name, spec in self.tensors.items():
             expected = step_shape(spec, self.names, batch=batch, width=width, logits=logits)
             got = self._plans.tensor_shape(active.context, name)
             if got != expected:
-                raise BindingError(f"`{name}`: expected shape {expected} beside `{self.names.input_ids}` {(batch, width)}, got {got}.")
+                raise BindingError(f"`{name}`: expected shape {expected} with `{self.names.input_ids}` {(batch, width)}, got {got}.")
 
         def tensor(name: str) -> DeviceTensor:
             bound = active.tensors.get(name)
@@ -356,11 +280,11 @@ class SegmentedEngine(Uncopyable):
                 launches.append(self._op_launch(stage, [tensor(name) for name in stage.inputs], [tensor(name) for name in stage.outputs]))
         verifies = logits > 1 and self.profiles[active.profile].name == "verify"
         sizes = (active.context, batch, width, logits)
-        graph_key = (*sizes, *(active.tensors[name].ptr for name in self._tensors)) if width == 1 or verifies else None
+        graph_key = (*sizes, *(active.tensors[name].ptr for name in self.tensors)) if width == 1 or verifies else None
         return _PreparedStep(launches, graph_key, partial(self._can_capture, active.context))
 
     def _op_launch(self, node: CustomOpNode, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> _Launch:
-        """Check the inputs of an operation once, and return what launches it."""
+        """Check the inputs of an operation once, and return its launch."""
         op = self._ops.op(node)
         op.outputs([TensorType(one.shape, one.dtype) for one in inputs])
         return partial(_enqueue_op, op, inputs, outputs, self._ops.workspace(op))
@@ -375,12 +299,6 @@ class SegmentedEngine(Uncopyable):
         finally:
             self._bindings.release()
             self._prepared.clear()
-
-    def __enter__(self) -> SegmentedEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _enqueue_segment(plan: LoadedPlan, context: int, stream: Any, handle: int) -> None:

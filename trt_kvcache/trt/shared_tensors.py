@@ -1,4 +1,4 @@
-"""The internal device tensors of an engine in segments: its constants, and the tensors that its stages hand to each other."""
+"""The internal device tensors of an engine in segments: constants and intermediate tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from trt_kvcache.trt.memory_plan import assign_offsets
 
 
 class SharedTensors:
-    """Constants, each in memory once, and intermediate tensors in one allocation."""
+    """Constants, each in memory once, and intermediate tensors in one allocation, sized for the largest enqueue."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class SharedTensors:
         self._allocation = resources.allocate(nbytes, stream=stream)
 
     def tensor(self, name: str, batch: int, width: int) -> DeviceTensor:
-        """Return a constant or an intermediate tensor."""
+        """Return a constant, or an intermediate tensor in the shape of an enqueue. Addresses never change."""
         if name in self._constants:
             return self._constants[name]
         spec = self._intermediates[name]

@@ -9,30 +9,27 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache._util.lifetime import Uncopyable
+from trt_kvcache.engine.bound_engine import BoundEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops.kv_words import in_words
-from trt_kvcache.trt.codes_in_words import CodesInWords
+from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.engine_bindings import EngineBindings, stream_handle
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, require_gpu_memory
+from trt_kvcache.trt.int32_packed_view import Int32PackedView
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.plugin import register
 from trt_kvcache.trt.tensors import add_plugin_aliases, compare_profiles, compare_tensors, count_binding_sets, read_profiles
 
 
-class TensorRTEngine(Uncopyable):
+class TensorRTEngine(BoundEngine):
     """A TensorRT engine in one piece (implements :class:`trt_kvcache.engine.protocol.StatefulEngine`).
 
     Made by :meth:`open`; a context manager. Not thread-safe.
@@ -40,13 +37,13 @@ class TensorRTEngine(Uncopyable):
     Parameters
     ----------
     tensorrt : TensorRT
-        What deserialises the plan.
+        The TensorRT that deserialises the plan.
     plan : buffer
         The serialised engine.
     memory : Memory
         The GPU memory that it runs in.
     names : TensorNames
-        What the engine calls its tensors.
+        Names of the engine's tensors.
     config : EngineFolderConfig or None
         ``config.json`` of its engine folder; None for a plan without a folder.
     plan_sha256 : str
@@ -54,6 +51,12 @@ class TensorRTEngine(Uncopyable):
 
     Attributes
     ----------
+    tensors : mapping of str to TensorSpec
+        Inputs and outputs by name, inputs first; of the whole engine.
+    profiles : sequence of EngineProfile
+        The optimisation profiles, by index.
+    memory : Memory
+        The GPU memory that bound tensors must be in.
     config : EngineFolderConfig or None
         As given.
     names : TensorNames
@@ -66,12 +69,14 @@ class TensorRTEngine(Uncopyable):
     The contexts share one context memory, so enqueue all of them on one stream, or wait in between.
     """
 
+    _bindings: EngineBindings
+
     def __init__(
         self, tensorrt: TensorRT, plan: Any, *, memory: Memory, names: TensorNames, config: EngineFolderConfig | None, plan_sha256: str
     ) -> None:
         self.config = config
         self.names = names
-        self._memory = memory
+        self.memory = memory
         self._resources = EngineResources(tensorrt, memory)
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
@@ -81,26 +86,26 @@ class TensorRTEngine(Uncopyable):
                 if config.attention_variant == "plugin":
                     register(tensorrt)
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by)
-            self._profiles = read_profiles(self._plan.ranges, names)
+            self.profiles = read_profiles(self._plan.ranges, names)
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
-                compare_tensors(self._plan.tensors, [in_words(spec) for spec in config.tensors])
-                compare_profiles(self._profiles, config.profiles)
-                self._profiles = config.profiles  # with their names
-            shown = CodesInWords(self._plan, () if config is None else config.tensors)
-            self._tensors = shown.tensors
+                compare_tensors(self._plan.tensors, [packed_as_int32(spec) for spec in config.tensors])
+                compare_profiles(self.profiles, config.profiles)
+                self.profiles = config.profiles  # with their names
+            unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
+            self.tensors = unpacked.tensors
             nbytes = self._plan.context_memory_nbytes
             context_memory = self._resources.allocate(nbytes, stream=stream)
-            num_sets = count_binding_sets(self._tensors, names)
+            num_sets = count_binding_sets(self.tensors, names)
             self._plan.create_contexts(context_memory.ptr, nbytes, plan_sha256=plan_sha256, stream=stream, num_sets=num_sets)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,
-                tensors=self._tensors,
-                ranges=shown.ranges,
+                tensors=self.tensors,
+                ranges=unpacked.ranges,
                 memory=memory,
-                target=shown,
+                target=unpacked,
                 num_sets=num_sets,
             )
         except BaseException:
@@ -128,7 +133,7 @@ class TensorRTEngine(Uncopyable):
             ``"tensorrt"``, ``"tensorrt_rtx"``, or ``"auto"``: for an engine folder the flavour that built it, for a plan the one that
             is installed.
         names : TensorNames, optional
-            What the engine calls its tensors; needed where it was not built by this package.
+            Names of the engine's tensors; needed for an engine that this package did not build.
 
         Returns
         -------
@@ -138,7 +143,7 @@ class TensorRTEngine(Uncopyable):
         Raises
         ------
         PlaceError
-            ``memory`` is not that of a GPU.
+            ``memory`` is not GPU memory.
         EngineError
             TensorRT is not there, or refuses the engine; or the engine is not what its folder says. The text holds what
             TensorRT logged.
@@ -170,100 +175,6 @@ class TensorRTEngine(Uncopyable):
     def _from_plan(cls, plan: bytes | mmap.mmap, memory: Memory, flavour: str, names: TensorNames | None) -> TensorRTEngine:
         digest = hashlib.sha256(plan).hexdigest()
         return cls(load(flavour), plan, memory=memory, names=names or DEFAULT_NAMES, config=None, plan_sha256=digest)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """Inputs and outputs by name, inputs first."""
-        return self._tensors
-
-    @property
-    def profiles(self) -> Sequence[EngineProfile]:
-        """The optimisation profiles, by index."""
-        return self._profiles
-
-    @property
-    def memory(self) -> Memory:
-        """The GPU memory that bound tensors must be in."""
-        return self._memory
-
-    def use_profile(self, index: int) -> None:
-        """Choose the optimisation profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
-
-        Parameters
-        ----------
-        index : int
-            Index into :attr:`profiles`.
-
-        Raises
-        ------
-        BindingError
-            There is no such profile. The profile in use stays.
-        ClosedError
-            The engine is closed.
-        """
-        self._bindings.use_profile(index)
-
-    def use_bindings(self, index: int) -> None:
-        """Choose the set of bindings that ``bind``, ``set_input_shape`` and ``enqueue`` act on, in every profile.
-
-        Parameters
-        ----------
-        index : int
-            0, or 1 for the other one of two buffers of states.
-
-        Raises
-        ------
-        BindingError
-            There is no such set. The one in use stays.
-        ClosedError
-            The engine is closed.
-        """
-        self._bindings.use_bindings(index)
-
-    def bind(self, name: str, tensor: DeviceTensor) -> None:
-        """Bind the address of ``tensor`` in the profile and set in use, and keep ``tensor`` alive.
-
-        Parameters
-        ----------
-        name : str
-            An input or output of the engine.
-        tensor : DeviceTensor
-            Contiguous, aligned to 256 bytes, in the engine's memory. Only its address is bound: shapes come from
-            :meth:`set_input_shape`.
-
-        Raises
-        ------
-        BindingError
-            There is no such tensor, or it has another dtype or is in another memory. Nothing was changed.
-        LayoutError
-            The view is not contiguous, or not aligned to 256 bytes. Nothing was changed.
-        EngineError
-            TensorRT refuses the address. The tensor is not bound any more.
-        ClosedError
-            The engine is closed.
-        """
-        self._bindings.bind(name, tensor)
-
-    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Set the shape of an input for the next enqueues of the profile in use.
-
-        Parameters
-        ----------
-        name : str
-            An input of the engine.
-        shape : sequence of int
-            Its new shape, within the optimisation profile.
-
-        Raises
-        ------
-        BindingError
-            The name is not that of an input, or the shape is outside the profile. Nothing was changed.
-        EngineError
-            TensorRT refuses the shape.
-        ClosedError
-            The engine is closed.
-        """
-        self._bindings.set_input_shape(name, shape)
 
     def enqueue(self, stream: Any) -> None:
         """Enqueue one step on ``stream`` in the profile in use. Does not wait.
@@ -300,9 +211,3 @@ class TensorRTEngine(Uncopyable):
             self._resources.close()
         finally:
             self._bindings.release()
-
-    def __enter__(self) -> TensorRTEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -19,7 +19,7 @@ ShapeRange = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ProfileRanges:
-    """Shapes that the inputs take in one optimisation profile."""
+    """Smallest and largest shape of each input in one optimisation profile."""
 
     ranges: Mapping[str, ShapeRange]
 
@@ -32,7 +32,10 @@ class ProfileRanges:
 
 
 def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
-    """Return inputs and outputs of an engine."""
+    """Return inputs and outputs of an engine by name, inputs first; raises EngineError for a tensor in host memory.
+
+    Only KVCacheUpdate layers report aliases (``get_aliased_input_tensor``, from 10.15 on): see :func:`add_plugin_aliases`.
+    """
     trt = tensorrt.module
     aliased_input = getattr(engine, "get_aliased_input_tensor", lambda name: None)
     specs = []
@@ -54,23 +57,26 @@ def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
 
 
 def add_plugin_aliases(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    """Return the tensors of an engine with plugin layers, with the aliases that were recorded at the build."""
+    """Add the recorded aliases of plugin outputs, which TensorRT does not report."""
     aliases = {spec.name: spec.alias for spec in recorded}
     return {name: spec if spec.alias else replace(spec, alias=aliases.get(name)) for name, spec in found.items()}
 
 
 def count_binding_sets(tensors: Mapping[str, TensorSpec], names: TensorNames) -> int:
-    """Return how many sets of addresses an engine needs."""
+    """Return the number of sets of addresses: 2 where states are read from one buffer and written to another, else 1."""
     states = (tensors.get(names.state_pair(kind, 0)[1]) for kind in StateKind)
     return 2 if any(spec is not None and spec.alias is None for spec in states) else 1
 
 
 def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSpec]) -> None:
-    """Compare the tensors of an engine with those that were recorded at the build."""
+    """Compare the tensors of an engine with those recorded at the build.
+
+    An output that does not share memory with its cache would lose the new tokens of every step.
+    """
     names = {spec.name for spec in recorded}
     if names != set(found):
         different = ", ".join(f"`{name}`" for name in sorted(names ^ set(found)))
-        raise EngineError(f"the engine's tensors are not those of its config.json: {different} is only in one of them.")
+        raise EngineError(f"the engine's tensors are not the tensors of its config.json: {different} is only in one of them.")
     for spec in recorded:
         if found[spec.name] != spec:
             raise EngineError(
@@ -102,7 +108,10 @@ def _range(engine: Any, spec: TensorSpec, profile: int) -> ShapeRange:
 
 
 def read_profiles(ranges: Sequence[ProfileRanges], names: TensorNames) -> tuple[EngineProfile, ...]:
-    """Return the optimisation profiles of a decoder, from the shapes of ``input_ids`` ``[B, s]`` and ``last_token_ids`` ``[B, m]``."""
+    """Return the optimisation profiles of a decoder, from the shapes of ``input_ids`` ``[B, s]`` and ``last_token_ids`` ``[B, m]``.
+
+    Profiles of one new token per slot are named ``decode``, others ``prefill``.
+    """
     return tuple(_profile(profile.ranges, names) for profile in ranges)
 
 

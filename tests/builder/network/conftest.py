@@ -12,10 +12,11 @@ from tests.builder.network.parts import Part
 from tests.helpers.golden_models import attentions_of, skip_what_is_not_computed
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS
-from trt_kvcache.builder import options as build_options
+from trt_kvcache.builder import resolved_options
 from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.options import COMPUTED_FEATURES, BuildOptions
+from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import COMPUTED_FEATURES, ResolvedOptions
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.trt.module import TensorRT, load
@@ -33,7 +34,7 @@ class Defined:
 
     tensorrt: TensorRT
     definition: DecoderDefinition
-    options: BuildOptions
+    options: ResolvedOptions
     constants: dict[str, np.ndarray[Any, Any]]
 
 
@@ -62,7 +63,7 @@ def _only_what_is_computed(request):
 @pytest.fixture(autouse=True)
 def _any_head_dim(monkeypatch):
     """Networks are interpreted here, and heads of golden models may be smaller than TensorRT has kernels for."""
-    monkeypatch.setattr(build_options, "HEAD_DIM_MIN", 8)
+    monkeypatch.setattr(resolved_options, "HEAD_DIM_MIN", 8)
 
 
 @pytest.fixture(scope="session")
@@ -76,9 +77,12 @@ def define(rtx):
 
     @cache
     def make(model, *, dtype="float32", attention="native", logits=1):
-        options = BuildOptions(**SIZES, dtype=dtype, attention=attention, max_logits_per_slot=logits)
+        given = BuildOptions(**SIZES, dtype=dtype, attention=attention, max_logits_per_slot=logits)
         with recording(rtx, model) as (checkpoint, constants, messages):
-            return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
+            options = ResolvedOptions.of_model(given, checkpoint.config)
+            return Defined(
+                rtx, define_decoder(checkpoint, options, options.cache_for(checkpoint.config), rtx, messages), options, constants
+            )
 
     yield make
     make.cache_clear()

@@ -15,6 +15,7 @@ from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.network import attention_lowering
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.serialization import make_config
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.trt import module as trt_module
@@ -83,7 +84,7 @@ def define_with_plugin_layers(rtx, model, *, dtype="float16", quantized=None, lo
 
     module = SimpleNamespace(**{**vars(rtx.module), "get_plugin_registry": lambda: SimpleNamespace(get_creator=creator_of)})
     full = TensorRT(module=module, flavour="tensorrt", version="10.3.0", log=rtx.log)
-    options, allowed = BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits), []
+    given, allowed = BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits), []
     with pytest.MonkeyPatch.context() as patch:
         for module in (network_definition, serialization):
             patch.setattr(module, "can_add_plugins", lambda tensorrt: True)
@@ -92,7 +93,8 @@ def define_with_plugin_layers(rtx, model, *, dtype="float16", quantized=None, lo
         patch.setattr(attention_lowering, "register", lambda tensorrt: None)
         patch.setattr(serialization, "allow_aliasing", lambda tensorrt, config: allowed.append(config))
         with recording(rtx, model) as (checkpoint, constants, messages):
-            definition = define_decoder(checkpoint, options, full, messages, quantized=quantized)
+            options = ResolvedOptions.of_model(given, checkpoint.config)
+            definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config, quantized), full, messages)
             make_config(definition, options, full, messages)
     assert len(allowed) == 1
     assert declared(rtx, definition.network) == {spec.name: (spec.mode, spec.dtype, spec.shape) for spec in definition.tensors}

@@ -12,6 +12,7 @@ from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.network import decoder
 from trt_kvcache.builder.network.decomposable import attention_layer_config
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
@@ -49,9 +50,10 @@ def test_every_layer_in_full_tensorrt_whose_limits_are_not_known(variant: str) -
 
 
 def build(rtx: TensorRT, model: Path, length: int, attention: str) -> None:
-    options = BuildOptions(max_batch_size=2, max_sequence_length=length, max_prefill_length=5, attention=attention)
+    given = BuildOptions(max_batch_size=2, max_sequence_length=length, max_prefill_length=5, attention=attention)
     with Checkpoint.open(model) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:
-        definition = define_decoder(checkpoint, options, rtx, messages)
+        options = ResolvedOptions.of_model(given, checkpoint.config)
+        definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config), rtx, messages)
         serialize(definition, options, rtx, messages, lambda done: None)
 
 

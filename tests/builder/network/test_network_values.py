@@ -108,7 +108,7 @@ class States:
 
 def runners(defined, model):
     sizes = {"batch": MAX_BATCH_SIZE, "length": MAX_SEQUENCE_LENGTH, "width": MAX_PREFILL_LENGTH}
-    sizes["logits"] = defined.options.logits_per_slot
+    sizes["logits"] = defined.options.max_logits_per_slot
     return Network(defined), Rig(model, **sizes, dtype=defined.definition.cache.dtype, attention=defined.options.attention)
 
 

@@ -43,7 +43,7 @@ def values(packed: PackedWeight) -> Any:
     down, across = packed.block
     spread = np.repeat(np.repeat(packed.scales.astype(np.float32), down, axis=0), across, axis=1) * np.float32(packed.scale_factor)
     offsets = 0 if packed.offsets is None else np.repeat(packed.offsets, across, axis=1)
-    found = (packed.codes.astype(np.float32) - offsets) * spread
+    found = (packed.values.astype(np.float32) - offsets) * spread
     if packed.input_order is not None:
         found = found[:, np.argsort(packed.input_order)]
     return found
@@ -64,7 +64,7 @@ def test_symmetric_codes_with_positive_scales_need_no_offsets() -> None:
     stored = weight("int4", scales=np.full((ROWS, COLUMNS // GROUP), 0.25, np.float16))
     packed = PackedWeight.of("w", [stored])
     assert packed.is_plain
-    assert packed.codes.dtype == ml_dtypes.int4
+    assert packed.values.dtype == ml_dtypes.int4
 
 
 def test_a_scale_of_zero() -> None:
@@ -132,17 +132,17 @@ def fp4(scales: Any, factor: float = 1.0) -> QuantizedWeight:
 def test_native_fp4_keeps_codes_and_scales(dtype: Any) -> None:
     scales = np.array([[0.5, 2, 1]] * ROWS, dtype)
     stored = fp4(scales, factor=0.013)
-    packed = PackedWeight.of("w", [stored], is_native=True)
-    assert (packed.codes.dtype.name, packed.scales.dtype, packed.scale_factor) == ("float4_e2m1fn", scales.dtype, 0.013)
+    packed = PackedWeight.of("w", [stored], has_fp4=True)
+    assert (packed.values.dtype.name, packed.scales.dtype, packed.scale_factor) == ("float4_e2m1fn", scales.dtype, 0.013)
     np.testing.assert_array_equal(values(packed), stored.dequantized())
 
 
-@pytest.mark.parametrize(("scale", "is_native"), [(1, False), (0, True), (-1, True)])
-def test_fp4_is_int8_otherwise(scale: float, is_native: bool) -> None:
+@pytest.mark.parametrize(("scale", "has_fp4"), [(1, False), (0, True), (-1, True)])
+def test_fp4_is_int8_otherwise(scale: float, has_fp4: bool) -> None:
     """TensorRT takes positive scales only."""
     stored = fp4(np.array([[0.5, 2, scale]] * ROWS, ml_dtypes.float8_e4m3fn))
-    packed = PackedWeight.of("w", [stored], is_native=is_native)
-    assert packed.codes.dtype == np.int8
+    packed = PackedWeight.of("w", [stored], has_fp4=has_fp4)
+    assert packed.values.dtype == np.int8
     np.testing.assert_array_equal(values(packed), stored.dequantized())
 
 
@@ -157,12 +157,12 @@ def test_blocks_of_several_rows_are_kept() -> None:
 @pytest.mark.parametrize("zero_points", [False, True])
 def test_codes_less_offsets_are_int8(zero_points: bool) -> None:
     stored = weight("uint4", zero_points=zero_points)
-    whole = PackedWeight.of("w", [stored]).with_whole_codes()
+    whole = PackedWeight.of("w", [stored]).with_integer_values()
     assert whole is not None
     assert whole.is_plain
-    assert whole.codes.dtype == np.int8
+    assert whole.values.dtype == np.int8
     np.testing.assert_array_equal(values(whole), stored.dequantized())
 
 
 def test_codes_less_offsets_that_are_no_int8() -> None:
-    assert PackedWeight.of("w", [weight("uint8", zero_points=True)]).with_whole_codes() is None
+    assert PackedWeight.of("w", [weight("uint8", zero_points=True)]).with_integer_values() is None

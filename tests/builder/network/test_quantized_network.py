@@ -24,6 +24,7 @@ from tests.reference import rig
 from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError, CheckpointError
 
@@ -46,8 +47,10 @@ def define(rtx: Any, folder: Path, dtype: str, attention: str = "native", **more
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with recording(rtx, folder) as (checkpoint, constants, messages):
-            options = BuildOptions(**SIZES, dtype=dtype, attention=attention, **more)
-            return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
+            options = ResolvedOptions.of_model(BuildOptions(**SIZES, dtype=dtype, attention=attention, **more), checkpoint.config)
+            return Defined(
+                rtx, define_decoder(checkpoint, options, options.cache_for(checkpoint.config), rtx, messages), options, constants
+            )
 
 
 def layers_of(defined: Defined) -> Iterator[tuple[str, Any]]:
@@ -86,7 +89,7 @@ def test_every_format(rtx: Any, tmp_path: Path, case: str, dtype: str) -> None:
             types = {CONSTANT_TYPES[kind] for kind in checkpoint.code_kinds}
     assert packed
     assert kinds.count("DEQUANTIZE") == len(packed)
-    stored = [array for name, array in defined.constants.items() if name.endswith(".codes")]
+    stored = [array for name, array in defined.constants.items() if name.endswith(".values")]
     assert {array.dtype.name for array in stored} == types
     assert len(stored) == len(packed)
 
@@ -97,9 +100,9 @@ def test_fp4_for_gpus_that_have_it(rtx: Any, tmp_path: Path, case: str, dtype: s
     quantize, config = ALL_CASES[case]
     write_quantized(tmp_path / "model", "llama", quantize, config)
     defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", dtype, compute_capabilities=("12.0", "12.1"))
-    codes = [array for name, array in defined.constants.items() if name.endswith(".codes")]
+    values = [array for name, array in defined.constants.items() if name.endswith(".values")]
     scales = [array for name, array in defined.constants.items() if name.endswith(".scales")]
-    assert {array.dtype.name for array in codes} == {"float4_e2m1fn"}
+    assert {array.dtype.name for array in values} == {"float4_e2m1fn"}
     assert {array.dtype.name for array in scales} == {"float8_e8m0fnu" if "mxfp4" in case else "float8_e4m3fn"}
 
 
@@ -108,7 +111,7 @@ def test_fp4_is_int8_where_a_gpu_has_none(rtx: Any, tmp_path: Path, capabilities
     quantize, config = ALL_CASES["modelopt-nvfp4"]
     write_quantized(tmp_path / "model", "llama", quantize, config)
     defined = define(rtx, tmp_path / "model", "float16", compute_capabilities=capabilities)
-    assert {array.dtype.name for name, array in defined.constants.items() if name.endswith(".codes")} == {"int8"}
+    assert {array.dtype.name for name, array in defined.constants.items() if name.endswith(".values")} == {"int8"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -150,16 +153,16 @@ def test_gguf(rtx: Any, tmp_path: Path, kind: str) -> None:
 
     write_gguf(tmp_path / "model", kind)
     defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", "float16")
-    assert defined.constants["model.embed_tokens.codes"].dtype == np.int8
-    assert defined.constants["lm_head.codes"].dtype.name == {"Q8_0": "int8", "Q4_0": "int4"}[kind]
+    assert defined.constants["model.embed_tokens.values"].dtype == np.int8
+    assert defined.constants["lm_head.values"].dtype.name == {"Q8_0": "int8", "Q4_0": "int4"}[kind]
 
 
 def test_a_head_of_its_own(rtx: Any, opened: Any, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", hidden_size=64, intermediate_size=96, head_dim=16)
     opened("int4,head=int8")
     defined = assert_computes_what_the_reference_engine_does(rtx, model, "float16")
-    assert {"lm_head.codes", "lm_head.scales"} <= set(defined.constants)
-    assert defined.constants["lm_head.codes"].dtype == np.int8
+    assert {"lm_head.values", "lm_head.scales"} <= set(defined.constants)
+    assert defined.constants["lm_head.values"].dtype == np.int8
     assert "lm_head.weight" not in defined.constants
 
 

@@ -8,6 +8,7 @@ from tests.helpers.sweeps import each_once
 from tests.reference.rig import MODELS, golden
 from trt_kvcache.builder.definition import define_constants, define_segments
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.dtypes import numpy_dtype
@@ -29,10 +30,12 @@ class Segments:
     """The segments of a golden model, and combined caches; driven as ``test_network_values.Network`` is."""
 
     def __init__(self, rtx, folder, model, dtype, *, logits=1, quantized=None):
-        self.tensorrt, self.options = rtx, BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits)
+        self.tensorrt = rtx
+        given = BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits)
         with recording(rtx, model) as (checkpoint, self.arrays, messages):
-            self.definitions = define_segments(checkpoint, self.options, rtx, messages, quantized=quantized)
-            self.model, self.cache = checkpoint.config, self.definitions[0].cache
+            self.options = ResolvedOptions.of_model(given, checkpoint.config)
+            self.model, self.cache = checkpoint.config, self.options.cache_for(checkpoint.config, quantized)
+            self.definitions = define_segments(checkpoint, self.options, self.cache, rtx, messages)
             constants = define_constants(checkpoint, self.cache, dtype=dtype)
         (folder / "constants").write_bytes(b"".join(constants))
         file = SafetensorsFile(folder / "constants")
@@ -62,7 +65,7 @@ class Segments:
         known |= {before: values[:slots] for (before, _), values in zip(scales, self.scales, strict=True)}
         known |= self._states.feed(ids, new)
         networks = iter(self.definitions)
-        options = {"max_logits_per_slot": self.options.logits_per_slot, "dtype": self.options.dtype}
+        options = {"max_logits_per_slot": self.options.max_logits_per_slot, "dtype": self.options.dtype}
         for step in decoder_stages(self.model, self.cache, DEFAULT_NAMES, **options):
             if isinstance(step, Segment):
                 feed = {spec.name: known[spec.name] for spec in step.tensors if spec.mode is TensorMode.INPUT}

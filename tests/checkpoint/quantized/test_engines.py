@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint.quantized.conftest import Folder
 from tests.helpers.quantized_models import ALL_CASES, write_values
 from trt_kvcache import InferenceSession, estimate_build
-from trt_kvcache.builder import options as build_options
+from trt_kvcache.builder import resolved_options
 
 Made = Callable[..., Folder]
 
@@ -40,7 +40,7 @@ def test_a_session_says_how_weights_are_stored(made: Made) -> None:
 
 
 def test_the_estimate_counts_packed_bytes(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_options, "HEAD_DIM_MIN", 8)
+    monkeypatch.setattr(resolved_options, "HEAD_DIM_MIN", 8)
     folder = made("gptq")
     with folder.open() as checkpoint:
         assert estimate_build(folder.path).weights_nbytes == checkpoint.nbytes

@@ -8,9 +8,10 @@ from tests.kernels.attention import TOLERANCE, inputs, make_workspace
 from tests.trt.plugin.stand_in import DataType, tensorrt
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.kernels import attend
-from trt_kvcache.ops.attention_shapes import inputs_of, workspace_nbytes
-from trt_kvcache.ops.kv_words import words_shape
+from trt_kvcache.ops.borrowed_workspace import workspace_nbytes
+from trt_kvcache.ops.int32_packing import packed_shape
 from trt_kvcache.trt.plugin import AttentionAttributes, plugin_class
+from trt_kvcache.trt.plugin.plugin_tensors import inputs_of
 
 _TYPES = {"float16": DataType.HALF, "bfloat16": DataType.BF16, "float32": DataType.FLOAT, "int32": DataType.INT32}
 
@@ -47,7 +48,7 @@ class Bound:
         """What TensorRT says of the inputs: codes are int32."""
         known = {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
         if self.case.kv_dtype:
-            known["cache"] = words_shape(known["cache"][0]), "int32"
+            known["cache"] = packed_shape(known["cache"][0]), "int32"
         return [SimpleNamespace(dims=shape, type=_TYPES[dtype]) for shape, dtype in known.values()]
 
     @property

@@ -9,7 +9,7 @@ from tests.kernels.attention import DECODE_CASES, FEW_CASES, PREFILL_CASES, QUAN
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 from tests.trt.plugin.bound import Bound
 from trt_kvcache.errors import CapacityError, KVCacheError
-from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS
+from trt_kvcache.ops.borrowed_workspace import MAX_MULTIPROCESSORS
 from trt_kvcache.trt.plugin import enqueue as step
 
 need_cuda_memory()

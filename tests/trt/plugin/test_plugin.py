@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.ops.test_attention_shapes import FIELDS, NAMES, QUANTIZED, QUANTIZED_SHAPES, SHAPES
 from tests.trt.plugin.stand_in import Size, tensorrt
+from tests.trt.plugin.test_plugin_tensors import FIELDS, NAMES, QUANTIZED, QUANTIZED_SHAPES, SHAPES
 from trt_kvcache.errors import DTypeError, KVCacheError, ShapeError
-from trt_kvcache.ops.attention_shapes import workspace_nbytes
+from trt_kvcache.ops.borrowed_workspace import workspace_nbytes
 from trt_kvcache.trt.module import load
 from trt_kvcache.trt.plugin import plugin_class
 

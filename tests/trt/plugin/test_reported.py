@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.ops.test_attention_shapes import FIELDS
 from tests.trt.plugin.stand_in import DataType, tensorrt
+from tests.trt.plugin.test_plugin_tensors import FIELDS
 from trt_kvcache.errors import DTypeError, EngineError
 from trt_kvcache.trt.plugin import plugin_class
 from trt_kvcache.trt.plugin.reported import reporter

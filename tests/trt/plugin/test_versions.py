@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.ops.test_attention_shapes import FIELDS, QUANTIZED
 from tests.trt.plugin.stand_in import tensorrt
+from tests.trt.plugin.test_plugin_tensors import FIELDS, QUANTIZED
 from trt_kvcache.errors import EngineError
 from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins, plugin_class
 from trt_kvcache.trt.plugin.versions import (

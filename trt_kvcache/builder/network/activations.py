@@ -1,4 +1,4 @@
-"""Activations: what is applied to each element."""
+"""Activation functions."""
 
 from typing import Any
 
@@ -23,7 +23,10 @@ def relu2(graph: Graph, name: str, x: Any) -> Any:
 
 
 def softplus(graph: Graph, name: str, x: Any) -> Any:
-    """Return ``log(1 + exp(x))``."""
+    """Return ``log(1 + exp(x))`` of a float32 tensor as ``max(x, 0) + 2 atanh(u / (u + 2))`` with ``u = exp(-abs(x))``.
+
+    TensorRT's activation overflows for large elements, and loses small results, such as time steps.
+    """
     unary, rank = graph.trt.UnaryOperation, len(x.shape)
     negative = graph.op(f"{name}/negative", "unary", graph.op(f"{name}/abs", "unary", x, unary.ABS), unary.NEG)
     small = graph.op(f"{name}/exp", "unary", negative, unary.EXP)

@@ -21,7 +21,7 @@ from trt_kvcache.engine_folder.decoder_segments import (
 from trt_kvcache.model import AttentionConfig, ModelConfig, QueryScaling
 from trt_kvcache.ops.attention_attributes import QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.ops.attention_op import AttentionOp
-from trt_kvcache.ops.kv_words import in_words
+from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.plugin import register
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, plugin_version
 
@@ -59,7 +59,7 @@ class AttentionLowering(Protocol):
         qkv : sequence of ITensor [B, s, heads, D]
             q, k and v before RoPE, in the dtype of the model.
         kept : mapping of str to ITensor [B, s, ...]
-            What is needed after the attention, by the names of tensors between segments.
+            Tensors that are needed after the attention, by the names of tensors between segments.
 
         Returns
         -------
@@ -71,7 +71,10 @@ class AttentionLowering(Protocol):
 
 
 class PluginLayerLowering:
-    """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs (full TensorRT)."""
+    """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs (full TensorRT).
+
+    Quantized K and V are inputs and outputs in int32: see :mod:`trt_kvcache.ops.int32_packing`.
+    """
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class PluginLayerLowering:
         assert index is not None
         assert self._kv is not None
         inputs, outputs = kv_tensors(self._kv, self._names, index)
-        cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in map(in_words, inputs)]
+        cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in map(packed_as_int32, inputs)]
         kind = rope_kind(mixer)
         angles = [] if kind is None else [self._cos_sin[kind]]
         plugin_layer = graph.layer(name, "plugin_v3", [*qkv, cache, self._start_index, *scales, *angles], [], plugin)
@@ -137,7 +140,7 @@ class PluginLayerLowering:
 
 
 class SegmentCutLowering:
-    """Ends the network at each attention and begins the next one behind it (TensorRT for RTX has no plugin layers)."""
+    """Ends the network at each attention and begins the next network after it (TensorRT for RTX has no plugin layers)."""
 
     def __init__(self, create_network: Callable[[], Any], names: TensorNames, *, max_sequence_length: int) -> None:
         self._create_network = create_network

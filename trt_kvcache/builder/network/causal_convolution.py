@@ -1,4 +1,4 @@
-"""The convolution of layers with states: causal, of each channel alone, over the new tokens and the inputs before them."""
+"""The causal depthwise convolution of layers with states, over the new tokens and the inputs before them."""
 
 from typing import Any
 
@@ -15,7 +15,10 @@ from trt_kvcache.cache.recurrent_states import StateKind
 def causal_convolution(
     graph: Graph, name: str, x: Any, weights: LayerWeights, context: DecoderContext, layer: int, *, kernel: int, bias: bool
 ) -> Any:
-    """Convolve the new tokens of each slot, and add the states before and after the step to the network."""
+    """Convolve the new tokens ``x`` ``[B, s, channels]``, and add the states before and after the step; returns float32.
+
+    The state is the last K inputs of a slot. Padding leaves no trace in it; a slot without new tokens keeps its state bit for bit.
+    """
     channels = x.shape[2]
     past = graph.shuffle(f"{name}/past", past_state(graph, context, layer, StateKind.CONV), second_transpose=(0, 2, 1))
     inputs = graph.layer(f"{name}/inputs", "concatenation", [past, x])

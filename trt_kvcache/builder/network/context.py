@@ -1,4 +1,4 @@
-"""``DecoderContext``: what all layers of a decoder's network share."""
+"""``DecoderContext``: inputs and tables that all layers of a decoder's network share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,18 +19,18 @@ from trt_kvcache.model import ModelConfig, QueryScaling
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderContext:
-    """What all layers of a decoder's network share."""
+    """Inputs and tables that all layers of a decoder's network share."""
 
     model: ModelConfig
     names: TensorNames
-    max_sequence_length: int
-    attention: Mapping[int, AttentionLayerConfig]
-    indices: tuple[int | None, ...]
-    states: Sequence[Mapping[StateKind, tuple[TensorSpec, TensorSpec]]]
+    max_sequence_length: int  # tokens that a slot can hold, S
+    attention: Mapping[int, AttentionLayerConfig]  # by layer, for layers with attention
+    indices: tuple[int | None, ...]  # of each layer among the layers with the same kind of cache
+    states: Sequence[Mapping[StateKind, tuple[TensorSpec, TensorSpec]]]  # past and present tensors of each layer with states
     new_tokens: NewTokens
     unit_triangle: UnitTriangle
-    lengths: StepLengths | None = None
-    tables: Mapping[RopeKind, RopeTables] = field(default_factory=dict)
-    query_factors: Mapping[QueryScaling, Any] = field(default_factory=dict)
-    masks: Mapping[int | None, Any] = field(default_factory=dict)
-    lowering: AttentionLowering | None = None
+    lengths: StepLengths | None = None  # not for the plugin variant
+    tables: Mapping[RopeKind, RopeTables] = field(default_factory=dict)  # by kind of RoPE; not for the plugin variant
+    query_factors: Mapping[QueryScaling, Any] = field(default_factory=dict)  # [B, s, 1, 1] float32; not for the plugin variant
+    masks: Mapping[int | None, Any] = field(default_factory=dict)  # [B, 1, s, S] bool by window; for the mask variant
+    lowering: AttentionLowering | None = None  # for the plugin variant

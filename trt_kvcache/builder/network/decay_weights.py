@@ -1,4 +1,4 @@
-"""What is left of one token when another one reads the state: products of decays, from sums of their logarithms."""
+"""Decay of the state between two tokens, from sums of the logarithms of decays."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ _NOTHING = -1e30
 
 
 def decay_weights(graph: Graph, name: str, rows_since: Any, columns_since: Any, rows: Size, offset: int, *, columns: Size = None) -> Any:
-    """Return ``exp(rows_since[i] - columns_since[j])`` for ``j <= i - offset``, else 0."""
+    """Return ``exp(rows_since[i] - columns_since[j])`` for ``j <= i - offset``, else 0: ``[..., rows, columns]`` float32.
+
+    ``rows_since`` ``[..., rows, 1]`` and ``columns_since`` ``[..., columns, 1]`` are sums of logarithms of decays.
+    """
     rank = len(rows_since.shape)
     swapped = graph.shuffle(f"{name}/columns", columns_since, first_transpose=(*range(rank - 2), rank - 1, rank - 2))
     difference = graph.elementwise(f"{name}/difference", rows_since, "SUB", swapped)
@@ -20,7 +23,10 @@ def decay_weights(graph: Graph, name: str, rows_since: Any, columns_since: Any, 
 
 
 def running_sum(graph: Graph, name: str, x: Any, rows: Size, *, exclusive: bool) -> Any:
-    """Return the sums of rows, as a product with a triangle of ones: a layer for it came with later releases of TensorRT only."""
+    """Return the sums of rows of ``x`` ``[..., rows, n]`` float32, as a product with a triangle of ones.
+
+    Older releases of TensorRT have no layer for it. An exclusive sum ends before its row.
+    """
     plain = graph.trt.MatrixOperation.NONE
     ones = graph.cast(f"{name}/ones", _is_before(graph, name, rows, rows, int(exclusive), len(x.shape)), "float32")
     return graph.op(name, "matrix_multiply", ones, plain, x, plain)

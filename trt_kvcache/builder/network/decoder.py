@@ -17,8 +17,10 @@ from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.unit_triangle import UnitTriangle
 from trt_kvcache.builder.network.weights import Weights
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
+from trt_kvcache.engine.decoder_profiles import MIN_BATCH_SIZE
 from trt_kvcache.engine.decoder_tensors import indices_in_kind, logits_tensors, state_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, embedding_output_name
@@ -29,29 +31,29 @@ def add_decoder(
     graph: Graph,
     weights: Weights,
     model: ModelConfig,
+    options: ResolvedOptions,
     *,
     cache: DecoderCacheConfig,
-    max_prefill_length: int,
-    attention: str = "native",
-    min_batch_size: int = 1,
-    max_logits_per_slot: int = 1,
     names: TensorNames = DEFAULT_NAMES,
 ) -> tuple[AttentionLayerConfig, ...]:
-    """Fill an empty network with a decoder."""
-    max_sequence_length = cache.max_sequence_length
+    """Fill the empty network of ``graph`` with a decoder; return how attention was built.
+
+    Keep ``graph`` until the build is done: it owns the arrays that TensorRT points at.
+    """
+    attention, max_sequence_length = options.attention, cache.max_sequence_length
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
-    last_token_ids = _last_token_ids(graph, model, names, max_logits_per_slot)
+    last_token_ids = _last_token_ids(graph, model, names, options)
 
     configs = attention_layer_configs(
         model,
         attention,
         is_rtx=graph.tensorrt.is_rtx,
         dtype=graph.dtype,
-        min_batch_size=min_batch_size,
+        min_batch_size=MIN_BATCH_SIZE,
         max_sequence_length=max_sequence_length,
     )
-    context = _context(model, names, cache, max_prefill_length, configs)
+    context = _context(model, names, cache, options.max_prefill_length, configs)
     if attention == "plugin":
         lowering = _plugin_layers(graph, model, names, cache, start_index=start_index)
         context = replace(context, lowering=lowering)
@@ -82,7 +84,7 @@ def add_decoder(
 def _context(
     model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, max_width: int, configs: Sequence[AttentionLayerConfig]
 ) -> DecoderContext:
-    """Return what all layers share, without what only some variants of attention have."""
+    """Return the part of the context that every variant of attention has."""
     mamba = cache.mamba
     return DecoderContext(
         model=model,
@@ -96,14 +98,14 @@ def _context(
     )
 
 
-def _last_token_ids(graph: Graph, model: ModelConfig, names: TensorNames, max_logits_per_slot: int) -> Any:
-    """Add the input that says of which new tokens the logits are wanted."""
-    spec, _ = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
+def _last_token_ids(graph: Graph, model: ModelConfig, names: TensorNames, options: ResolvedOptions) -> Any:
+    """Add the input with the indices of the new tokens whose logits are wanted."""
+    spec, _ = logits_tensors(model, names, max_logits_per_slot=options.max_logits_per_slot)
     return graph.input(spec.name, spec.dtype, spec.shape)
 
 
 def _add_head(graph: Graph, x: Any, last_token_ids: Any, weights: Weights, model: ModelConfig, table: Any, names: TensorNames) -> None:
-    """Add the logits of one new token of each slot, or of as many as ``last_token_ids`` has."""
+    """Add the logits of each token that ``last_token_ids`` selects."""
     if last_token_ids.shape[1] == 1:
         found = head.logits(graph, head.last_token(graph, x, last_token_ids), weights, model, table)
     else:
@@ -115,7 +117,7 @@ def _add_head(graph: Graph, x: Any, last_token_ids: Any, weights: Weights, model
 def _plugin_layers(
     graph: Graph, model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, *, start_index: Any
 ) -> PluginLayerLowering:
-    """Return what adds plugin layers to the network, after adding the tables of RoPE that they read."""
+    """Return the lowering that adds plugin layers, after adding the RoPE tables that they read."""
     length = cache.max_sequence_length
     tables = {kind: graph.constant(name, cos_sin(kind, length=length)) for kind, name in cos_sin_names(model).items()}
     return PluginLayerLowering(model, names, kv=cache.kv, max_sequence_length=length, start_index=start_index, cos_sin=tables)
@@ -125,23 +127,25 @@ def add_segments(
     graph: Graph,
     weights: Weights,
     model: ModelConfig,
+    options: ResolvedOptions,
     create_network: Callable[[], Any],
     *,
     cache: DecoderCacheConfig,
-    max_prefill_length: int,
-    max_logits_per_slot: int = 1,
     names: TensorNames = DEFAULT_NAMES,
 ) -> tuple[AttentionLayerConfig, ...]:
-    """Fill one network after another with the segments of a decoder."""
+    """Fill one network after another, the first in ``graph``, with the segments of a decoder.
+
+    ``decoder_stages`` lists the tensors of each segment. Keep ``graph`` until the builds are done.
+    """
     length = cache.max_sequence_length
-    configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=length)
+    configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=MIN_BATCH_SIZE, max_sequence_length=length)
     lowering = SegmentCutLowering(create_network, names, max_sequence_length=length)
-    context = replace(_context(model, names, cache, max_prefill_length, configs), lowering=lowering)
+    context = replace(_context(model, names, cache, options.max_prefill_length, configs), lowering=lowering)
     x = graph.input(embedding_output_name(model), graph.dtype, (-1, -1, model.hidden_size))
     x = head.scaled_embedding(graph, x, model)
     for layer in range(model.num_layers):
         x = decoder_layer(graph, x, weights, context, layer)
-    last_token_ids = _last_token_ids(graph, model, names, max_logits_per_slot)
+    last_token_ids = _last_token_ids(graph, model, names, options)
     tied = model.tie_word_embeddings
     table = graph.input(EMBEDDING, graph.dtype, (model.vocab_size, model.hidden_size)) if tied else None
     _add_head(graph, x, last_token_ids, weights, model, table, names)
@@ -151,7 +155,7 @@ def add_segments(
 def attention_layer_configs(
     model: ModelConfig, attention: str, *, is_rtx: bool = True, dtype: str, min_batch_size: int, max_sequence_length: int
 ) -> tuple[AttentionLayerConfig, ...]:
-    """Return how the attention of each layer is to be built."""
+    """Return the variant of each attention layer, and whether TensorRT may decompose it."""
     return tuple(
         attention_layer_config(
             index,

@@ -1,4 +1,4 @@
-"""One decoder layer: mixer and MLP, each with norms around it and a residual connection around these."""
+"""One decoder layer: mixer and MLP, each with its norms and a residual connection."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 
 
 def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, index: int) -> Any:
-    """Apply one decoder layer."""
+    """Apply one decoder layer to the hidden state ``[B, s, hidden]``."""
     module, layer = f"model.layers.{index}", context.model.layers[index]
     own = LayerWeights(weights, context.model, index)
     if layer.mixer is not None:
@@ -35,7 +35,7 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
 
 
 def _mix(graph: Graph, x: Any, weights: LayerWeights, context: DecoderContext, index: int, *, residual: Any) -> tuple[Any, Any]:
-    """Apply the mixer to the normalised hidden state; return its result, and the residual in the network that is built from now on."""
+    """Apply the mixer to the normalised hidden state; return its output, and the residual in the network that is built from now on."""
     mixer, module = context.model.layers[index].mixer, f"model.layers.{index}"
     if isinstance(mixer, AttentionConfig):
         return self_attention(graph, x, weights, f"{module}.self_attn", context, index, residual=residual)

@@ -1,4 +1,4 @@
-"""Which attention layers are made decomposable.
+"""``attention_layer_config``: whether the attention of a layer is made decomposable.
 
 Where TensorRT has no fused attention kernel, it refuses to build the layer unless ``IAttention.decomposable`` allows it to use several
 plain layers instead. That is decided here, with a reason that can be shown: decomposed attention writes its scores to memory and is
@@ -26,7 +26,10 @@ def attention_layer_config(
     min_batch_size: int,
     max_sequence_length: int,
 ) -> AttentionLayerConfig:
-    """Return how the attention of a layer is to be built."""
+    """Return whether TensorRT may decompose the attention of a layer into plain layers, and why.
+
+    The limits were found by building with TensorRT for RTX 1.7; for full TensorRT every layer is decomposable.
+    """
     reason = ""
     if variant == "plugin":
         return AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)

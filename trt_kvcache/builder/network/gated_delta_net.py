@@ -1,9 +1,9 @@
 """The gated delta net of a layer: ``out(norm(rule(q, k, v, a, b)) * silu(z))``, in matrix products over all new tokens.
 
-With ``g`` the logarithm of what is left of the state before the step at each token, and ``k`` and ``q`` divided by their norms, the
+With ``g`` the logarithm of the decay of the state from the start of the step to each token, and ``k`` and ``q`` divided by their norms, the
 changes ``u`` that the tokens make solve ``(I + a) u = strength * (v - exp(g) k state)`` with
 ``a[i, j] = strength[i] * exp(g[i] - g[j]) * (k[i] k[j])`` for ``j < i``: "Gated Delta Networks" (Yang, Kautz and Hatamizadeh, 2024). All
-new tokens of an enqueue are one chunk. TensorRT's loops are not used: TensorRT for RTX 1.7 crashes when it builds one behind attention.
+new tokens of an enqueue are one chunk. TensorRT's loops are not used: TensorRT for RTX 1.7 crashes when it builds one after attention.
 """
 
 import math
@@ -32,7 +32,10 @@ _NORM_EPSILON = 1e-6
 def gated_delta_net(
     graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, mixer: GatedDeltaNetConfig
 ) -> Any:
-    """Apply the gated delta net of one layer."""
+    """Apply the gated delta net of one layer to the normalised hidden state ``[B, s, hidden]``.
+
+    Convolution, delta rule and norm compute in float32; the result has the dtype of the model.
+    """
     is_new = context.new_tokens.is_new(graph, x)
     nothing = graph.scalar(f"{module}/nothing", 0, graph.dtype, 3)
     qkv, gate, b, a = (
@@ -66,7 +69,7 @@ def gated_delta_net(
 def _ruled(
     graph: Graph, name: str, mixed: Any, decay: Any, strength: Any, past: Any, context: DecoderContext, mixer: GatedDeltaNetConfig
 ) -> tuple[Any, Any]:
-    """Return what the delta rule makes of the values ``[B, s, heads, value_dim]``, and the state after it; all float32.
+    """Apply the delta rule to the values ``[B, s, heads, value_dim]``; return its output and the state after it, all float32.
 
     A token of padding has a decay of 1 and a strength of 0: it leaves the state as it is, bit for bit.
     """
@@ -110,7 +113,7 @@ def _ruled(
 
 
 def _keys(graph: Graph, name: str, x: Any, mixer: GatedDeltaNetConfig) -> Any:
-    """Return q or k ``[B, value heads, s, key_dim]``, divided by its L2 norm: heads of values share those of keys."""
+    """Return q or k ``[B, value heads, s, key_dim]``, divided by its L2 norm; value heads share key heads."""
     heads, key_dim = mixer.num_key_heads, mixer.key_head_dim
     x = graph.shuffle(f"{name}/heads", x, reshape=(0, 0, heads, key_dim))
     square = graph.elementwise(f"{name}/square", x, "PROD", x)
@@ -126,7 +129,7 @@ def _keys(graph: Graph, name: str, x: Any, mixer: GatedDeltaNetConfig) -> Any:
 
 
 def _decay(graph: Graph, name: str, a: Any, is_new: Any, weights: LayerWeights) -> Any:
-    """Return the logarithm of what each token leaves of the state of a head, ``[B, s, heads]`` float32: 0 for padding."""
+    """Return the logarithm of the decay of each token and head, ``[B, s, heads]`` float32: 0 for padding."""
     bias = graph.constant(f"{name}/bias", weights("dt_bias").astype(np.float32).reshape(1, 1, -1))
     steps = softplus(graph, name, graph.elementwise(f"{name}/add_bias", _float32(graph, name, a), "SUM", bias))
     rates = graph.constant(f"{name}/rates", -np.exp(weights("a_log").astype(np.float32)).reshape(1, 1, -1))

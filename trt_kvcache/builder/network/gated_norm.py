@@ -1,4 +1,4 @@
-"""RMSNorm with a gate, over groups of columns: what follows the scan of layers with states."""
+"""RMSNorm with a gate, over groups of columns, after the scan of layers with states."""
 
 from typing import Any
 
@@ -11,7 +11,10 @@ from trt_kvcache.builder.network.graph import Graph
 def gated_norm(
     graph: Graph, name: str, x: Any, gate: Any, weight: np.ndarray[Any, Any], *, group_size: int, gate_first: bool, epsilon: float
 ) -> Any:
-    """Norm groups of columns, and multiply with the SiLU of a gate: before the norm, or after it."""
+    """Apply RMSNorm to groups of columns of ``x`` ``[B, s, columns]``, and multiply by SiLU of the gate before or after it.
+
+    ``weight`` has all columns, or one group that all share. Computed in float32.
+    """
     columns = x.shape[2]
     wide, opened = (graph.cast(f"{name}/{what}/to_float32", one, "float32") for what, one in (("x", x), ("gate", gate)))
     factor = silu(graph, f"{name}/gate", opened)

@@ -15,34 +15,37 @@ from trt_kvcache.model.tensor_shapes import EMBEDDING, HEAD, embedding_name, fin
 
 
 def embedding_table(graph: Graph, weights: Weights, model: ModelConfig) -> Any:
-    """Add the embedding table as a constant."""
+    """Add the embedding table ``[vocab, hidden]`` as a constant, which a tied LM head reads too.
+
+    A quantized table stays packed, with offsets subtracted from its values, unless the difference is no int8.
+    """
     name = embedding_name(model)
     table = weights.matrix(name)
-    plain = table.with_whole_codes() if isinstance(table, PackedWeight) else None
+    plain = table.with_integer_values() if isinstance(table, PackedWeight) else None
     if plain is not None:
         return dequantized(graph, EMBEDDING.removesuffix(".weight"), plain)
     return graph.constant(EMBEDDING, weights(name))
 
 
 def embed(graph: Graph, table: Any, input_ids: Any, model: ModelConfig) -> Any:
-    """Look up the rows of token ids, and multiply them where the model does."""
+    """Look up the rows of token ids ``[B, s]`` int32: ``[B, s, hidden]``, scaled where the model scales them."""
     return scaled_embedding(graph, graph.op("model.embed_tokens", "gather", table, input_ids, 0), model)
 
 
 def scaled_embedding(graph: Graph, rows: Any, model: ModelConfig) -> Any:
-    """Multiply rows of the embedding with the multiplier of the model."""
+    """Multiply embedded tokens by the model's embedding multiplier; no layer for a multiplier of 1."""
     return multiplied(graph, "model.embed_tokens/scale", rows, model.embedding_factor(graph.dtype))
 
 
 def last_token(graph: Graph, x: Any, last_token_ids: Any) -> Any:
-    """Select one token of each slot."""
+    """Select one token of each slot: ``[B, hidden]`` of ``x`` ``[B, s, hidden]`` at ``last_token_ids`` ``[B, 1]``."""
     layer = graph.layer("last_token", "gather_v2", x, last_token_ids, graph.trt.GatherMode.ND)
     layer.num_elementwise_dims = 1  # the batch
     return graph.result(layer)
 
 
 def chosen_tokens(graph: Graph, x: Any, last_token_ids: Any) -> Any:
-    """Select several tokens of each slot, and put them into rows."""
+    """Select m tokens of each slot by ``last_token_ids`` ``[B, m]``, as rows ``[B * m, hidden]``: the LM head multiplies one matrix."""
     layer = graph.layer("chosen_tokens", "gather_v2", x, last_token_ids, graph.trt.GatherMode.DEFAULT)
     layer.axis = 1
     layer.num_elementwise_dims = 1  # the batch
@@ -50,7 +53,7 @@ def chosen_tokens(graph: Graph, x: Any, last_token_ids: Any) -> Any:
 
 
 def by_slot(graph: Graph, rows: Any, last_token_ids: Any, model: ModelConfig) -> Any:
-    """Give the logits of selected tokens the shape of what selected them."""
+    """Reshape the logits of selected tokens from ``[B * m, vocab]`` to ``[B, m, vocab]``."""
     vocab = graph.constant("logits/vocab", np.array([model.vocab_size], np.int64))
     shape = graph.op("logits/shape", "concatenation", [graph.op("logits/slots_and_tokens", "shape", last_token_ids), vocab])
     layer = graph.layer("logits/by_slot", "shuffle", rows)
@@ -59,7 +62,7 @@ def by_slot(graph: Graph, rows: Any, last_token_ids: Any, model: ModelConfig) ->
 
 
 def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: Any) -> Any:
-    """Apply the final norm and the LM head."""
+    """Apply the final norm and the LM head to ``[B, hidden]``; the logits are cast to float32, then divided and soft-capped."""
     normed = rms_norm(graph, x, "model.norm", weights(final_norm_name(model)), model.final_norm)
     if model.tie_word_embeddings:
         product = matmul_transposed(graph, "lm_head/matmul", normed, table)

@@ -8,7 +8,7 @@ from trt_kvcache.builder.network.weights import LayerWeights
 
 
 def linear(graph: Graph, x: Any, weights: LayerWeights, role: str, *, bias: bool) -> Any:
-    """Apply a linear layer."""
+    """Apply a linear layer of a role, such as ``"up"``, to ``[B, s, in]``."""
     module = weights.module(role)
     y = projection(graph, module, x, weights.matrix(f"{role}.weight"))
     if not bias:

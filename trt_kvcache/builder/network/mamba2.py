@@ -19,7 +19,10 @@ from trt_kvcache.model.recurrent_config import Mamba2Config
 
 
 def mamba2(graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, mixer: Mamba2Config) -> Any:
-    """Apply Mamba-2 of one layer."""
+    """Apply Mamba-2 of one layer to the normalised hidden state ``[B, s, hidden]``.
+
+    Convolution, time steps, scan and norm compute in float32; the result has the dtype of the model.
+    """
     projected = linear(graph, x, weights, "mamba_in", bias=mixer.bias)
     is_new = context.new_tokens.is_new(graph, projected)
     nothing = graph.scalar(f"{module}/nothing", 0, graph.dtype, 3)
@@ -51,7 +54,7 @@ def _scanned(
     layer: int,
     mixer: Mamba2Config,
 ) -> Any:
-    """Return what the scan makes of ``x, b, c`` ``[B, s, channels]`` float32, ``[B, s, inner]`` in the dtype of the model."""
+    """Return the output of the scan over ``x, b, c`` ``[B, s, channels]`` float32: ``[B, s, inner]`` in the dtype of the model."""
     rounded = graph.cast(f"{name}/round_input", mixed, graph.dtype)  # as between two kernels
     mixed = graph.cast(f"{name}/input", rounded, "float32")
     group_width = mixer.num_groups * mixer.state_size

@@ -8,12 +8,12 @@ from trt_kvcache.builder.network.linear import linear
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.model import MlpConfig
 
-#: What configurations call the activations.
+#: Activations by their names in configurations.
 _ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 
 def mlp(graph: Graph, x: Any, weights: LayerWeights, module: str, config: MlpConfig) -> Any:
-    """Apply an MLP."""
+    """Apply an MLP to ``[B, s, hidden]``; the caller adds the residual. ``module`` names layers without weights."""
     activation = _ACTIVATIONS[config.activation]
     if not config.gated:
         activated = activation(graph, module, linear(graph, x, weights, "up", bias=config.bias))

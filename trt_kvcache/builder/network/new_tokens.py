@@ -1,4 +1,4 @@
-"""How many of the new tokens of a step each slot has: what layers with states must know, since a step is padded."""
+"""``NewTokens``: number of new tokens of each slot in a step, which layers with states need, since a step is padded."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from trt_kvcache.engine.names import TensorNames
 
 
 class NewTokens:
-    """The new tokens of each slot, without padding: an input of each network that has layers with states."""
+    """Number of new tokens of each slot, without padding: an input of each network that has layers with states."""
 
     def __init__(self, names: TensorNames) -> None:
         self._names = names
@@ -17,7 +17,7 @@ class NewTokens:
         self._is_new: Any = None
 
     def lengths(self, graph: Graph) -> Any:
-        """Return the new tokens of each slot."""
+        """Return the input ``new_lengths`` ``[B]`` int32, which the network gets at the first call."""
         if self._network is not graph.network:
             self._network = graph.network
             self._lengths = graph.input(self._names.new_lengths, "int32", (-1,))
@@ -25,7 +25,7 @@ class NewTokens:
         return self._lengths
 
     def is_new(self, graph: Graph, tokens: Any) -> Any:
-        """Return which tokens are new, and not padding."""
+        """Return ``[B, s, 1]`` bool: true for new tokens, false for padding. Of ``tokens`` ``[B, s, n]`` only the shape is read."""
         lengths = self.lengths(graph)
         if self._is_new is None:
             column = graph.shuffle("new_tokens/lengths", lengths, reshape=(-1, 1, 1))

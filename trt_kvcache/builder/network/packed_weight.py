@@ -1,4 +1,4 @@
-"""``PackedWeight``: a quantized matrix in the form that TensorRT dequantizes, whatever format it was stored in."""
+"""``PackedWeight``: a quantized matrix as TensorRT dequantizes it, whatever format it was stored in."""
 
 from __future__ import annotations
 
@@ -17,72 +17,78 @@ from trt_kvcache.errors import BuildError
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
 
-#: The dtype of TensorRT that holds codes of each kind. FP4 is needed for none: e2m1 doubled is an integer.
+#: The TensorRT type of each kind of quantized values. FP4 is needed for none: e2m1 doubled is an integer.
 CONSTANT_TYPES = {"int4": "int4", "uint4": "int4", "int8": "int8", "uint8": "int8", "e2m1": "int8", "e4m3": "float8_e4m3fn"}
 
-#: The same of codes that some GPUs have as they are, with the scales beside them.
+#: The same for kinds that some GPUs have as they are, with their scales.
 NATIVE_TYPES = {"e2m1": "float4_e2m1fn"}
 
 #: The dtypes of scales of those.
 _NATIVE_SCALES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu))
 
-#: What is subtracted from unsigned codes.
+#: Subtracted from unsigned values.
 _MIDDLES = {"uint4": 8, "uint8": 128}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedWeight:
-    """A matrix ``[out, in]``: ``(code - offset) * scale``, with a positive scale for each block."""
+    """A quantized matrix ``[out, in]``: ``(value - offset) * scale``, with a positive scale for each block.
 
-    codes: Array
-    scales: Array
-    scale_factor: float = 1.0
-    offsets: Float32 | None = None
-    input_order: npt.NDArray[np.int32] | None = None
-    input_factor: Float32 | None = None
+    TensorRT multiplies values by positive scales alone; offsets and an input order are applied by other layers.
+    """
+
+    values: Array  # [out, in] int4, int8, e4m3 or e2m1, one value an element
+    scales: Array  # [blocks of out, blocks of in] float32, e4m3 or e8m0; positive
+    scale_factor: float = 1.0  # float32 factor of all scales
+    offsets: Float32 | None = None  # [out, blocks of in] float32, with blocks of one row; None where all are 0
+    input_order: npt.NDArray[np.int32] | None = None  # [in] int32: input of each column (act-order)
+    input_factor: Float32 | None = None  # [in] float32: factors of the inputs, in their own order
 
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block."""
-        (rows, columns), (down, across) = self.codes.shape, self.scales.shape
+        (rows, columns), (down, across) = self.values.shape, self.scales.shape
         return rows // down, columns // across
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is codes times scales and nothing else."""
+        """True if it is values times scales and nothing else."""
         return self.offsets is None and self.input_order is None and self.input_factor is None
 
-    def with_whole_codes(self) -> PackedWeight | None:
-        """Return the same matrix as codes times scales and nothing else, or None where codes less offsets are no int8."""
+    def with_integer_values(self) -> PackedWeight | None:
+        """Return the same matrix as values times scales and nothing else, or None where values less offsets are no int8."""
         if self.input_order is not None or self.input_factor is not None:
             return None
         if self.offsets is None:
             return self
-        codes = self.codes.astype(np.float32) - np.repeat(self.offsets, self.block[1], axis=1)
-        whole = codes.astype(np.int8)
-        return replace(self, codes=whole, offsets=None) if (whole == codes).all() else None
+        exact = self.values.astype(np.float32) - np.repeat(self.offsets, self.block[1], axis=1)
+        whole = exact.astype(np.int8)
+        return replace(self, values=whole, offsets=None) if (whole == exact).all() else None
 
     @classmethod
-    def of(cls, name: str, parts: Sequence[QuantizedWeight], *, is_native: bool = False) -> PackedWeight:
-        """Return the matrix that rows of a stored one make."""
+    def of(cls, name: str, parts: Sequence[QuantizedWeight], *, has_fp4: bool = False) -> PackedWeight:
+        """Return the matrix of some rows of one stored matrix, in new memory, one byte a value.
+
+        TensorRT has one block size. Where blocks differ, each is split into blocks of the greatest size that divides all.
+        """
         first = parts[0]
         if first.codes.kind not in CONSTANT_TYPES:
-            raise BuildError(f"weight `{name}`: expected codes of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")
+            raise BuildError(f"weight `{name}`: expected quantized values of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")
         sizes = _sizes_of_blocks(first)
         width = int(np.gcd.reduce(sizes))
-        as_stored = _as_stored(parts, is_native=is_native)
+        as_stored = _as_stored(parts, has_fp4=has_fp4)
         if as_stored is not None:
             return replace(as_stored, scales=np.repeat(as_stored.scales, sizes // width, axis=1))
         signed = [_signed(part) for part in parts]
-        codes = np.concatenate([one[0] for one in signed])
+        values = np.concatenate([one[0] for one in signed])
         scales, offsets = (np.repeat(np.concatenate([one[index] for one in signed]), sizes // width, axis=1) for index in (1, 2))
         if not np.isfinite(scales).all():
             raise BuildError(f"weight `{name}`: expected finite scales, got others. The checkpoint may be damaged: fetch it again.")
         order = first.permutation
         if order is not None:
-            codes = codes[:, order]
+            values = values[:, order]
         return cls(
-            codes=codes,
+            values=values,
             scales=scales,
             offsets=offsets if offsets.any() else None,
             input_order=None if order is None else order.astype(np.int32),
@@ -90,10 +96,10 @@ class PackedWeight:
         )
 
 
-def _as_stored(parts: Sequence[QuantizedWeight], *, is_native: bool) -> PackedWeight | None:
+def _as_stored(parts: Sequence[QuantizedWeight], *, has_fp4: bool) -> PackedWeight | None:
     """Return FP8 with its blocks of several rows, and FP4 with its scales; None for others, and where a scale is not positive."""
     first = parts[0]
-    codes = [part.unpacked() for part in parts]
+    values = [part.unpacked() for part in parts]
     stored = [part.stored_scales() for part in parts]
     if any(found is None for found in stored) or first.group_index is not None:
         return None
@@ -101,17 +107,17 @@ def _as_stored(parts: Sequence[QuantizedWeight], *, is_native: bool) -> PackedWe
     if not (scales.astype(np.float32) > 0).all() or not np.isfinite(scales.astype(np.float32)).all():
         return None
     kind, factor = first.codes.kind, first.scales.factor / first.scales.divisor
-    if kind == "e2m1" and is_native and scales.dtype in _NATIVE_SCALES and factor > 0:
+    if kind == "e2m1" and has_fp4 and scales.dtype in _NATIVE_SCALES and factor > 0:
         return PackedWeight(
-            codes=np.concatenate(codes).view(ml_dtypes.float4_e2m1fn), scales=scales, scale_factor=factor, input_factor=first.input_factor
+            values=np.concatenate(values).view(ml_dtypes.float4_e2m1fn), scales=scales, scale_factor=factor, input_factor=first.input_factor
         )
     if kind == "e4m3" and first.scales.block[0] > 1 and len(parts) == 1 and factor == 1:
-        return PackedWeight(codes=codes[0], scales=scales.astype(np.float32), input_factor=first.input_factor)
+        return PackedWeight(values=values[0], scales=scales.astype(np.float32), input_factor=first.input_factor)
     return None
 
 
 def _sizes_of_blocks(weight: QuantizedWeight) -> npt.NDArray[np.int64]:
-    """Return how many columns have each scale of a row."""
+    """Return the number of columns of each scale of a row."""
     width, blocks = weight.scales.block[1], weight.scales.stored.shape[1]
     if weight.group_index is not None:
         return np.bincount(weight.group_index, minlength=blocks)
@@ -119,31 +125,31 @@ def _sizes_of_blocks(weight: QuantizedWeight) -> npt.NDArray[np.int64]:
 
 
 def _signed(weight: QuantizedWeight) -> tuple[Array, Float32, Float32]:
-    """Return signed codes ``[out, in]``, positive scales and offsets ``[out, blocks]``."""
-    kind, codes, scales = weight.codes.kind, weight.unpacked(), weight.scales_of_rows()
+    """Return signed values ``[out, in]``, positive scales and offsets ``[out, blocks]``."""
+    kind, values, scales = weight.codes.kind, weight.unpacked(), weight.scales_of_rows()
     zero_points = weight.zero_points_of_rows()
     offsets = np.zeros_like(scales) if zero_points is None else zero_points
     of_column = _blocks_of_columns(weight)
     if kind == "e2m1":
-        codes, scales = (2 * E2M1_VALUES).astype(np.int8)[codes], scales * np.float32(0.5)
+        values, scales = (2 * E2M1_VALUES).astype(np.int8)[values], scales * np.float32(0.5)
     elif kind in _MIDDLES:
-        codes, offsets = (codes.astype(np.int16) - _MIDDLES[kind]).astype(np.int8), offsets - np.float32(_MIDDLES[kind])
+        values, offsets = (values.astype(np.int16) - _MIDDLES[kind]).astype(np.int8), offsets - np.float32(_MIDDLES[kind])
     negative = scales < 0
     if negative.any():
         if kind == "e4m3":
-            codes = np.where(negative[:, of_column], -codes, codes)
+            values = np.where(negative[:, of_column], -values, values)
         else:  # s (c - o) = |s| (~c - (-1 - o)), and ~c has as many bits as c
-            codes = np.where(negative[:, of_column], ~codes, codes)
+            values = np.where(negative[:, of_column], ~values, values)
             offsets = np.where(negative, np.float32(-1) - offsets, offsets)
         scales = np.abs(scales)
     if (scales == 0).any():
-        codes = np.where((scales == 0)[:, of_column], codes.dtype.type(0), codes)
+        values = np.where((scales == 0)[:, of_column], values.dtype.type(0), values)
         scales, offsets = np.where(scales == 0, np.float32(1), scales), np.where(scales == 0, np.float32(0), offsets)
-    return codes.astype(ml_dtypes.int4) if CONSTANT_TYPES[kind] == "int4" else codes, scales, offsets
+    return values.astype(ml_dtypes.int4) if CONSTANT_TYPES[kind] == "int4" else values, scales, offsets
 
 
 def _blocks_of_columns(weight: QuantizedWeight) -> npt.NDArray[Any]:
-    """Return the block of each column as it is stored."""
+    """Return the block of each column in the stored matrix."""
     if weight.group_index is not None:
         return weight.group_index
     return np.arange(weight.shape[1]) // min(weight.scales.block[1], weight.shape[1])

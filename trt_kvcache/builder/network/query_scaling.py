@@ -1,4 +1,4 @@
-"""Queries that are scaled by their position."""
+"""Query scaling by position."""
 
 from typing import Any
 
@@ -9,7 +9,10 @@ from trt_kvcache.model import QueryScaling
 
 
 def query_factors(graph: Graph, scaling: QueryScaling, position_ids: Any, *, length: int, index: int = 0) -> Any:
-    """Look up the factors of queries, once for all layers of a network that scale them so."""
+    """Look up the factors ``[B, s, 1, 1]`` float32 of queries, once for all layers of a network that scale them so.
+
+    The table is computed in float64 and rounded once.
+    """
     name = f"query_scaling_{index}" if index else "query_scaling"
     positions = np.arange(length, dtype=np.float64)
     factors = 1 + scaling.beta * np.log1p(positions // scaling.period)
@@ -18,7 +21,7 @@ def query_factors(graph: Graph, scaling: QueryScaling, position_ids: Any, *, len
 
 
 def scale_queries(graph: Graph, name: str, q: Any, factors: Any, *, heads_first: bool) -> Any:
-    """Multiply queries with the factors of their positions."""
+    """Multiply queries ``[B, Hq, s, D]``, or ``[B, s, Hq, D]``, by the factors of their positions."""
     if heads_first:
         factors = graph.shuffle(f"{name}/factors", factors, first_transpose=(0, 2, 1, 3))
     wide = graph.cast(f"{name}/to_float32", q, "float32")

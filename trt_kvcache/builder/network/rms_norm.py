@@ -10,7 +10,10 @@ from trt_kvcache.model import NormConfig
 
 
 def rms_norm(graph: Graph, x: Any, module: str, weight: np.ndarray[Any, Any], norm: NormConfig) -> Any:
-    """Return ``x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)`` over the last axis."""
+    """Return ``x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)`` over the last axis.
+
+    The quotient is float32, and rounded before the weight is applied, as in Llama, or after it, as in Gemma.
+    """
     rank = len(x.shape)
     wide = graph.cast(f"{module}/to_float32", x, "float32")
     square = graph.elementwise(f"{module}/square", wide, "PROD", wide)
@@ -28,5 +31,5 @@ def rms_norm(graph: Graph, x: Any, module: str, weight: np.ndarray[Any, Any], no
 
 
 def layer_norm(graph: Graph, x: Any, weights: LayerWeights, role: str, norm: NormConfig | None) -> Any:
-    """Apply a norm of a decoder layer, if it has it."""
+    """Apply a norm of a decoder layer; without one, return ``x`` itself."""
     return x if norm is None else rms_norm(graph, x, weights.module(role), weights(f"{role}.weight"), norm)

@@ -13,15 +13,15 @@ from trt_kvcache.model import ModelConfig, rope_table
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Cosines and sines of every position; RoPE scaling (linear, llama3, ...) is included."""
+    """Cosines and sines ``[S, rotary_dim / 2]`` float32 of every position; RoPE scaling is included."""
 
     cos: Any
     sin: Any
-    rotary_dim: int
+    rotary_dim: int  # leading elements of a head that are rotated
 
 
 def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> Mapping[RopeKind, RopeTables]:
-    """Add the tables of RoPE to the network as constants."""
+    """Add the tables of each kind of RoPE to the network as constants, for positions ``0 .. length - 1``."""
     tables = {}
     for index, (rope, head_dim) in enumerate(cos_sin_names(model)):
         name = f"rope_{index}" if index else "rope"
@@ -32,12 +32,15 @@ def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> Mapping[Rop
 
 
 def cos_sin(kind: RopeKind, *, length: int) -> np.ndarray[Any, Any]:
-    """Return both tables in one array, as the attention of this package reads them."""
+    """Return both tables in one array ``[S, 2, rotary_dim / 2]`` float32, as the attention of this package reads them."""
     return np.stack(rope_table(*kind, length), axis=1)
 
 
 def apply_rope(graph: Graph, name: str, x: Any, tables: RopeTables | None, position_ids: Any) -> Any:
-    """Apply RoPE: rotate the pairs ``(d, d + rotary_dim / 2)`` of each row by the angle of its position."""
+    """Apply RoPE: rotate the pairs ``(d, d + rotary_dim / 2)`` of each row of ``x`` ``[B, H, s, D]`` by the angle of its position.
+
+    The result is float32, so that the caller rounds once.
+    """
     wide = graph.cast(f"{name}/to_float32", x, "float32")
     if tables is None:
         return wide

@@ -18,18 +18,18 @@ CHUNK_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ScanInputs:
-    """What the scan of a layer computes with, for H heads in G groups; all float32."""
+    """Inputs of the scan of a layer with H heads in G groups; all float32."""
 
-    x: Any
-    decay: Any
-    b: Any
-    c: Any
-    past: Any
+    x: Any  # [B, s, H, P]: new tokens times their time steps; 0 for padding
+    decay: Any  # [B, s, H]: logarithm of the decay of each token; 0 for padding
+    b: Any  # [B, s, G, N]: vector that writes a token to the state; finite for padding
+    c: Any  # [B, s, G, N]: vector that reads the state; finite for padding
+    past: Any  # [B, H, P, N]: state before the new tokens
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How the new tokens are cut: ``count`` chunks of ``length``, which are ``tokens`` in all, for ``width`` new ones."""
+    """Chunks of the new tokens: ``count`` of ``length``, ``tokens`` in all, for ``width`` new tokens."""
 
     slots: Size
     width: Size
@@ -39,7 +39,10 @@ class _Chunks:
 
 
 def selective_scan(graph: Graph, name: str, inputs: ScanInputs) -> tuple[Any, Any]:
-    """Run the new tokens of each slot through the state space."""
+    """Run the new tokens of each slot through the state-space model: outputs ``[B, s, H, P]`` and the state after them.
+
+    The output of padding is not specified.
+    """
     plain, transposed = graph.trt.MatrixOperation.NONE, graph.trt.MatrixOperation.TRANSPOSE
     heads, head_dim = inputs.x.shape[2:]
     groups, state_size = inputs.b.shape[2:]
@@ -78,7 +81,7 @@ def selective_scan(graph: Graph, name: str, inputs: ScanInputs) -> tuple[Any, An
 
 
 def _cut(graph: Graph, name: str, x: Any) -> _Chunks:
-    """Return chunks of equal lengths, as few as there can be."""
+    """Return chunks of equal lengths, as few as possible."""
     slots, width = (size(graph, f"{name}/{what}", x, axis) for axis, what in enumerate(("slots", "width")))
     filled = combined(graph, f"{name}/filled", width, "SUM", CHUNK_TOKENS - 1)
     count = combined(graph, f"{name}/count", filled, "FLOOR_DIV", CHUNK_TOKENS)
@@ -88,7 +91,7 @@ def _cut(graph: Graph, name: str, x: Any) -> _Chunks:
 
 
 def _in_chunks(graph: Graph, name: str, x: Any, chunks: _Chunks, groups: int) -> Any:
-    """Return ``x`` ``[B, s, heads, n]`` as ``[B, chunks, groups, heads / groups, length, n]``, with zeros behind the new tokens."""
+    """Return ``x`` ``[B, s, heads, n]`` as ``[B, chunks, groups, heads / groups, length, n]``, padded with zeros."""
     heads, elements = x.shape[2:]
     filled = padded(graph, f"{name}/padded", x, (chunks.slots, chunks.tokens, heads, elements))
     shape = (chunks.slots, chunks.count, chunks.length, groups, heads // groups, elements)

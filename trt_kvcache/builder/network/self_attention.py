@@ -20,7 +20,10 @@ from trt_kvcache.model import AttentionConfig
 def self_attention(
     graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, *, residual: Any
 ) -> tuple[Any, Any]:
-    """Apply the attention of one layer."""
+    """Apply the attention of one layer to the normalised hidden state; return its output, and the residual.
+
+    A segment cut passes the residual on to the next network: see ``AttentionLowering``.
+    """
     mixer = context.model.layers[layer].attention
     heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
     q, k, v = (_project(graph, x, weights, side, count, context, mixer) for side, count in heads.items())
@@ -81,7 +84,7 @@ def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context
 
 
 def _cache_index(context: DecoderContext, layer: int) -> int:
-    """Return which of the caches of K and V a layer has."""
+    """Return the index of a layer's K and V among the caches."""
     index = context.indices[layer]
     assert index is not None
     return index
@@ -99,7 +102,10 @@ def _scale(graph: Graph, name: str, q: Any, scale: float) -> Any:
 def _add_attention_layer(
     graph: Graph, name: str, q: Any, keys: Any, values: Any, context: DecoderContext, config: AttentionLayerConfig
 ) -> Any:
-    """Attend: queries ``[B, Hq, s, D]``, keys and values ``[B, H, S, D]``; returns ``[B, Hq, s, D]``."""
+    """Attend: queries ``[B, Hq, s, D]``, keys and values ``[B, H, S, D]``; returns ``[B, Hq, s, D]``.
+
+    Native: query ``i`` sees keys ``j <= key_lengths[b] - s + i``. Mask: others are multiplied by 0, so must be finite.
+    """
     mixer, native = context.model.layers[config.layer].attention, config.variant == "native"
     mask = None if native else context.masks[window_in_cache(mixer, context.max_sequence_length)]
     if mixer.softcap is not None:

@@ -14,7 +14,7 @@ from trt_kvcache.model.recurrent_config import ShortConvConfig
 def short_convolution(
     graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, mixer: ShortConvConfig
 ) -> Any:
-    """Apply the short convolution of one layer."""
+    """Apply the short convolution of one layer to the normalised hidden state ``[B, s, hidden]``; sums are float32."""
     projected = linear(graph, x, weights, "conv_in", bias=mixer.bias)
     b, c, inner = columns(graph, f"{module}/parts", projected, (mixer.channels,) * 3)
     gated = graph.elementwise(f"{module}/gate_in", b, "PROD", inner)

@@ -1,4 +1,4 @@
-"""Sizes that are known at run time only, as tensors of a network, and what is made with them."""
+"""Sizes that are known at run time only, as tensors of a network, and layers that take them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,13 @@ Size = Any
 
 
 def size(graph: Graph, name: str, tensor: Any, axis: int) -> Any:
-    """Return a size of a tensor."""
+    """Return a size of a tensor as ``[1]`` int64 on the host: TensorRT computes sizes before it enqueues a layer."""
     shape = graph.op(f"{name}/shape", "shape", tensor)
     return graph.op(f"{name}/size", "slice", shape, (axis,), (1,), (1,))
 
 
 def join(graph: Graph, name: str, sizes: Sequence[Size]) -> Any:
-    """Return a shape of several sizes."""
+    """Return a shape ``[n]`` int64 of sizes, each an int or ``[1]`` int64."""
     tensors = [
         graph.constant(f"{name}/size_{index}", np.array([one], np.int64)) if isinstance(one, int) else one
         for index, one in enumerate(sizes)
@@ -27,7 +27,7 @@ def join(graph: Graph, name: str, sizes: Sequence[Size]) -> Any:
 
 
 def combined(graph: Graph, name: str, left: Size, operation: str, right: Size) -> Any:
-    """Return what an operation makes of two sizes."""
+    """Return the result of an ``ElementWiseOperation``, such as ``"FLOOR_DIV"``, of two sizes."""
     sides = (
         graph.constant(f"{name}/{side}", np.array([one], np.int64)) if isinstance(one, int) else one
         for side, one in (("left", left), ("right", right))
@@ -45,7 +45,7 @@ def reshape(
     first_transpose: Sequence[int] | None = None,
     second_transpose: Sequence[int] | None = None,
 ) -> Any:
-    """Return a tensor in a shape of which more than one size is known at run time only."""
+    """Reshape a tensor to a shape of which more than one size is known at run time only."""
     shuffle = graph.layer(name, "shuffle", x)
     if first_transpose is not None:
         shuffle.first_transpose = tuple(first_transpose)
@@ -57,7 +57,7 @@ def reshape(
 
 
 def part(graph: Graph, name: str, x: Any, starts: Sequence[Size], sizes: Sequence[Size]) -> Any:
-    """Return a part of a tensor."""
+    """Return a slice of a tensor."""
     rank = len(starts)
     known = tuple(start if isinstance(start, int) else 0 for start in starts)
     section = graph.layer(name, "slice", x, known, (1,) * rank, (1,) * rank)
@@ -68,7 +68,7 @@ def part(graph: Graph, name: str, x: Any, starts: Sequence[Size], sizes: Sequenc
 
 
 def padded(graph: Graph, name: str, x: Any, sizes: Sequence[Size]) -> Any:
-    """Return a tensor with zeros behind it."""
+    """Return a tensor padded with zeros at the end of each dimension."""
     rank = len(x.shape)
     section = graph.layer(name, "slice", x, (0,) * rank, (1,) * rank, (1,) * rank)
     section.mode = graph.trt.SampleMode.FILL
@@ -87,7 +87,7 @@ def arange(graph: Graph, name: str, count: Any) -> Any:
 
 
 def columns(graph: Graph, name: str, x: Any, counts: Sequence[int]) -> list[Any]:
-    """Return the parts of what a projection gives."""
+    """Split ``x`` ``[B, s, n]`` into tensors of ``counts`` columns."""
     tokens = [size(graph, f"{name}/{what}", x, axis) for axis, what in enumerate(("slots", "width"))]
     starts = np.cumsum([0, *counts]).tolist()
     return [

@@ -12,7 +12,10 @@ _UNSEEN = -1e30
 
 
 def softcapped_attention(graph: Graph, name: str, q: Any, keys: Any, values: Any, mask: Any, mixer: AttentionConfig) -> Any:
-    """Attend with scores ``softcap * tanh(q k / softcap)``."""
+    """Attend with scores ``softcap * tanh(q k / softcap)``; q ``[B, Hq, s, D]`` is scaled, keys and values are the cache.
+
+    All S scores are written to memory. Masked rows of the cache must be finite, since they are multiplied by 0.
+    """
     length = keys.shape[2]
     rows = graph.shuffle(f"{name}/rows", q, reshape=(0, mixer.num_kv_heads, -1, mixer.head_dim))
     scores = graph.cast(f"{name}/to_float32", matmul_transposed(graph, f"{name}/scores", rows, keys), "float32")

@@ -1,4 +1,4 @@
-"""The states of a layer: an input and an output of a network each."""
+"""States of a layer: an input and an output of a network each."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from trt_kvcache.engine.protocol import TensorSpec
 
 
 def state_specs(context: DecoderContext, layer: int) -> dict[StateKind, tuple[TensorSpec, TensorSpec]]:
-    """Return the tensors of the states of a layer."""
+    """Return the input and output of each state of a layer."""
     index = context.indices[layer]
     assert index is not None
     return dict(context.states[index])
 
 
 def past_state(graph: Graph, context: DecoderContext, layer: int, kind: StateKind) -> Any:
-    """Add a state before the step to the network."""
+    """Add the state before the step to the network."""
     past, _ = state_specs(context, layer)[kind]
     return graph.input(past.name, past.dtype, past.shape)
 
 
 def present_state(graph: Graph, context: DecoderContext, layer: int, kind: StateKind, state: Any) -> None:
-    """Make a tensor the state after the step."""
+    """Mark a tensor as the state after the step, rounded to the dtype of the state."""
     _, present = state_specs(context, layer)[kind]
     graph.output(graph.cast(f"{present.name}/round", state, present.dtype), present.name)

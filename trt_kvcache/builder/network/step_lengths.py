@@ -12,13 +12,13 @@ from trt_kvcache.builder.network.graph import Graph
 class StepLengths:
     """Lengths of a step of B slots by s new tokens per slot, padding included; all int32."""
 
-    start_index: Any
-    position_ids: Any
-    key_lengths: Any
+    start_index: Any  # [B]: tokens in the cache before the step
+    position_ids: Any  # [B, s]: start + arange(s)
+    key_lengths: Any  # [B]: start + s, keys in the cache after the step, padding included
 
 
 def step_lengths(graph: Graph, *, tokens: Any, start_index: Any) -> StepLengths:
-    """Add the computation of a step's lengths to a network."""
+    """Add the lengths of a step; of ``tokens`` ``[B, s, ...]`` only the shape is read."""
     shape = graph.op("lengths/shape", "shape", tokens)
     if len(tokens.shape) > 2:
         shape = graph.op("lengths/slots_and_width", "slice", shape, (0,), (2,), (1,))

@@ -1,8 +1,8 @@
-"""The inverse of ``I + a`` for matrices with elements below the diagonal only, of a row and a column for each new token.
+"""The inverse of ``I + a`` for strictly lower triangular matrices, of a row and a column for each new token.
 
-From blocks of a token on, neighbouring blocks of the diagonal are joined: with ``b`` what ``a`` has between the two, their inverses ``x``
-and ``y`` become ``[[x, 0], [-y b x, y]]``. That is substitution block by block, which keeps the digits that powers of ``a`` would lose
-where tokens repeat.
+Beginning with blocks of one token, neighbouring blocks of the diagonal are joined: with ``b`` the block of ``a`` between the two,
+their inverses ``x`` and ``y`` become ``[[x, 0], [-y b x, y]]``. That is substitution block by block, which keeps the digits that powers
+of ``a`` would lose where tokens repeat.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from trt_kvcache.builder.network.sizes import arange, size
 
 
 class UnitTriangle:
-    """Inverts the matrices of all layers of a network: what joins two blocks is the same for all."""
+    """Inverts the unit triangular matrices of all layers of a network, which share the masks that join two blocks."""
 
     def __init__(self, max_width: int) -> None:
         self._levels = max(max_width - 1, 0).bit_length()
@@ -21,7 +21,7 @@ class UnitTriangle:
         self._joints: list[Any] = []
 
     def inverse(self, graph: Graph, name: str, a: Any) -> Any:
-        """Return the inverse of ``I + a``."""
+        """Return the inverse of ``I + a`` for ``a`` ``[B, heads, s, s]`` float32 with zeros on and above the diagonal."""
         if self._network is not graph.network:
             self._network = graph.network
             self._add_masks(graph, a)
@@ -37,7 +37,7 @@ class UnitTriangle:
         return inverse
 
     def _add_masks(self, graph: Graph, a: Any) -> None:
-        """Add the identity ``[1, 1, s, s]``, and for each level where ``a`` joins two blocks."""
+        """Add the identity ``[1, 1, s, s]``, and for each level a mask of the elements of ``a`` that join two blocks."""
         index = arange(graph, "blocks/tokens", size(graph, "blocks/width", a, 2))
         same_block = self._same_block(graph, "blocks/1", index)
         self._identity = graph.cast("blocks/identity", same_block, "float32")
@@ -52,7 +52,7 @@ class UnitTriangle:
 
     @staticmethod
     def _same_block(graph: Graph, name: str, block: Any) -> Any:
-        """Return whether two tokens are in one block, ``[1, 1, s, s]`` bool, for the block ``[s]`` of each."""
+        """Return ``[1, 1, s, s]`` bool: true if two tokens are in one block, for the block ``[s]`` of each."""
         rows, columns = (
             graph.shuffle(f"{name}/{what}", block, reshape=shape) for what, shape in (("rows", (1, 1, -1, 1)), ("columns", (1, 1, 1, -1)))
         )

@@ -13,12 +13,12 @@ from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.families.family import LLAMA_NAMES
 from trt_kvcache.model.weight_parts import layer_parts
 
-#: The largest distance of a code from an offset, by the dtype of codes.
-_LARGEST_CODES = {"int4": 15, "int8": 255, "float8_e4m3fn": 448, "float4_e2m1fn": 6}
+#: The largest distance of a quantized value from an offset, by dtype.
+_LARGEST_VALUES = {"int4": 15, "int8": 255, "float8_e4m3fn": 448, "float4_e2m1fn": 6}
 
 
 class TensorSource(Protocol):
-    """What weights are read from: a :class:`~trt_kvcache.checkpoint.Checkpoint`, or anything with these methods."""
+    """Source of weights: a :class:`~trt_kvcache.checkpoint.Checkpoint`, or anything with these methods."""
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
         """Return a weight.
@@ -35,7 +35,7 @@ class TensorSource(Protocol):
         """
 
     def quantized_weight(self, name: str) -> QuantizedWeight | None:
-        """Return what is stored for a quantized weight, or None if it is not quantized.
+        """Return a quantized weight as it is stored, or None if it is not quantized.
 
         Parameters
         ----------
@@ -44,7 +44,7 @@ class TensorSource(Protocol):
         """
 
     def release(self, name: str) -> None:
-        """Let the operating system take the memory of what is stored for a weight.
+        """Let the operating system take the memory of a stored weight.
 
         Parameters
         ----------
@@ -54,16 +54,16 @@ class TensorSource(Protocol):
 
 
 class Weights:
-    """Weights by their Hugging Face names."""
+    """Weights by their Hugging Face names, in the dtype of the model. With ``has_fp4`` FP4 is not widened to int8."""
 
-    def __init__(self, checkpoint: TensorSource, dtype: str, *, is_native: bool = False) -> None:
+    def __init__(self, checkpoint: TensorSource, dtype: str, *, has_fp4: bool = False) -> None:
         self._checkpoint = checkpoint
-        self._is_native = is_native
+        self._is_native = has_fp4
         self._last: tuple[str, QuantizedWeight | None] | None = None
         self.dtype = dtype
 
     def __call__(self, name: str, rows: slice | list[int] = slice(None)) -> np.ndarray[Any, Any]:
-        """Return one weight."""
+        """Return one weight, or rows of it: a view of the checkpoint's memory if it is stored in this dtype, else a converted copy."""
         stored = self._checkpoint.tensor(name)
         if rows != slice(None):
             stored = stored[rows]
@@ -80,16 +80,16 @@ class Weights:
         return converted
 
     def matrix(self, name: str, rows: Sequence[slice] = (slice(None),)) -> np.ndarray[Any, Any] | PackedWeight:
-        """Return one matrix, packed if it is quantized."""
+        """Return one matrix ``[out, in]``, packed if it is quantized. Only ``rows`` of a fused tensor are read."""
         stored = self._quantized(name)
         if stored is None:
             one = rows[0] if len(rows) == 1 else [row for part in rows for row in range(part.start, part.stop)]
             return self(name, one)
-        packed = PackedWeight.of(name, [stored.rows(part) for part in rows], is_native=self._is_native)
+        packed = PackedWeight.of(name, [stored.rows(part) for part in rows], has_fp4=self._is_native)
         self._checkpoint.release(name)
         largest = float(np.finfo(np.float16).max)
         scale = float(packed.scales.astype(np.float32).max()) * packed.scale_factor
-        if self.dtype == "float16" and scale * _LARGEST_CODES[packed.codes.dtype.name] > largest:
+        if self.dtype == "float16" and scale * _LARGEST_VALUES[packed.values.dtype.name] > largest:
             self(name)  # raises an error if there is such a value
         return packed
 
@@ -102,7 +102,7 @@ class Weights:
 
 
 class LayerWeights:
-    """Weights of one layer by what they are for, wherever they are stored."""
+    """Weights of one layer by role, such as ``"q.weight"``, also where they are parts of a fused tensor."""
 
     def __init__(self, weights: Weights, model: ModelConfig, layer: int) -> None:
         self._weights = weights
@@ -110,18 +110,18 @@ class LayerWeights:
         self._prefix = f"model.layers.{layer}"
 
     def __call__(self, role: str) -> np.ndarray[Any, Any]:
-        """Return one weight."""
+        """Return the weight of a role."""
         part = self._parts[role]
         return self._weights(part.tensor) if part.is_whole else self._weights(part.tensor, part.index)
 
     def matrix(self, role: str) -> np.ndarray[Any, Any] | PackedWeight:
-        """Return one matrix, packed if it is quantized."""
+        """Return the matrix of a role, packed if it is quantized."""
         part = self._parts[role]
         if part.is_whole:
             return self._weights.matrix(part.tensor)
         return self._weights.matrix(part.tensor, part.rows)
 
     def module(self, role: str) -> str:
-        """Return what layers of a network that apply a weight are named after."""
+        """Return the prefix of layer names for a role: the module of the stored weight, or of Llama for a fused tensor."""
         part = self._parts[f"{role}.weight"]
         return part.tensor.removesuffix(".weight") if part.is_whole else f"{self._prefix}.{LLAMA_NAMES.get(role, role)}"

@@ -19,8 +19,8 @@ from trt_kvcache.kernels.attention_params import score_factors
 from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
-from trt_kvcache.ops.attention_shapes import INPUTS, check_dtypes, check_shapes, input_names
 from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.plugin_tensors import INPUTS, check_dtypes, check_shapes, input_names
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, ahead_of_time_module, constant_of
 
 #: Name under which ``tensorrt.plugin`` finds the plugin, and name of the kernel in the PTX.
@@ -33,7 +33,7 @@ INPUT_NAMES = tuple(name for name in INPUTS if name != "new_lengths")
 _SHARED_NBYTES = 48 * 1024
 _ROWS, _WARP = DECODE_ROWS[0], 32
 
-#: The sizes of tiles that depend on shared memory are our own, the others those of this.
+#: Tile sizes that depend on shared memory are our own, the others are from this.
 _LIKE = "sm_80"
 
 
@@ -54,7 +54,7 @@ def tiles(head_dim: int) -> tuple[int, int, int]:
 
 
 def macros(fields: AttentionAttributes, dtype: str) -> dict[str, str]:
-    """Return what ``plugins/attention/decode_aot.cuh`` is compiled with."""
+    """Return the macros that ``plugins/attention/decode_aot.cuh`` is compiled with."""
     warps, stages, _ = tiles(fields.head_dim)
     sizes = {
         **decode_tiles(fields.head_dim, _LIKE),
@@ -114,7 +114,7 @@ def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
         names = input_names(fields, len(INPUT_NAMES) - (not fields.rotary_dim))
         sizes = check_shapes(fields, {name: [constant_of(size) for size in given[name].shape_expr] for name in names})
         if sizes["s"] != 1:
-            raise ShapeError(f"{PLUGIN_ID}: expected q of shape [B, 1, num_heads, head_dim]. What has more new tokens needs {PLUGIN_NAME}.")
+            raise ShapeError(f"{PLUGIN_ID}: expected q of shape [B, 1, num_heads, head_dim]. More new tokens need {PLUGIN_NAME}.")
         warps, _, shared = tiles(fields.head_dim)
         launch, integers = trtp.KernelLaunchParams(), trtp.SymIntExprs(1)
         launch.grid_x, launch.grid_y, launch.grid_z = 1, blocks(fields), q.shape_expr[0]

@@ -15,9 +15,9 @@ from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
-from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS, inputs_of, outputs_of
-from trt_kvcache.ops.kv_words import codes_shape
-from trt_kvcache.ops.unowned_workspace import UnownedAllocation, UnownedWorkspace
+from trt_kvcache.ops.borrowed_workspace import MAX_MULTIPROCESSORS, BorrowedAllocation, BorrowedWorkspace
+from trt_kvcache.ops.int32_packing import unpacked_shape
+from trt_kvcache.trt.plugin.plugin_tensors import inputs_of, outputs_of
 
 _LOG = logging.getLogger("trt_kvcache.tensorrt")
 
@@ -31,17 +31,17 @@ class PluginEnqueue:
                 f"{memory.device}: expected at most {MAX_MULTIPROCESSORS} multiprocessors, got {memory.multiprocessor_count}."
             )
         self._memory = memory
-        self._inputs: list[UnownedAllocation] = []
+        self._inputs: list[BorrowedAllocation] = []
         dtypes = {name: dtype if expected == "q" else expected for name, (_, expected) in inputs_of(attributes).items()}
         if attributes.kv_dtype is not None:
             dtypes["cache"] = attributes.kv_dtype
-            shapes = {**shapes, "cache": codes_shape(shapes["cache"])}
+            shapes = {**shapes, "cache": unpacked_shape(shapes["cache"])}
         tensors: dict[str, Any] = {name: self._tensor(shape, dtypes[name]) for name, shape in shapes.items()}
         q = tensors["q"]
-        self._out = UnownedAllocation(memory, q.nbytes)
+        self._out = BorrowedAllocation(memory, q.nbytes)
         aliases = [like for like, aliased in outputs_of(attributes).values() if aliased]
         self._updated = [(tuple(shapes).index(like), output) for output, like in enumerate(aliases, 1)]
-        self._workspace = UnownedWorkspace(attributes, memory)
+        self._workspace = BorrowedWorkspace(attributes, memory)
         self.is_decode = q.shape[1] == 1
         self._call = AttentionParams(
             **{"new_lengths": None, "cos_sin": None, "kv_scales": None} | tensors,
@@ -54,11 +54,14 @@ class PluginEnqueue:
 
     def _tensor(self, shape: Sequence[int], dtype: str) -> DeviceTensor:
         """Return a tensor whose address is set at each run."""
-        self._inputs.append(UnownedAllocation(self._memory, dense_nbytes(shape, dtype)))
+        self._inputs.append(BorrowedAllocation(self._memory, dense_nbytes(shape, dtype)))
         return DeviceTensor(self._inputs[-1], shape=shape, dtype=dtype)
 
     def run(self, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:
-        """Launch the kernels; does not wait."""
+        """Launch the kernels at device addresses in the order of the plugin; does not wait.
+
+        If TensorRT copied an aliased tensor, the whole input is copied to the output first, and the kernels work on the output.
+        """
         for allocation, address in zip(self._inputs, inputs, strict=True):
             allocation.ptr = address
         for position, output in self._updated:

@@ -8,9 +8,10 @@ from functools import cache
 from typing import Any
 
 from trt_kvcache.ops.attention_attributes import QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
-from trt_kvcache.ops.attention_shapes import check_dtypes, check_shapes, input_names, inputs_of, outputs_of, workspace_nbytes
+from trt_kvcache.ops.borrowed_workspace import workspace_nbytes
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.enqueue import PluginEnqueue, current_memory
+from trt_kvcache.trt.plugin.plugin_tensors import check_dtypes, check_shapes, input_names, inputs_of, outputs_of
 from trt_kvcache.trt.plugin.reported import reporter
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, check_plugins, needs_extra_reference, plugin_version
 
@@ -22,12 +23,12 @@ def _sizes(dims: Any) -> tuple[int | None, ...]:
 
 @cache
 def plugin_class(tensorrt: TensorRT) -> Any:
-    """Return the class of the plugin for a TensorRT module; the same class at every call."""
+    """Return the class of the plugin for a full TensorRT from 10.3 on; the same class at every call."""
     check_plugins(tensorrt)
     trt, reported = tensorrt.module, reporter(tensorrt)
 
     class KVCacheAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):  # type: ignore[misc, name-defined]
-        """Attention over a combined cache as an ``IPluginV3``. The methods are those that TensorRT calls."""
+        """Attention over a combined cache as an ``IPluginV3``, with the methods that TensorRT calls."""
 
         def __init__(self, attributes: AttentionAttributes) -> None:
             for base in (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):
@@ -135,7 +136,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
 
         @reported
         def get_fields_to_serialize(self) -> Any:
-            # TensorRT calls this from its own threads and reads what the pointer that it gets points to. There a list is not converted,
+            # TensorRT calls this from its own threads and dereferences the pointer that it gets. There a list is not converted,
             # and a result that nobody keeps is gone: so it is the C++ class itself, which points into the list, and the plugin keeps both.
             if self._stored_fields is None:
                 kinds, arrays = trt.PluginFieldType, self._field_arrays

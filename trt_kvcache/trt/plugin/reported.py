@@ -11,7 +11,7 @@ from trt_kvcache.trt.plugin.versions import PLUGIN_NAME
 
 
 def reporter(tensorrt: TensorRT) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for the methods that TensorRT calls."""
+    """Return a decorator for the methods that TensorRT calls, which logs their exceptions and raises them again."""
 
     def reported(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

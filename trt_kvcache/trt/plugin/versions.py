@@ -7,20 +7,20 @@ import importlib
 from typing import Any
 
 from trt_kvcache.errors import EngineError
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_CODES, QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
-from trt_kvcache.ops.attention_shapes import HEAD_SCALES, INPUTS, OUTPUTS, QUANTIZED_INPUTS, QUANTIZED_OUTPUTS
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_FIELD_VALUES, QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.plugin_tensors import HEAD_SCALES, INPUTS, OUTPUTS, QUANTIZED_INPUTS, QUANTIZED_OUTPUTS
 
-#: How TensorRT's registry finds the plugin, with one of :data:`PLUGIN_ABIS`.
+#: Name and namespace of the plugin in TensorRT's registry, with one of :data:`PLUGIN_ABIS` as version.
 PLUGIN_NAME, PLUGIN_NAMESPACE = "KVCacheAttention", "trt_kvcache"
 
-#: The version over K and V in the dtype of q, and that over quantized K and V.
+#: The version over K and V in the dtype of q, and the version over quantized K and V.
 PLUGIN_VERSION, QUANTIZED_VERSION = "1", "2"
 
 #: Inputs, outputs and fields of each version. A change takes a new version, and the old one stays: engines name it.
 PLUGIN_ABIS = {
     PLUGIN_VERSION: (INPUTS, OUTPUTS, ATTRIBUTE_TYPES),
-    QUANTIZED_VERSION: (QUANTIZED_INPUTS, HEAD_SCALES, QUANTIZED_OUTPUTS, OUTPUTS, QUANTIZED_ATTRIBUTE_TYPES, KV_CODES),
+    QUANTIZED_VERSION: (QUANTIZED_INPUTS, HEAD_SCALES, QUANTIZED_OUTPUTS, OUTPUTS, QUANTIZED_ATTRIBUTE_TYPES, KV_FIELD_VALUES),
 }
 
 _NEEDED = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuildV2", "IPluginV3OneRuntime", "IPluginCreatorV3One")
@@ -28,7 +28,7 @@ _NEEDED_AHEAD_OF_TIME = ("register", "aot_impl", "KernelLaunchParams", "SymIntEx
 
 
 def plugin_version(attributes: AttentionAttributes) -> str:
-    """Return the version of the plugin that attention with these attributes is."""
+    """Return the version of the plugin for these attributes: ``"2"`` over quantized K and V, else ``"1"``, which older releases open."""
     return PLUGIN_VERSION if attributes.kv_dtype is None else QUANTIZED_VERSION
 
 
@@ -45,24 +45,27 @@ def check_plugins(tensorrt: TensorRT) -> None:
 
 
 def needs_extra_reference(tensorrt: TensorRT) -> bool:
-    """Return whether Python must never free a plugin."""
+    """Return whether Python must never free a plugin: before 10.4.
+
+    There the C++ destructor drops a reference that it does not have, and frees the plugin twice; one more reference prevents it.
+    """
     return not tensorrt.is_rtx and tensorrt.release < (10, 4)
 
 
 def can_add_plugins(tensorrt: TensorRT) -> bool:
-    """Return whether networks have plugin layers."""
+    """Return whether networks have plugin layers (``add_plugin_v3``): not in TensorRT for RTX."""
     return hasattr(tensorrt.module.INetworkDefinition, "add_plugin_v3")
 
 
 def allow_aliasing(tensorrt: TensorRT, config: Any) -> None:
-    """Allow plugins to write to their inputs in builds with this configuration."""
+    """Allow plugins to write to their inputs (``PreviewFeature.ALIASED_PLUGIN_IO_10_03``); other releases allow it anyway."""
     feature = getattr(tensorrt.module.PreviewFeature, "ALIASED_PLUGIN_IO_10_03", None)
     if feature is not None:
         config.set_preview_feature(feature, True)
 
 
 def ahead_of_time_module(tensorrt: TensorRT) -> Any:
-    """Return the module ``tensorrt.plugin``."""
+    """Return the module ``tensorrt.plugin``; raises EngineError if it has no plugins that are compiled ahead of time."""
     name = f"{tensorrt.flavour}.plugin"
     try:
         module = importlib.import_module(name)
@@ -75,7 +78,7 @@ def ahead_of_time_module(tensorrt: TensorRT) -> Any:
 
 
 def constant_of(expression: Any) -> int | None:
-    """Return the value of a symbolic size."""
+    """Return the value of a symbolic size; None where it is not constant."""
     if not expression.is_constant:
         return None
     value = expression.constant_value

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the attention plugin: their names, shapes and dtypes, and the size of its workspace."""
+"""Inputs and outputs of the attention plugin: their names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
-from trt_kvcache.kernels.attention_workspace import partials_shape
 from trt_kvcache.kernels.scale_views import saved_scales
-from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
-from trt_kvcache.ops.kv_words import CODES_PER_WORD
+from trt_kvcache.ops.int32_packing import VALUES_PER_INT32
 
 #: Shape and dtype of an input.
 Pattern = tuple[tuple[int | str, ...], str]
 
 #: Shape and dtype of each input, in order. A dimension is a number, an attribute, or a symbol (B, s, S, P) for a size that the shapes
-#: give. The dtype "q" is that of q, float16 or bfloat16. ``cos_sin`` is not there if ``rotary_dim`` is 0; ``new_lengths`` is optional.
+#: give. The dtype "q" is the dtype of q, float16 or bfloat16. ``cos_sin`` is not there if ``rotary_dim`` is 0; ``new_lengths`` is optional.
 INPUTS: dict[str, Pattern] = {
     "q": (("B", "s", "num_heads", "head_dim"), "q"),
     "k": (("B", "s", "num_kv_heads", "head_dim"), "q"),
@@ -29,7 +27,7 @@ INPUTS: dict[str, Pattern] = {
 #: For each output the input that it has shape and dtype of, and whether it is at the address of that input.
 OUTPUTS = {"out": ("q", False), "cache": ("cache", True)}
 
-#: The same over quantized K and V: four codes of the cache are one int32, and S' is the smallest multiple of 4 from S on.
+#: The same over quantized K and V: four values of the cache are one int32, and S' is the smallest multiple of 4 from S on.
 QUANTIZED_INPUTS: dict[str, Pattern] = {
     **{name: INPUTS[name] for name in ("q", "k", "v")},
     "cache": (("B", 2, "num_kv_heads", "S", "head_dim / 4"), "int32"),
@@ -43,27 +41,24 @@ QUANTIZED_OUTPUTS = {**OUTPUTS, "kv_scales": ("kv_scales", True)}
 #: Scales by head, which no step changes, in place of those by token.
 HEAD_SCALES: Pattern = ((2, "num_kv_heads"), "float32")
 
-#: Most multiprocessors of a GPU. The workspace is sized for this many, so that an engine may run on another GPU than it was built on.
-MAX_MULTIPROCESSORS = 256
-
 #: Sizes of a shape; None for one that is not known yet.
 Sizes = Sequence["int | None"]
 
 
 def inputs_of(attributes: AttentionAttributes) -> dict[str, Pattern]:
-    """Return the inputs of attention with these attributes, as :data:`INPUTS` has them."""
+    """Return the inputs of attention with these attributes, optional ones included."""
     if attributes.kv_dtype is None:
         return INPUTS
     return QUANTIZED_INPUTS if attributes.kv_scales == "token" else QUANTIZED_INPUTS | {"kv_scales": HEAD_SCALES}
 
 
 def outputs_of(attributes: AttentionAttributes) -> dict[str, tuple[str, bool]]:
-    """Return the outputs of attention with these attributes, as :data:`OUTPUTS` has them."""
+    """Return the outputs of attention with these attributes."""
     return QUANTIZED_OUTPUTS if attributes.kv_scales == "token" else OUTPUTS
 
 
 def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
-    """Return the names of the inputs."""
+    """Return the names of ``count`` inputs in order: without ``cos_sin`` if RoPE is not applied; ``new_lengths`` is optional."""
     names = tuple(name for name in inputs_of(attributes) if name != "cos_sin" or attributes.rotary_dim)
     if count not in (len(names), len(names) - 1):
         raise ShapeError(f"inputs: expected {', '.join(names[:-1])} and, if wanted, {names[-1]}, got {count}.")
@@ -71,10 +66,10 @@ def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
 
 
 def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -> dict[str, int | None]:
-    """Check the shapes of the inputs, as far as they are known."""
+    """Check the shapes of the inputs as far as they are known, and return the sizes B, s, S, P (positions) and S' (scales)."""
     sizes: dict[str, int | None] = {}
     fixed = {name: getattr(attributes, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-    fixed |= {"rotary_dim / 2": attributes.rotary_dim // 2, "head_dim / 4": attributes.head_dim // CODES_PER_WORD}
+    fixed |= {"rotary_dim / 2": attributes.rotary_dim // 2, "head_dim / 4": attributes.head_dim // VALUES_PER_INT32}
     inputs = inputs_of(attributes)
     for name, shape in shapes.items():
         pattern = inputs[name][0]
@@ -99,7 +94,7 @@ def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -
 
 
 def check_dtypes(attributes: AttentionAttributes, dtypes: Mapping[str, str]) -> str:
-    """Check the dtypes of the inputs."""
+    """Check the dtypes of the inputs, and return the dtype of q."""
     inputs = inputs_of(attributes)
     for name, dtype in dtypes.items():
         if name == "q" and dtype not in ELEMENT_TYPES:
@@ -108,8 +103,3 @@ def check_dtypes(attributes: AttentionAttributes, dtypes: Mapping[str, str]) -> 
         if dtype != expected:
             raise DTypeError(f"{name}: expected {expected}, got {dtype}.")
     return dtypes["q"]
-
-
-def workspace_nbytes(attributes: AttentionAttributes) -> int:
-    """Return the size of the workspace: room for the partial results of a launch on any GPU of up to :data:`MAX_MULTIPROCESSORS`."""
-    return dense_nbytes(partials_shape(MAX_MULTIPROCESSORS, attributes.group, attributes.head_dim), "float32")

@@ -1,22 +1,29 @@
-"""On which GPUs quantized weights exist: compute capabilities of a build, chosen or checked."""
+"""GPUs that have the types of quantized weights: compute capabilities of a build, chosen or checked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES
-from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
+from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import known_compute_capabilities
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.trt.module import TensorRT
+
+_Options = TypeVar("_Options", bound=BuildOptions)
 
 #: The first compute capability with each type of TensorRT. int8 is on all.
 FIRST_CAPABILITY = {"int4": "8.0", "float8_e4m3fn": "8.9", "float4_e2m1fn": "12.0"}
 
 
-def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | None, *, rounded: bool = False) -> BuildOptions:
-    """Return options that name GPUs which have the types of quantized weights."""
+def with_capable_gpus(options: _Options, kinds: Iterable[str], tensorrt: TensorRT | None) -> _Options:
+    """Return options with compute capabilities that have the types of quantized weights.
+
+    If none are named, TensorRT for RTX builds for GPUs without a type too, and such an engine fails where it is loaded.
+    """
     types = sorted({CONSTANT_TYPES[kind] for kind in kinds} & set(FIRST_CAPABILITY))
     is_rtx = options.flavour != "tensorrt" if tensorrt is None else tensorrt.is_rtx
     if not types or not is_rtx:
@@ -28,7 +35,7 @@ def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | 
             return options
         capable = (name for name in known_compute_capabilities(tensorrt) if _number(name) >= _number(first))
         return replace(options, compute_capabilities=tuple(capable))
-    other = "round them to int8" if rounded else "take a checkpoint of the model with other weights"
+    other = "round them to int8" if options.quantize is not None else "take a checkpoint of the model with other weights"
     for name in options.compute_capabilities:
         if _number(name) < _number(first):
             raise ConfigError(
@@ -37,8 +44,8 @@ def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT | 
     return options
 
 
-def are_native(capabilities: Sequence[str] | None, *, is_rtx: bool = True) -> bool:
-    """Return whether all GPUs of a build have FP4, so that it need not be stored as int8."""
+def have_fp4(capabilities: Sequence[str] | None, *, is_rtx: bool = True) -> bool:
+    """Return whether all GPUs of a build have FP4, so that it need not be widened to int8. None means all GPUs."""
     first = _number(FIRST_CAPABILITY["float4_e2m1fn"])
     return is_rtx and capabilities is not None and all(_number(name) >= first for name in capabilities)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from trt_kvcache.engine.protocol import TensorSpec
-from trt_kvcache.trt.codes_in_words import CodesInWords
+from trt_kvcache.trt.int32_packed_view import Int32PackedView
 from trt_kvcache.trt.tensors import ProfileRanges
 
 CODES = TensorSpec.input("past", (-1, 2, 3, 7, 80), "int8")
@@ -37,14 +37,14 @@ def plan():
 
 def test_what_is_codes_is_shown_as_codes(plan):
     present = TensorSpec.output("present", (-1, 2, 3, 7, 80), "int8", alias="past")
-    shown = CodesInWords(plan, [CODES, LENGTHS, present])
+    shown = Int32PackedView(plan, [CODES, LENGTHS, present])
     assert list(shown.tensors.values()) == [CODES, LENGTHS, present]
     assert shown.ranges == [ProfileRanges({"past": ((1, 2, 3, 7, 80), (4, 2, 3, 7, 80)), "lengths": ((1,), (4,))})]
     assert [shown.tensor_shape(0, name) for name in shown.tensors] == [(2, 2, 3, 7, 80), (2,), (-1, 2, 3, 7, 80)]
 
 
 def test_shapes_are_passed_on_in_words(plan):
-    shown = CodesInWords(plan, [CODES, LENGTHS])
+    shown = Int32PackedView(plan, [CODES, LENGTHS])
     shown.set_input_shape(1, "past", (4, 2, 3, 7, 80))
     shown.set_input_shape(1, "lengths", (4,))
     shown.set_tensor_address(1, "past", 0x1000)
@@ -53,7 +53,7 @@ def test_shapes_are_passed_on_in_words(plan):
 
 @pytest.mark.parametrize("recorded", [[], [WORDS, LENGTHS, PRESENT]])
 def test_other_plans_are_shown_as_they_are(plan, recorded):
-    shown = CodesInWords(plan, recorded)
+    shown = Int32PackedView(plan, recorded)
     assert (shown.tensors, shown.ranges) == (plan.tensors, plan.ranges)
     shown.set_input_shape(0, "past", (4, 2, 3, 7, 20))
     assert plan.told == [(0, "past", (4, 2, 3, 7, 20))]

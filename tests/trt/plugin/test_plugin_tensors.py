@@ -6,7 +6,8 @@ import pytest
 
 from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
-from trt_kvcache.ops.attention_shapes import check_dtypes, check_shapes, input_names, outputs_of, workspace_nbytes
+from trt_kvcache.ops.borrowed_workspace import workspace_nbytes
+from trt_kvcache.trt.plugin.plugin_tensors import check_dtypes, check_shapes, input_names, outputs_of
 
 FIELDS = AttentionAttributes(num_heads=6, num_kv_heads=2, head_dim=80, rotary_dim=20)
 SHAPES = {

@@ -1,0 +1,176 @@
+"""``ResolvedOptions``: the options of a build with the model's defaults filled in, and their checks against model and TensorRT.
+
+TensorRT accepts options that cannot work (a prefill that is longer than the cache is only a warning, a write beyond the cache not even
+that), and its messages do not name the option at fault. So everything that is known to fail is refused here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, TURING, BuildOptions, default_sequence_length
+from trt_kvcache.cache.config import DecoderCacheConfig
+from trt_kvcache.engine.attention_variants import attention_variant, default_attention, why_not_native
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
+from trt_kvcache.engine.protocol import EngineProfile
+from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes
+from trt_kvcache.errors import ConfigError, EngineError
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.features import check_features
+from trt_kvcache.ops.attention_op import AttentionOp
+from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.versions import check_plugins
+
+#: Head dimensions that TensorRT has attention kernels for: multiples of the step.
+HEAD_DIM_STEP, HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 16, 256
+
+#: Names of :data:`~trt_kvcache.model.features.FEATURES` that the networks of this package compute.
+COMPUTED_FEATURES: frozenset[str] = frozenset(
+    {
+        "activation",
+        "embedding_multiplier",
+        "final_softcap",
+        "full_qk_norm",
+        "fused_tensors",
+        "gated_delta_net",
+        "logits_divisor",
+        "mamba2",
+        "no_mixer",
+        "no_mlp",
+        "no_rope",
+        "norm_offset",
+        "norm_places",
+        "norm_rounding",
+        "output_gate",
+        "partial_rotary",
+        "query_scaling",
+        "relu2",
+        "residual_multiplier",
+        "scale",
+        "several_ropes",
+        "several_shapes",
+        "short_conv",
+        "softcap",
+        "ungated_mlp",
+        "window",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptions(BuildOptions):
+    """Build options with the defaults of a model in place of everything that was left out: see :meth:`of_model`."""
+
+    max_sequence_length: int
+    max_prefill_length: int
+    max_logits_per_slot: int
+    dtype: str
+    attention: str
+    compute_capabilities: tuple[str, ...] | None
+    timing_cache: Path | None
+
+    @classmethod
+    def of_model(cls, options: BuildOptions, model: ModelConfig) -> ResolvedOptions:
+        """Fill in the defaults of a model."""
+        length = options.max_sequence_length or default_sequence_length(model)
+        width = options.max_prefill_length or min(length, DEFAULT_MAX_PREFILL_LENGTH)
+        chosen = {
+            "max_sequence_length": length,
+            "max_prefill_length": width,
+            "max_logits_per_slot": logits_per_slot(options.max_logits_per_slot, max_prefill_length=width),
+            "dtype": options.dtype or model.dtype,
+            "attention": options.attention or ("plugin" if options.kv_dtype else default_attention(model, length)),
+        }
+        return cls(**{**vars(options), **chosen})
+
+    @property
+    def profiles(self) -> tuple[EngineProfile, ...]:
+        """The optimisation profiles of the engine."""
+        return decoder_profiles(
+            max_batch_size=self.max_batch_size,
+            max_prefill_length=self.max_prefill_length,
+            max_logits_per_slot=self.max_logits_per_slot,
+        )
+
+    def cache_for(self, model: ModelConfig, quantized: QuantizedKV | None = None) -> DecoderCacheConfig:
+        """Return the configuration of the engine's cache, after checking that the model can be built with these options."""
+        check_features(model, COMPUTED_FEATURES, "TensorRT's network")
+        for head_dim in sorted({mixer.head_dim for mixer in model.attention_layers}):
+            if head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
+                raise ConfigError(
+                    f"head_dim: expected a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, the model has {head_dim}. "
+                    "TensorRT has no attention kernels for others; the reference engine runs it."
+                )
+        if self.max_sequence_length > model.max_position_embeddings:
+            raise ConfigError(
+                f"max_sequence_length: expected at most {model.max_position_embeddings}, the positions that the model was made for "
+                f"(max_position_embeddings), got {self.max_sequence_length}."
+            )
+        obstacle = why_not_native(model, self.max_sequence_length) if self.attention == "native" else None
+        if obstacle is not None:
+            raise ConfigError(f"attention: expected mask or plugin, got native: {obstacle}. Build with --attention mask or plugin.")
+        if self.dtype == "bfloat16" and TURING in (self.compute_capabilities or ()):
+            raise ConfigError(f"dtype: GPUs of compute capability {TURING} have no bfloat16. Build with dtype float16.")
+        return decoder_cache_config(
+            model,
+            max_batch_size=self.max_batch_size,
+            max_sequence_length=self.max_sequence_length,
+            dtype=self.dtype,
+            attention=self.attention,
+            quantized=quantized,
+        )
+
+    def check_kernels(self, model: ModelConfig) -> None:
+        """Check that the attention kernels of this package support a model, if they are to run it."""
+        if self.attention != "plugin":
+            return
+        if TURING in (self.compute_capabilities or ()):
+            raise ConfigError(f"compute_capabilities: expected 8.0 or more for plugin attention, got {TURING}. Build with native or mask.")
+        for mixer in model.attention_layers:
+            for what, value, known in (("dtype", self.dtype, (*ELEMENT_TYPES,)), ("head_dim", mixer.head_dim, HEAD_DIMS)):
+                if value not in known:
+                    raise ConfigError(f"{what}: expected one of {', '.join(map(str, known))} for plugin attention, got {value}.")
+            if mixer.group > MAX_GROUP:
+                raise ConfigError(
+                    f"num_attention_heads: expected at most {MAX_GROUP} for each K/V head for plugin attention, got {mixer.group}."
+                )
+            attributes = attention_op_attributes(mixer, max_sequence_length=self.max_sequence_length)
+            AttentionOp(**attributes).kernel_attributes()  # type: ignore[arg-type]  # each of its type
+
+    def check_tensorrt(self, tensorrt: TensorRT) -> None:
+        """Check that a TensorRT can build with these options."""
+        for name, served in (("mask", "plugin"), ("native", "mask")):  # native needs what mask needs, and more
+            variant = attention_variant(name)
+            if self.attention in ("native", name) and not tensorrt.supports(variant):
+                first = variant.first_rtx_release if tensorrt.is_rtx else variant.first_release
+                raise ConfigError(f"attention: expected {served}, got {self.attention}: {tensorrt} has no {variant.needs} ({first} has).")
+        if self.attention == "plugin" and not tensorrt.is_rtx:
+            try:
+                check_plugins(tensorrt)
+            except EngineError as error:
+                raise ConfigError(f"attention: {error}") from None
+        if self.timing_cache is not None and tensorrt.is_rtx:
+            raise ConfigError("timing_cache: expected with full TensorRT only; TensorRT for RTX measures no kernels when it builds.")
+        check_capabilities(self, tensorrt)
+
+
+def check_capabilities(options: BuildOptions, tensorrt: TensorRT) -> None:
+    """Check that a TensorRT can build for the compute capabilities that were given."""
+    if options.compute_capabilities is None:
+        return
+    if not tensorrt.is_rtx:
+        raise ConfigError("compute_capabilities: full TensorRT builds for the GPU it runs on. Build with flavour tensorrt_rtx.")
+    known = known_compute_capabilities(tensorrt)
+    for one in options.compute_capabilities:
+        if one not in known:
+            raise ConfigError(f"compute_capabilities: expected some of {', '.join(known)} ({tensorrt}), got {one!r}.")
+
+
+def known_compute_capabilities(tensorrt: TensorRT) -> dict[str, object]:
+    """Return members of ``ComputeCapability`` of TensorRT for RTX by name, such as ``"8.6"``."""
+    members = tensorrt.module.ComputeCapability.__members__
+    return {f"{name[2:-1]}.{name[-1]}": member for name, member in members.items() if name.startswith("SM")}
