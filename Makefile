@@ -19,7 +19,7 @@ WORKERS := -n $(JOBS) --dist worksteal
 SUMS := tests/reference tests/generation
 ALL_SUMS := tests/builder/network tests/checkpoint/quantized tests/end_to_end tests/kernels tests/ops tests/polygraphy tests/reference tests/session \
 	tests/server/http/test_disconnects.py $(addprefix --ignore=tests/,kernels/test_nvrtc_12.py kernels/test_token_choice.py \
-	session/test_session_order.py session/test_session_programs.py session/test_token_steps.py)
+	session/test_session_order.py session/test_session_programs.py session/test_decode_steps.py)
 
 # Tests start hundreds of processes, and each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE

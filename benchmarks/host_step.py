@@ -174,14 +174,14 @@ def measure_loop(steps, *, on_device):
     """Return the microseconds between two enqueues, and those from when tokens (or logits) are there to the next enqueue."""
     clocks = Clocks()
     with make_session(LIMIT_LAYERS) as session, ExitStack() as patches:
-        session._token_steps.on_device = on_device
+        session._decode_steps.on_device = on_device
         list(session.generate([[1]] * BATCH, max_new_tokens=50, temperature=0.0))  # what is made once
         session.engine.enqueue = clocks.after(session.engine.enqueue, clocks.enqueued)
         if on_device:
             patches.enter_context(patch.object(device_sampler, "choose_tokens_kernel", lambda *_: None))
             patches.enter_context(patch.object(SampledTokens, "read", clocks.after(SampledTokens.read, clocks.there)))
         else:
-            session._steps.logits = clocks.after(session._steps.logits, clocks.there)
+            session._runner.logits = clocks.after(session._runner.logits, clocks.there)
         list(session.generate([[1]] * BATCH, max_new_tokens=steps + 2, temperature=0.0))
     enqueued, there = clocks.enqueued[1:], clocks.there[-steps - 1 :]  # without the prefill
     between = [1e6 * (after - before) for before, after in itertools.pairwise(enqueued)]

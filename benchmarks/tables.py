@@ -29,7 +29,7 @@ _MIB = 2**20
 
 
 def table(results: Path) -> str:
-    """Return the table of all results in a folder, one line a figure. Where and of which commit it is stands where it changes."""
+    """Return the table of all results in a folder, one line per figure. Machine and commit are on the line where they change."""
     lines = ["| result | measured | limit | on | commit |", "|---|---|---|---|---|"]
     for name, rows in _FILES.items():
         path = results / f"{name}.json"
@@ -45,7 +45,7 @@ def _host_step(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for layers, times in content["layers"].items():
         limit = f"{limits['median_us_at_32_layers']:g} us" if layers == "32" else ""
         yield f"host time of a decode step, {layers} layers, B = {content['batch_size']}", f"{times['median_us']:.1f} us", limit
-    yield "the same, 64 layers over 16", f"{content['ratio_64_to_16']:.2f}", f"{limits['ratio_64_to_16']:g}"
+    yield "the same, 64 layers / 16 layers", f"{content['ratio_64_to_16']:.2f}", f"{limits['ratio_64_to_16']:g}"
     for place, times in content["loop"].items():
         yield (
             f"host time from one enqueue of `generate` to the next, tokens chosen on the {place}",
@@ -53,7 +53,7 @@ def _host_step(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             "",
         )
         limit = f"{limits['after_tokens_us']:g} us in any step" if place == "device" else ""
-        yield "of it after the tokens (or logits) of the step are there", f"{times['after_tokens_us']:.1f} us", limit
+        yield "part of it after the step's tokens (or logits) have arrived", f"{times['after_tokens_us']:.1f} us", limit
 
 
 def _sampling(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -64,7 +64,7 @@ def _sampling(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _sampling_gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    yield "sampling on a GPU: rows whose tokens are those of the host", f"{content['checked_rows']}", "all"
+    yield "sampling on a GPU: rows with the same tokens as on the host", f"{content['checked_rows']}", "all"
     for row in content["gpu_us"]:
         times = [value for kind in ("peaked", "flat") for value in row[kind].values()]
         limit = "30 us" if (row["vocab"], row["batch"]) == (151_936, 8) else ""
@@ -77,7 +77,7 @@ def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"build of a 0.5B Qwen2-shaped engine, {content['dtype']}, {name}", f"{result['seconds']:.1f} s", ""
         yield f"peak memory of it, {name}", f"{result['peak_nbytes'] / _MIB:.0f} MiB", ""
     beyond = content["peak_beyond_bare_in_weights"]
-    yield "peak memory beyond the bare build, over the weights", f"{beyond:.2f}", f"{content['limit']:g}"
+    yield "additional peak memory over the bare build / weights", f"{beyond:.2f}", f"{content['limit']:g}"
 
 
 def _build_packed(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -87,7 +87,7 @@ def _build_packed(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         what = f"build of a 0.5B Qwen2-shaped engine, {name}, {weights:.0f} MiB of weights"
         yield f"{what}: peak memory, bare and ours", f"{peaks['bare']:.0f} and {peaks['ours']:.0f} MiB", ""
         yield (
-            "the same beyond the bare build, over the packed weights",
+            "additional peak memory over the bare build / packed weights",
             f"{found['peak_beyond_bare_in_weights']:.2f}",
             f"{content['limit']:g}",
         )
@@ -98,20 +98,20 @@ def _perplexity(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         dense, *packed = of_table(content[which])
         yield f"perplexity of {label}, {dense['format']}", f"{dense['perplexity']:.4g}", ""
         for row in packed:
-            yield f"the same, {row['format']}: over {dense['format']}", f"{row['perplexity'] / dense['perplexity']:.4f}", ""
+            yield f"the same, {row['format']} / {dense['format']}", f"{row['perplexity'] / dense['perplexity']:.4f}", ""
 
 
 def _short(commit: str) -> str:
-    """Return the first digits of a commit, and whether files had been changed since."""
+    """Return the first digits of a commit, with a mark if files had been changed since."""
     digits, *changed = commit.split(maxsplit=1)
     return " ".join([digits[:8], *changed])
 
 
 def formats_table(content: dict[str, Any]) -> str:
-    """Return the table of what formats cost, for the page of quantization."""
+    """Return the table of perplexities by format, for the page on quantization."""
     lines = [f"`{content['command']}`, {content['date'][:10]}, commit {_short(content['commit'])}:", ""]
     lines += [
-        "| weights | random model: bytes of those in 16 bits | shipped model: perplexity over 16 bits | random model: the same |",
+        "| weights | bytes / 16-bit bytes (random model) | perplexity / 16-bit perplexity: shipped model | the same: random model |",
         "|---|---|---|---|",
     ]
     tables = {which: {row["format"]: row for row in of_table(content[which])} for which in ("shipped", "random")}
@@ -125,7 +125,7 @@ def formats_table(content: dict[str, Any]) -> str:
 
 
 def _build_estimate(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    yield "estimates of plan and peak of a build, most off", f"{content['largest_error']:.1%}", f"{content['limit']:.0%}"
+    yield "estimates of plan size and peak memory of a build: largest error", f"{content['largest_error']:.1%}", f"{content['limit']:.0%}"
 
 
 def _import_time(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -146,25 +146,25 @@ def _moves(content: dict[str, Any], device: str = "host") -> Iterator[tuple[str,
     for name, found in shares.items():
         spread = f"{min(found):.2f} to {max(found):.2f} of a copy ({len(found)} shapes)"
         fresh = name == "capture" and device == "host"
-        label = f"{name} with its allocation, over a copy with one" if fresh else name
+        label = f"{name} with its allocation / copy with an allocation" if fresh else name
         yield f"{label}, above 64 MB", spread, "" if fresh else f"{limits[device]:g}"
     launches = [row["us"] for row in rows if row["launch_bound"]]
     if launches:
         yield "compaction, capture or restore of less than 64 MB", f"{min(launches):.0f} to {max(launches):.0f} us", ""
     yield (
-        "compaction of 1024 tokens, S = 32768 over 2048",
+        "compaction of 1024 tokens, S = 32768 / S = 2048",
         f"{content['by_max_sequence_length']['ratio']:.2f}",
         f"{limits['length_ratio']:g}",
     )
     for what in ("save", "load"):
-        yield f"{what} of a snapshot, over the slower of SHA-256 and disk", f"{content['snapshots'][f'{what}_of_slower']:.2f}", ""
+        yield f"{what} of a snapshot / the slower of SHA-256 and disk", f"{content['snapshots'][f'{what}_of_slower']:.2f}", ""
     times = content["host_time"]
     for what, label in (("commit_scalar_us", "commit of a number"), ("commit_values_us", "commit per slot"), ("reset_us", "reset")):
         yield f"{label}, host time, B = {times['batch_size']}", f"{times[what]:.1f} us", f"{limits['host_us']:g} us"
 
 
 def _state_steps(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Decode steps by layer beside the copy bandwidth."""
+    """Decode steps by layer, as a share of the copy bandwidth."""
     rows = _rows(content, "rows")
     for layer in dict.fromkeys(row["layer"] for row in rows):
         # States are read and written.
@@ -175,7 +175,7 @@ def _state_steps(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _state_prefill(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Prefill by layer beside each other implementation."""
+    """Prefill by layer, compared with other implementations."""
     rows = [row for row in _rows(content, "rows") if row["width"] > 1]
     for layer in dict.fromkeys(row["layer"] for row in rows):
         mine = [row for row in rows if row["layer"] == layer]
@@ -184,7 +184,7 @@ def _state_prefill(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             times = [ours / one for ours, one in pairs if isinstance(one, float)]
             if times:
                 shapes = f"{min(times):.3f} to {max(times):.3f} ({len(times)} shapes)"
-                yield f"{layer}, several new tokens: time over that of {other}", shapes, f"{content['limits']['of_best_other']:g}"
+                yield f"{layer}, several new tokens: time / time of {other}", shapes, f"{content['limits']['of_best_other']:g}"
 
 
 def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -215,23 +215,23 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for what, found, unit, limit in (
         ("decode, 64 MB of K and V: share of the copy bandwidth", least, "", f"at least {limits['of_copy']:g}"),
         ("decode, more than 64 MB: share of the copy bandwidth", large, "", f"at least {limits['of_copy']:g}"),
-        ("decode from 64 MB: time over that of the fastest other", best, "", f"{limits['of_best_peer']:g}"),
-        ("decode, 8 query heads for a K/V head: time over that of 1", eight, "", f"{limits['group_8_of_1']:g}"),
+        ("decode from 64 MB: time / time of the fastest other", best, "", f"{limits['of_best_peer']:g}"),
+        ("decode, 8 query heads per K/V head: time / time with 1", eight, "", f"{limits['group_8_of_1']:g}"),
         ("decode up to 8 MB", small, " us", f"{limits['small_us']:g} us"),
-        ("2 to 8 new tokens, more than 8 MB: time over that of 1", to_8, "", f"{limits.get('8_of_1', 0):g}"),
-        ("16 new tokens, more than 8 MB: time over that of 1", to_16, "", f"{limits.get('16_of_1', 0):g}"),
-        ("2 to 16 new tokens, up to 8 MB: more than 1", more, " us", f"{limits.get('small_more_us', 0):g} us"),
-        (f"2 to 512 new tokens: time over that of torch's {flash}", of_flash, "", f"{limits.get('chunk_of_best_peer', 0):g}"),
-        ("2 to 512 new tokens: time over that of FlashInfer's fastest", of_flashinfer, "", f"{limits.get('chunk_of_best_peer', 0):g}"),
-        (f"prefill: speed over torch's {flash}", shares, "", f"at least {limits['of_flash']:g}"),
+        ("2 to 8 new tokens, more than 8 MB: time / time of 1", to_8, "", f"{limits.get('8_of_1', 0):g}"),
+        ("16 new tokens, more than 8 MB: time / time of 1", to_16, "", f"{limits.get('16_of_1', 0):g}"),
+        ("2 to 16 new tokens, up to 8 MB: time above that of 1", more, " us", f"{limits.get('small_more_us', 0):g} us"),
+        (f"2 to 512 new tokens: time / time of torch's {flash}", of_flash, "", f"{limits.get('chunk_of_best_peer', 0):g}"),
+        ("2 to 512 new tokens: time / time of FlashInfer's fastest", of_flashinfer, "", f"{limits.get('chunk_of_best_peer', 0):g}"),
+        (f"prefill: speed / speed of torch's {flash}", shares, "", f"at least {limits['of_flash']:g}"),
     ):
         if found:
-            digits = 3 if "time over" in what else 2
+            digits = 3 if "time / time" in what else 2
             yield f"attention, {what}", f"{min(found):.{digits}f} to {max(found):.{digits}f}{unit} ({len(found)} shapes)", limit
 
 
 def _peer_times(row: dict[str, Any], name: str = "") -> list[float]:
-    """Return the times of others whose names begin so, and not why one has none."""
+    """Return the times of peers by name prefix, without the peers that have a reason in place of a time."""
     return [one for other, one in row.get("peers_us", {}).items() if isinstance(one, float) and other.startswith(name)]
 
 
@@ -248,7 +248,7 @@ def _compare_kernels(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     ratios: dict[str, list[float]] = {}
     for row in of_table(content["cases"]):
         ratios.setdefault(row["kind"], []).append(row["new_over_old"])
-    label = f"attention kernels, time over that of commit {content['old_commit'][:8]}"
+    label = f"attention kernels, time / time of commit {content['old_commit'][:8]}"
     for kind, found in ratios.items():
         spread = f"{min(found):.3f} to {max(found):.3f} ({len(found)} shapes)"
         yield f"{label}: {kind}", spread, f"{content['limits']['new_over_old']:g}"
@@ -282,20 +282,20 @@ def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _torch_engine(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for dtype, result in content["results"].items():
         for what, ratio in result["times_as_fast"].items():
-            yield f"PyTorch engine on a CPU, 0.5B Qwen2, {dtype}, {what}: time of transformers over ours", f"{ratio:.2f}", "1"
+            yield f"PyTorch engine on a CPU, 0.5B Qwen2, {dtype}, {what}: time of transformers / ours", f"{ratio:.2f}", "1"
 
 
 def _torch_engine_gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in content["rows"]:
         share = f"{row['share_of_limit']:.2f} ({row['decode_step_ms']:.2f} ms)"
-        yield f"PyTorch engine, decode step of {row['model']}, batch {row['batch']}: share of the limit that reading sets", share, ""
+        yield f"PyTorch engine, decode step of {row['model']}, batch {row['batch']}: share of the memory bandwidth limit", share, ""
 
 
 def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in content["rows"]:
         at_once = f"{row['at_once']} at once" if row["at_once"] > 1 else "one at a time"
         limit = f"at least {content['limit']:g}" if row["at_once"] == content["slots"] else ""
-        what = f"tokens per second of the server over those of `submit` and `step`, {at_once}"
+        what = f"tokens per second of the server / of `submit` and `step`, {at_once}"
         yield f"{what}, streams", f"{row['stream_over_session']:.2f} ({row['stream']['tokens_per_second']:.0f})", limit
         yield "the same, whole answers", f"{row['whole_over_session']:.2f} ({row['whole']['tokens_per_second']:.0f})", limit
         first = f"{row['stream']['first_token_ms']:.0f} ms, session {row['session']['first_token_ms']:.0f} ms"
@@ -304,10 +304,10 @@ def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _llama_cpp(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     same, limits = content["correctness"], content["correctness"]["limits"]
-    yield "beside llama.cpp: prompts with the same token ids", f"{same['prompts_with_the_same_ids']} of {same['prompts']}", "all"
+    yield "compared with llama.cpp: prompts with the same token ids", f"{same['prompts_with_the_same_ids']} of {same['prompts']}", "all"
     what = f"log-probabilities of {same['forced_tokens']} forced tokens"
     value, limit = same["float32_over_largest_logit"], limits["float32_over_largest_logit"]
-    yield f"{what}, file in float32: largest difference over the largest logit", f"{value:.1e}", f"{limit:g}"
+    yield f"{what}, file in float32: largest difference / largest logit", f"{value:.1e}", f"{limit:g}"
     value, limit = same["quantized_largest"], limits["quantized_largest"]
     yield f"{what}, {content['model']}: largest difference", f"{value:.2f} (mean {same['quantized_mean']:.3f})", f"{limit:g}"
     for row in content["rows"]:
@@ -325,10 +325,10 @@ def _server_attacks(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             f"{content[name]['limits']['health_s'] * 1e3:.0f} ms",
         )
     left, limit = content["bodies"]["memory_left_mib"], content["bodies"]["limits"]["memory_left_mib"]
-    yield "memory that all bodies together leave behind", f"{left} MiB", f"{limit} MiB"
+    yield "memory that all bodies together leave allocated", f"{left} MiB", f"{limit} MiB"
     slow = next(row for row in content["grammars"]["rows"] if row.get("beside") == "three slow grammars")
     yield (
-        "tokens of others beside three slow grammars: time over that alone",
+        "tokens of others next to three slow grammars: time / time without them",
         f"{slow['ratio']:.2f}",
         f"{content['grammars']['limits']['beside_slow']}",
     )
@@ -350,13 +350,13 @@ def _attention_quantized_decode(content: dict[str, Any]) -> Iterator[tuple[str, 
             yield f"{label}: share of the copy bandwidth, from 64 MB", f"{min(shares):.2f} to {max(shares):.2f}", f"{limits['of_copy']}"
             times = [row["faster_than_16_bits"][name] for row in chosen if row["kv_mb"]["16 bits"] >= 128]
             yield (
-                f"{label}: speed over that of 16 bits, from 128 MB of those",
+                f"{label}: speed / speed of 16-bit K/V, from 128 MB of these",
                 f"{min(times):.2f} to {max(times):.2f}",
                 f"{limits['of_16_bits']}",
             )
         times = [row["append_attention_us"] / min(others) for row in chosen if (others := _peer_times(row))]
         if times:
-            label = f"{what}, float8_e4m3fn K/V with a scale for each head: time over that of FlashInfer's fastest, without RoPE"
+            label = f"{what}, float8_e4m3fn K/V with a scale for each head: time / time of FlashInfer's fastest, without RoPE"
             yield label, f"{min(times):.3f} to {max(times):.3f} ({len(times)} shapes)", f"{limits['of_best_peer']:g}"
 
 
@@ -365,12 +365,12 @@ def _attention_quantized_prefill(content: dict[str, Any]) -> Iterator[tuple[str,
     for what, chosen, limit in (
         ("prompts of 512 tokens", [row for row in rows if not row["past"] and row["width"] < 2048], ""),
         ("prompts of 2048 tokens and more", [row for row in rows if not row["past"] and row["width"] >= 2048], f"{limits['prefill']:.2f}"),
-        ("16 to 512 tokens over a past", [row for row in rows if row["past"]], f"{limits['chunk']:.2f}"),
+        ("16 to 512 tokens after a prefix", [row for row in rows if row["past"]], f"{limits['chunk']:.2f}"),
     ):
         for scales in ("head", "token"):
             shares = [share for row in chosen for name, share in row["of_16_bits"].items() if name.endswith(scales)]
             yield (
-                f"{what}, quantized K/V with a scale for each {scales}: time over that of 16 bits",
+                f"{what}, quantized K/V with a scale for each {scales}: time / time of 16-bit K/V",
                 f"{min(shares):.2f} to {max(shares):.2f}",
                 limit,
             )
@@ -386,7 +386,7 @@ def _linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     shares = [row["of_copy"]["ours"] for row in few if row["mb"] >= 64]
     if shares:
         yield (
-            "products of up to 8 rows alone, from 64 MB: share of the copy bandwidth",
+            "matrix products of up to 8 rows alone, from 64 MB: share of the copy bandwidth",
             f"{min(shares):.2f} to {max(shares):.2f}",
             f"{limits['of_copy']}",
         )
@@ -394,7 +394,7 @@ def _linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         ratios = [row["us"]["ours"] / row["us"]["torch"] for row in rows]
         if ratios:
             yield (
-                f"products of {what} alone: time over that of torch",
+                f"matrix products of {what} alone: time / time of torch",
                 f"{min(ratios):.2f} to {max(ratios):.2f} ({len(ratios)} shapes)",
                 limit,
             )

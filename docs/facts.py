@@ -1,6 +1,6 @@
-"""Facts that several pages state, each written once: ``python docs/facts.py`` writes them into the pages, between two marks.
+"""Facts that several pages state, each defined once: ``python docs/facts.py`` writes them into the pages, between two marks.
 
-``--check`` writes nothing; exit code 1 says that a page states something else. The extras and their packages are those of pyproject.toml.
+``--check`` writes nothing; exit code 1 means that a page differs. The extras and their packages come from pyproject.toml.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FACTS = {
     "kernel capabilities": "compute capability 8.0 and newer",
     "torch on a GPU": "yes: an H200",
     "rtx": "builds: yes, Linux on x86-64; runs: no",
-    "full TensorRT": "no; it builds against NVIDIA's Python bindings of 10.3 to 11.4, over a stand-in for the libraries",
+    "full TensorRT": "no; it builds against NVIDIA's Python bindings of 10.3 to 11.4, with a stand-in for the libraries",
     "jetson": "no",
 }
 
@@ -57,7 +57,7 @@ def extras() -> dict[str, list[str]]:
 
 def extras_table() -> str:
     """Return the table of the extras."""
-    lines = ["| extra | what it is for | installs |", "|---|---|---|", "| none | the cache in host memory | NumPy, ml_dtypes |"]
+    lines = ["| extra | use | installs |", "|---|---|---|", "| none | the cache in host memory | NumPy, ml_dtypes |"]
     return "\n".join([*lines, *(f"| `{name}` | {EXTRAS[name]} | {_packages(needed)} |" for name, needed in _in_order(extras()))])
 
 
@@ -68,7 +68,7 @@ def _in_order(found: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
 
 
 def _packages(requirements: list[str]) -> str:
-    """Return what an extra installs, in short: other extras in code and packages by name, or only the extras if there are many packages."""
+    """Return the packages of an extra: other extras as code, packages by name; of many packages only the extras."""
     names = []
     for requirement in requirements:
         own = re.match(r"trt-kvcache\[(.*?)\]", requirement)

@@ -1,7 +1,7 @@
 """Write the table of weight formats into README.md and docs/quantization.md, from the code: ``python docs/formats_table.py``.
 
-``--check`` writes nothing; exit code 1 says that a table is not that of the code. Formats, what their codes are, and the first GPUs with
-each type of TensorRT are those of the package.
+``--check`` writes nothing; exit code 1 means that a table differs from the code. Formats, their kinds of quantized values, and the
+first GPUs with each type of TensorRT come from the package.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from trt_kvcache.checkpoint.quantized.registry import FORMATS  # noqa: E402
 PAGES = (ROOT / "README.md", ROOT / "docs" / "quantization.md")
 BEGIN, END = "<!-- formats: docs/formats_table.py -->", "<!-- end of formats -->"
 
-#: The first compute capability that TensorRT for RTX knows, where all types are that have no first one of their own.
+#: The first compute capability of TensorRT for RTX; types without an own first one start there.
 LOWEST = "7.5"
 
-#: What people call types of TensorRT.
+#: Names of TensorRT's types.
 TITLES = {"int4": "INT4", "int8": "INT8", "float8_e4m3fn": "FP8", "float4_e2m1fn": "FP4"}
 
 
 def table() -> str:
-    """Return the table, one line a format."""
+    """Return the table, one line per format."""
     capabilities = sorted({LOWEST, *FIRST_CAPABILITY.values()}, key=_number)
     columns = [
         f"{first} and newer" if after is None else f"from {first}"
         for first, after in zip(capabilities, [*capabilities[1:], None], strict=True)
     ]
     lines = [
-        f"| weights | named by | NumPy, PyTorch | TensorRT, compute capability {' | '.join(columns)} |",
+        f"| weights | format name | NumPy, PyTorch | TensorRT, compute capability {' | '.join(columns)} |",
         "|---" * (3 + len(columns)) + "|",
     ]
     rounded = sorted({f"int{bits}" for bits, _ in SCHEMES.values()})
@@ -53,7 +53,7 @@ def table() -> str:
 
 
 def _types(kinds: Sequence[str], capability: str) -> str:
-    """Return the types that a build for one compute capability has for codes of these kinds."""
+    """Return the types in a build for one compute capability, for these kinds of quantized values."""
     found = []
     for kind in kinds:
         native = NATIVE_TYPES.get(kind)

@@ -1,7 +1,7 @@
 """Write the tables of models into README.md and docs/models.md, from the code: ``python docs/models_table.py``.
 
-``--check`` writes nothing; exit code 1 says that a table is not that of the code. Checkpoints and reasons come from the configurations in
-``tests/model/published``. A family has what its golden models need, and an engine computes what its ``COMPUTED_FEATURES`` names.
+``--check`` writes nothing; exit code 1 means that a table differs from the code. Checkpoints and reasons come from the configurations in
+``tests/model/published``. The features of a family come from its golden models, the features of an engine from its ``COMPUTED_FEATURES``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trt_kvcache.model.features import FEATURES, features  # noqa: E402
 README, MODELS = ROOT / "README.md", ROOT / "docs" / "models.md"
 PUBLISHED = ROOT / "tests" / "model" / "published"
 
-#: Where each engine says what it computes, beside the one in NumPy, which computes everything. They are not imported: one needs torch. The
-#: word is for a model that it computes: golden models run with PyTorch, and TensorRT has built their engines and run none.
+#: Files with the ``COMPUTED_FEATURES`` of each engine; NumPy computes everything. They are not imported: one needs torch. The word is for
+#: a supported model: golden models run with PyTorch, and TensorRT has built their engines and run none.
 ENGINES = {
     "NumPy": (None, "runs"),
     "PyTorch": ("trt_kvcache/torch_engine/engine.py", "runs"),
@@ -36,7 +36,7 @@ ENGINES = {
 
 
 def checkpoints_table() -> str:
-    """Return which published checkpoints open and which are refused, one line a family; families that are not known come last."""
+    """Return the published checkpoints that open and that are refused, one line per family; unknown families come last."""
     opens: dict[str, list[str]] = {name: [] for name in FAMILIES}
     refused: dict[str, dict[str, list[str]]] = {name: {} for name in [*FAMILIES, ""]}
     for path in sorted(PUBLISHED.glob("*.json"), key=lambda path: path.stem):
@@ -46,7 +46,7 @@ def checkpoints_table() -> str:
         except ConfigError as error:
             refused[family_of(config)].setdefault(reason(error), []).append(path.stem)
     lines = [
-        f"| family | published checkpoints that open | refused, and why | {' | '.join(ENGINES)} |",
+        f"| family | published checkpoints that open | refused, with reason | {' | '.join(ENGINES)} |",
         f"|---|---|---|{'---|' * len(ENGINES)}",
     ]
     for name, family in FAMILIES.items():
@@ -56,7 +56,7 @@ def checkpoints_table() -> str:
 
 
 def name_of(stem: str, config: dict[str, Any]) -> list[str]:
-    """Return a checkpoint that opens; of a file with the ``text_config`` of one, the checkpoint only if its weights open with it."""
+    """Return the name of a checkpoint that opens; for a ``text_config`` alone only if the checkpoint's weights open with it."""
     if not stem.endswith("-text"):
         return [stem]
     opens = any("language_model" in prefix for prefix in FAMILIES[config["model_type"]].renamed)
@@ -69,13 +69,13 @@ def grouped(names: dict[str, list[str]]) -> str:
 
 
 def family_of(config: dict[str, Any]) -> str:
-    """Return the family that a refused configuration is of, or that its text model is of; empty if it is of none."""
+    """Return the family of a refused configuration, or of its text model; empty without one."""
     names = (config["model_type"], config.get("text_config", {}).get("model_type"))
     return next((name for name in names if name in FAMILIES), "")
 
 
 def reason(error: ConfigError) -> str:
-    """Return why a model is refused, in the words of the error without its verbs."""
+    """Return the reason of a refusal, from the error text without its verbs."""
     found = re.search(r"\(model_type \S+\) (.*?)(?: in layer \d+)?, which (?:is|are) not supported", str(error))
     if found is None:
         return "another architecture"
@@ -83,7 +83,7 @@ def reason(error: ConfigError) -> str:
 
 
 def architectures_table() -> str:
-    """Return what each family has that Llama has not, one line a family."""
+    """Return the features of each family beyond Llama, one line per family."""
     lines = ["| family | `model_type` | beyond Llama |", "|---|---|---|"]
     for family in FAMILIES.values():
         lines.append(f"| {family.title} | `{family.name}` | {', '.join(beyond_llama(golden_models(family.name)))} |")
@@ -91,7 +91,7 @@ def architectures_table() -> str:
 
 
 def beyond_llama(models: list[ModelConfig]) -> list[str]:
-    """Return the features of models, in words, with those of attention that every engine has."""
+    """Return the features of models in words, with the attention features that every engine has."""
     attention = [layer.mixer for model in models for layer in model.layers if isinstance(layer.mixer, AttentionConfig)]
     common = {
         "QKV bias": any(mixer.qkv_bias and not mixer.o_bias for mixer in attention),
@@ -105,7 +105,7 @@ def beyond_llama(models: list[ModelConfig]) -> list[str]:
 
 
 def verdicts(family: str) -> list[str]:
-    """Return for each engine whether it computes the golden models of a family: some need more than others."""
+    """Return the verdict of each engine on the golden models of a family, some of which need more features than others."""
     found = []
     for path, word in ENGINES.values():
         needs = [features(model) for model in golden_models(family)]

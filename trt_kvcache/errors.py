@@ -1,6 +1,6 @@
 """The exceptions of this package. They have one root, and each is also the builtin exception that a caller would expect.
 
-Every message names the object, what was expected, what was given, and a hint if there is one. An error is raised before
+Every message names the object, the expected and the given value, and a hint if there is one. An error is raised before
 anything has changed, unless its message says otherwise.
 
 A wrong argument raises the error of its kind (:class:`RangeError`, :class:`ShapeError`, :class:`DTypeError`, :class:`PlaceError`,
@@ -41,7 +41,7 @@ class ShapeError(KVCacheError, ValueError):
 
 
 class PlaceError(KVCacheError, ValueError):
-    """A tensor or stream of another memory: host where the device is needed, or another device."""
+    """A tensor or stream of another memory: of the host instead of the device, or of another device."""
 
 
 class LayoutError(KVCacheError, ValueError):
@@ -65,7 +65,7 @@ class SlotError(KVCacheError, IndexError):
 
 
 class LayerIndexError(KVCacheError, IndexError):
-    """A layer index out of range, or of a layer of another kind. Indices never wrap."""
+    """A layer index out of range, or of a layer of another type. Indices never wrap."""
 
 
 class SequenceError(KVCacheError, KeyError):
@@ -76,11 +76,11 @@ class SequenceError(KVCacheError, KeyError):
 
 
 class CapacityError(KVCacheError, RuntimeError):
-    """The cache or the memory has no room for what was asked."""
+    """The cache or the memory has not enough room."""
 
 
 class QueueFullError(KVCacheError, RuntimeError):
-    """As many requests wait as may wait.
+    """The queue of waiting requests is full.
 
     Attributes
     ----------
@@ -92,19 +92,19 @@ class QueueFullError(KVCacheError, RuntimeError):
 
 
 class BindingError(KVCacheError, RuntimeError):
-    """An engine tensor and the view meant for it do not fit: name, shape, dtype, alias or place."""
+    """An engine tensor and its view do not fit: name, shape, dtype, alias or memory."""
 
 
 class BuildError(KVCacheError, RuntimeError):
-    """An engine could not be built; the text holds what TensorRT logged."""
+    """An engine could not be built; the text has TensorRT's log messages."""
 
 
 class EngineError(KVCacheError, RuntimeError):
-    """An engine could not be loaded or enqueued; the text holds what TensorRT logged."""
+    """An engine could not be loaded or enqueued; the text has TensorRT's log messages."""
 
 
 class ProcessorError(KVCacheError, RuntimeError):
-    """A logits processor of the caller's raised or returned something else than logits, or the options of a request leave no token.
+    """A logits processor raised or did not return logits, or the options of a request exclude all tokens.
 
     Attributes
     ----------

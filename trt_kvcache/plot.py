@@ -1,4 +1,4 @@
-"""``Plot``: a matplotlib figure that is saved as SVG, PNG or PDF, and shown by notebooks. matplotlib is imported when one is drawn."""
+"""``Plot``: a matplotlib figure for files (SVG, PNG, PDF) and notebooks. matplotlib is imported by the first drawing."""
 
 import io
 import os
@@ -13,16 +13,16 @@ from trt_kvcache.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: File name suffixes that a plot can be saved as.
+#: Suffixes of the formats of plots.
 FORMATS = ("svg", "png", "pdf")
 
 #: Sizes in inches are those of 100 dots; a PNG has twice as many.
 _DPI = 200
 
-#: Colours of text, and of what is there but not in use.
+#: Colours of text, and of unused parts.
 INK, GREY = "#1c2833", "#8395a2"
 
-#: How a legend over a drawing is made readable: a white box behind it.
+#: Style of a legend over a drawing: a white box.
 LEGEND: Any = {"frameon": True, "facecolor": "white", "edgecolor": "none", "framealpha": 0.9}
 
 #: The same figure gives the same SVG: ids come from its content, text stays text.
@@ -43,12 +43,12 @@ _STYLE: Any = {
 
 
 class Plot:
-    """A picture. Notebooks show it; :meth:`save` writes it.
+    """A figure. Notebooks show it; :meth:`save` writes it.
 
     Parameters
     ----------
     figure : matplotlib.figure.Figure
-        What is shown.
+        The figure.
 
     Examples
     --------
@@ -116,7 +116,7 @@ class Plot:
 
 
 def format_of(path: Path) -> str:
-    """Return the format that a file is to have."""
+    """Return the format of a file by its suffix; ConfigError for any other suffix."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in FORMATS:
         raise ConfigError(f"{path}: expected a file name that ends with {', '.join(f'.{one}' for one in FORMATS)}.")
@@ -124,27 +124,27 @@ def format_of(path: Path) -> str:
 
 
 def check_can_draw(path: Path) -> None:
-    """Check that a plot can be drawn and saved under a name, before the work that it will show."""
+    """Check in advance that a plot can be drawn and saved: raise ConfigError for the suffix, ModuleNotFoundError without matplotlib."""
     format_of(path)
     with naming_the_extra():
         import matplotlib.figure  # noqa: F401
 
 
 def draw(height: float, paint: Callable[[Any], object], *, width: float = 9.0) -> Plot:
-    """Return a plot."""
+    """Draw a plot: ``paint(figure)`` gets an empty figure. Sizes are in inches."""
     with naming_the_extra():
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
         paint(figure)
-        figure.draw_without_rendering()  # lays it out, once: each way to show the plot shows the same
+        figure.draw_without_rendering()  # lays it out once, so that every format shows the same
         figure.set_layout_engine("none")
     return Plot(figure)
 
 
 def size_text(nbytes: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes for people: four digits and a binary unit, such as ``1.5 MiB``."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.4g} {unit}"
@@ -152,7 +152,7 @@ def size_text(nbytes: int) -> str:
 
 
 def paint_sizes(axes: Any, sizes: Sequence[tuple[str, int]], colours: Sequence[str], texts: Sequence[str] | None = None) -> None:
-    """Draw a bar for each of some sizes in bytes."""
+    """Draw a bar for each size in bytes, from the top, followed by ``texts`` or the sizes."""
     rows = range(len(sizes))
     axes.barh(rows, [nbytes for _, nbytes in sizes], color=colours, height=0.78, linewidth=0)
     axes.set_yticks(rows, [name for name, _ in sizes])

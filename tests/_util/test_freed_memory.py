@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trt_kvcache._util.freed_memory import give_back_freed_memory
+from trt_kvcache._util.freed_memory import return_freed_memory
 from trt_kvcache._util.mapped_pages import release_pages
 
 STATUS = Path("/proc/self/status")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not STATUS.exists(), reason="needs Linux")
 KEPT_BY_THE_C_LIBRARY = """
 import ctypes
 from tests._util.test_freed_memory import resident
-from trt_kvcache._util.freed_memory import give_back_freed_memory
+from trt_kvcache._util.freed_memory import return_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 blocks = [libc.malloc(1 << 16) for _ in range(2000)]
@@ -32,7 +32,7 @@ full = resident("RssAnon")
 for block in blocks[:-1]:
     libc.free(block)
 freed = resident("RssAnon")
-give_back_freed_memory()
+return_freed_memory()
 print(full, freed, resident("RssAnon"))
 """
 
@@ -44,7 +44,7 @@ def resident(kind: str) -> int:
 
 def test_what_was_freed_is_given_back() -> None:
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
-        give_back_freed_memory()  # does nothing
+        return_freed_memory()  # does nothing
         return
     done = subprocess.run([sys.executable, "-c", KEPT_BY_THE_C_LIBRARY], check=True, capture_output=True, text=True)
     full, freed, given_back = map(int, done.stdout.split())

@@ -27,7 +27,7 @@ GENERATE = """
 import json, nvtx
 from trt_kvcache import InferenceSession
 with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
-    session._token_steps.on_device = {on_device}
+    session._decode_steps.on_device = {on_device}
     list(session.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True))
     generated = list(nvtx.EVENTS)
     for count in (1, 2):

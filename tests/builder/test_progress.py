@@ -65,7 +65,7 @@ def test_what_the_callback_raises_stops_the_build_and_is_kept(error: BaseExcepti
 
 def test_memory_that_was_freed_is_given_back_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
-    monkeypatch.setattr("trt_kvcache.builder.progress.give_back_freed_memory", lambda: calls.append(None))
+    monkeypatch.setattr("trt_kvcache.builder.progress.return_freed_memory", lambda: calls.append(None))
     monitor = make_monitor(SimpleNamespace(IProgressMonitor=object), BuildProgress(lambda fraction: None))
     monitor.phase_start("build", None, 2)
     assert monitor.step_complete("build", 0)

@@ -19,7 +19,7 @@ from trt_kvcache import (
     MambaCacheConfig,
     estimate_memory,
 )
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 
 LAYER = KVLayerConfig(num_kv_heads=2, head_dim=16)
@@ -263,7 +263,7 @@ def _integers(name, high):
 
 def _scales(name):
     wrong = [0, 0.0, -1.0, float("nan"), float("inf"), 1e300, 10**400, 10**5000, 1e-60, True, "1.0", None]
-    return [(value, f"{name}: expected a finite float32 above 0, got {shown(value)}.") for value in wrong]
+    return [(value, f"{name}: expected a finite float32 above 0, got {short_repr(value)}.") for value in wrong]
 
 
 DTYPES = [
@@ -313,7 +313,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields", "name", "value", "text"), BAD, ids=[f"{b[0].__name__}.{b[2]}={shown(b[3]):.12}" for b in BAD])
+@pytest.mark.parametrize(
+    ("kind", "fields", "name", "value", "text"), BAD, ids=[f"{b[0].__name__}.{b[2]}={short_repr(b[3]):.12}" for b in BAD]
+)
 def test_a_field_out_of_range(kind, fields, name, value, text):
     with pytest.raises(ConfigError) as caught:
         kind(**{**fields, name: value})

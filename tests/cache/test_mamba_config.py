@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from trt_kvcache import HostMemory, MambaCacheConfig, MambaCacheManager, estimate_memory
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 
 FIELDS = {"num_layers": 2, "max_batch_size": 3, "num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_kernel": 4}
@@ -121,7 +121,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "text"), BAD, ids=[f"{name}={shown(value)}" for name, value, _ in BAD])
+@pytest.mark.parametrize(("name", "value", "text"), BAD, ids=[f"{name}={short_repr(value)}" for name, value, _ in BAD])
 def test_a_field_out_of_range(name, value, text):
     with pytest.raises(ConfigError) as caught:
         MambaCacheConfig(**{**FIELDS, name: value})

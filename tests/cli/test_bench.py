@@ -48,9 +48,9 @@ def test_the_table(run: Run):
     assert done.out.startswith(f"{SHIPPED}\nReferenceEngine on ")
     for said in (
         "2 runs after 1 to warm up; prompts of random tokens, seed 0",
-        "included: logits on the host, the choice of tokens (greedy), and their text",
+        "included: logits on the host, sampling (greedy), and their text",
         "a token needs weights, K and V of ",
-        "limit: share of what reading weights, K and V at ",
+        "limit: share of the speed of reading weights, K and V at ",
         "memory: ",
     ):
         assert said in done.out
@@ -115,7 +115,7 @@ def test_only_prompts_or_only_decode_steps(run: Run):
 def test_a_model_without_a_tokenizer_makes_no_text(run: Run, model: Path):
     (model / "tokenizer.json").unlink()
     done = run("bench", model, *SMALL)
-    assert "the choice of tokens (greedy)\n" in done.out
+    assert "sampling (greedy)\n" in done.out
 
 
 @pytest.mark.usefixtures("nothing_runs")

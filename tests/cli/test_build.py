@@ -12,7 +12,7 @@ from tests.helpers.small_model import write_model
 from trt_kvcache import build_engine, estimate_build
 from trt_kvcache.cli import build as build_module
 from trt_kvcache.cli.flag_names import flags_of, in_flags, naming_flags
-from trt_kvcache.cli.options import flat_parameters
+from trt_kvcache.cli.option_groups import flat_parameters
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BuildError, ConfigError
 
@@ -268,6 +268,6 @@ def test_a_dry_run_needs_no_weights(run: Run, tmp_path: Path):
     dry_run = ("build", tmp_path / "model", "-o", tmp_path / "engine", "--dry-run")
     done = run(*dry_run, "--quantize", "int8")
     assert done.code == 0
-    assert "no weights are there, and a build needs some; config.json alone was checked" in done.err
+    assert "no weights found, which a build needs; only config.json was checked" in done.err
     done = run(*dry_run, "--quantize", "int4", "--compute-capability", "7.5")
     assert "expected 8.0 or more for weights in int4" in done.err

@@ -9,7 +9,7 @@ import typer
 
 from trt_kvcache.cli.app import COMMANDS, app
 from trt_kvcache.cli.flag_names import flags_of, in_flags, naming_flags
-from trt_kvcache.cli.options import flat_parameters
+from trt_kvcache.cli.option_groups import flat_parameters
 
 from .conftest import SHIPPED, Run
 

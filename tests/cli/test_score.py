@@ -38,7 +38,7 @@ def test_a_table_of_the_texts_and_the_perplexity_of_all(run: Run, scores: list[A
         assert float(row[2]) == pytest.approx(score.logprob, rel=1e-3)
         assert float(row[3]) == pytest.approx(score.perplexity, rel=1e-3)
     last = done.out.splitlines()[-1]
-    assert last.endswith("tokens of 2 texts; the first token of a text has nothing before it")
+    assert last.endswith("tokens of 2 texts; the first token of a text is not scored")
     assert float(last.split()[1]) == pytest.approx(perplexity(scores), rel=1e-3)
     assert done.err.startswith("ReferenceEngine on cpu: prefill ")
 

@@ -168,7 +168,7 @@ def test_a_drawn_seed_is_part_of_the_answer_and_gives_it_again(serve):
 def test_a_field_that_looks_like_a_misspelt_option_is_warned_of(serve):
     done, answers = serve('{"prompt": "a", "max_new_token": 2}', '{"prompt": "b", "max_new_token": 2}', name="prompts.jsonl")
     assert done.err.splitlines()[0].endswith(
-        "prompts.jsonl:1: max_new_token: no sampling option (max_new_tokens is one); it comes back with the answer."
+        "prompts.jsonl:1: max_new_token: no sampling option (max_new_tokens is one); it is repeated in the answer."
     )
     assert done.err.count("warning") == 1
     assert all(answer["max_new_token"] == 2 for answer in answers)
@@ -177,7 +177,7 @@ def test_a_field_that_looks_like_a_misspelt_option_is_warned_of(serve):
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_field_that_is_an_option_of_openai_is_warned_of(serve, name):
     done, _ = serve(json.dumps({"prompt": "a", name: 2}), name="prompts.jsonl")
-    assert f"prompts.jsonl:1: {name}: no sampling option (max_new_tokens is one); it comes back with the answer." in done.err
+    assert f"prompts.jsonl:1: {name}: no sampling option (max_new_tokens is one); it is repeated in the answer." in done.err
 
 
 @pytest.mark.parametrize(("line", "noted"), [('{"prompt": "a"}', True), ('{"prompt": "a", "temperature": 0.5}', False)])

@@ -1,4 +1,4 @@
-"""``EngineConfig``: written as JSON, read back, and refused by field."""
+"""``EngineFolderConfig``: written as JSON, read back, and refused by field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.engine_files import make_config, make_engine_folder
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
 
@@ -42,13 +42,13 @@ def test_config_is_plain_json(model: Path) -> None:
     with Checkpoint.open(model) as checkpoint:
         config = make_config(checkpoint)
     data = json.loads(json.dumps(config.to_dict()))
-    assert EngineConfig.from_dict(data) == config
+    assert EngineFolderConfig.from_dict(data) == config
     assert data["format"] == 7
     assert data["producer"]["name"] == "trt-kvcache"
     assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
 
 
-def with_more_logits(model: Path, *, segmented: bool = False) -> EngineConfig:
+def with_more_logits(model: Path, *, segmented: bool = False) -> EngineFolderConfig:
     with Checkpoint.open(model) as checkpoint:
         return make_config(checkpoint, segmented=segmented, max_logits_per_slot=5)
 
@@ -57,7 +57,7 @@ def with_more_logits(model: Path, *, segmented: bool = False) -> EngineConfig:
 def test_more_logits_are_read_back(model: Path, segmented: bool) -> None:
     config = with_more_logits(model, segmented=segmented)
     data = json.loads(json.dumps(config.to_dict()))
-    assert EngineConfig.from_dict(data) == config
+    assert EngineFolderConfig.from_dict(data) == config
     assert (config.max_logits_per_slot, [profile.name for profile in config.profiles]) == (5, ["prefill", "decode", "verify"])
 
 
@@ -77,14 +77,14 @@ def test_a_profile_that_does_not_fit_the_others_is_refused(model: Path, profile:
     data = with_more_logits(model).to_dict()
     data["profiles"][profile][name] = value
     with pytest.raises(EngineError, match=message):
-        EngineConfig.from_dict(data)
+        EngineFolderConfig.from_dict(data)
 
 
 def test_tensors_without_more_logits_are_refused_where_the_profiles_have_them(model: Path) -> None:
     data = with_more_logits(model).to_dict()
     data["tensors"][-1]["shape"] = [-1, 37]
     with pytest.raises(EngineError, match=r"tensor `logits`: expected output `logits` float32 \(-1, -1, 37\) for this model"):
-        EngineConfig.from_dict(data)
+        EngineFolderConfig.from_dict(data)
 
 
 @pytest.mark.parametrize("older", range(1, 7))
@@ -93,7 +93,7 @@ def test_an_older_format_is_refused(model: Path, older: int) -> None:
         data = make_config(checkpoint).to_dict()
     message = rf"^format: this package reads 7, got {older}\. An older trt-kvcache built the engine: build it again\.$"
     with pytest.raises(EngineError, match=message):
-        EngineConfig.from_dict({**data, "format": older})
+        EngineFolderConfig.from_dict({**data, "format": older})
 
 
 def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> None:
@@ -167,7 +167,7 @@ def test_a_wrong_value_anywhere_is_refused_and_gives_no_other_error(model, tmp_p
             data = json.loads(json.dumps(good))
             at(data, path)[last] = value
             with contextlib.suppress(EngineError):
-                EngineConfig.from_dict(data)
+                EngineFolderConfig.from_dict(data)
                 if value != old and path[:1] not in (["model"], ["producer"]):
                     assert old is None or type(value) is type(old)
                     taken.add("/".join(map(str, (*path, last))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.generation.stepping import next_token
 from trt_kvcache import SamplingParams
 from trt_kvcache.errors import CapacityError, ConfigError, EngineError, ProcessorError, RangeError, ShapeError, SlotError
 from trt_kvcache.generation.device_sampler import DeviceSampler
@@ -63,7 +64,7 @@ class Scene:
         sampled = self.sample(logits).read()
         assert self.tokens.numpy().tolist() == [one.token for one in sampled]
         for slot, request in enumerate(self.requests):
-            expected = request.choose(logits[slot], full=False)
+            expected = next_token(request, logits[slot])
             assert sampled[slot].token == expected.token
             assert (sampled[slot].logprobs is None) == (expected.logprob is None)
             if expected.logprob is not None:
@@ -92,22 +93,22 @@ def test_a_request_enters_with_all_that_it_has_counted(memory, stream):
     params = SamplingParams(logit_bias={3: 1.0, 4: 0.05}, frequency_penalty=0.3, max_new_tokens=9)
     logits = np.zeros(VOCAB, np.float32)
     request = Request(0, [5, 3, 3], params, tokenizer=None, eos_token_ids=(), generated=2)
-    assert [request.choose(logits, full=False).token for _ in range(2)] == [3, 3]
+    assert [next_token(request, logits).token for _ in range(2)] == [3, 3]
     sampler = DeviceSampler(memory, max_batch_size=1, vocab_size=VOCAB, stream=stream)
     request.enter(sampler, 0, stream=stream)
     token = memory.to_device(np.zeros(1, np.int32), stream=stream)
     sampler.sample(memory.to_device(logits[None], stream=stream), token, stream=stream)
-    assert token.numpy().tolist() == [4] == [request.choose(logits, full=False).token]
+    assert token.numpy().tolist() == [4] == [next_token(request, logits).token]
 
 
 def test_rewind(scene):
     scene.step()
-    savepoints = [request.savepoint() for request in scene.requests]
+    earlier_of_each = [request.progress for request in scene.requests]
     for _ in range(3):
         scene.step()
-    for slot, (request, savepoint) in enumerate(zip(scene.requests, savepoints, strict=True)):
-        removed = request.tokens[savepoint[0] :]
-        request.rollback(savepoint)
+    for slot, (request, earlier) in enumerate(zip(scene.requests, earlier_of_each, strict=True)):
+        removed = request.tokens[earlier.num_tokens :]
+        request.restore(earlier)
         seed, counter = request.sampler
         scene.sampler.rewind(slot, scene.params[slot], seed=seed, counter=counter, removed=removed, stream=scene.stream)
     for _ in range(2):
@@ -156,7 +157,7 @@ def test_errors_are_those_of_the_host(memory, stream):
     sampled = scene.sample(logits).read()
     for slot, request in enumerate(scene.requests):
         with pytest.raises((EngineError, ProcessorError)) as caught:
-            request.choose(logits[slot], full=False)
+            next_token(request, logits[slot])
         assert type(sampled[slot].error) is type(caught.value)
         assert str(sampled[slot].error) in str(caught.value)
         assert sampled[slot].token == -1
@@ -168,7 +169,7 @@ def test_a_step_is_read_while_the_next_one_is_on_its_way(scene):
     steps = [scene.sample(logits) for logits in (first, second)]
     for logits, step in zip((first, second), steps, strict=True):
         assert [one.token for one in step.read()] == [
-            request.choose(row, full=False).token for request, row in zip(scene.requests, logits, strict=True)
+            next_token(request, row).token for request, row in zip(scene.requests, logits, strict=True)
         ]
 
 

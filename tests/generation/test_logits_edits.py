@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.generation.stepping import next_token
 from trt_kvcache.errors import EngineError, ProcessorError, RangeError
 from trt_kvcache.generation.logits_edits import LogitsEdits
 from trt_kvcache.generation.request import Request
@@ -65,8 +66,6 @@ class TestPenalties:
             repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias, max_new_tokens=99
         )
         edits = LogitsEdits(params, [*prompt, *earlier], generated=len(earlier))
-        for token in generated:
-            edits.add(token)
         given_logits = np.array(logits, np.float32)
         found, best = edits.apply(given_logits, generated)
         assert best == np.argmax(found)
@@ -78,23 +77,21 @@ class TestPenalties:
         params = SamplingParams(frequency_penalty=0.5, presence_penalty=1.0)
         edits = LogitsEdits(params, [])
         generated = [*range(0, 400, 2), *range(0, 400, 3)]
-        for token in generated:
-            edits.add(token)
         np.testing.assert_array_equal(edits.apply(logits, generated)[0], by_definition(logits, params, [], generated))
 
     def test_without_any_the_logits_are_not_copied(self):
         assert LogitsEdits(SamplingParams(temperature=1.0, logprobs=3), [1]).apply(LOGITS, [])[0] is LOGITS
 
     def test_a_biased_token_is_chosen_and_an_excluded_one_is_not(self):
-        assert request_for(logit_bias={7: 100}).choose(LOGITS, full=False).token == 7
-        assert request_for(logit_bias={1: -math.inf, "4": -math.inf}).choose(LOGITS, full=False).token == 11
+        assert next_token(request_for(logit_bias={7: 100}), LOGITS).token == 7
+        assert next_token(request_for(logit_bias={1: -math.inf, "4": -math.inf}), LOGITS).token == 11
 
     def test_a_request_counts_what_it_chooses(self):
         request = request_for(frequency_penalty=0.3, max_new_tokens=99)
         generated = []
         for _ in range(12):
             expected = int(np.argmax(by_definition(LOGITS, SamplingParams(frequency_penalty=0.3), [1, 2], generated)))
-            generated.append(request.choose(LOGITS, full=False).token)
+            generated.append(next_token(request, LOGITS).token)
             assert generated[-1] == expected
         assert len(set(generated)) > 2
 
@@ -102,34 +99,34 @@ class TestPenalties:
     def test_a_rollback_forgets_what_came_after(self, before):
         options = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.5, "temperature": 1.0, "seed": 3}
         calm = request_for(**options)
-        expected = [calm.choose(LOGITS, full=False) for _ in range(9)]
+        expected = [next_token(calm, LOGITS) for _ in range(9)]
         request = request_for(**options)
         for _ in range(before):
-            request.choose(LOGITS, full=False)
-        savepoint = request.savepoint()
+            next_token(request, LOGITS)
+        earlier = request.progress
         for _ in range(4):
-            request.choose(LOGITS, full=False)
-        request.rollback(savepoint)
-        assert [request.choose(LOGITS, full=False) for _ in range(before, 9)] == expected[before:]
+            next_token(request, LOGITS)
+        request.restore(earlier)
+        assert [next_token(request, LOGITS) for _ in range(before, 9)] == expected[before:]
 
     def test_an_earlier_part_of_the_request_counts_as_generated(self):
         options = {"frequency_penalty": 0.4, "presence_penalty": 0.2, "repetition_penalty": 1.1, "max_new_tokens": 99}
         whole = request_for(prompt=[5, 6], **options)
-        tokens = [whole.choose(LOGITS, full=False).token for _ in range(10)]
+        tokens = [next_token(whole, LOGITS).token for _ in range(10)]
         rest = request_for(prompt=[5, 6, *tokens[:4]], generated=4, **options)
-        assert [rest.choose(LOGITS, full=False).token for _ in range(6)] == tokens[4:]
+        assert [next_token(rest, LOGITS).token for _ in range(6)] == tokens[4:]
         assert rest.generated == 10
 
     def test_no_token_left_is_an_error_that_changes_nothing(self):
         request = request_for(logit_bias=dict.fromkeys(range(VOCAB), -math.inf))
         with pytest.raises(ProcessorError) as error:
-            request.choose(LOGITS, full=False)
+            next_token(request, LOGITS)
         assert str(error.value) == "request 0: logit_bias and penalties: expected a largest logit that is finite after them, got -inf."
         assert (request.tokens, request.sampler[1]) == ([], 0)
 
     def test_a_nan_of_the_engine_is_not_blamed_on_the_options(self):
         with pytest.raises(EngineError, match=r"^logits: expected finite numbers, got nan for token 3\."):
-            request_for(logit_bias={3: 1.0}).choose(np.where(np.arange(VOCAB) == 3, np.float32(np.nan), LOGITS), full=False)
+            next_token(request_for(logit_bias={3: 1.0}), np.where(np.arange(VOCAB) == 3, np.float32(np.nan), LOGITS))
 
 
 class TestProcessors:
@@ -141,7 +138,7 @@ class TestProcessors:
             return logits
 
         request = request_for(prompt=[5, 6], logits_processors=[look], presence_penalty=1.0)
-        chosen = [request.choose(LOGITS, full=False).token for _ in range(3)]
+        chosen = [next_token(request, LOGITS).token for _ in range(3)]
         assert [tokens for tokens, _, _ in seen] == [(5, 6), (5, 6, chosen[0]), (5, 6, *chosen[:2])]
         for count, (_, logits, dtype) in enumerate(seen):
             assert dtype == np.float32
@@ -149,8 +146,8 @@ class TestProcessors:
 
     def test_one_after_another(self):
         double, ban = lambda tokens, logits: logits * 2, lambda tokens, logits: np.where(logits > 5.25, -np.inf, logits)
-        assert request_for(logits_processors=[double, ban]).choose(LOGITS, full=False).token == 2
-        assert request_for(logits_processors=[ban, double]).choose(LOGITS, full=False).token == 1
+        assert next_token(request_for(logits_processors=[double, ban]), LOGITS).token == 2
+        assert next_token(request_for(logits_processors=[ban, double]), LOGITS).token == 1
 
     def test_they_may_change_the_array_that_they_get(self):
         def force(tokens, logits):
@@ -159,7 +156,7 @@ class TestProcessors:
             return logits
 
         before = LOGITS.copy()
-        assert request_for(logits_processors=force, temperature=1.0).choose(LOGITS, full=False).token == 9
+        assert next_token(request_for(logits_processors=force, temperature=1.0), LOGITS).token == 9
         np.testing.assert_array_equal(LOGITS, before)
 
     def test_what_they_say_of_the_request_is_passed_on(self):
@@ -167,15 +164,15 @@ class TestProcessors:
             raise ProcessorError("grammar: expected another one.")
 
         with pytest.raises(ProcessorError, match=r"^request 0: grammar: expected another one\.$"):
-            request_for(logits_processors=[refuse]).choose(LOGITS, full=False)
+            next_token(request_for(logits_processors=[refuse]), LOGITS)
 
     def test_float64_is_accepted(self):
-        assert request_for(logits_processors=[lambda _, logits: -logits.astype(np.float64)]).choose(LOGITS, full=False).token == 7
+        assert next_token(request_for(logits_processors=[lambda _, logits: -logits.astype(np.float64)]), LOGITS).token == 7
 
     def test_the_temperature_comes_after_them(self):
         fix = np.array([0.0, 0.5, *[-np.inf] * (VOCAB - 2)], np.float32)
         request = request_for(logits_processors=[bad(fix)], temperature=1e-3, seed=1, max_new_tokens=99)
-        assert {request.choose(LOGITS, full=False).token for _ in range(20)} == {1}
+        assert {next_token(request, LOGITS).token for _ in range(20)} == {1}
 
     @pytest.mark.parametrize(
         ("returned", "text"),
@@ -197,7 +194,7 @@ class TestProcessors:
     def test_what_is_not_logits_is_refused_by_name(self, returned, text):
         request = request_for(logits_processors=[lambda _, logits: logits, bad(returned)], presence_penalty=1.0, temperature=1.0, seed=2)
         with pytest.raises(ProcessorError) as error:
-            request.choose(LOGITS, full=False)
+            next_token(request, LOGITS)
         assert str(error.value) == f"request 0: logits_processors[1] (bad.<locals>.answer): {text}"
         assert (request.tokens, request.sampler, error.value.request) == ([], (2, 0), 0)
 
@@ -213,49 +210,49 @@ class TestProcessors:
 
         options = {"frequency_penalty": 1.0, "temperature": 1.0, "seed": 5}
         request, calm = request_for(logits_processors=[Picky()], **options), request_for(**options)
-        first = request.choose(LOGITS, full=False)
+        first = next_token(request, LOGITS)
         with pytest.raises(ProcessorError) as error:
-            request.choose(LOGITS, full=False)
+            next_token(request, LOGITS)
         assert str(error.value) == f"request 0: logits_processors[0] ({Picky.__qualname__}): it raised KeyError: 'x'"
         assert isinstance(error.value.__cause__, KeyError)
-        assert [first, request.choose(LOGITS, full=False)] == [calm.choose(LOGITS, full=False) for _ in range(2)]
+        assert [first, next_token(request, LOGITS)] == [next_token(calm, LOGITS) for _ in range(2)]
 
     def test_an_interruption_is_not_wrapped(self):
         def interrupted(tokens, logits):
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            request_for(logits_processors=[interrupted]).choose(LOGITS, full=False)
+            next_token(request_for(logits_processors=[interrupted]), LOGITS)
 
 
 class TestLogprobs:
     @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "seed": 1}, {"logit_bias": {7: 50}, "repetition_penalty": 2.0}])
     def test_are_those_of_the_logits_as_the_model_gave_them(self, options):
-        event = request_for(logprobs=3, **options).choose(LOGITS, full=False)
+        event = next_token(request_for(logprobs=3, **options), LOGITS)
         total = math.log(sum(math.exp(value) for value in LOGITS.tolist()))
         assert event.logprob == pytest.approx(float(LOGITS[event.token]) - total, rel=1e-6)
         assert [token for token, _ in event.top_logprobs] == [1, 4, 11]
         assert [value for _, value in event.top_logprobs] == pytest.approx([3 - total, 3 - total, 2.75 - total], rel=1e-6)
 
     def test_none_unless_asked_for(self):
-        event = request_for().choose(LOGITS, full=False)
+        event = next_token(request_for(), LOGITS)
         assert (event.logprob, event.top_logprobs) == (None, None)
 
     def test_of_the_chosen_token_alone(self):
-        event = request_for(logprobs=0).choose(LOGITS, full=False)
+        event = next_token(request_for(logprobs=0), LOGITS)
         assert (event.logprob is not None, event.top_logprobs) == (True, ())
 
     def test_at_most_the_vocabulary(self):
-        event = request_for(logprobs=99).choose(LOGITS, full=False)
+        event = next_token(request_for(logprobs=99), LOGITS)
         assert sum(math.exp(value) for _, value in event.top_logprobs) == pytest.approx(1, rel=1e-6)
         assert len(event.top_logprobs) == VOCAB
 
     def test_an_excluded_token_of_the_model_has_none(self):
-        event = request_for(logprobs=VOCAB).choose(np.where(np.arange(VOCAB) == 2, np.float32(-np.inf), LOGITS), full=False)
+        event = next_token(request_for(logprobs=VOCAB), np.where(np.arange(VOCAB) == 2, np.float32(-np.inf), LOGITS))
         assert dict(event.top_logprobs)[2] == -math.inf
 
     def test_in_words(self):
-        event = request_for(logprobs=2).choose(LOGITS, full=False)
+        event = next_token(request_for(logprobs=2), LOGITS)
         assert repr(event) == f"GeneratedToken(index=0, token=1, text='', logprob={event.logprob:.4f}, top_logprobs=<2>)"
 
 

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.checkpoint.tokenizer_folders import EOS, byte_fallback_folder, byte_level_folder
+from tests.generation.stepping import next_token
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.generation.request import GeneratedToken, Request
-from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.generation.sampling import DeferredProcessor, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def say(request, tokens, *, full_at=None):
     for place, token in enumerate(tokens):
         if request.finished:
             break
-        events.append(request.choose(logits_for(token), full=place == full_at))
+        events.append(next_token(request, logits_for(token), full=place == full_at))
     return events
 
 
@@ -84,7 +85,7 @@ class TestTokens:
     def test_logits_that_are_refused_change_nothing(self):
         request = request_for()
         with pytest.raises(EngineError):
-            request.choose(np.full(300, np.nan, np.float32), full=False)
+            next_token(request, np.full(300, np.nan, np.float32))
         assert (request.tokens, request.finished) == ([], False)
 
 
@@ -176,37 +177,99 @@ class TestStopText:
         assert not any(stop in out for stop in stops)
 
 
-class TestRollback:
-    """A request returns to a savepoint, and chooses and says the same from there on."""
+class TestChoice:
+    """Choosing changes nothing; taking a choice changes all."""
+
+    @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}, {"frequency_penalty": 0.5, "repetition_penalty": 1.2}])
+    def test_the_same_choice_until_it_is_taken(self, tokenizer, options):
+        logits = np.random.default_rng(3).normal(size=(6, tokenizer.vocab_size)).astype(np.float32)
+        calm, request = (request_for(tokenizer, stop=("zz",), **options) for _ in range(2))
+        for row in logits:
+            before = (request.progress, request.tokens, request.sampler)
+            first, again = (request.choose(row, full=False) for _ in range(2))
+            assert first == again
+            assert (request.progress, request.tokens, request.sampler) == before
+            assert request.take(first) == next_token(calm, row)
+            assert (request.tokens, request.sampler[1]) == (calm.tokens, calm.sampler[1])
+
+    def test_a_choice_that_is_not_taken_leaves_no_trace(self, tokenizer):
+        logits = np.random.default_rng(3).normal(size=(2, tokenizer.vocab_size)).astype(np.float32)
+        request = request_for(tokenizer, temperature=1.0, seed=5, presence_penalty=1.0)
+        request.choose(logits[1], full=True)
+        assert next_token(request, logits[0]) == next_token(
+            request_for(tokenizer, temperature=1.0, seed=5, presence_penalty=1.0), logits[0]
+        )
+
+    def test_logits_are_kept_while_a_processor_is_not_ready(self):
+        late = Late()
+        request = request_for(logits_processors=[late])
+        logits = logits_for(5)
+        assert request.take(request.choose_or_keep(logits, full=True)) is None
+        logits[:] = 0  # the request has a copy
+        assert (request.waits, request.resume(), request.tokens) == (True, None, [])
+        late.is_ready = True
+        choice = request.resume()
+        assert (request.waits, request.tokens) == (True, [])
+        assert request.take(choice) == GeneratedToken(0, 5, "", "length")
+        assert (request.waits, request.tokens) == (False, [5])
+
+    def test_processors_begin_with_the_next_token_when_one_is_chosen(self):
+        late = Late(is_ready=True)
+        request = request_for(logits_processors=[late], max_new_tokens=2)
+        request.choose(logits_for(5), full=False)
+        assert late.begun[-1] == (1, 2, 5)
+        next_token(request, logits_for(6))
+        assert late.begun[-1] == (1, 2, 6)
+        next_token(request, logits_for(7))
+        assert late.begun[-1] == (1, 2, 6)  # it has ended
+
+
+class Late(DeferredProcessor):
+    """A logits processor that changes nothing."""
+
+    def __init__(self, is_ready=False):
+        self.is_ready = is_ready
+        self.begun = []
+
+    def ready(self, tokens, seconds=0.0):
+        self.begun.append(tuple(tokens))
+        return self.is_ready
+
+    def __call__(self, tokens, logits):
+        return logits
+
+
+class TestRestore:
+    """A request returns to earlier progress, and chooses and says the same from there on."""
 
     @pytest.mark.parametrize("before", range(5))
-    def test_tokens_text_and_random_numbers_are_as_at_the_savepoint(self, tokenizer, before):
+    def test_tokens_text_and_random_numbers_are_as_before(self, tokenizer, before):
         logits = np.random.default_rng(3).normal(size=(12, tokenizer.vocab_size)).astype(np.float32)
         options = {"temperature": 1.0, "seed": 5, "stop": ("zz",)}
-        calm = [request.choose(row, full=False) for request in [request_for(tokenizer, **options)] for row in logits]
+        calm = [next_token(request, row) for request in [request_for(tokenizer, **options)] for row in logits]
         request = request_for(tokenizer, **options)
         for row in logits[:before]:
-            request.choose(row, full=False)
-        savepoint = request.savepoint()
+            next_token(request, row)
+        earlier = request.progress
         for row in logits[before : before + 3][::-1]:
-            request.choose(row, full=False)
-        request.rollback(savepoint)
+            next_token(request, row)
+        request.restore(earlier)
         assert (request.tokens, request.sampler) == ([event.token for event in calm[:before]], (5, before))
-        assert [request.choose(row, full=False) for row in logits[before:]] == calm[before:]
+        assert [next_token(request, row) for row in logits[before:]] == calm[before:]
 
     def test_text_that_was_held_back_is_held_back_again(self, tokenizer):
         request = request_for(tokenizer, stop=("END",))
         say(request, ids_of(tokenizer, "aEN"))
-        savepoint = request.savepoint()
+        earlier = request.progress
         assert said(say(request, ids_of(tokenizer, "D"))) == ("", "stop")
-        request.rollback(savepoint)
+        request.restore(earlier)
         assert (request.finished, request.finish_reason) == (False, None)
         assert said(say(request, ids_of(tokenizer, "x"))) == ("ENx", None)
 
     def test_nothing_is_decoded_again(self, tokenizer, monkeypatch):
         request = request_for(tokenizer)
         say(request, ids_of(tokenizer, "some text"))
-        savepoint = request.savepoint()
+        earlier = request.progress
         say(request, ids_of(tokenizer, "more"))
         monkeypatch.setattr(type(tokenizer), "decode", lambda *_: pytest.fail("it decodes"))
-        request.rollback(savepoint)
+        request.restore(earlier)

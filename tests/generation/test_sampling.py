@@ -33,7 +33,7 @@ def naive_distribution(logits: np.ndarray, params: SamplingParams) -> dict[int, 
 
 def frequencies(logits: np.ndarray, params: SamplingParams, draws: int) -> np.ndarray:
     sampler = Sampler(params)
-    return np.bincount([sampler.choose(logits) for _ in range(draws)], minlength=len(logits)) / draws
+    return np.bincount([sampler.choose(logits, counter) for counter in range(draws)], minlength=len(logits)) / draws
 
 
 def assert_distribution(params: SamplingParams, logits: np.ndarray) -> None:
@@ -102,13 +102,13 @@ class TestChoice:
         assert set(np.flatnonzero(frequencies(logits, SamplingParams(temperature=1.0, seed=3, **options), 100))) == kept
 
     def test_greedy_takes_the_lowest_of_the_most_likely(self):
-        assert Sampler(SamplingParams()).choose(LOGITS) == 1
+        assert Sampler(SamplingParams()).choose(LOGITS, 0) == 1
 
     def test_greedy_does_not_need_a_seed(self):
-        assert {Sampler(SamplingParams(seed=seed, top_k=3)).choose(LOGITS) for seed in range(9)} == {1}
+        assert {Sampler(SamplingParams(seed=seed, top_k=3)).choose(LOGITS, 0) for seed in range(9)} == {1}
 
     def test_top_k_1_is_greedy_at_any_temperature(self):
-        assert {Sampler(SamplingParams(temperature=9.0, top_k=1, seed=seed)).choose(LOGITS) for seed in range(9)} == {1}
+        assert {Sampler(SamplingParams(temperature=9.0, top_k=1, seed=seed)).choose(LOGITS, 0) for seed in range(9)} == {1}
 
     @pytest.mark.parametrize("temperature", [1e-3, 1e-300, 5e-324])
     def test_the_smallest_temperature_chooses_the_most_likely_token(self, temperature):
@@ -123,7 +123,7 @@ class TestChoice:
 
     def test_logits_are_not_changed(self):
         logits = LOGITS.copy()
-        Sampler(SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)).choose(logits)
+        Sampler(SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)).choose(logits, 0)
         np.testing.assert_array_equal(logits, LOGITS)
 
     def test_large_logits_do_not_overflow(self):
@@ -137,21 +137,20 @@ class TestChoice:
         logits[token] = bad
         sampler = Sampler(SamplingParams(temperature=temperature, seed=3))
         with pytest.raises(EngineError) as error:
-            sampler.choose(logits)
+            sampler.choose(logits, 0)
         assert str(error.value) == f"logits: expected finite numbers, got {bad} for token 5. The engine or its cache is damaged."
-        assert sampler.counter == 0
-        assert sampler.choose(LOGITS) == Sampler(SamplingParams(temperature=temperature, seed=3)).choose(LOGITS)
+        assert sampler.choose(LOGITS, 0) == Sampler(SamplingParams(temperature=temperature, seed=3)).choose(LOGITS, 0)
 
     def test_at_least_one_token_is_always_left(self):
         with pytest.raises(EngineError, match=r"^logits: expected finite numbers, got -inf for token 0\."):
-            Sampler(SamplingParams()).choose(np.full(4, -np.inf, np.float32))
+            Sampler(SamplingParams()).choose(np.full(4, -np.inf, np.float32), 0)
 
 
 class TestSeed:
     def test_the_same_seed_gives_the_same_tokens(self):
         def chosen(seed):
             sampler = Sampler(SamplingParams(temperature=2.0, seed=seed))
-            return [sampler.choose(LOGITS) for _ in range(40)]
+            return [sampler.choose(LOGITS, counter) for counter in range(40)]
 
         assert chosen(7) == chosen(7) != chosen(8)
 
@@ -159,21 +158,26 @@ class TestSeed:
         params = SamplingParams(temperature=2.0)
         samplers = [Sampler(params) for _ in range(4)]
         assert len({sampler.seed for sampler in samplers}) == 4
-        assert len({tuple(sampler.choose(LOGITS) for _ in range(40)) for sampler in samplers}) == 4
+        assert len({tuple(sampler.choose(LOGITS, counter) for counter in range(40)) for sampler in samplers}) == 4
 
     def test_a_drawn_seed_gives_the_same_tokens_again(self):
         sampler = Sampler(SamplingParams(temperature=2.0))
         again = Sampler(SamplingParams(temperature=2.0, seed=sampler.seed))
-        assert [sampler.choose(LOGITS) for _ in range(40)] == [again.choose(LOGITS) for _ in range(40)]
+        assert [sampler.choose(LOGITS, counter) for counter in range(40)] == [again.choose(LOGITS, counter) for counter in range(40)]
+
+    def test_a_choice_depends_on_seed_and_counter_alone(self):
+        sampler = Sampler(SamplingParams(temperature=2.0, seed=7))
+        expected = [sampler.choose(LOGITS, counter) for counter in range(12)]
+        for counter in (3, 3, 4, 0, 11, 11, 10, 5, 6, 7):
+            assert sampler.choose(LOGITS, counter) == expected[counter]
 
     def test_each_token_consumes_one_random_number(self):
         # Two requests of one seed whose logits differed for a while choose the same from then on.
         one, other = (Sampler(SamplingParams(temperature=1.0, seed=4)) for _ in range(2))
-        for _ in range(5):
-            one.choose(LOGITS)
-            other.choose(-LOGITS)
-        assert one.counter == other.counter == 5
-        assert [one.choose(LOGITS) for _ in range(20)] == [other.choose(LOGITS) for _ in range(20)]
+        for counter in range(5):
+            one.choose(LOGITS, counter)
+            other.choose(-LOGITS, counter)
+        assert [one.choose(LOGITS, counter) for counter in range(5, 25)] == [other.choose(LOGITS, counter) for counter in range(5, 25)]
 
 
 class TestParams:

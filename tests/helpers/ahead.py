@@ -7,6 +7,6 @@ from trt_kvcache import InferenceSession
 
 def ahead(session: InferenceSession) -> InferenceSession:
     """Let a session choose its tokens where the logits are, and return it."""
-    assert session._token_steps.can_be_on_device
-    session._token_steps.on_device = True
+    assert session._decode_steps.can_be_on_device
+    session._decode_steps.on_device = True
     return session

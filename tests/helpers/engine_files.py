@@ -5,7 +5,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
@@ -49,7 +49,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes
         record = FileRecord.of(define_constants(checkpoint, cache))
         values["segments"] = SegmentsRecord(stages=steps, plans=tuple(map(len, plans)), constants=record)
         values["plan"] = FileRecord.of(with_padding(plans))
-    return EngineConfig(**{**values, **changes})
+    return EngineFolderConfig(**{**values, **changes})
 
 
 def segment_plans(cuts):

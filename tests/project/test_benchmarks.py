@@ -134,7 +134,7 @@ def test_the_table_of_states(monkeypatch):
     assert [*tables._state_steps(content)] == [
         ("mamba2, decode from 64 MB of states: share of the copy bandwidth", "0.80 to 0.90 (2 shapes)", "at least 0.85")
     ]
-    assert [*tables._state_prefill(content)] == [("mamba2, several new tokens: time over that of a", "0.750 to 2.000 (2 shapes)", "1")]
+    assert [*tables._state_prefill(content)] == [("mamba2, several new tokens: time / time of a", "0.750 to 2.000 (2 shapes)", "1")]
 
 
 def test_the_table_of_products(monkeypatch):
@@ -237,7 +237,7 @@ def test_the_table_of_compare_kernels(monkeypatch):
     assert script.geometric_mean(rows) == 1.0
     to_table = importlib.import_module("environment").to_table
     content = {"old_commit": "0123456789", "limits": script.LIMITS, "geometric_mean": 1.0, "cases": to_table(rows)}
-    label = "attention kernels, time over that of commit 01234567"
+    label = "attention kernels, time / time of commit 01234567"
     assert [*importlib.import_module("tables")._compare_kernels(json.loads(json.dumps(content)))] == [
         (f"{label}: decode", "0.500 to 1.000 (2 shapes)", "1.01"),
         (f"{label}: prefill", "2.000 to 2.000 (1 shapes)", "1.01"),

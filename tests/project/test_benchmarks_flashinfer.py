@@ -93,7 +93,7 @@ def test_the_table_of_quantized_attention_beside_flashinfer(benchmark):
     large = [{**row, "kv_mb": dict.fromkeys(row["kv_mb"], 128.0)} for row in (quantized_row(9.0, flashinfer=12.0, other="no"), few)]
     content = {"limits": {"of_copy": 0.85, "of_16_bits": 1.7, "of_best_peer": 1.02}, "rows": to_table(large)}
     rows = [*tables._attention_quantized_decode(json.loads(json.dumps(content)))]
-    label = "one new token, float8_e4m3fn K/V with a scale for each head: time over that of FlashInfer's fastest, without RoPE"
+    label = "one new token, float8_e4m3fn K/V with a scale for each head: time / time of FlashInfer's fastest, without RoPE"
     assert [row for row in rows if "FlashInfer" in row[0]] == [(label, "0.750 to 0.750 (1 shapes)", "1.02")]
     old = [{name: part for name, part in row.items() if name not in ("append_attention_us", "peers_us")} for row in large]
     content = {"limits": {"of_copy": 0.85, "of_16_bits": 1.7}, "rows": to_table(old)}

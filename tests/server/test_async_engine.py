@@ -322,7 +322,7 @@ def test_a_drain_with_a_limit_cancels_what_is_being_submitted():
 
     async def main():
         async with running(1) as engine:
-            held = asyncio.create_task(engine._session.run(lambda _: release.wait(60)))
+            held = asyncio.create_task(engine._thread.run(lambda _: release.wait(60)))
             task = asyncio.create_task(answers(engine, request([5], 120)))
             await asyncio.sleep(0)
             await engine.drain(0)
@@ -389,6 +389,19 @@ def test_a_failed_start_says_why():
         with pytest.raises(ConfigError):
             await engine.start()
         await engine.cleanup()
+
+    run(main)
+
+
+def test_errors_name_the_engine_before_its_start_and_after_its_end():
+    async def main():
+        engine = AsyncEngine(source(1), model="tiny")
+        with pytest.raises(ClosedError, match=r"^this AsyncEngine: expected start\(\) first"):
+            await engine.stats()
+        await engine.start()
+        await engine.cleanup()
+        with pytest.raises(ClosedError, match=r"^this AsyncEngine is closed\.$"):
+            await engine.stats()
 
     run(main)
 

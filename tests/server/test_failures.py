@@ -54,7 +54,7 @@ def test_a_step_that_fails_fails_several_answers_quietly(steps, answers_each):
 
                 session.step = step
 
-            await engine._session.run(fail)
+            await engine._thread.run(fail)
             pace.go()
             found = await asyncio.gather(*tasks, return_exceptions=True)
             assert [str(error) for error in found] == ["planted"] * 2

@@ -47,7 +47,7 @@ class Process:
     def wait_until_it_drains(self) -> None:
         """Wait until it says that it has taken a first signal."""
         ends = time.monotonic() + 60
-        while not any("answers that have begun may end" in line for line in list(self.said)):
+        while not any("live answers may finish" in line for line in list(self.said)):
             assert time.monotonic() < ends, self.said
             time.sleep(0.005)
 
@@ -90,7 +90,7 @@ def test_it_says_where_it_listens_and_ends_in_order():
         assert text(one.url) == " beginning to get very"
         one.process.send_signal(signal.SIGTERM)
         assert one.wait() == 0
-        assert any("answers that have begun may end" in line for line in one.said)
+        assert any("live answers may finish" in line for line in one.said)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -273,7 +273,7 @@ def test_a_request_can_be_cancelled_when_all_has_ended():
             request = await served.submit([1], max_new_tokens=2)
             await request.wait()
         request.cancel()
-        assert (request.finish_reason, served._commands.empty()) == ("length", True)
+        assert (request.finish_reason, served._thread._commands.empty()) == ("length", True)
 
     run(main)
 
@@ -336,7 +336,7 @@ def test_an_event_loop_that_ends_without_close_takes_the_thread_along():
     for thread in threads():
         thread.join(60)
     assert threads() == []
-    assert served._source.engine.closed == 1
+    assert served._thread._source.engine.closed == 1
 
 
 def test_in_words():

@@ -1,4 +1,4 @@
-"""``Batch``: what the slots hold and what the cache says change together or not at all."""
+"""``Batch`` and ``Runner``: what the slots hold and what the cache says change together or not at all."""
 
 from __future__ import annotations
 
@@ -6,31 +6,49 @@ import pytest
 
 from tests.helpers.sessions import make
 from trt_kvcache.errors import CapacityError, EngineError, RangeError, ShapeError
+from trt_kvcache.session.slots import Slot
 
 
 @pytest.fixture
-def batch():
+def session():
     """Three slots: slot 1 has a pending token of a sampler."""
     with make() as session:
         session.prefill([[1, 2, 3], [4, 5], [6]])
-        session._batch.record_token(1, 20, (7, 1))
-        yield session._batch
+        choose(session, 1, 20, (7, 1))
+        yield session
+
+
+@pytest.fixture
+def batch(session):
+    return session._batch
+
+
+@pytest.fixture
+def runner(session):
+    return session._runner
+
+
+def choose(session, slot, token, sampler):
+    """Make a token pending in a slot."""
+    slots = [*session._runner.slots]
+    slots[slot] = slots[slot].chosen(token, sampler, 1)
+    session._runner.note(slots)
 
 
 def fields_of(slot):
-    return list(slot.tokens), slot.pending, slot.reused, slot.sampler
+    return slot.tokens, slot.pending, slot.reused, slot.sampler
 
 
-def states(batch):
+def states(runner):
     """What the slots hold, and the lengths that the cache has for them."""
-    return [fields_of(slot) for slot in batch], batch.checked_lengths()
+    return [fields_of(slot) for slot in runner.slots], runner.checked_lengths()
 
 
-def fail_after(batch, change):
-    """Change a batch in a transaction that fails then."""
+def fail_after(runner, change):
+    """Work that fails after a change that was not applied."""
 
     def run():
-        with batch.transaction():
+        with runner.work():
             change()
             raise EngineError("no")
 
@@ -38,87 +56,94 @@ def fail_after(batch, change):
         run()
 
 
-def test_a_slot_is_one_object(batch):
+def test_a_slot_is_one_value(batch):
     assert fields_of(batch[1]) == ([4, 5], (20,), 0, (7, 1))
     assert (len(batch), batch.held, batch.reused) == (3, [3, 2, 1], [0, 0, 0])
 
 
-def test_a_recorded_token_is_pending_and_changes_nothing_in_the_cache(batch):
-    changes = batch.changes
-    batch.record_token(0, 9, (5, 3))
-    assert (batch[0].pending, batch[0].sampler) == ((9,), (5, 3))
-    assert (batch.held, batch.changes) == ([3, 2, 1], changes)
+def test_a_chosen_token_is_pending_and_changes_nothing_in_the_cache(session, runner):
+    choose(session, 0, 9, (5, 3))
+    assert (runner.slots[0].pending, runner.slots[0].sampler) == ((9,), (5, 3))
+    assert states(runner)[1] == (3, 2, 1)
 
 
-def test_a_decode_step_takes_the_place_of_pending_tokens_of_the_slots_that_take_part(batch):
-    batch.record_token(2, 21, None)
-    batch.decode([8, 20, 0], [True, True, False])
-    assert [(slot.tokens, slot.pending) for slot in batch] == [([1, 2, 3, 8], ()), ([4, 5, 20], ()), ([6], (21,))]
-    assert batch[1].sampler == (7, 1)
+def test_a_decode_step_takes_the_place_of_pending_tokens_of_the_slots_that_take_part(session, batch):
+    choose(session, 2, 21, None)
+    after = batch.decoded(session._runner.slots, [8, 20, 0], [True, True, False])
+    assert [(slot.tokens, slot.pending) for slot in after] == [([1, 2, 3, 8], ()), ([4, 5, 20], ()), ([6], (21,))]
+    assert [slot.generated for slot in after] == [0, 1, 1]
+    assert after[1].sampler == (7, 1)
 
 
-def test_a_transaction_that_fails_restores_slots_and_lengths(batch):
+def test_values_that_share_a_row_do_not_see_each_other(runner):
+    before = runner.slots[0]
+    one, other = before.extended([8, 9]), before.extended([10])
+    assert (before.tokens, one.tokens, other.tokens) == ([1, 2, 3], [1, 2, 3, 8, 9], [1, 2, 3, 10])
+    assert one.shortened(2).extended([7]).tokens == [1, 2, 7]
+    assert one.tokens == [1, 2, 3, 8, 9]
+
+
+def test_work_that_fails_leaves_slots_and_lengths(session, batch, runner):
     def change():
-        batch.append([[8, 9], [10], []])
-        batch.decode([1, 2, 3])
-        batch.rewind(0, 1)
-        batch.record_token(2, 11, (1, 1))
-        batch.assign_sampler(0, (2, 2))
+        session._cache.rewind(0, 1, stream=runner.stream)
+        batch.prefilled(runner.slots, [[], [7], [8, 9]], batch.plan_prefill([1, 2, 1], [[], [7], [8, 9]]))
 
-    before = states(batch)
-    fail_after(batch, change)
-    assert states(batch) == before
+    before = states(runner)
+    fail_after(runner, change)
+    assert states(runner) == before
 
 
-def test_a_transaction_that_fails_restores_which_slots_are_active():
+def test_work_that_fails_leaves_which_slots_are_active():
     with make() as session:
-        batch = session._batch
+        batch, runner = session._batch, session._runner
         session.prefill([[1, 2], [3]])
-        before = states(batch)
+        before = states(runner)
         added = []
 
         def change():
-            batch.add([[4]], [(7, 0)])
-            added.append((len(batch), batch[2].sampler))
+            added.extend(batch.added(runner.slots, [[4]], skip_prompt_cache=[False]))
+            assert session.cache.active_batch_size == 3
 
-        fail_after(batch, change)
-        assert added == [(3, (7, 0))]
-        assert states(batch) == before
-
-
-def test_a_rollback_runs_nothing_again(batch):
-    engine = batch._steps.engine
-    savepoint = batch.savepoint()
-    batch.append([[8, 9], [10], []])
-    steps = len(engine.steps)
-    batch.rollback(savepoint)
-    assert (batch.held, len(engine.steps)) == ([3, 2, 1], steps)
+        fail_after(runner, change)
+        assert len(added) == 3
+        assert states(runner) == before
 
 
-def test_tokens_at_a_savepoint_survive_a_rewind(batch):
-    fail_after(batch, lambda: (batch.rewind(0, 1), batch.append([[9, 9], [], []])))
-    assert batch[0].tokens == [1, 2, 3]
+def test_recovery_runs_nothing_again(batch, runner):
+    steps = len(runner.engine.steps)
+    fail_after(runner, lambda: batch.prefilled(runner.slots, [[8, 9], [10], []], batch.plan_prefill([3, 2, 1], [[8, 9], [10], []])))
+    assert (batch.held, len(runner.engine.steps)) == ([3, 2, 1], steps + 1)
 
 
-def test_compaction_moves_what_the_slots_hold(batch):
+def test_slots_that_were_applied_stay_if_later_work_fails(batch, runner):
+    fail_after(runner, lambda: batch.rewind(0, 1))
+    assert runner.slots[0].tokens == [1]
+    assert states(runner)[1] == (1, 2, 1)
+
+
+def test_compaction_moves_what_the_slots_hold(batch, runner):
     batch.compact([-1, 0, 1])
-    assert [fields_of(slot) for slot in batch] == [([4, 5], (20,), 0, (7, 1)), ([6], (), 0, None)]
+    assert [fields_of(slot) for slot in runner.slots] == [([4, 5], (20,), 0, (7, 1)), ([6], (), 0, None)]
 
 
-def test_clear_leaves_no_slot_active(batch):
+def test_clear_leaves_no_slot_active(batch, runner):
     batch.clear()
-    assert (len(batch), batch.checked_lengths()) == (0, ())
+    assert (len(batch), runner.checked_lengths()) == (0, ())
 
 
-def test_lengths_that_somebody_else_has_changed_are_noticed_before_anything_runs(batch):
-    steps = len(batch._steps.engine.steps)
-    batch._cache.rewind(0, 1, stream=batch._steps.stream)
-    for call in (batch.checked_lengths, lambda: batch.decode([1, 2, 3]), lambda: batch.append([[1]] * 3), lambda: batch.rewind(1, 1)):
+def test_a_new_slot_is_empty():
+    assert fields_of(Slot([], 0)) == ([], (), 0, None)
+
+
+def test_lengths_that_somebody_else_has_changed_are_noticed_before_anything_runs(session, batch, runner):
+    steps = len(runner.engine.steps)
+    session.cache.rewind(0, 1, stream=runner.stream)
+    for call in (runner.checked_lengths, lambda: batch.decode([1, 2, 3]), lambda: batch.append([[1]] * 3), lambda: batch.rewind(1, 1)):
         with pytest.raises(
             RangeError, match=r"^cache lengths: expected \(3, 2, 1\), the tokens that this session has run, got \(1, 2, 1\)\."
         ):
             call()
-    assert len(batch._steps.engine.steps) == steps
+    assert len(runner.engine.steps) == steps
 
 
 @pytest.mark.parametrize(
@@ -141,16 +166,16 @@ def test_lengths_that_somebody_else_has_changed_are_noticed_before_anything_runs
         (lambda batch: batch.decode([1]), ShapeError, "tokens: expected one for each of 3 active slots, got 1."),
     ],
 )
-def test_what_is_refused(batch, call, kind, text):
-    before = states(batch)
+def test_what_is_refused(batch, runner, call, kind, text):
+    before = states(runner)
     with pytest.raises(kind) as error:
         call(batch)
     assert str(error.value) == text
-    assert states(batch) == before
+    assert states(runner) == before
 
 
-def test_a_decode_step_reads_the_lengths_once(batch, monkeypatch):
-    cache = type(batch._cache)
+def test_a_decode_step_reads_the_lengths_once(batch, session, monkeypatch):
+    cache = type(session.cache)
     read = cache.host_kv_cache_lengths.fget
     reads = []
     monkeypatch.setattr(cache, "host_kv_cache_lengths", property(lambda self: reads.append(1) or read(self)))
@@ -158,13 +183,13 @@ def test_a_decode_step_reads_the_lengths_once(batch, monkeypatch):
     assert len(reads) == 1
 
 
-def test_a_full_slot_takes_no_part_in_a_decode_step(batch):
+def test_a_full_slot_takes_no_part_in_a_decode_step(batch, runner):
     batch.append([[1] * 13, [], []])
-    before = states(batch)
+    before = states(runner)
     with pytest.raises(CapacityError, match=r"^slot 0 holds 16 tokens; adding 1 exceeds max_sequence_length=16\."):
         batch.decode([1, 2, 3])
     with pytest.raises(CapacityError, match=r"^slot 0 holds 16 tokens"):
-        batch.decode([1, 2, 3], [True, False, True])
-    assert states(batch) == before
-    batch.decode([1, 2, 3], [False, True, True])
-    assert [len(slot.tokens) + len(slot.pending) for slot in batch] == [16, 3, 2]
+        batch.check_decode([1, 2, 3], [True, False, True])
+    assert states(runner) == before
+    batch.check_decode([1, 2, 3], [False, True, True])
+    assert [(slot.length, len(slot.pending)) for slot in runner.slots] == [(15, 1), (2, 1), (1, 0)]

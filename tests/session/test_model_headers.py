@@ -113,7 +113,7 @@ def test_an_index_that_names_other_folders_is_refused(hub: Any, monkeypatch: pyt
     monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda hub_id: metadata)
     with model_headers(HUB_ID) as folder:
         assert not (folder / outside).exists()
-        with pytest.raises(CheckpointError, match=r"expected shards beside the index, got '\.\./outside"):
+        with pytest.raises(CheckpointError, match=r"expected shards next to the index, got '\.\./outside"):
             estimate_build(folder)
 
 

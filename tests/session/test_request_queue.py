@@ -109,7 +109,7 @@ class TestCalls:
         handles = [session.submit([1, token], sampled(9, token)) for token in (2, 3)]
         session.step()
         session.step()
-        stream, moved = session._steps.stream, []
+        stream, moved = session._runner.stream, []
         assert calls_of(session, lambda: moved.extend(session.step())) == decode_calls(stream)
         assert moved == handles
         assert [handle.sampler for handle in handles] == [(2, 3), (3, 3)]

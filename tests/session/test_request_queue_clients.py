@@ -50,7 +50,7 @@ def test_slots_are_shared_evenly():
     for _ in range(40):
         session.step()
         if len(session.running_requests) == 4 and session.statistics.decode_steps > 10:
-            clients = [queued.client for queued in session._queue._running if not queued.finished]
+            clients = [queued.client for queued in session._queue.scheduler.running if not queued.finished]
             assert clients.count("b") == 2
 
 
@@ -101,7 +101,7 @@ def test_a_cancelled_request_leaves_the_queue_at_once():
     assert session.num_waiting_requests == 2
     first.cancel()
     third.cancel()
-    assert (session.num_waiting_requests, session.num_waiting_clients, session._queue._waiting._lines) == (0, 0, {})
+    assert (session.num_waiting_requests, session.num_waiting_clients, session._queue.scheduler.waiting._lines) == (0, 0, {})
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(60_000, marks=pytest.mark.long)])
@@ -150,7 +150,7 @@ def test_random_programs_of_many_clients_give_each_request_what_it_gets_alone(se
         else:
             session.step()
     drain(session)
-    assert (session.num_waiting_requests, session._queue._waiting._lines) == (0, {})
+    assert (session.num_waiting_requests, session._queue.scheduler.waiting._lines) == (0, {})
     for handle, prompt, params in asked:
         expected = alone(lonely, prompt, params)
         if handle.finish_reason == "cancelled":

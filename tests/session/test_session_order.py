@@ -43,13 +43,13 @@ def test_the_order_of_a_prefill():
     calls = calls_of(session, lambda: session.prefill([[1, 2, 3], [4, 5]]))
     order = [name for name in names(calls) if name not in ("bind", "set_input_shape")]
     assert order == ["reset", "upload", "upload", "use_profile", "enqueue", "commit", "download", "synchronize"]
-    stream = session._steps.stream
+    stream = session._runner.stream
     assert [call for call in calls if call[0] in ("reset", "commit")] == [("reset", (0, 0), stream), ("commit", [3, 2], stream)]
 
 
 def test_a_decode_step_allocates_nothing_and_calls_only_these():
     session = decoding()
-    live, stream = session.cache.memory.live_nbytes, session._steps.stream
+    live, stream = session.cache.memory.live_nbytes, session._runner.stream
     for _ in range(3):
         assert calls_of(session, lambda: session.decode([8, 9])) == decode_calls(stream)
     assert session.cache.memory.live_nbytes == live
@@ -85,7 +85,7 @@ def verifying(**options):
 
 def test_the_verification_of_drafts_enqueues_once_and_commits_once():
     session = verifying()
-    live, stream = session.cache.memory.live_nbytes, session._steps.stream
+    live, stream = session.cache.memory.live_nbytes, session._runner.stream
     for _ in range(3):
         session.accept([0, 1])
         calls = calls_of(session, lambda: session.verify([[6, 7, 8], [9]]))
@@ -128,7 +128,7 @@ def test_close_waits_for_the_stream_and_closes_each_once():
     journal(session).take()
     session.close()
     session.close()
-    assert journal(session).take() == [("synchronize", session._steps.stream)]
+    assert journal(session).take() == [("synchronize", session._runner.stream)]
     assert (closed, engine.closed, cache.memory.live_nbytes) == ([(1, True)], 1, 0)
 
 

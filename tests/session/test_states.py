@@ -17,7 +17,7 @@ from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, InferenceSession, ModelConfig, SamplingParams
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, EngineError, RangeError, ShapeError
-from trt_kvcache.session.step_executor import StepExecutor
+from trt_kvcache.session.runner import Runner
 
 S = 24
 
@@ -268,7 +268,7 @@ def test_a_step_whose_logits_fail_can_be_repeated(name, monkeypatch):
     with open_model(name, slots=2) as session:
         session.prefill([whole[:6], whole[4:9]])
         with monkeypatch.context() as patch:
-            patch.setattr(session._steps, "logits", lambda count: 1 / 0)
+            patch.setattr(session._runner, "logits", lambda count: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 session.decode([1, 2])
         assert session.tokens(0) == whole[:6]
@@ -353,7 +353,7 @@ def test_a_cache_with_one_buffer_of_states_is_refused():
         states = {name: getattr(config.mamba, name) for name in ("num_layers", "max_batch_size", "conv_dim", "conv_kernel", "conv_dtype")}
         one = HybridCacheConfig(layer_types=config.layer_types, kv=config.kv, mamba=type(config.mamba)(**states))
         with HybridCacheManager(one, memory=HostMemory()) as cache, pytest.raises(ConfigError) as error:
-            StepExecutor(session.engine, cache)
+            Runner(session.engine, cache)
     assert str(error.value) == ("cache: expected two buffers of states, ping_pong=True, got one: a step that fails could not be repeated.")
 
 

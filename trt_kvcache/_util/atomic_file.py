@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 def check_target(target: Path) -> None:
-    """Check that a file can be made, before the work that it is to hold."""
+    """Raise an OSError if ``target`` cannot be created, before the work whose result it will hold."""
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     parent = target.absolute().parent
@@ -23,7 +23,7 @@ def check_target(target: Path) -> None:
 
 
 def about(target: Path, error: OSError, temporary: Path) -> OSError:
-    """Return an error that names what was to be written, where it names nothing (a full disk) or what nobody knows."""
+    """Return an error that names ``target`` if ``error`` names no file (a full disk) or the temporary one, which no user knows."""
     if error.errno is None or error.filename not in (None, str(temporary), temporary):
         return error
     return OSError(error.errno, error.strerror, str(target))
@@ -31,7 +31,10 @@ def about(target: Path, error: OSError, temporary: Path) -> OSError:
 
 @contextmanager
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
-    """Yield an empty file that becomes ``target`` when the block ends and its bytes are on disk."""
+    """Yield an empty file that becomes ``target`` when the block ends and its bytes are on disk.
+
+    If the block raises, it is removed, and a file that was there before is unchanged.
+    """
     check_target(target)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
     try:

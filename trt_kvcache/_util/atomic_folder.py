@@ -11,13 +11,16 @@ from pathlib import Path
 
 from trt_kvcache._util.atomic_file import about
 
-# Of renameat2 in Linux.
+# Arguments of renameat2 in Linux.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes ``target`` when the block ends."""
+    """Yield an empty folder that becomes ``target`` when the block ends; on Linux in one step, so that a kill leaves one of the two whole.
+
+    If the block raises, it is removed, and a folder that was there before is unchanged. A link is followed, and stays.
+    """
     given, target = target, Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _sibling(target, "new")
@@ -32,7 +35,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def _replace(folder: Path, target: Path) -> None:
-    """Give a folder the name of another one, which is removed. At every moment there is a whole folder of that name."""
+    """Rename a folder to ``target``, and remove the folder of that name."""
     if not target.exists():
         try:
             os.rename(folder, target)
@@ -54,7 +57,7 @@ def _replace(folder: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders in one step. Return False where the system cannot: then there are two steps."""
+    """Exchange the names of two folders in one step. Return False if the system cannot."""
     if sys.platform != "linux":
         return False
     try:

@@ -1,4 +1,4 @@
-"""Which extra of the package a missing library belongs to."""
+"""Missing libraries, and the extras of this package that install them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,14 +28,14 @@ _EXTRA_OF = {
 
 
 def missing_library(error: ModuleNotFoundError) -> str | None:
-    """Return what to do about a library that is not installed."""
+    """Return an error text with the extra that installs a library; None if it belongs to no extra."""
     extra = _EXTRA_OF.get((error.name or "").partition(".")[0])
     return None if extra is None else f"{error.name} is not installed. Run: pip install 'trt-kvcache[{extra}]'"
 
 
 @contextmanager
 def naming_the_extra() -> Iterator[None]:
-    """Have the import of a library that is not installed name the extra that it belongs to."""
+    """Make a failed import of a library name the extra that installs it."""
     try:
         yield
     except ModuleNotFoundError as error:

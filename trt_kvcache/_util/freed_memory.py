@@ -1,12 +1,15 @@
-"""Giving freed memory back to the operating system."""
+"""Return of freed memory to the operating system."""
 
 import ctypes
 from collections.abc import Callable
 from functools import cache
 
 
-def give_back_freed_memory() -> None:
-    """Return the pages of freed blocks to the operating system, where the C library keeps them."""
+def return_freed_memory() -> None:
+    """Return the pages of freed blocks to the operating system, if the C library keeps them (glibc: blocks of up to 32 MB).
+
+    Builds need it: TensorRT dequantizes packed weights one by one, and freed blocks would add up to all of them.
+    """
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

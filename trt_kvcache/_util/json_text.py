@@ -1,9 +1,9 @@
-"""Parsing JSON that came from elsewhere: whatever is wrong with it is one error, a ``ValueError``."""
+"""Parsing JSON that came from elsewhere: all its faults are one error, a ``ValueError``."""
 
 import json
 from typing import Any
 
-#: How deep objects and lists may be nested. No file that this package reads needs a tenth of it.
+#: Limit of nested objects and lists. No file that this package reads needs a tenth of it.
 MAX_DEPTH = 100
 
 
@@ -12,7 +12,7 @@ class JSONTextError(ValueError):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text."""
+    """Parse a JSON text; bytes are UTF-8. Raises a :class:`JSONTextError`."""
     try:
         value = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except json.JSONDecodeError as error:

@@ -25,7 +25,7 @@ class Uncopyable:
 
 
 class Closable(Uncopyable, ABC):
-    """An object that can be used until it is closed. It is a context manager, which closes it at the end of the block."""
+    """An object that can be used until it, or the ``cache`` that it works on, is closed. A context manager that closes it."""
 
     def __init__(self, *, cache: "Closable | None" = None) -> None:
         self._closed = False
@@ -33,17 +33,17 @@ class Closable(Uncopyable, ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True after ``close``."""
         return self._closed
 
     def close(self) -> None:
-        """Release what the object holds. Closing it again does nothing."""
+        """Release memory and handles. Closing again does nothing."""
         self._closed = True
         self._release()
 
     @abstractmethod
     def _release(self) -> None:
-        """Release what the object holds. It may be called again, and then has nothing left to do."""
+        """Release memory and handles. May be called again."""
 
     def _check_open(self) -> None:
         if self._closed:

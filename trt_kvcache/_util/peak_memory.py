@@ -1,4 +1,4 @@
-"""The most memory that this process has had."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STATUS = Path("/proc/self/status")
 def peak_memory_nbytes() -> int | None:
     """Return the peak resident set of this process since its program started, in bytes; None where the system does not say.
 
-    On Linux not that of ``getrusage``: a new program inherits there what the process that started it had.
+    Linux: not from ``getrusage``, whose peak a new program inherits from the process that started it.
     """
     if _STATUS.is_file():
         peaks = [

@@ -15,11 +15,11 @@ _KINDS = (
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Links are followed."""
+    """Open a regular file for reading, unbuffered. Links are followed; a folder, pipe or device is an OSError at once."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
     descriptor = os.open(path, flags)
     try:
-        mode = os.fstat(descriptor).st_mode
+        mode = os.fstat(descriptor).st_mode  # of the open descriptor: the file of a name can be exchanged
         if not stat.S_ISREG(mode):
             kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
             raise OSError(f"expected a regular file, got {kind}")
@@ -30,7 +30,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file."""
+    """Return the bytes of a regular file; more than ``limit`` bytes are an OSError."""
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > limit:

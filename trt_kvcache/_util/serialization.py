@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def config_from_dict(kind: type[T], data: Mapping[str, Any], **readers: Callable[[Any], Any]) -> T:
-    """Return a configuration made from its stored form."""
+    """Return a configuration from its stored form. ``readers`` convert the stored values of fields that are no plain values."""
     name = kind.__name__
     try:
         values = dict(data)

@@ -1,15 +1,15 @@
-"""``Turns``: what waits for one of a few places, in a line for each client, and whose turn it is."""
+"""``Turns``: a fair queue of several clients."""
 
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
-from threading import Lock
+from threading import RLock
 from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
 
 
 class _Line(dict[_Item, None]):
-    """What a client has waiting, first in, first out, and when its last turn ended."""
+    """Waiting items of one client, first in, first out, and the time its last turn ended."""
 
     def __init__(self, since: int) -> None:
         super().__init__()
@@ -17,24 +17,27 @@ class _Line(dict[_Item, None]):
 
 
 class Turns(Generic[_Item]):
-    """Round-robin queues by client: a free place goes to the client with the fewest places, of equals to the one that waits longest."""
+    """Queues by client: a free place goes to the client with the fewest places, of equals to the one that has waited longest.
+
+    No client waits for ever, and one without items has no state here. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[_Item]] = {}  # in the order of ``since``
         self._count = 0
         self._clock = count()
-        self._lock = Lock()
+        self._lock = RLock()  # after an interrupt that left it locked, the same thread goes on
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def num_clients(self) -> int:
-        """How many clients have something in a line."""
+        """Number of clients with waiting items."""
         return len(self._lines)
 
     def add(self, client: str, item: _Item) -> None:
-        """Put an item, which is not there yet, at the end of a client's line."""
+        """Append a new item to the queue of a client."""
         with self._lock:
             if client not in self._lines:
                 self._lines[client] = _Line(next(self._clock))
@@ -42,7 +45,7 @@ class Turns(Generic[_Item]):
             self._count += 1
 
     def discard(self, client: str, item: _Item) -> bool:
-        """Take an item out of its line, wherever it stands. Return whether it was there."""
+        """Remove an item from its queue. Return False if it was not there."""
         with self._lock:
             line = self._lines.get(client)
             if line is None or item not in line:
@@ -54,7 +57,7 @@ class Turns(Generic[_Item]):
             return True
 
     def end_turn(self, client: str) -> None:
-        """Let clients that have as many places have their turn first: this one has just got a place, or left one."""
+        """Put a client after the others with equally many places: it has just got a place, or left one."""
         with self._lock:
             line = self._lines.pop(client, None)
             if line is not None:
@@ -62,12 +65,12 @@ class Turns(Generic[_Item]):
                 self._lines[client] = line
 
     def first(self, free: int, held: Mapping[str, int]) -> list[_Item]:
-        """Return the items that get the next places. They stay in their lines."""
+        """Return the items that get the next ``free`` places, in order. They stay queued. ``held``: places of each client."""
         with self._lock:
             return [] if free < 1 else list(islice(self._in_turn(held), free))
 
     def _in_turn(self, held: Mapping[str, int]) -> Iterator[_Item]:
-        """Yield all items. For each only those clients are looked at that have a place, not the many that wait for their first one."""
+        """Yield all items. The cost of each depends on the clients that have a place, not on the many without one."""
         has = {client: number for client, number in held.items() if number and client in self._lines}
         since = {client: self._lines[client].since for client in has}
         rest = {client: iter(self._lines[client]) for client in has}

@@ -1,4 +1,4 @@
-"""Where this package caches files in the user's cache folder: kernels that NVRTC compiled, and the runtime caches of TensorRT for RTX."""
+"""Folder for cached files of this package: kernels that NVRTC compiled, and the runtime caches of TensorRT for RTX."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def user_cache_folder() -> Path:
-    """Return the folder of this package among the user's caches."""
+    """Return the folder of this package in the user's cache folder. It may not exist yet."""
     given = os.environ.get("XDG_CACHE_HOME")
     if given:
         return Path(given) / "trt_kvcache"

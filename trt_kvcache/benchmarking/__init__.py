@@ -1,4 +1,4 @@
-"""Measuring a session: prompts and generated tokens per second, latencies, memory, and how far from the limit of the memory they are."""
+"""Benchmarks of a session: prefill and decode tokens per second, latencies, memory, and the share of the memory bandwidth limit."""
 
 from trt_kvcache.benchmarking.cache_traffic import CacheTraffic
 from trt_kvcache.benchmarking.cases import BenchmarkCase

@@ -1,4 +1,4 @@
-"""``CacheTraffic``: what a decode step has to read, and to write, of the cache of a slot."""
+"""``CacheTraffic``: bytes that a decode step reads and writes in the cache of a slot."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class CacheTraffic:
     Parameters
     ----------
     rows : tuple of (int, int or None)
-        For layers of each window: bytes of K and V of one token over all of them, with its scales, and the window; None for layers that
-        read all tokens.
+        For each window size: bytes of K and V of one token in all layers with this window, including scales, and the window; None for
+        full attention.
     states_nbytes : int
         States of all layers, read once and written once.
 
@@ -35,14 +35,14 @@ class CacheTraffic:
 
     @classmethod
     def of(cls, config: DecoderCacheConfig, model: ModelConfig | None = None) -> CacheTraffic:
-        """Return what steps over a cache need.
+        """Return the traffic of decode steps for a cache.
 
         Parameters
         ----------
         config : KVCacheConfig or HybridCacheConfig
             The cache.
         model : ModelConfig, optional
-            It has the windows of the layers. Without it every layer reads all tokens.
+            Has the windows of the layers. Without it every layer reads all tokens.
 
         Returns
         -------
@@ -59,12 +59,12 @@ class CacheTraffic:
         return cls(rows=tuple((nbytes, window) for window, nbytes in rows.items()), states_nbytes=2 * states)
 
     def nbytes(self, tokens: int) -> int:
-        """Return what a step needs.
+        """Return the bytes of a step.
 
         Parameters
         ----------
         tokens : int
-            Tokens that the slot holds, the new one included.
+            Tokens in the slot, including the new one.
 
         Returns
         -------

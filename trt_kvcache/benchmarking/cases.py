@@ -1,4 +1,4 @@
-"""``BenchmarkCase``: what one row of a benchmark runs."""
+"""``BenchmarkCase``: the work of one row of a benchmark."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class BenchmarkCase:
     generate_tokens : int
         Decode steps after the first token, of one token per slot each. 0 measures the prompt alone.
     batch_size : int
-        Slots.
+        Number of slots.
     depth : int
-        Tokens that each slot holds before, which are not measured.
+        Tokens in each slot before the measurement.
 
     Raises
     ------
@@ -47,24 +47,24 @@ class BenchmarkCase:
 
     @property
     def name(self) -> str:
-        """The name that llama-bench gives it: ``pp512``, ``tg128``, ``pp512+tg128``, with ``@ d4096`` behind it for a depth."""
+        """Name in llama-bench: ``pp512``, ``tg128``, ``pp512+tg128``, followed by ``@ d4096`` for a depth."""
         parts = [f"pp{self.prompt_tokens}"] if self.prompt_tokens else []
         parts += [f"tg{self.generate_tokens}"] if self.generate_tokens else []
         return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt that is run in each slot: at least one."""
+        """Tokens of the prompt in each slot, at least one."""
         return max(self.prompt_tokens, 1)
 
     @property
     def tokens_per_slot(self) -> int:
-        """Tokens that each slot holds at the end."""
+        """Tokens in each slot at the end."""
         return self.depth + self.prompt_length + self.generate_tokens
 
 
 def check_cases(cases: Sequence[BenchmarkCase], *, max_batch_size: int, max_sequence_length: int) -> None:
-    """Check that cases fit into a cache."""
+    """Raise ConfigError if there is no case, CapacityError if one does not fit into the cache."""
     if not cases:
         raise ConfigError("cases: expected at least one, got none.")
     for case in cases:

@@ -1,4 +1,4 @@
-"""How fast a plain copy is: on the host by NumPy in all processors, on a GPU from device memory to device memory."""
+"""Speed of a plain copy: on the host by NumPy on all processors, on a GPU from device memory to device memory."""
 
 import os
 import time
@@ -30,13 +30,13 @@ def copy_bytes_per_second(memory: Memory) -> float:
     ----------
     memory : Memory
         Host memory: NumPy copies at least 256 MiB and four times the last-level cache, one thread for each processor that this process
-        may use. GPU memory: ``cuMemcpyDtoDAsync`` of 1 GiB, or of a fourth of what is free.
+        may use. GPU memory: ``cuMemcpyDtoDAsync`` of 1 GiB, or of a quarter of the free memory.
 
     Returns
     -------
     float
-        Bytes per second of the fastest of at least five runs; on a GPU, of as many as half a second holds, as its clocks rise under load.
-        The call waits for them.
+        Bytes per second of the fastest of at least five runs; on a GPU, of all runs in half a second, as its clocks rise under load.
+        The call waits for the device.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def _on_device(memory: Any) -> float:
 
 
 def _fastest(call: Callable[[], object], at_least_seconds: float = 0.0) -> float:
-    """Return the seconds of the fastest run, after one that does not count."""
+    """Return the seconds of the fastest run, after a warm-up."""
     times: list[float] = []
     while len(times) <= _RUNS or sum(times) < at_least_seconds:
         started = time.perf_counter()
@@ -87,12 +87,12 @@ def _fastest(call: Callable[[], object], at_least_seconds: float = 0.0) -> float
 
 
 def _processors() -> int:
-    """Return how many processors this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _last_level_cache() -> int:
-    """Return the bytes of the largest processor cache that Linux names; 0 where it names none."""
+    """Return the bytes of the largest processor cache that Linux reports; 0 if unknown."""
     sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text(encoding="ascii").strip()

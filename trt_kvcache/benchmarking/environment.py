@@ -1,4 +1,4 @@
-"""What a measurement was made on: device, driver, versions, engine, cache."""
+"""Environment of a measurement: device, driver, versions, engine, cache."""
 
 import importlib.metadata
 import platform
@@ -15,7 +15,7 @@ _PACKAGES = ("numpy", "ml_dtypes", "tensorrt", "tensorrt-rtx", "cuda-core", "cud
 
 
 def describe_environment(session: InferenceSession) -> dict[str, Any]:
-    """Describe what a session runs on.
+    """Describe the environment of a session.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def _gpu(memory: Memory) -> dict[str, Any]:
 
 
 def _kernel_driver() -> str | None:
-    """Return the release of the NVIDIA driver, such as 580.65; None where the kernel module does not name it, as on a Jetson or Windows."""
+    """Return the release of the NVIDIA driver, such as 580.65; None if the kernel module does not report it (Jetson, Windows)."""
     try:
         return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""``measure``: run cases on a session and time them."""
+"""``measure``: runs and times cases on a session."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.session.session import InferenceSession
 
-#: Called with a case, the runs of it that are done, and how many there are, warm-up included.
+#: Called as ``progress(case, done, total)`` with the numbers of finished and of all runs of a case, including warm-up.
 OnRun = Callable[[BenchmarkCase, int, int], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkRow:
-    """What was measured of a case. Times are in seconds, on the host's clock.
+    """Measurements of a case. Times are in seconds, on the host's clock.
 
     Parameters
     ----------
     case : BenchmarkCase
-        What was run.
+        The case.
     runs, warmup : int
-        How often it was timed, and run before that without being timed.
+        Number of timed runs, and of untimed runs before them.
     tokens_per_second : MeanDeviation
         Over all slots. Prompt alone: prompt tokens over the time to the first token. Decode steps alone: their tokens over the time from
         the first token to the last one. Both: prompt and generated tokens over the time to the last token.
     time_to_first_token : MeanDeviation
-        From the call until every slot has its first token: its logits, and the choice of the token, are included.
+        From the call until every slot has its first token, including logits and sampling.
     inter_token_latency : Percentiles or None
         Time from a token of all slots to the next one, over all steps of all runs. None without decode steps.
     generation_seconds : float or None
@@ -45,9 +45,9 @@ class BenchmarkRow:
     kv_bytes_per_token : int
         K and V of one token over all layers.
     cache_traffic : CacheTraffic
-        What a decode step needs of the cache of a slot.
+        Bytes that a decode step needs of the cache of a slot.
     memory : MemoryUse or None
-        After the last run.
+        Memory in use after the last run.
     """
 
     case: BenchmarkCase
@@ -80,14 +80,14 @@ def measure(
     session : InferenceSession
         Its sequences are replaced.
     cases : sequence of BenchmarkCase
-        In the order in which they are run. What slots hold before a case is kept for the next one of equal batch and depth; with states,
-        which cannot go back, it is run again before each run, untimed.
+        Run in this order. The tokens of the depth are kept for the next case of equal batch size and depth; with recurrent states, which
+        cannot be rewound, they run again before each run, untimed.
     runs, warmup : int
-        How often each case is timed, and run before that.
+        Number of timed runs of each case, and of untimed runs before them.
     seed : int
-        Of the prompts, which are random token ids, new ones in each run.
+        Seed of the prompts, which are random token ids, new ones in each run.
     params : SamplingParams, optional
-        How tokens are chosen; greedy if left out. Nothing ends a request early: end tokens and stop texts are left out.
+        Sampling parameters; greedy if left out. End tokens and stop texts are ignored, so no request ends early.
     on_run : callable
         Called before the first run of a case and after each.
     clock : callable
@@ -96,7 +96,7 @@ def measure(
     Returns
     -------
     iterator of BenchmarkRow
-        One for each case, as soon as it was measured. The arguments are checked at once.
+        A row for each case, as soon as it is measured. The arguments are checked at the call.
 
     Raises
     ------
@@ -105,8 +105,8 @@ def measure(
 
     Notes
     -----
-    Everything is run by ``session.generate``, so that times include what a user of it pays: uploads, the choice of tokens, and turning them
-    into text if the session has a tokenizer.
+    All cases run by ``session.generate``, so that times include its overhead: uploads, sampling, and decoding tokens to text if the session
+    has a tokenizer.
 
     Examples
     --------
@@ -142,7 +142,7 @@ def _rows(runner: _Runner, cases: Sequence[BenchmarkCase], runs: int, warmup: in
 
 
 def _row(case: BenchmarkCase, timed: Sequence[Sequence[float]], warmup: int, session: InferenceSession) -> BenchmarkRow:
-    """Return the row of a case from the times of its runs: of each run when it began, and when each token was there."""
+    """Return the row of a case from its runs: for each run, the start and the times of the tokens."""
     tokens = case.batch_size * (case.prompt_tokens + case.generate_tokens)
     counted = [times[-1] - times[0 if case.prompt_tokens else 1] for times in timed]
     latencies = [after - before for times in timed for before, after in pairwise(times[1:])]
@@ -161,7 +161,7 @@ def _row(case: BenchmarkCase, timed: Sequence[Sequence[float]], warmup: int, ses
 
 
 class _RandomPrompts:
-    """Random token ids, never the same prompt twice, so that a prompt cache finds nothing."""
+    """Random token ids, never the same prompt twice, so that the prefix cache has no hits."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
@@ -173,7 +173,7 @@ class _RandomPrompts:
 
 
 class _Runner:
-    """Runs cases on a session, and says when tokens came."""
+    """Runs cases on a session, and returns the times of tokens."""
 
     def __init__(self, session: InferenceSession, prompts: _RandomPrompts, params: SamplingParams, clock: Callable[[], float]) -> None:
         self.session = session
@@ -184,7 +184,7 @@ class _Runner:
         self._filled: tuple[int, int] | None = None
 
     def _fill(self, case: BenchmarkCase) -> None:
-        """Have the slots hold as many tokens as the case says: those that they hold, without what a run has added, or new ones."""
+        """Set the slots to the depth of the case: rewind the last run, or prefill new tokens."""
         if case.depth and self._goes_back and self._filled == (case.batch_size, case.depth):
             for slot in range(case.batch_size):
                 self.session.rewind(slot, case.depth)
@@ -195,7 +195,7 @@ class _Runner:
             self._filled = case.batch_size, case.depth
 
     def run(self, case: BenchmarkCase) -> list[float]:
-        """Run a case once. Return when it began, and when all slots had their first token, their second one, and so on."""
+        """Run a case once; return the start, and the time at which all slots had their first token, their second token, and so on."""
         params = replace(self._params, max_new_tokens=case.generate_tokens + 1)
         self._fill(case)
         prompts = self._prompts.draw(case.batch_size, case.prompt_length)

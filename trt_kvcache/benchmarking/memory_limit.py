@@ -1,4 +1,4 @@
-"""``MemoryLimit``: how fast decode steps could be if they only read weights, K and V, and read and wrote states."""
+"""``MemoryLimit``: the memory bandwidth limit of decode steps, which read weights, K and V, and read and write states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """What a decode step has to read, and how fast the memory is.
+    """Bytes that a decode step reads, and the memory bandwidth.
 
     Parameters
     ----------
@@ -46,24 +46,24 @@ class MemoryLimit:
 
     @classmethod
     def measured(cls, model: ModelConfig, dtype: str, memory: Memory, weights: WeightsSummary | None = None) -> MemoryLimit:
-        """Return the limit for a model, with the speed of a copy that is made here.
+        """Return the limit for a model; measures the speed of a copy.
 
         Parameters
         ----------
         model : ModelConfig
-            Its shape says how many weights there are.
+            The shapes of its weights.
         dtype : str
-            Of the weights, as in :mod:`trt_kvcache.dtypes`.
+            Dtype of the weights, as in :mod:`trt_kvcache.dtypes`.
         memory : Memory
-            Where the model runs. A copy is measured in it, which takes memory of its own: make it after what is measured.
+            Memory of the model. The measured copy allocates in it, so call this after other measurements.
         weights : WeightsSummary, optional
-            How the weights are stored. Quantized ones count with their packed bytes, also where an engine has dequantized them: what is
-            lost by that shows in the share.
+            Stored formats of the weights. Quantized weights count with their packed bytes, also if the engine has dequantized them: the
+            share then shows the loss.
 
         Returns
         -------
         MemoryLimit
-            Bytes that are counted, and a speed that was measured.
+            Counted bytes, and the measured speed.
         """
         speed = copy_bytes_per_second(memory)
         if weights is not None and weights.is_quantized:
@@ -75,31 +75,31 @@ class MemoryLimit:
         return cls(weights_nbytes=total * size, step_weights_nbytes=(total - unread) * size, copy_bytes_per_second=speed)
 
     def generation_nbytes(self, case: BenchmarkCase, traffic: CacheTraffic) -> int:
-        """Return what the decode steps of a case have to read and write.
+        """Return the bytes that the decode steps of a case read and write.
 
         Parameters
         ----------
         case : BenchmarkCase
             With ``generate_tokens`` steps.
         traffic : CacheTraffic
-            What a step needs of the cache of a slot.
+            Bytes that a step needs of the cache of a slot.
 
         Returns
         -------
         int
-            Bytes of the weights once per step, and what each slot needs of its cache in each step, with the new token.
+            Bytes of the weights once per step, and the cache bytes of each slot in each step, including the new token.
         """
         steps, first = case.generate_tokens, case.depth + case.prompt_length + 1
         cache = sum(traffic.nbytes(tokens) for tokens in range(first, first + steps))
         return steps * self.step_weights_nbytes + case.batch_size * cache
 
     def token_nbytes(self, row: BenchmarkRow) -> int | None:
-        """Return what the decode steps of a row have to read and write for each token, on average.
+        """Return the bytes that decode steps of a row read and write for each token, on average.
 
         Parameters
         ----------
         row : BenchmarkRow
-            What was measured.
+            Measurements of a case.
 
         Returns
         -------
@@ -112,17 +112,17 @@ class MemoryLimit:
         return self.generation_nbytes(row.case, row.cache_traffic) // (row.case.generate_tokens * row.case.batch_size)
 
     def share(self, row: BenchmarkRow) -> float | None:
-        """Return the time that reading :meth:`generation_nbytes` takes at the speed of the copy over the time that the decode steps took.
+        """Return the share of the limit: time to copy :meth:`generation_nbytes` divided by the time of the decode steps.
 
         Parameters
         ----------
         row : BenchmarkRow
-            What was measured.
+            Measurements of a case.
 
         Returns
         -------
         float or None
-            1 where decode steps take no longer than reading; None for a row without decode steps.
+            1 if decode steps are as fast as reading; None for a row without decode steps.
         """
         if row.generation_seconds is None:
             return None

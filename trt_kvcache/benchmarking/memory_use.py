@@ -1,4 +1,4 @@
-"""How much memory is in use: of a process, at its peak, or of a device, now."""
+"""Memory in use: the peak of the process, or the current use of a device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ class MemoryUse:
     nbytes : int
         The bytes.
     of : {"process", "device"}
-        ``"process"``: the most resident memory that this process has had since it began. ``"device"``: what is in use on the GPU, by all
-        processes.
+        ``"process"``: the peak of resident memory of this process. ``"device"``: memory in use on the GPU, by all processes.
     """
 
     nbytes: int
@@ -28,7 +27,7 @@ class MemoryUse:
 
 
 def memory_use(memory: Memory) -> MemoryUse | None:
-    """Return how much memory is in use."""
+    """Return the memory in use; None if the system does not report it."""
     if not memory.is_host:
         free, total = free_and_total(memory)
         return MemoryUse(total - free, "device")
@@ -37,7 +36,7 @@ def memory_use(memory: Memory) -> MemoryUse | None:
 
 
 def free_and_total(memory: Any) -> tuple[int, int]:
-    """Return the free and all bytes of a GPU, whose :class:`~trt_kvcache.memory.cuda_memory.CudaMemory` is given."""
+    """Return free and total bytes of the GPU of a :class:`~trt_kvcache.memory.cuda_memory.CudaMemory`."""
     from cuda.bindings import driver
 
     memory.make_current()

@@ -1,4 +1,4 @@
-"""How measured values are spread: mean and standard deviation, median and upper percentiles."""
+"""Spread of measured values: mean and standard deviation, median and upper percentiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MeanDeviation:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> MeanDeviation:
-        """Return them for at least one value."""
+        """Return the spread of at least one value."""
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
 
 
@@ -46,5 +46,5 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles:
-        """Return them for at least one value."""
+        """Return the spread of at least one value."""
         return cls(*(float(value) for value in np.percentile(np.asarray(values, np.float64), (50, 95, 99))))

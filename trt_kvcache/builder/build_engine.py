@@ -15,7 +15,7 @@ from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
@@ -195,7 +195,7 @@ def build_engine(
         report(WRITING, None)
         constants = define_constants(checkpoint, definition.cache, dtype=options.dtype or checkpoint.config.dtype) if in_segments else None
         chunks = with_padding(plans)
-        config = EngineConfig(
+        config = EngineFolderConfig(
             model=checkpoint.config,
             cache=definition.cache,
             names=definition.names,

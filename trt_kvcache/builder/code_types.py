@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES
 from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
 from trt_kvcache.errors import ConfigError
@@ -46,5 +46,5 @@ def are_native(capabilities: Sequence[str] | None, *, is_rtx: bool = True) -> bo
 def _number(capability: str) -> tuple[int, ...]:
     parts = capability.split(".")
     if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"compute_capabilities: expected some such as 8.6, got {shown(capability)}.")
+        raise ConfigError(f"compute_capabilities: expected some such as 8.6, got {short_repr(capability)}.")
     return tuple(map(int, parts))

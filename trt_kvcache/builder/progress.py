@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trt_kvcache._util.freed_memory import give_back_freed_memory
+from trt_kvcache._util.freed_memory import return_freed_memory
 
 
 @dataclass
@@ -75,7 +75,7 @@ def make_monitor(module: Any, progress: BuildProgress) -> Any:
             progress.start(phase_name, parent_phase, num_steps)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            give_back_freed_memory()  # of each weight that TensorRT has dequantized, or the peak is that of dense weights
+            return_freed_memory()  # of each weight that TensorRT has dequantized, or the peak is that of dense weights
             return progress.step(phase_name, step)
 
         def phase_finish(self, phase_name: str) -> None:

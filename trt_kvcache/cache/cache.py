@@ -7,7 +7,7 @@ import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, layer_index, slot_index
 from trt_kvcache._util.lifetime import Closable
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig, LayerType, MambaCacheConfig
 from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
@@ -890,7 +890,7 @@ class Cache(Closable):
 def _check_shared(lengths: Lengths, max_batch_size: int, max_sequence_length: int | None, memory: Memory) -> None:
     """Check lengths that a cache is to share. States fit any ``max_sequence_length``: then None is expected of it."""
     if not isinstance(lengths, Lengths):
-        raise ConfigError(f"lengths: expected the Lengths of another cache, got {shown(lengths)}.")
+        raise ConfigError(f"lengths: expected the Lengths of another cache, got {short_repr(lengths)}.")
     limit = lengths.max_sequence_length if max_sequence_length is None else max_sequence_length
     if (lengths.max_batch_size, lengths.max_sequence_length) != (max_batch_size, limit):
         raise ConfigError(

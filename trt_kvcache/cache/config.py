@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._util.serialization import config_from_dict
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig, check_scales
 from trt_kvcache.cache.layout import KVLayerStorage, KVLayout, StateStorage, kv_layer_storage
 from trt_kvcache.dtypes import KV_DTYPES, MODEL_DTYPES, SCALED_KV_DTYPES, dtype_in_full
@@ -207,7 +207,7 @@ class KVCacheConfig(_Resizable):
         try:
             layers = tuple(islice(iter(self.layers), MAX_LAYERS + 1))
         except TypeError:
-            raise ConfigError(f"KVCacheConfig.layers: expected a sequence of KVLayerConfig, got {shown(self.layers)}.") from None
+            raise ConfigError(f"KVCacheConfig.layers: expected a sequence of KVLayerConfig, got {short_repr(self.layers)}.") from None
         object.__setattr__(self, "layers", layers)
         if not layers:
             raise ConfigError("KVCacheConfig.layers: expected at least one layer, got none.")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.dtypes import KV_SCALES, SCALED_KV_DTYPES, itemsize
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, row_nbytes
@@ -96,7 +96,7 @@ def _static_scale(name: str, value: Any, heads: int) -> float | tuple[float, ...
 
 def _scale(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not _SCALE_MIN <= value <= _SCALE_MAX:
-        raise ConfigError(f"{name}: expected a finite float32 above 0, got {shown(value)}.")
+        raise ConfigError(f"{name}: expected a finite float32 above 0, got {short_repr(value)}.")
     return float(value)
 
 
@@ -104,7 +104,7 @@ def check_scales(owner: str, scales: Any, dtype: str, layers: Sequence[KVLayerCo
     """Return the kind of scales of a cache, one of ``KV_SCALES``; None for a dtype without. ``owner`` is the configuration, for errors."""
     if dtype not in SCALED_KV_DTYPES:
         if scales is not None:
-            raise ConfigError(f"{owner}.scales: expected None for K and V in {dtype}, got {shown(scales)}.")
+            raise ConfigError(f"{owner}.scales: expected None for K and V in {dtype}, got {short_repr(scales)}.")
         return None
     by_head = any(layer.scales_by_head for layer in layers)
     if scales is None:

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja text from a model folder, rendered in a sandbox. Jinja is imported only if a folder has a template."""
+"""Chat templates: Jinja text of a model folder, rendered in a sandbox. Jinja is imported only if a folder has a template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trt_kvcache.errors import CheckpointError, ConfigError
 
 TEMPLATE_FILE = "chat_template.jinja"
 
-# The most bytes of a template: the longest in use has a twentieth of it.
+# Limit of a template in bytes: 20 times the longest one in use.
 _MAX_NBYTES = 1 << 20
 
 _DEVELOPER = "developer"
@@ -25,7 +25,10 @@ _LOGGER = logging.getLogger("trt_kvcache.checkpoint")
 
 
 class ChatTemplate:
-    """A chat template. It is rendered in processes of its own, which a template that takes too long or too much memory cannot leave."""
+    """A chat template in Jinja, rendered in separate processes with limits of time and memory.
+
+    ``source``: its file, for error messages. Raises CheckpointError if the text is no template.
+    """
 
     def __init__(self, text: str, source: Path) -> None:
         with naming_the_extra():
@@ -39,14 +42,14 @@ class ChatTemplate:
                 f"{source}: the chat template cannot be read: expected at most {_MAX_NBYTES} characters, got {len(text)}."
             )
         try:
-            make_environment().parse(text)  # compiling it would evaluate what is constant in it
+            make_environment().parse(text)  # compiling it would evaluate its constant expressions
         except (TemplateError, RecursionError, ValueError) as error:
             raise CheckpointError(f"{source}: the chat template cannot be read: {error!s:.1000}.") from error
         self._processes = TemplateProcesses(text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
-        """Return the text of a conversation."""
-        if not self._knows_developers:
+        """Return the text of messages, oldest first. Raises ConfigError if the template refuses them or was stopped."""
+        if not self._knows_developers:  # OpenAI's newer name of the role; many templates would leave the message out
             messages = [{**one, "role": "system"} if one.get("role") == _DEVELOPER else one for one in messages]
         known = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
@@ -55,18 +58,21 @@ class ChatTemplate:
             if error.cannot_be_read:
                 raise CheckpointError(f"{self._source}: the chat template cannot be read: {error}.") from None
             _LOGGER.info("%s: the chat template refuses a conversation: %s", self._source, error)
-            # Clients of a server read this, and no path of its disk.
+            # Clients of a server read this: no path of its disk.
             raise ConfigError(f"{self._source.name}: the chat template refuses these messages: {error}") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"chat template: expected messages and variables of plain values, as JSON has them: {error}.") from error
 
     def close(self) -> None:
-        """End the processes, and what they render, with :class:`ClosedError`. Any thread may. Idempotent."""
+        """End the processes; a text that is being rendered raises :class:`ClosedError`. Thread-safe, idempotent."""
         self._processes.close()
 
 
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config_file: Path) -> ChatTemplate | None:
-    """Find and compile the chat template of a model folder."""
+    """Return the chat template of a model folder, or None.
+
+    ``chat_template.jinja`` comes before the text, or the named text ``default``, in ``tokenizer_config.json``.
+    """
     file = folder / TEMPLATE_FILE
     if file.exists():
         return ChatTemplate(read_text(file, _MAX_NBYTES), file)

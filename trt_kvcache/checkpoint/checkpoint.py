@@ -29,11 +29,11 @@ from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, family_
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
-from trt_kvcache.model.families.registry import FAMILIES
+from trt_kvcache.model.families.registry import FAMILIES, read_config
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 
-# Optional files of a model folder that a copy of it includes.
+# Optional files of a model folder, copied with it.
 COMPANION_FILES = (
     "generation_config.json",
     "hf_quant_config.json",
@@ -111,7 +111,7 @@ class Checkpoint:
         ----------
         path : path
             A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or one GGUF file in their place; or a
-            GGUF file, whose metadata has what ``config.json`` says.
+            GGUF file, whose metadata replaces ``config.json``.
         quantize : str or Quantization, optional
             Round weights to the nearest integers of a scale when they are read, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or
             ``"int4,head=int8"``: see ``docs/quantization.md``.
@@ -134,7 +134,7 @@ class Checkpoint:
         UserWarning
             Weights are stored in another floating-point dtype than ``config.json`` says (float32 norms in a bfloat16 model, ...), but for
             norms and biases of a GGUF file. They are converted when they are read, as transformers does. Or a quantized model quantizes
-            activations too, which is left out. Or there are GGUF files beside safetensors, which are not read.
+            activations too, which is left out. Or there are GGUF files next to safetensors, which are not read.
         """
         rounding = None if quantize is None else Quantization.parse(quantize)
         folder = Path(path)
@@ -149,7 +149,7 @@ class Checkpoint:
         _check(config, files, folder, format_, quantized, source.name)
         rounded = {} if rounding is None else rounded_weights(config, rounding, quantized)
         checkpoint = cls(folder, config, files, {**quantized, **rounded}, None if format_ is None else format_.kv_dtype)
-        if source.name == CONFIG_FILE:  # it says the dtype; metadata of GGUF does not
+        if source.name == CONFIG_FILE:  # config.json states a dtype; the metadata of GGUF does not
             _warn_of_conversion(config, files, [name for name in checkpoint.tensor_names if name not in quantized], folder)
         if format_ is not None and quantized and format_.notes:
             warn_caller(f"{folder}: weights are {format_.title}: {'; '.join(format_.notes)}.", UserWarning)
@@ -159,7 +159,7 @@ class Checkpoint:
 
     @staticmethod
     def read_config(path: str | Path) -> ModelConfig:
-        """Return the model that ``config.json`` of a folder describes. Weights are not looked for.
+        """Return the model that ``config.json`` of a folder describes, without opening its weights.
 
         Parameters
         ----------
@@ -217,11 +217,11 @@ class Checkpoint:
         return values
 
     def _value_dtype(self, name: str, files: Mapping[str, WeightFile]) -> str:
-        """Return what :meth:`tensor` returns a tensor in that is not quantized."""
+        """Return the dtype in which :meth:`tensor` returns a tensor that is not quantized."""
         return files[name].tensors[name].dtype if files[name].keeps_values else self.config.dtype
 
     def quantized_weight(self, name: str) -> QuantizedWeight | None:
-        """Return what is stored for a quantized weight, over the memory of the files.
+        """Return a quantized weight as it is stored, over the memory of the files.
 
         Parameters
         ----------
@@ -249,8 +249,8 @@ class Checkpoint:
         Returns
         -------
         tuple of pair
-            For each attention layer the scale of K and that of V: a number, or a tuple of one for each head. Empty if the checkpoint
-            has none.
+            For each attention layer the scale of K and the scale of V: a number, or a tuple with one for each K/V head. Empty if the
+            checkpoint has none.
 
         Raises
         ------
@@ -263,7 +263,7 @@ class Checkpoint:
         return () if self.kv_dtype is None else read_kv_scales(self.config, files, self.path)
 
     def release(self, name: str) -> None:
-        """Let the operating system take the memory of what is stored for a tensor. It is read from the file again where it is used.
+        """Let the operating system drop the pages of a tensor from memory. A later access reads the file again.
 
         Parameters
         ----------
@@ -280,7 +280,7 @@ class Checkpoint:
             files[part].release(part)
 
     def nbytes_of(self, name: str) -> int:
-        """Return the size of one tensor in bytes: of a quantized weight those that are stored, else in the dtype of the model.
+        """Return the size of one tensor in bytes: of a quantized weight as stored, of other tensors in the dtype of the model.
 
         Parameters
         ----------
@@ -293,17 +293,17 @@ class Checkpoint:
 
     @property
     def quantized_names(self) -> tuple[str, ...]:
-        """Names of the tensors that are quantized, of :attr:`tensor_names`."""
+        """Names of the quantized tensors, a subset of :attr:`tensor_names`."""
         return tuple(name for name in self._shapes if name in self._quantized)
 
     @property
     def code_kinds(self) -> frozenset[str]:
-        """What codes of quantized weights are, of ``CODE_BITS`` in ``checkpoint/quantized/codes.py``. Empty if there are none."""
+        """Kinds of quantized values, of ``CODE_BITS`` in ``checkpoint/quantized/codes.py``. Empty without quantized weights."""
         files = self._open_files()
         return frozenset(weight.code_kind(files) for weight in self._quantized.values())
 
     def names_of_kind(self, kind: str) -> tuple[str, ...]:
-        """Return the names of tensors with codes of a kind: see ``CODE_BITS`` of ``trt_kvcache/checkpoint/quantized/codes.py``.
+        """Return the names of tensors by kind of quantized value: see ``CODE_BITS`` of ``trt_kvcache/checkpoint/quantized/codes.py``.
 
         Parameters
         ----------
@@ -315,13 +315,13 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Size of the model's weights in bytes: quantized ones as they are stored, others in the dtype of the model."""
+        """Size of the model's weights in bytes: quantized ones as stored, others in the dtype of the model."""
         self._open_files()
         return sum(self.nbytes_of(name) for name in self._shapes)
 
     @property
     def weights(self) -> WeightsSummary:
-        """How the weights are stored, and their size."""
+        """Storage format of the weights, and their size."""
         formats = {weight.quantized.title for weight in self._quantized.values()}
         unread = 0 if self.config.tie_word_embeddings else self.nbytes_of(embedding_name(self.config))
         title = " and ".join(sorted(formats)) if formats else self.config.dtype
@@ -373,7 +373,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def _how_stored(self, name: str, files: Mapping[str, WeightFile]) -> Any:
-        """Return what a fingerprint has to know to read the bytes of a tensor."""
+        """Return the description of a tensor's bytes for the fingerprint: format, or dtype and shape."""
         if name not in self._quantized:
             return self._value_dtype(name, files)
         weight = self._quantized[name]
@@ -381,15 +381,15 @@ class Checkpoint:
         return [weight.quantized.describe(), [(part, tensor.dtype, tensor.shape) for part, tensor in tensors]]
 
     def _contents(self, name: str, files: Mapping[str, WeightFile]) -> Iterator[npt.NDArray[np.uint8]]:
-        """Return the bytes of a tensor, or of all that are stored for it."""
+        """Return the bytes of a tensor, or of all stored tensors of a quantized weight."""
         if name not in self._quantized:
             yield _bytes(self.tensor(name))
         else:
             yield from (_bytes(files[part].array(part)) for part in self._quantized[name].tensor_names)
-            self.release(name)  # it is kept packed by whoever uses it
+            self.release(name)  # engines keep it packed
 
     def _content_nbytes(self, name: str, files: Mapping[str, WeightFile]) -> int:
-        """Return how many bytes :meth:`_contents` returns."""
+        """Return the number of bytes that :meth:`_contents` returns."""
         if name not in self._quantized:
             return math.prod(self._shapes[name]) * itemsize(self._value_dtype(name, files))
         return sum(files[part].tensors[part].nbytes for part in self._quantized[name].tensor_names)
@@ -411,12 +411,12 @@ class Checkpoint:
 
 
 def _read_config(folder: Path) -> tuple[ModelConfig, Mapping[str, Any], QuantizedFormat | None, Path]:
-    """Return the model, ``config.json`` as it is, how the weights are quantized, and the file that says it."""
+    """Return the model, the parsed ``config.json``, the quantized format, and the source file."""
     files = ModelFiles(folder)
     data = files.json(CONFIG_FILE)
     path = files.source(CONFIG_FILE)
     try:
-        return ModelConfig.from_dict(data, default_dtype="float32"), data, quantized_format(data, folder), path
+        return read_config(data, default_dtype="float32"), data, quantized_format(data, folder), path
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -441,7 +441,7 @@ def _with_stored_dtype(config: ModelConfig, file: WeightFile) -> ModelConfig:
 
 
 def _quantized_weights(config: ModelConfig, format_: QuantizedFormat, files: Mapping[str, WeightFile]) -> dict[str, StoredWeight]:
-    """Return the weights that are quantized, by name, after checking their tensors."""
+    """Return the quantized weights by name, after checking their tensors."""
     found = {name: stored_weight(format_, name, shape, files) for name, shape in tensor_shapes(config).items()}
     return {name: weight for name, weight in found.items() if weight is not None}
 
@@ -487,7 +487,7 @@ def _check(
 
 
 def _is_empty_bias(name: str, files: Mapping[str, WeightFile], quantized: Mapping[str, StoredWeight]) -> bool:
-    """Return whether a tensor is the bias of zeros that AutoGPTQ stores for modules that have none."""
+    """Return True for the zero bias that AutoGPTQ stores for modules that have none."""
     if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight" not in quantized:
         return False
     file = files[name]
@@ -517,12 +517,12 @@ def _warn_of_conversion(config: ModelConfig, files: Mapping[str, WeightFile], na
 
 
 def _is_usual_in_gguf(file: WeightFile, name: str) -> bool:
-    """Return whether a GGUF file has a tensor in float32 whatever the model is in: norms, biases, and what is dequantized."""
+    """Return True for tensors that GGUF files have in float32 whatever the dtype of the model: norms, biases, and dequantized ones."""
     return isinstance(file, GGUFWeights) and (len(file.tensors[name].shape) != 2 or name in file.dequantized)
 
 
 def _array(file: WeightFile, name: str, dtype: str) -> npt.NDArray[Any]:
-    """Return a tensor in a dtype, as a view of the file if it is stored in it."""
+    """Return a tensor in ``dtype``, as a view of the file if it is stored in that."""
     stored = file.array(name)
     if stored.dtype == numpy_dtype(dtype):
         return stored

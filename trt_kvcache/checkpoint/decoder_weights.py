@@ -1,4 +1,4 @@
-"""``DecoderWeights``: the weights of a decoder by what they are for, in the arrays of whatever computes with them."""
+"""``DecoderWeights``: the weights of a decoder by role, in the array type of an engine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ ArrayT = TypeVar("ArrayT")
 
 @dataclass(frozen=True)
 class Projection(Generic[ArrayT]):
-    """A linear map."""
+    """A linear map: ``weight [out, in]``, and ``bias [out]`` or None."""
 
     weight: ArrayT
     bias: ArrayT | None
 
 
 @dataclass(frozen=True)
-class LayerWeights(Generic[ArrayT]):
-    """One decoder layer: see :class:`~trt_kvcache.model.LayerConfig`."""
+class DecoderLayerWeights(Generic[ArrayT]):
+    """Weights of one decoder layer by role, as :func:`~trt_kvcache.model.weight_parts.layer_parts` names them; None for absent norms.
+
+    Norms of the hidden state are ``[hidden]``; of q and k ``[head_dim]``, or as wide as q and k.
+    """
 
     parts: Mapping[str, ArrayT]
 
@@ -49,7 +52,7 @@ class LayerWeights(Generic[ArrayT]):
 
     @cached_property
     def input_norm(self) -> ArrayT | None:
-        """Norm of what goes into the mixer."""
+        """Norm of the mixer's input."""
         return self.get("input_norm.weight")
 
     @cached_property
@@ -69,7 +72,7 @@ class LayerWeights(Generic[ArrayT]):
 
     @cached_property
     def o(self) -> Projection[ArrayT]:
-        """Projection of what attention returns."""
+        """Projection of the attention output."""
         return self.projection("o")
 
     @cached_property
@@ -84,32 +87,32 @@ class LayerWeights(Generic[ArrayT]):
 
     @cached_property
     def mixer_output_norm(self) -> ArrayT | None:
-        """Norm of what comes out of the mixer."""
+        """Norm of the mixer's output (post-norm)."""
         return self.get("mixer_output_norm.weight")
 
     @cached_property
     def mlp_norm(self) -> ArrayT | None:
-        """Norm of what goes into the MLP."""
+        """Norm of the MLP's input."""
         return self.get("mlp_norm.weight")
 
     @cached_property
     def gate(self) -> Projection[ArrayT]:
-        """Projection to the gate of the MLP."""
+        """Gate projection of the MLP."""
         return self.projection("gate")
 
     @cached_property
     def up(self) -> Projection[ArrayT]:
-        """Projection to what the gate of the MLP is multiplied with."""
+        """Up projection of the MLP."""
         return self.projection("up")
 
     @cached_property
     def down(self) -> Projection[ArrayT]:
-        """Projection back from inside the MLP."""
+        """Down projection of the MLP."""
         return self.projection("down")
 
     @cached_property
     def mlp_output_norm(self) -> ArrayT | None:
-        """Norm of what comes out of the MLP."""
+        """Norm of the MLP's output (post-norm)."""
         return self.get("mlp_output_norm.weight")
 
 
@@ -118,13 +121,16 @@ class DecoderWeights(Generic[ArrayT]):
     """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one array where they are tied."""
 
     embedding: ArrayT
-    layers: tuple[LayerWeights[ArrayT], ...]
+    layers: tuple[DecoderLayerWeights[ArrayT], ...]
     final_norm: ArrayT
     head: ArrayT
 
 
 def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> DecoderWeights[ArrayT]:
-    """Collect the weights of a model."""
+    """Collect the weights of a model. ``tensor(name)`` is called once for each tensor, by its name in transformers.
+
+    Weights of a fused tensor are views of its rows, or copies where the rows are not contiguous.
+    """
     family = FAMILIES[config.family]
     embedding = tensor(family.embedding)
     layers = tuple(layer_weights(config, index, tensor) for index in range(config.num_layers))
@@ -133,7 +139,7 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
 
 
-def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], ArrayT]) -> LayerWeights[ArrayT]:
+def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], ArrayT]) -> DecoderLayerWeights[ArrayT]:
     """Collect the weights of one layer: see :func:`decoder_weights`."""
     parts = layer_parts(config, index)
     tensors = {name: tensor(name) for name in dict.fromkeys(part.tensor for part in parts.values())}
@@ -142,11 +148,11 @@ def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], Array
         whole = tensors[part.tensor]
         return whole if part.is_whole else whole[part.index]  # type: ignore[index]  # arrays can be indexed
 
-    return LayerWeights({role: weight(part) for role, part in parts.items()})
+    return DecoderLayerWeights({role: weight(part) for role, part in parts.items()})
 
 
 class RoundedTensors:
-    """The tensors of a checkpoint, rounded to a dtype, one by one."""
+    """Reads the tensors of a checkpoint, rounded to ``dtype``. ``progress(done_bytes, total_bytes)`` is called with each tensor."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, progress: Callable[[int, int], object] | None = None) -> None:
         self._checkpoint = checkpoint
@@ -155,7 +161,7 @@ class RoundedTensors:
         self._done, self._total = 0, checkpoint.nbytes
 
     def __call__(self, name: str) -> npt.NDArray[Any]:
-        """Return one tensor."""
+        """Return one tensor, read-only: in the dtype, or in a narrower stored one that it holds exactly. Not copied unless rounded."""
         stored = self._checkpoint.tensor(name)
         values = self._rounded(name, stored)
         self._done += self._checkpoint.nbytes_of(name)

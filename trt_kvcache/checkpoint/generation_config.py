@@ -35,7 +35,7 @@ _IGNORED_FIELDS: dict[str, Any] = {
     "dola_layers": None,
 }
 
-# Those that only matter if tokens are sampled.
+# Fields that only matter with sampling.
 _IGNORED_IF_SAMPLED: dict[str, Any] = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 
 
@@ -46,7 +46,7 @@ class GenerationDefaults:
     Parameters
     ----------
     eos_token_ids : tuple of int
-        Tokens that end a sequence. Empty if the file names none; those of the model configuration apply then.
+        Tokens that end a sequence. Empty if the file names none: then the model configuration decides.
     do_sample : bool
         Whether tokens are sampled. If False, the most likely token is chosen (greedy decoding).
     temperature : float

@@ -1,4 +1,4 @@
-"""Read text and JSON files of a model folder, with errors that name the file."""
+"""Text and JSON files of a model folder, with errors that name the file."""
 
 from pathlib import Path
 from typing import Any
@@ -7,15 +7,15 @@ from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache._util.regular_file import read_regular
 from trt_kvcache.errors import CheckpointError
 
-#: The most bytes of a text file: the largest ``tokenizer.json`` in use has a fifth of it.
+#: Limit of a text file in bytes: five times the largest ``tokenizer.json`` in use.
 MAX_TEXT_NBYTES = 1 << 28
 
-#: The most bytes of a JSON file that is parsed here: the index of a thousand shards has a tenth of it.
+#: Limit of a parsed JSON file in bytes: ten times the index of a thousand shards.
 MAX_JSON_NBYTES = 1 << 26
 
 
 def read_text(path: Path, limit: int = MAX_TEXT_NBYTES) -> str:
-    """Return the text of a UTF-8 file."""
+    """Return the text of a regular file in UTF-8 of at most ``limit`` bytes. Raises CheckpointError."""
     try:
         return read_regular(path, limit).decode("utf-8")
     except FileNotFoundError:
@@ -25,7 +25,7 @@ def read_text(path: Path, limit: int = MAX_TEXT_NBYTES) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file."""
+    """Return the JSON object in a file. Raises CheckpointError for any other content."""
     text = read_text(path, MAX_JSON_NBYTES)
     try:
         value = parse_json(text)
@@ -38,5 +38,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_present(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file that may be missing."""
+    """Return the JSON object in a file, or an empty one if there is no such file."""
     return read_json(path) if path.exists() else {}

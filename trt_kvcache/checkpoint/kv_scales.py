@@ -1,4 +1,4 @@
-"""Static scales of K and V that a checkpoint stores beside its weights."""
+"""Static scales of K and V in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trt_kvcache.errors import CheckpointError
 from trt_kvcache.model.layer_config import AttentionConfig
 from trt_kvcache.model.model_config import ModelConfig
 
-#: The scale of K and that of V of a layer: a number, or one for each head.
+#: Scale of K and scale of V of a layer: a number, or one for each K/V head.
 LayerScales = tuple[float | tuple[float, ...], float | tuple[float, ...]]
 
-#: Where compressed-tensors and ModelOpt store them, by layer and side.
+#: Tensor names of compressed-tensors and of ModelOpt.
 _NAMES = ("model.layers.{layer}.self_attn.{side}_scale", "model.layers.{layer}.self_attn.{side}_proj.{side}_scale")
 
 
 def read_kv_scales(model: ModelConfig, files: Mapping[str, WeightFile], folder: Path) -> tuple[LayerScales, ...]:
-    """Return the static scales of each attention layer."""
+    """Return the static scales of each attention layer; empty if no layer has one. Raises CheckpointError if only some have."""
     names = [[_name(files, layer, side) for side in "kv"] for layer in model.attention_indices]
     if all(name is None for pair in names for name in pair):
         return ()

@@ -1,4 +1,4 @@
-"""The text files of a model: those of its folder, or what the metadata of its GGUF file says in their place."""
+"""The text files of a model: of its folder, or from the metadata of its GGUF file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
-#: They belong together: those of a folder that has the first one are not mixed with those of a GGUF file.
+#: One unit: the tokenizer files of a folder are not mixed with the metadata of a GGUF file.
 _OF_TOKENIZER = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
 
 
 class ModelFiles:
-    """The text files of a model, by name."""
+    """The text files of a model, by name. ``place``: a model folder or a GGUF file."""
 
     def __init__(self, place: Path) -> None:
         if not place.exists():
@@ -32,12 +32,12 @@ class ModelFiles:
         self._gguf: GGUFModel | None = None
 
     def source(self, name: str) -> Path:
-        """Return the file that a text comes from, for messages: of a GGUF file itself."""
+        """Return the file of a text, for messages: the GGUF file itself for its metadata."""
         gguf = self._gguf_of(name)
         return self.place / name if gguf is None else gguf.path
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file of a name, or metadata in its place."""
+        """Return True if there is a file of this name, or metadata for it."""
         gguf = self._gguf_of(name)
         if gguf is None:
             return self.place.is_dir() and (self.place / name).exists()
@@ -60,11 +60,11 @@ class ModelFiles:
         return read_json(self.place / name)
 
     def json_if_present(self, name: str) -> dict[str, Any]:
-        """Return the object in a JSON file; an empty one if there is no such file."""
+        """Return the object in a JSON file, or an empty one if there is no such file."""
         return self.json(name) if self.has(name) else {}
 
     def _gguf_of(self, name: str) -> GGUFModel | None:
-        """Return the GGUF file whose metadata stands for a file; None if it is a file of its own, or none."""
+        """Return the GGUF file whose metadata replaces a file; None if the file exists, or nothing replaces it."""
         if name != CONFIG_FILE and name not in _OF_TOKENIZER:
             return None
         if self.place.is_dir():

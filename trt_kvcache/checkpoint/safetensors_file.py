@@ -1,4 +1,4 @@
-"""One safetensors file, memory-mapped: its tensors are arrays over the mapping, not copies."""
+"""``SafetensorsFile``: a memory-mapped safetensors file, and the buffers of a new one."""
 
 import json
 import mmap
@@ -19,7 +19,7 @@ from trt_kvcache.errors import CheckpointError
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
-#: Those of quantized weights, under their names in safetensors, as arrays have them.
+#: NumPy dtypes of quantized weights and scales, by their names in safetensors.
 _PACKED_DTYPES = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
@@ -35,17 +35,20 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor is in its file."""
+    """Location of one tensor in its file."""
 
-    dtype: str
+    dtype: str  # a name of trt_kvcache.dtypes, or the safetensors name of any other dtype
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # in bytes, from the start of the file
     nbytes: int
 
 
 def safetensors_buffers(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
-    """Return what a safetensors file consists of, in order, without copying a tensor that is contiguous."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that all are aligned
+    """Return the buffers of a safetensors file in order: header, then tensors (float16, bfloat16 or float32).
+
+    Contiguous tensors are not copied; ``safetensors.numpy.save`` would hold all of them twice.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # wider elements first, so that all are aligned
     codes = {ours: code for code, ours in _DTYPES.items()}
     entries, end = {}, 0
     for name in names:
@@ -58,7 +61,7 @@ def safetensors_buffers(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
 
 
 class SafetensorsFile:
-    """A safetensors file whose tensors are read-only arrays over one memory mapping."""
+    """A :class:`~trt_kvcache.checkpoint.weight_file.WeightFile` of one safetensors file. Raises CheckpointError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         with naming_the_extra():
@@ -67,7 +70,7 @@ class SafetensorsFile:
         self.path = path
         try:
             with open_regular(path) as file:
-                with safe_open(path, framework="numpy"):
+                with safe_open(path, framework="numpy"):  # checks the header and all sizes; its arrays would be copies
                     pass
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except SafetensorError as error:
@@ -79,7 +82,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: cannot be read: {str(error) or 'there is not enough memory'}.") from error
         self.tensors = _stored_tensors(self._map)
 
-    #: Values are rounded to the dtype of the model before anything computes with them, as transformers does.
+    #: Rounded to the dtype of the model before use, as transformers does.
     keeps_values = False
 
     @property
@@ -88,11 +91,11 @@ class SafetensorsFile:
         return (self.path,)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Give tensors other names."""
+        """See :meth:`WeightFile.rename <trt_kvcache.checkpoint.weight_file.WeightFile.rename>`."""
         self.tensors = {names[name]: stored for name, stored in self.tensors.items()}
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor as a read-only array."""
+        """See :meth:`WeightFile.array <trt_kvcache.checkpoint.weight_file.WeightFile.array>`."""
         stored = self.tensors[name]
         dtype = _PACKED_DTYPES.get(stored.dtype) or numpy_dtype(stored.dtype)
         count = stored.nbytes // dtype.itemsize
@@ -103,7 +106,7 @@ class SafetensorsFile:
         return array
 
     def release(self, name: str) -> None:
-        """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again."""
+        """See :meth:`WeightFile.release <trt_kvcache.checkpoint.weight_file.WeightFile.release>`."""
         stored = self.tensors[name]
         release_pages(self._map, stored.offset, stored.nbytes)
 

@@ -1,4 +1,4 @@
-"""How the weights of a model folder are stored, before a checkpoint is opened."""
+"""Quantized format of a model folder, before a checkpoint is opened."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from trt_kvcache.checkpoint.weight_files import gguf_path
 
 
 def stored_format(data: Mapping[str, Any], folder: Path) -> QuantizedFormat | None:
-    """Return how the weights of a model folder are quantized: as ``config.json`` says, or as its GGUF file has them."""
+    """Return the quantized format in ``config.json`` or in the GGUF file; None for plain weights. No weights are read."""
     file = gguf_path(folder)
     if file is None:
         return quantized_format(data, folder)

@@ -1,4 +1,4 @@
-"""``TemplateProcess``: renders a chat template in a process of its own, so that a template can take neither time nor memory for ever.
+"""``TemplateProcess``: renders a chat template in a separate process with limits of time and memory.
 
 A template is a program that came with a model. Jinja's sandbox keeps it away from files and from Python, but ``'%1000000000d' % 1`` or
 nested loops stop the process that evaluates them, some already when they are compiled.
@@ -19,18 +19,18 @@ from typing import Any
 
 from trt_kvcache.checkpoint import template_worker
 
-#: How long a template may take for one text, in seconds. Templates take milliseconds.
+#: Time limit of a text in seconds. Templates take milliseconds.
 SECONDS = 10.0
 
-#: The most memory of the process.
+#: Memory limit of the process.
 MEMORY_NBYTES = 1 << 30
 
-#: The most characters of a text.
+#: Limit of a text in characters.
 MAX_LENGTH = 1 << 24
 
 
 class TemplateFailure(Exception):
-    """A template gave no text. The message says why, without a full stop."""
+    """A template gave no text. The message says why, without a full stop. ``cannot_be_read``: the template itself is invalid."""
 
     def __init__(self, message: str, *, cannot_be_read: bool = False) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class TemplateFailure(Exception):
 
 
 class TemplateProcess:
-    """A template, and the process that renders it: started when it is first needed, and stopped with this object. Thread-safe."""
+    """A template and the process that renders it: started on first use, stopped with this object. Thread-safe."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -48,7 +48,7 @@ class TemplateProcess:
         self._killed = False
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Return the text of a template."""
+        """Return the rendered text. Raises TemplateFailure; TypeError or ValueError for values that are no JSON; OSError."""
         line = json.dumps(values, default=_plain)
         with self._lock:
             if self._process is None or self._owner != getpid() or self._process.poll() is not None:
@@ -65,11 +65,11 @@ class TemplateProcess:
         raise TemplateFailure(answer["refuses"])
 
     def __reduce__(self) -> tuple[type[TemplateProcess], tuple[str]]:
-        """A copy starts a process of its own."""
+        """Let a copy start its own process."""
         return TemplateProcess, (self._text,)
 
     def kill(self) -> None:
-        """End the process now, and what it renders, for good. Any thread may."""
+        """End the process and its rendering now, for good. Thread-safe."""
         self._killed = True
         process = self._process
         if process is not None:
@@ -94,7 +94,7 @@ class TemplateProcess:
         try:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        except OSError:  # it has ended: there will be no answer either
+        except OSError:  # the process has ended: there will be no answer either
             return
 
     def _ask(self, line: str) -> dict[str, Any] | None:
@@ -108,7 +108,7 @@ class TemplateProcess:
         try:
             self._send(line)
             answer = process.stdout.readline()
-        except BaseException:  # an interrupt: the answer would be taken for that of the next text
+        except BaseException:  # an interrupt: this answer would be read as the next one
             self._process = None
             _stop(process)
             raise
@@ -123,7 +123,7 @@ class TemplateProcess:
 
 
 def _plain(value: Any) -> Any:
-    """Return the form in which JSON has a value that ``json.dumps`` does not know."""
+    """Return a mapping as a dict and a sequence as a list, for ``json.dumps``."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):
@@ -132,7 +132,7 @@ def _plain(value: Any) -> Any:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End a process, and release what belongs to it."""
+    """End a process, and close its pipes."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):  # something was not written yet

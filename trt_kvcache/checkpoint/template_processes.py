@@ -1,4 +1,4 @@
-"""``TemplateProcesses``: a few processes that render one chat template side by side, so that a slow text holds up no other."""
+"""``TemplateProcesses``: a pool of processes that render one chat template, so that a slow text blocks no other."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from trt_kvcache.checkpoint.template_process import TemplateProcess
 from trt_kvcache.errors import ClosedError
 
-#: Texts that are rendered at the same time. Each process takes some 25 MB.
+#: Limit of texts that are rendered at the same time. A process takes about 25 MB.
 MOST_PROCESSES = 4
 
-#: Seconds that a text waits for a process before another one is started, which takes longer than most texts.
+#: Seconds that a text waits for a process before another one is started: starting takes longer than most texts.
 _PATIENCE = 0.05
 
 
 class TemplateProcesses:
-    """A template, and up to ``MOST_PROCESSES`` processes that render it: a further one is started when the others are busy. Thread-safe."""
+    """A template and up to ``MOST_PROCESSES`` processes; another one is started when all are busy. Thread-safe."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -27,7 +27,7 @@ class TemplateProcesses:
         self._closed = False
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Return the text of a template: see :meth:`TemplateProcess.render`."""
+        """Return the rendered text: see :meth:`TemplateProcess.render`. Raises ClosedError after, or during, :meth:`close`."""
         process = self._take()
         try:
             return process.render(values)
@@ -38,7 +38,7 @@ class TemplateProcesses:
             self._give_back(process)
 
     def close(self) -> None:
-        """End all processes, and what they render. Any thread may. Idempotent."""
+        """End all processes and their rendering. Thread-safe, idempotent."""
         with self._changed:
             self._closed = True
             for process in (*self._idle, *self._busy):
@@ -46,7 +46,7 @@ class TemplateProcesses:
             self._changed.notify_all()
 
     def __reduce__(self) -> tuple[type[TemplateProcesses], tuple[str]]:
-        """A copy starts processes of its own."""
+        """Let a copy start its own processes."""
         return TemplateProcesses, (self._text,)
 
     def _check_open(self) -> None:
@@ -54,7 +54,7 @@ class TemplateProcesses:
             raise ClosedError("chat template: no text is rendered any more: it was closed.")
 
     def _take(self) -> TemplateProcess:
-        """Return the process that was used last of those that have nothing to do, or a new one."""
+        """Return the idle process that was used last, or a new one."""
         with self._changed:
             if self._busy and not self._idle:
                 self._changed.wait_for(lambda: self._idle or self._closed, _PATIENCE)

@@ -1,4 +1,4 @@
-"""The program that renders chat templates, in a process of its own: see :mod:`trt_kvcache.checkpoint.template_process`.
+"""Program of the process that renders chat templates: see :mod:`trt_kvcache.checkpoint.template_process`.
 
 It reads a line of JSON and writes one. The first line has the template, each further one the values to render it with. It imports
 nothing of this package, because it is run as a file.
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def make_environment() -> "ImmutableSandboxedEnvironment":
-    """Return the sandbox in which templates run, with what those of Hugging Face use."""
+    """Return the sandbox of templates, with the functions that templates of Hugging Face use."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlock(Extension):
-        """``{% generation %}``: marks what the assistant said, for training; here its body is simply rendered."""
+        """``{% generation %}``: marks the assistant's text, for training; its body is simply rendered here."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain class attribute
 
@@ -50,13 +50,13 @@ def _strftime_now(pattern: str) -> str:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Unlike Jinja's own filter, escape nothing for HTML. Options, their order and defaults are those of transformers."""
+    """Return JSON; unlike Jinja's own filter without HTML escapes. Options, order and defaults are those of transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def main() -> None:
     """Answer until the input ends."""
-    if hasattr(os, "nice"):  # texts of many messages must not slow down those who wait for tokens
+    if hasattr(os, "nice"):  # long conversations must not slow down token generation
         os.nice(5)
     start = json.loads(sys.stdin.readline())
     sys.path[:] = start["path"]

@@ -1,4 +1,4 @@
-"""The bytes that one token adds to a text: a token may be a part of a character, and has no text of its own then."""
+"""Bytes of single tokens: a token may be a part of a character, and has no text of its own then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-#: How SentencePiece writes a space.
+#: The space in pieces of SentencePiece.
 _SPACE = "\u2581"
 
 
@@ -24,7 +24,7 @@ def _alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Knows how the pieces of a vocabulary stand for bytes."""
+    """Converts the pieces of a vocabulary to bytes: of byte-level BPE, or of SentencePiece with or without byte fallback."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -34,7 +34,7 @@ class TokenBytes:
         self._is_sentencepiece = bool(kinds & {"ByteFallback", "Metaspace"})
 
     def of(self, token: int) -> bytes | None:
-        """Return the bytes of a token."""
+        """Return the bytes of a token; None for an unknown id, or for pieces of another kind of tokenizer."""
         if token in self._added:
             return str(self._added[token].content).encode()
         piece = self._backend.id_to_token(token)

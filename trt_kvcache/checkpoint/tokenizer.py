@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._util.extras import naming_the_extra
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.chat_template import ChatTemplate, find_chat_template
 from trt_kvcache.checkpoint.model_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, ModelFiles
 from trt_kvcache.checkpoint.token_bytes import TokenBytes
@@ -98,7 +98,7 @@ class Tokenizer:
         config = files.json_if_present(TOKENIZER_CONFIG_FILE)
         add_bos_token = config.get("add_bos_token")
         if not isinstance(add_bos_token, bool | None):
-            raise CheckpointError(f"{config_file}: add_bos_token: expected true or false, got {shown(add_bos_token)}.")
+            raise CheckpointError(f"{config_file}: add_bos_token: expected true or false, got {short_repr(add_bos_token)}.")
         return cls(
             path,
             _parse(files.text(TOKENIZER_FILE), file),
@@ -108,7 +108,7 @@ class Tokenizer:
         )
 
     def to_json(self) -> str:
-        """Return the tokenizer as a ``tokenizer.json`` has it, without truncation and padding."""
+        """Return the text of ``tokenizer.json``, without truncation and padding."""
         return str(self._backend.to_str())
 
     @property
@@ -123,7 +123,7 @@ class Tokenizer:
         return () if token is None else (token,)
 
     def special_token_id(self, text: str) -> int | None:
-        """Return the id of the special token that is written so: :meth:`decode` leaves it out, so it is in no text that is generated.
+        """Return the id of a special token by its text; :meth:`decode` leaves such tokens out, so no generated text has it.
 
         Parameters
         ----------
@@ -179,7 +179,7 @@ class Tokenizer:
         return self._with_bos(text, ids, add_special_tokens)
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of several texts: those of :meth:`encode`, while other threads run, and on several cores.
+        """Return the token ids of several texts as :meth:`encode` does, on several cores, while other Python threads run.
 
         Parameters
         ----------
@@ -217,14 +217,14 @@ class Tokenizer:
         return ids
 
     def _encoding_failure(self, texts: Sequence[str], error: BaseException) -> KVCacheError | None:
-        """Return the error that an error of the library becomes; None if it is none of the library."""
+        """Return this package's error for one of the library; None for any other error."""
         if any(isinstance(text, str) and not _is_utf8(text) for text in texts):
             return ConfigError("text: expected characters that UTF-8 can encode, got lone surrogates.")
         return self._failure(error) if _is_of_library(error) else None
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token as the vocabulary has it: no fewer than those of the text, but for what a normalizer drops."""
+        """Characters of the longest token in the vocabulary: a limit of its text, except for characters that a normalizer drops."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -259,7 +259,7 @@ class Tokenizer:
             raise self._failure(error) from error
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes that a token adds to a text: those of a part of a character too, which has no text.
+        """Return the bytes that a token adds to a text, also of a token that is a part of a character.
 
         Parameters
         ----------
@@ -282,7 +282,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the folder has a chat template."""
+        """True if the folder has a chat template."""
         return self._chat_template is not None
 
     @property
@@ -331,7 +331,7 @@ class Tokenizer:
         return self._chat_template.render(messages, variables, add_generation_prompt=add_generation_prompt)
 
     def close_chat_template(self) -> None:
-        """End the processes of the chat template, and what they render. Later calls are refused. Any thread may. Idempotent."""
+        """End the processes of the chat template and their rendering. Later calls raise ClosedError. Thread-safe, idempotent."""
         if self._chat_template is not None:
             self._chat_template.close()
 
@@ -349,7 +349,7 @@ def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Tell whether the tokenizers library raised an error because of its file. A panic of it is no ``Exception``."""
+    """Return True for an error of the tokenizers library about its file. Its panics are no ``Exception``."""
     return (isinstance(error, Exception) and not isinstance(error, MemoryError | TypeError)) or type(error).__name__ == "PanicException"
 
 

@@ -1,4 +1,4 @@
-"""``WeightFile``: what a file of weights has, whatever its format."""
+"""``WeightFile``: the interface of memory-mapped weight files of all formats."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from trt_kvcache.checkpoint.safetensors_file import StoredTensor
 
 
 class WeightFile(Protocol):
-    """A memory-mapped file of tensors under the names of Hugging Face transformers."""
+    """Memory-mapped tensors under their names in Hugging Face transformers."""
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The file; of a split model the first one."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All files that the tensors are in."""
+        """All files of the tensors."""
 
     @property
     def keeps_values(self) -> bool:
-        """Whether a tensor keeps the dtype that it is stored in until somebody computes with it, whatever the dtype of the model is."""
+        """True if tensors keep their stored dtype until they are used, whatever the dtype of the model is."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors by name."""
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor as a read-only array, in the stored dtype.
+        """Return a tensor as a read-only array in the stored dtype, over the mapping: a copy only if it is not aligned or was converted.
 
         Parameters
         ----------
@@ -40,7 +40,7 @@ class WeightFile(Protocol):
         """
 
     def release(self, name: str) -> None:
-        """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again.
+        """Let the operating system drop the pages of a tensor. Its arrays stay valid: an access reads the file again.
 
         Parameters
         ----------
@@ -54,5 +54,5 @@ class WeightFile(Protocol):
         Parameters
         ----------
         names : mapping of str to str
-            The new name of each tensor that changes its name.
+            New name of each tensor that changes its name; all names differ.
         """

@@ -15,24 +15,27 @@ from trt_kvcache.model.families.family import Family
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-#: How names of files of weights, and of their indices, end: of the formats that are read, and of others that people have.
+#: Suffixes of weight files and their indices: of the formats that are read, and of others in use.
 _ENDINGS = tuple(
     ending + more for ending in (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack") for more in ("", ".index.json")
 )
 
 
 def has_weight_files(folder: Path) -> bool:
-    """Return whether a model has weights, or says that it has: then they can be checked."""
+    """Return True if a model has weights or claims to, so that they can be checked."""
     return folder.is_file() or any(map(is_weight_file, folder.iterdir()))
 
 
 def is_weight_file(path: Path) -> bool:
-    """Return whether a file has weights, or is an index of such files, by its name."""
+    """Return True for a weight file, or an index of such files, by its name."""
     return path.name.endswith(_ENDINGS)
 
 
 def open_weight_files(folder: Path) -> dict[str, WeightFile]:
-    """Map all weight files of a model folder into memory."""
+    """Map all weight files of a model into memory, and return the file of each tensor.
+
+    Raises CheckpointError; warns of GGUF files next to safetensors, which are not read.
+    """
     if folder.is_file():
         return _open_gguf(folder)
     single, ggufs = folder / SINGLE_FILE, sorted(folder.glob("*.gguf"))
@@ -56,7 +59,7 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
 
 
 def gguf_path(folder: Path) -> Path | None:
-    """Return the GGUF file that the weights of a model are in; None if they are in safetensors, or if there are none."""
+    """Return the GGUF file of a model's weights (of a split model the first); None for safetensors, or without weights."""
     if folder.is_file():
         return folder
     if any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
@@ -73,7 +76,7 @@ def gguf_path(folder: Path) -> Path | None:
 
 
 def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) -> dict[str, WeightFile]:
-    """Give the tensors of a model the names of its family, and leave out those that the family ignores."""
+    """Rename the tensors in ``files`` to the names of the family, and return them without those that the family ignores."""
     names: dict[str, str] = {}
     for stored in files:
         prefix = next((prefix for prefix in family.renamed if stored.startswith(prefix)), "")
@@ -96,7 +99,7 @@ def _open_gguf(path: Path) -> dict[str, WeightFile]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # no file can have such a name
+    except OSError:  # not a valid file name
         return False
 
 
@@ -108,7 +111,7 @@ def _open_shards(index: Path) -> dict[str, WeightFile]:
     for shard in sorted(set(weight_map.values())):
         path = index.parent / shard
         if Path(shard).name != shard:
-            raise CheckpointError(f"{index}: expected shards beside the index, got {shard!r}.")
+            raise CheckpointError(f"{index}: expected shards next to the index, got {shard!r}.")
         if not _is_file(path):
             raise CheckpointError(f"{path}: expected a shard that {index.name} names, got nothing there. Fetch or copy it again.")
         files[shard] = SafetensorsFile(path)

@@ -1,13 +1,13 @@
-"""``WeightsSummary``: how the weights of a checkpoint are stored, and how many bytes they are."""
+"""``WeightsSummary``: storage format and size of the weights of a checkpoint."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsSummary:
-    """How weights are stored."""
+    """Storage format and size of weights."""
 
-    format: str
+    format: str  # the dtype, or the quantized format with its bits and groups
     is_quantized: bool
-    nbytes: int
-    step_nbytes: int
+    nbytes: int  # quantized weights with scales and zero points, as stored; others in the dtype of the model
+    step_nbytes: int  # bytes that a step reads: nbytes without an embedding that is not the head too

@@ -1,4 +1,4 @@
-"""The file of answers that ``serve-file`` writes: JSON lines, which a later run may continue."""
+"""The output file of ``serve-file``: JSON lines, which a later run may continue."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ from trt_kvcache.errors import ConfigError
 
 
 class AnswerFile:
-    """A file of answers, as it is before a run."""
+    """An output file, as it was before this run."""
 
     def __init__(self, path: Path, *, continued: bool, overwrite: bool) -> None:
         self.path = path
-        self.finished: dict[int, dict[str, Any]] = {}
+        self.finished: dict[int, dict[str, Any]] = {}  # answers that are kept, by the index of their prompt
         self._is_stdout = str(path) == "-"
         self._kept_nbytes = 0
         if continued and (overwrite or self._is_stdout):
@@ -33,7 +33,7 @@ class AnswerFile:
         return "stdout" if self._is_stdout else str(self.path)
 
     def _read(self) -> None:
-        """Read the answers that are there. A last line without its end was cut off, and is no answer."""
+        """Read the existing answers. A last line without a line feed was cut off and is ignored."""
         for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
             if not line.endswith(b"\n"):
                 return
@@ -46,7 +46,7 @@ class AnswerFile:
             self._kept_nbytes += len(line)
 
     def check(self, prompts_path: Path, prompts: Sequence[FilePrompt]) -> None:
-        """Check that the answers that the file has are answers to these prompts."""
+        """Raise ConfigError if an existing answer belongs to another prompt."""
         for index, answer in self.finished.items():
             belongs = isinstance(index, int) and 0 <= index < len(prompts)
             if not belongs or any(answer.get(name) != value for name, value in prompts[index].metadata.items()):
@@ -54,7 +54,7 @@ class AnswerFile:
 
     @contextmanager
     def open(self) -> Iterator[TextIO]:
-        """Yield the file to write the missing answers to."""
+        """Yield the file for the missing answers."""
         if self._is_stdout:
             yield sys.stdout
             return
@@ -67,4 +67,4 @@ class AnswerFile:
         except OSError as error:
             if error.filename is not None or error.errno is None:
                 raise
-            raise OSError(error.errno, error.strerror, str(self.path)) from error  # writing does not say where
+            raise OSError(error.errno, error.strerror, str(self.path)) from error  # a failed write has no file name

@@ -1,4 +1,4 @@
-"""The command line: its commands, and how errors are reported."""
+"""The command line: its commands, and the report of errors."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.help import Command, Commands
 from trt_kvcache.cli.inspect import inspect as inspect_command
 from trt_kvcache.cli.memory import memory
-from trt_kvcache.cli.options import call_with_flat, flat_parameters
+from trt_kvcache.cli.option_groups import call_with_flat, flat_parameters
 from trt_kvcache.cli.perplexity import perplexity
 from trt_kvcache.cli.score import score
 from trt_kvcache.cli.serve import serve
@@ -49,8 +49,8 @@ app = typer.Typer(
 
 
 def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that all commands have; report what a command raises as one message and an exit code, never as a traceback."""
-    # Messages of other commands may say with which option to build an engine.
+    """Add the options of all commands; report errors as one message and an exit code, without a traceback."""
+    # Errors of other commands may name options of build.
     flags = {name: flag for one in (build, command) for name, flag in flags_of(flat_parameters(one)).items()}
 
     @functools.wraps(command)
@@ -66,7 +66,7 @@ def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
             complain("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            raise  # the reader of our output has stopped: typer ends the command without a message
+            raise  # stdout was closed: typer ends the command without a message
         except (KVCacheError, OSError) as error:
             complain("error:", message_of(error))
             raise typer.Exit(FAILED) from None
@@ -116,7 +116,7 @@ def _show_warning(message: Warning | str, *details: Any, **more: Any) -> None:
 
 
 def _prepare_streams() -> None:
-    """Replace closed streams by empty ones, and characters that a stream cannot encode by others, so that neither is an error."""
+    """Replace closed streams by empty ones, and have streams replace characters that they cannot encode."""
     for name, mode, handler in (("stdin", "r", "replace"), ("stdout", "w", "replace"), ("stderr", "w", "backslashreplace")):
         stream = getattr(sys, name)
         if stream is None:

@@ -1,4 +1,4 @@
-"""``trt-kvcache bench``: measure how fast a model runs."""
+"""``trt-kvcache bench``: measure the speed of a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,19 +14,19 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.bench_report import BenchReport
 from trt_kvcache.cli.console import progress_display, put, put_json
-from trt_kvcache.cli.options import Json, WrongUsage
+from trt_kvcache.cli.option_groups import Changed, Json, WrongUsage
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, KVCacheError, RangeError
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.model import ModelConfig
 
-_PANEL = "What is measured"
+_PANEL = "Cases"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseFlags:
-    """The options that say which cases are measured, as texts with commas."""
+    """Options that select the cases, as lists with commas."""
 
     prompt_tokens: Annotated[
         str, typer.Option("--prompt-tokens", "-p", metavar="N,...", help="Lengths of prompts; 0 for none.", rich_help_panel=_PANEL)
@@ -36,16 +36,14 @@ class CaseFlags:
     ] = "128"
     prompt_and_generate: Annotated[
         str | None,
-        typer.Option("--pg", metavar="P+N,...", help="Also a prompt and decode steps together, such as 512+128.", rich_help_panel=_PANEL),
+        typer.Option("--pg", metavar="P+N,...", help="Also a prompt with decode steps, such as 512+128.", rich_help_panel=_PANEL),
     ] = None
     batch_size: Annotated[
-        str, typer.Option("--batch-size", "-b", metavar="N,...", help="Slots that run together.", rich_help_panel=_PANEL)
+        str, typer.Option("--batch-size", "-b", metavar="N,...", help="Numbers of slots that run together.", rich_help_panel=_PANEL)
     ] = "1"
     depth: Annotated[
         str,
-        typer.Option(
-            "--depth", "-d", metavar="N,...", help="Tokens that each slot holds before, which are not measured.", rich_help_panel=_PANEL
-        ),
+        typer.Option("--depth", "-d", metavar="N,...", help="Tokens in each slot before the measurement.", rich_help_panel=_PANEL),
     ] = "0"
 
     def cases(self) -> list[BenchmarkCase]:
@@ -62,47 +60,29 @@ class CaseFlags:
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchSessionFlags(SessionFlags):
-    """The options that say which session is measured."""
-
-    max_batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="SLOTS",
-            help="Slots of the cache. Default: the largest --batch-size.",
-            rich_help_panel=session_flags.MODEL_PANEL,
-        ),
-    ] = None
-    max_sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="TOKENS",
-            help="Tokens that a slot can hold. Default: what the longest case needs.",
-            rich_help_panel=session_flags.MODEL_PANEL,
-        ),
-    ] = None
-
-
 def bench(
     folder: session_flags.Folder,
     case_flags: CaseFlags,
-    flags: BenchSessionFlags,
+    flags: Annotated[
+        SessionFlags,
+        Changed("max_batch_size", help="Slots of the cache. Default: the largest --batch-size."),
+        Changed("max_sequence_length", help="Tokens that a slot can hold. Default: as needed by the longest case."),
+    ],
     runs: Annotated[int, typer.Option("--runs", "-r", min=1, metavar="N", help="Timed runs of each case.")] = 5,
-    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Runs of each case before those.")] = 1,
-    temperature: Annotated[float, typer.Option(metavar="X", help="0 always takes the most likely token.")] = 0.0,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="With a temperature: keep the most likely tokens until they sum to p.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the random prompts, and of tokens that are drawn.")] = 0,
+    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Runs of each case before the timed ones.")] = 1,
+    temperature: Annotated[float, typer.Option(metavar="X", help="0: greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="With a temperature: top-p (nucleus) sampling.")] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the random prompts and of sampling.")] = 0,
     json: Json = False,
     csv: Annotated[
         bool, typer.Option("--csv", help="Print one line of CSV for each row on stdout; everything else goes to stderr.")
     ] = False,
 ) -> None:
-    """Measure how fast a model runs."""
+    """Measure the speed of a model.
+
+    Each row is a prompt (pp512), decode steps (tg128) or both, with the names of llama-bench. Prompts are random tokens. The time includes
+    sampling and decoding tokens to text. Lists of numbers have commas: -p 512,2048 -b 1,8.
+    """
     if json and csv:
         raise WrongUsage("expected --json or --csv, got both.")
     cases = case_flags.cases()
@@ -134,7 +114,7 @@ def bench(
             model=model,
             folder=folder,
             dtype=dtype,
-            limit=MemoryLimit.measured(model, dtype, session.cache.memory, session.weights),  # after the rows, whose memory it would add to
+            limit=MemoryLimit.measured(model, dtype, session.cache.memory, session.weights),  # after the rows: it would add to their memory
             weights_format=dtype if session.weights is None or not session.weights.is_quantized else session.weights.format,
             environment=environment,
             params=params,
@@ -161,8 +141,8 @@ def _sampling(temperature: float, top_p: float | None, seed: int) -> SamplingPar
         raise typer.BadParameter(text, param_hint=f"--{name.replace('_', '-')}") from None
 
 
-def _fitted(place: Path, flags: BenchSessionFlags, cases: Sequence[BenchmarkCase]) -> tuple[ModelConfig, str, BenchSessionFlags]:
-    """Return model, dtype and flags with the sizes of a session in which all cases fit; wrong usage if there is none."""
+def _fitted(place: Path, flags: SessionFlags, cases: Sequence[BenchmarkCase]) -> tuple[ModelConfig, str, SessionFlags]:
+    """Return model, dtype and flags with sizes for all cases; wrong usage if they cannot fit."""
     if is_engine_folder(place):
         config = EngineFolder.open(place).config
         built = "The engine was built for it."
@@ -187,7 +167,7 @@ def _check(cases: Sequence[BenchmarkCase], slots: int, length: int, why_slots: s
 
 
 def _numbers(flag: str, text: str, *, least: int = 0) -> list[int]:
-    """Return the numbers of a list with commas, each once."""
+    """Parse a list with commas, without duplicates."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) >= least for part in parts):
         raise typer.BadParameter(f"expected numbers of at least {least} with commas between them, got {text!r}.", param_hint=flag)
@@ -195,7 +175,7 @@ def _numbers(flag: str, text: str, *, least: int = 0) -> list[int]:
 
 
 def _pairs(flag: str, text: str) -> list[tuple[int, int]]:
-    """Return the pairs of ``P+N,P+N``; none for an empty text."""
+    """Parse pairs such as ``512+128,512+256``."""
     pairs = []
     for part in text.split(",") if text else ():
         prompt, _, steps = (side.strip() for side in part.partition("+"))

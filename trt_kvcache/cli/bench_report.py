@@ -1,4 +1,4 @@
-"""What ``trt-kvcache bench`` prints: a table, JSON or CSV."""
+"""The output of ``trt-kvcache bench``: a table, JSON or CSV."""
 
 import csv
 import io
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.benchmarking import BenchmarkRow, MemoryLimit
-from trt_kvcache.cli.console import count, results, say, size, table
-from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.quantized_kv import kv_format
+from trt_kvcache.cli.console import as_json, count, results, say, size, table
+from trt_kvcache.cli.formats import kv_format
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.model import ModelConfig
 
@@ -19,7 +18,7 @@ _NUMBERS = ("batch", "tokens/s", "first ms", "token ms", "p95", "p99", "limit")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """What stands beside the rows."""
+    """Context of the rows: model, environment, sampling, memory limit."""
 
     model: ModelConfig
     folder: Path
@@ -32,7 +31,7 @@ class BenchReport:
     makes_text: bool
 
     def document(self, rows: Sequence[BenchmarkRow], *, interrupted: bool) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the document for ``--json``."""
         return {
             "folder": str(self.folder),
             "model": as_json(self.model),
@@ -49,7 +48,7 @@ class BenchReport:
         }
 
     def csv(self, rows: Sequence[BenchmarkRow]) -> str:
-        """Return what ``--csv`` prints: a line of names, and one for each row. Times are in seconds, sizes in bytes."""
+        """Return the text for ``--csv``: a line of names, and one for each row. Times are in seconds, sizes in bytes."""
         lines = [self._fields(row) for row in rows]
         text = io.StringIO()
         if lines:
@@ -59,7 +58,7 @@ class BenchReport:
         return text.getvalue()
 
     def print(self, rows: Sequence[BenchmarkRow]) -> None:
-        """Print the rows as a table, with what they were measured on."""
+        """Print the rows as a table, with model and environment."""
         cache = self.environment["cache"]
         stored = kv_format(cache["dtype"], cache["scales"])
         say(str(self.folder), style="bold")
@@ -75,7 +74,7 @@ class BenchReport:
         last = rows[-1]
         say(f"{count(last.runs, 'run')} after {last.warmup} to warm up; prompts of random tokens, seed {self.seed}")
         text = ", and their text" if self.makes_text else ""
-        say(f"included: logits on the host, the choice of tokens ({self._sampling}){text}")
+        say(f"included: logits on the host, sampling ({self._sampling}){text}")
         speed = self.limit.copy_bytes_per_second / 1e9
         what = "weights, K and V" if last.cache_traffic.rows else "weights"
         states = ", and reading and writing states," if last.cache_traffic.states_nbytes else ""
@@ -83,7 +82,7 @@ class BenchReport:
         tokens = [f"{size(nbytes)} ({row.case.name}, batch {row.case.batch_size})" for row, nbytes in needs if nbytes is not None]
         if tokens:
             say(f"a token needs {what}{' and states' if states else ''} of " + ", ".join(tokens))
-        say(f"limit: share of what reading {what}{states} at {speed:.1f} GB/s allows")
+        say(f"limit: share of the speed of reading {what}{states} at {speed:.1f} GB/s")
         if last.memory is not None:
             where = "in use on the device" if last.memory.of == "device" else "the most that the process had"
             say(f"memory: {size(last.memory.nbytes)}, {where}")
@@ -130,7 +129,7 @@ class BenchReport:
 
 
 def _cells(row: BenchmarkRow, limit_share: float | None) -> list[str]:
-    """Return the cells of a row behind its batch, as text for people."""
+    """Return the cells of a row after its batch size."""
     speed, first, latency = row.tokens_per_second, row.time_to_first_token, row.inter_token_latency
     percentiles = [""] * 3 if latency is None else [_milliseconds(value) for value in (latency.median, latency.p95, latency.p99)]
     digits = 2 if speed.mean < 10 else 1 if speed.mean < 100 else 0
@@ -143,6 +142,6 @@ def _cells(row: BenchmarkRow, limit_share: float | None) -> list[str]:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return a time with as many digits as say something: the table must fit a terminal."""
+    """Return a time with few digits: the table must fit a terminal."""
     value = seconds * 1e3
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"

@@ -9,15 +9,13 @@ import typer
 
 from trt_kvcache.builder.build_engine import BuildReport
 from trt_kvcache.builder.checked_build import checked_build
-from trt_kvcache.builder.estimate import estimate_build, estimate_checked
+from trt_kvcache.builder.estimate import BuildEstimate, estimate_build, estimate_checked
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL
 from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.cli.build_process import build_in_child
-from trt_kvcache.cli.build_sizes import print_build_sizes
-from trt_kvcache.cli.console import count, length_limit, note, progress_display, put_json, say, size
-from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json, choice, logits_per_slot
-from trt_kvcache.cli.quantized_kv import kv_format
+from trt_kvcache.cli.console import as_json, count, length_limit, note, progress_display, put_json, results, say, size, table
+from trt_kvcache.cli.formats import kv_format
+from trt_kvcache.cli.option_groups import Json, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import (
     ATTENTION_HELP,
     DTYPE_HELP,
@@ -31,7 +29,7 @@ from trt_kvcache.cli.session_flags import (
     located_headers,
 )
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CheckpointError, KVCacheError
 from trt_kvcache.reference import Attention
@@ -61,8 +59,8 @@ def build(
     max_logits_per_slot: Annotated[
         Any,
         logits_per_slot(
-            help="Most new tokens of a slot whose logits one enqueue returns: for score, and for verifying drafts. They take memory for "
-            "slots x tokens x vocabulary numbers of 4 bytes."
+            help="Most new tokens of a slot whose logits one enqueue returns: for score, and to verify drafts. Memory: slots x tokens x "
+            "vocabulary x 4 bytes."
         ),
     ] = 1,
     dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP)] = None,
@@ -83,7 +81,7 @@ def build(
         list[str] | None,
         typer.Option(
             metavar="X.Y",
-            help="Build for this compute capability only (TensorRT for RTX). Can be given several times. Default: all that can run it.",
+            help="Build for this compute capability only (TensorRT for RTX). Can be given several times. Default: all supported ones.",
         ),
     ] = None,
     builder_optimization_level: Annotated[
@@ -102,7 +100,7 @@ def build(
         Path | None,
         typer.Option(metavar="FILE", help="Start from the kernel timings in this file and add to them (full TensorRT). It need not exist."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Build nothing: print how large plan, cache and peak memory will be.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Build nothing: print the sizes of plan, cache and peak memory.")] = False,
     json: Json = False,
 ) -> None:
     """Build a TensorRT engine from a model folder. TensorRT for RTX needs no GPU for it."""
@@ -128,7 +126,7 @@ def build(
             with checked.checkpoint:
                 estimate = estimate_checked(checked)
             if not has_weight_files(folder):
-                note(f"{model}: no weights are there, and a build needs some; config.json alone was checked")
+                note(f"{model}: no weights found, which a build needs; only config.json was checked")
         if json:
             put_json(as_json(estimate))
         else:
@@ -155,11 +153,30 @@ def build(
             _note_larger_plan(report, folder, sizes)
 
 
+def print_build_sizes(estimate: BuildEstimate) -> None:
+    """Print an estimate of a build."""
+    rows = table("what", "bytes", "size", numbers=("bytes", "size"), title="Before the build (estimate)")
+    constants = {"constants": estimate.constants_nbytes} if estimate.constants_nbytes else {}
+    sizes = {
+        "weights": estimate.weights_nbytes,
+        "plan: weights and kernels": estimate.plan_nbytes,
+        **constants,
+        "cache": estimate.cache_nbytes,
+        "activations and logits": estimate.activations_nbytes,
+        "GPU, in all": estimate.device_nbytes,
+        "disk": estimate.disk_nbytes,
+        "host, at the peak of the build": estimate.host_peak_nbytes,
+    }
+    for what, nbytes in sizes.items():
+        rows.add_row(what, str(nbytes), size(nbytes))
+    results().print(rows)
+
+
 def _note_larger_plan(report: BuildReport, folder: Path, sizes: Mapping[str, Any]) -> None:
-    """Say why rounding has made a plan larger, if it has."""
+    """Print the reason if quantization has made the plan larger."""
     try:
         plain = estimate_build(folder, **{**sizes, "quantize": None}).plan_nbytes
-    except KVCacheError:  # the estimate is of no use then
+    except KVCacheError:  # no estimate for this build
         return
     if report.plan_nbytes > plain:
         note(
@@ -182,8 +199,8 @@ def _print_report(report: BuildReport) -> None:
         say(f"attention of {count(decomposed, 'layer')} is decomposable; `trt-kvcache inspect {report.path}` says why")
 
 
-def _gpus(config: EngineConfig) -> str:
-    """Return for which GPUs an engine was built, in words."""
+def _gpus(config: EngineFolderConfig) -> str:
+    """Return the GPUs of an engine, in words."""
     if config.compute_capabilities:
         return f"for GPUs of compute capability {', '.join(config.compute_capabilities)}"
     return f"for all GPUs that {config.tensorrt_flavour} supports"

@@ -1,10 +1,10 @@
-"""A build in a process of its own, so that it can be ended at any moment.
+"""A build in a child process, so that it can be ended at any moment.
 
-TensorRT does not return for tens of seconds, and Python sees Ctrl-C only when it does. The process that builds can be killed instead: until
-it begins to write, it has nothing on disk. While it writes, it is asked to stop, and removes what it has written.
+A call of TensorRT lasts tens of seconds, and Python handles Ctrl-C only afterwards. The child can be killed instead: until it begins to
+write, it has no files. While it writes, it is asked to stop, and removes its files.
 
-The two processes talk through stdin and stdout of the child, in pickled pairs ``(what, value)``. Before the child writes, it waits for the
-parent to agree; so both always know whether it may be killed.
+The processes exchange pickled pairs ``(kind, value)`` through stdin and stdout of the child. Before the child writes, it waits for the
+parent's permission; so both always know whether it may be killed.
 """
 
 import _thread
@@ -28,18 +28,18 @@ from trt_kvcache.builder.build_engine import WRITING, BuildReport, Progress
 from trt_kvcache.cli.interrupt import Interrupts, held_interrupts
 from trt_kvcache.errors import BuildError
 
-#: The function that builds, as ``module:function``.
+#: The build function, as ``module:function``.
 BUILDER = "trt_kvcache.builder.build_engine:build_engine"
 
 _CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from trt_kvcache.cli.build_process import run_child; run_child()"
 _POLL_SECONDS = 0.1
-#: The first of each pair.
+#: Kinds of messages.
 _PROGRESS, _WARNING, _LOG, _MAY_WRITE, _STOP = "progress", "warning", "log", "may write", "stop"
 _DONE, _FAILED, _ENDED = "done", "failed", "ended"
 
 
 def build_in_child(*arguments: Any, progress: Progress, on_interrupt: Callable[[], object], **options: Any) -> BuildReport:
-    """Call ``build_engine`` in a child process."""
+    """Call ``build_engine`` in a child process. ``on_interrupt`` is called at the first Ctrl-C; a second one ends the build immediately."""
     request = (BUILDER, logging.getLogger("trt_kvcache").getEffectiveLevel(), arguments, options)
     with held_interrupts() as interrupts, _Child() as child:
         child.send(sys.path)
@@ -48,7 +48,7 @@ def build_in_child(*arguments: Any, progress: Progress, on_interrupt: Callable[[
 
 
 def _follow(child: "_Child", interrupts: Interrupts, progress: Progress, on_interrupt: Callable[[], object]) -> BuildReport:
-    """Take what the child reports until it has a result."""
+    """Handle messages of the child until it has a result."""
     asked_to_stop = False
     while True:
         if interrupts.held and not asked_to_stop:
@@ -56,40 +56,40 @@ def _follow(child: "_Child", interrupts: Interrupts, progress: Progress, on_inte
             on_interrupt()
             child.send((_STOP, None))
         try:
-            what, value = child.received.get(timeout=_POLL_SECONDS)
+            kind, value = child.received.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             continue
-        if what == _PROGRESS:
+        if kind == _PROGRESS:
             progress(*value)
-        elif what == _WARNING:
+        elif kind == _WARNING:
             warnings.warn_explicit(*value)
-        elif what == _LOG:
+        elif kind == _LOG:
             logging.getLogger(value.name).handle(value)
-        elif what == _MAY_WRITE:
+        elif kind == _MAY_WRITE:
             child.writes = not asked_to_stop
             child.send((_MAY_WRITE, None))
-        elif what == _DONE:
+        elif kind == _DONE:
             report: BuildReport = value
             return report
-        elif what == _FAILED:
+        elif kind == _FAILED:
             _raise_again(*value)
         else:
             raise BuildError(f"the engine could not be built: the building process ended {child.end()}. Nothing was written.")
 
 
 def _raise_again(error: BaseException, remote_traceback: str) -> NoReturn:
-    """Raise what was raised in the child. An unexpected error shows where."""
+    """Raise an error of the child, with its traceback as the cause."""
     error.__cause__ = RuntimeError(f"in the building process:\n{remote_traceback}")
     raise error
 
 
 class _Child:
-    """The building process, from its start to its end."""
+    """The child process, from its start to its end."""
 
     def __init__(self) -> None:
-        #: What it sent.
+        #: Received messages.
         self.received: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        #: Whether it may have files on disk.
+        #: True if it may have files on disk.
         self.writes = False
 
     def __enter__(self) -> "_Child":
@@ -107,18 +107,18 @@ class _Child:
     def __exit__(self, *exception: object) -> None:
         if not self.writes:
             self._process.kill()
-        self._close_stdin()  # it ends, and removes what it was writing
+        self._close_stdin()  # it ends, and removes unfinished files
         self._process.wait()
 
     def send(self, message: object) -> None:
-        """Send a message. If the child has ended, nothing happens."""
+        """Send a message. Ignored if the child has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
 
     def end(self) -> str:
-        """Wait for its end and return how it ended, in words."""
+        """Wait for its end, and return the exit status in words."""
         code = self._process.wait()
         if code >= 0:
             return f"with exit code {code}"
@@ -126,7 +126,7 @@ class _Child:
         return f"by {name}; the machine may be out of memory" if name == "SIGKILL" else f"by {name}"
 
     def _receive(self) -> None:
-        """Pass on what comes; in a thread of its own, so that no message is cut by a signal."""
+        """Queue messages. A separate thread reads them, so that no signal cuts one."""
         stdout = self._process.stdout
         assert stdout is not None
         with stdout, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
@@ -141,7 +141,7 @@ class _Child:
 
 
 def _inherited_stderr() -> int | None:
-    """Return None, for the stderr of this process, if it has one."""
+    """Return None to inherit stderr, or DEVNULL if it is closed."""
     try:
         os.fstat(2)
     except OSError:
@@ -151,7 +151,7 @@ def _inherited_stderr() -> int | None:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Have a child that is started here never see Ctrl-C, which a terminal sends to all its processes. For this process it is kept."""
+    """Block Ctrl-C, which a terminal sends to all its processes, in a child that is started here. This process gets it at the end."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -163,10 +163,10 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def run_child() -> None:
-    """Build in the child: read the request from stdin, and write what happens to stdout."""
+    """Run the build in the child: read the request from stdin, write messages to stdout."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # raised by `interrupt_main`; a Ctrl-C of the terminal is blocked
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries that print on stdout do not disturb
+    os.dup2(2, 1)  # output of libraries must not mix with messages
     builder, log_level, arguments, options = pickle.load(sys.stdin.buffer)
     parent = _Parent(sys.stdin.buffer, out)
     threading.Thread(target=parent.listen, daemon=True).start()
@@ -181,14 +181,14 @@ def run_child() -> None:
         parent.finish(_DONE, report)
     except BaseException as error:  # noqa: BLE001  # raised again in the parent
         parent.finish(_FAILED, (_picklable(error), traceback.format_exc()))
-    os._exit(0)  # at once: Python cannot end properly while the other thread reads
+    os._exit(0)  # Python cannot exit normally while the other thread reads
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Return the exception, or one with the same text if it cannot be sent to another process."""
+    """Return the exception, or one with the same text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  # whatever its class does
+    except Exception:  # noqa: BLE001  # any error of its class
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
@@ -201,37 +201,37 @@ class _LogHandler(logging.Handler):
         self._parent = parent
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record, with its text instead of arguments."""
+        """Send a record with its formatted text."""
         record.msg, record.args, record.exc_info = record.getMessage(), None, None
         self._parent.send(_LOG, record)
 
 
 class _Parent:
-    """The process that wants the engine, as the child sees it."""
+    """The parent process, for the child."""
 
     def __init__(self, requests: BinaryIO, reports: BinaryIO) -> None:
         self._requests = requests
         self._reports = reports
         self._sending = threading.Lock()
-        #: Guards the two below.
+        #: Guards ``_stopped`` and ``_writing``.
         self._state = threading.Lock()
         self._stopped = False
-        #: Whether there may be files on disk that this process has to remove.
+        #: True if there may be unfinished files, which this process must remove.
         self._writing = False
         self._answered = threading.Event()
 
-    def send(self, what: str, value: object) -> None:
-        """Send a message. If the parent has ended, nothing happens."""
+    def send(self, kind: str, value: object) -> None:
+        """Send a message. Ignored if the parent has ended."""
         with self._sending, contextlib.suppress(OSError):
-            pickle.dump((what, value), self._reports)
+            pickle.dump((kind, value), self._reports)
             self._reports.flush()
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object) -> None:
-        """Send a warning: the hook of :mod:`warnings`."""
+        """Send a warning. A hook of :mod:`warnings`."""
         self.send(_WARNING, (message, category, filename, lineno))
 
     def progress(self, stage: str, done: float | None) -> None:
-        """Report the progress. Raise ``KeyboardInterrupt`` if the parent asked to stop; before anything is written, wait for its word."""
+        """Report progress. Raise ``KeyboardInterrupt`` if the parent asked to stop; wait for its permission before the first write."""
         if stage == WRITING and not self._writing:
             self.send(_MAY_WRITE, None)
             self._answered.wait()
@@ -241,18 +241,18 @@ class _Parent:
             self._writing = stage == WRITING
         self.send(_PROGRESS, (stage, done))
 
-    def finish(self, what: str, value: object) -> None:
-        """Send the result. Nothing is left to be removed."""
+    def finish(self, kind: str, value: object) -> None:
+        """Send the result. All files are complete."""
         with self._state:
             self._writing = False
-        self.send(what, value)
+        self.send(kind, value)
 
     def listen(self) -> None:
-        """Wait for messages, and for the end of the parent: then its side of the pipe is closed, however it ended."""
+        """Handle messages until the pipe closes, which the system does when the parent ends in any way."""
         with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
             while True:
-                what, _ = pickle.load(self._requests)
-                if what == _STOP:
+                kind, _ = pickle.load(self._requests)
+                if kind == _STOP:
                     self._stop()
                 else:
                     self._answered.set()
@@ -262,7 +262,7 @@ class _Parent:
                 os._exit(1)
 
     def _stop(self) -> None:
-        """Have the build stop at its next report. Once it writes, raise ``KeyboardInterrupt`` in it, once."""
+        """Stop the build at its next report; while it writes, raise ``KeyboardInterrupt`` in it, once."""
         with self._state:
             if self._writing and not self._stopped:
                 _thread.interrupt_main()

@@ -1,10 +1,9 @@
-"""``trt-kvcache chat``: talk to a model in the terminal."""
+"""``trt-kvcache chat``: a chat in the terminal."""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.model_files import CONFIG_FILE, TOKENIZER_FILE, ModelFiles
@@ -13,7 +12,8 @@ from trt_kvcache.cli.chat_flags import ChatFlags, Template
 from trt_kvcache.cli.chat_input import LineReader, open_reader
 from trt_kvcache.cli.console import complain, count, message_of, note, put
 from trt_kvcache.cli.conversation import Conversation
-from trt_kvcache.cli.sampling_flags import MaxNewTokens, SamplingFlags, note_unused, with_drawn_seed
+from trt_kvcache.cli.option_groups import Changed
+from trt_kvcache.cli.sampling_flags import SamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import note_seeds, note_statistics, warn_of_full_cache
 from trt_kvcache.engine_folder.folder import is_engine_folder
@@ -35,20 +35,17 @@ _WELCOME = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends."
 _ASK = "Press Ctrl-C again to leave, or type on. /save FILE keeps the conversation."
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatSamplingFlags(SamplingFlags):
-    """The sampling options of a chat, whose answers may be longer."""
-
-    max_new_tokens: MaxNewTokens = 512
-
-
 def chat(
     folder: session_flags.Folder,
     chat_flags: ChatFlags,
-    sampling: ChatSamplingFlags,
+    sampling: Annotated[SamplingFlags, Changed("max_new_tokens", default=512)],
     flags: SessionFlags,
 ) -> None:
-    """Talk to a model."""
+    """Chat with a model.
+
+    Each turn runs only the new tokens: the cache keeps the conversation so far. A model without a chat template continues your text.
+    Type /help for the commands.
+    """
     options = sampling.options()
     folder = session_flags.located(folder)
     if folder.is_dir() and not ModelFiles(folder).has(TOKENIZER_FILE):
@@ -60,7 +57,7 @@ def chat(
 
 
 def _check_family(folder: Path) -> None:
-    """Refuse a model that is not supported, before anything that it lacks beside."""
+    """Raise an error if the model is not supported: it comes before an error about missing files."""
     if not is_engine_folder(folder) and ModelFiles(folder).has(CONFIG_FILE):
         Checkpoint.read_config(folder)
 
@@ -85,7 +82,7 @@ class Chat:
         }
 
     def run(self) -> None:
-        """Read messages until the end of input or ``/quit``. At a terminal, one Ctrl-C never ends it."""
+        """Read messages until the end of input or ``/quit``. At a terminal, a single Ctrl-C does not end it."""
         if self._reader.interactive:
             note(_WELCOME)
         asked_to_leave = False
@@ -104,7 +101,7 @@ class Chat:
                 note(_ASK)
 
     def _take(self, line: str) -> None:
-        """Obey a command or answer a message. At a terminal, an error is shown and the chat goes on."""
+        """Run a command or answer a message. At a terminal, an error is printed and the chat goes on."""
         name, _, rest = line.partition(" ")
         try:
             if not line.startswith("/"):
@@ -119,7 +116,7 @@ class Chat:
             complain("error:", f"{error} /undo and /reset make room." if isinstance(error, CapacityError) else message_of(error))
 
     def _answer(self, question: str) -> None:
-        """Print the answer as it is generated. If it fails, or is stopped before its first word, the turn is not kept."""
+        """Print the answer as it is generated. The turn is dropped if it fails, or is stopped before its first token."""
         pieces: list[str] = []
         reason = None
         stopped = False
@@ -140,7 +137,7 @@ class Chat:
         warn_of_full_cache(self._session)
 
     def _prompt(self, question: str) -> Prompt:
-        """Return the whole conversation; the session runs what its cache does not hold yet."""
+        """Return the whole conversation; the session runs only tokens that its cache does not hold."""
         if self._template is None:
             return self._conversation.text(question)
         return self._template.tokens(self._conversation.messages(question))

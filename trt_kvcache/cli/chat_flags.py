@@ -1,4 +1,4 @@
-"""The command-line options for chat templates, which ``generate``, ``chat`` and ``serve-file`` share."""
+"""Options for chat templates, of ``generate``, ``chat`` and ``serve-file``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import typer
 
 from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache.checkpoint import Tokenizer
-from trt_kvcache.cli.options import WrongUsage
+from trt_kvcache.cli.option_groups import WrongUsage
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
 
@@ -17,11 +17,9 @@ _PANEL = "Chat template"
 
 Raw = Annotated[
     bool,
-    typer.Option("--raw", help="Continue texts as they are. Default: the model's chat template, if it has one.", rich_help_panel=_PANEL),
+    typer.Option("--raw", help="Continue texts without the chat template. Default: with it, if the model has one.", rich_help_panel=_PANEL),
 ]
-System = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="The system message, before the user's.", rich_help_panel=_PANEL)
-]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.", rich_help_panel=_PANEL)]
 TemplateArgs = Annotated[
     list[str] | None,
     typer.Option(
@@ -42,7 +40,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFlags:
-    """The options of a command line that say how texts become conversations."""
+    """Options that make conversations of texts."""
 
     raw: Raw = False
     system: System = None
@@ -59,12 +57,12 @@ class ChatFlags:
 
     @property
     def _needs_template(self) -> list[str]:
-        """The options that were given and mean nothing without a chat template."""
+        """The given options that need a chat template."""
         given = {"--system": self.system, "--template-arg": self.template_args, "--tools": self.tools}
         return [name for name, value in given.items() if value]
 
     def template(self, tokenizer: Tokenizer | None) -> "Template | None":
-        """Return how conversations are rendered, or None if texts are continued as they are."""
+        """Return the template of a model with these options, or None if texts are continued without one."""
         if tokenizer is None or not tokenizer.has_chat_template:
             if self._needs_template:
                 raise ConfigError(f"{', '.join(self._needs_template)}: expected a model with a chat template, this one has none.")
@@ -85,18 +83,18 @@ class Template:
     arguments: dict[str, Any]
 
     def prompt(self, prompt: Prompt) -> Prompt:
-        """Return a prompt for a model: a text is what a user says, token ids are left as they are."""
+        """Return a prompt for the model: a text becomes a message of the user, token ids are unchanged."""
         return self.tokens([{"role": "user", "content": prompt}]) if isinstance(prompt, str) else prompt
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation that the model is to answer."""
+        """Return the token ids of a conversation, with the opening of the next answer."""
         first = [] if self.system is None or messages[0].get("role") == "system" else [{"role": "system", "content": self.system}]
         text = self.tokenizer.apply_chat_template([*first, *messages], tools=self.tools, template_args=self.arguments)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _argument(text: str) -> tuple[str, Any]:
-    """Return name and value of ``name=value``; what is not JSON is a text."""
+    """Parse ``name=value``. A value that is not JSON is a text."""
     name, _, value = text.partition("=")
     try:
         return name, parse_json(value)

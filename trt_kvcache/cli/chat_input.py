@@ -1,4 +1,4 @@
-"""Where ``chat`` reads its lines: an editor at a terminal, plain lines everywhere else."""
+"""Input of ``chat``: a line editor at a terminal, plain lines otherwise."""
 
 import os
 import sys
@@ -10,11 +10,11 @@ _PROMPT = "> "
 
 
 class LineReader(Protocol):
-    """Reads what a user types, one message at a time."""
+    """Reads messages of the user."""
 
     @property
     def interactive(self) -> bool:
-        """Whether somebody is typing."""
+        """True at a terminal."""
 
     def read(self) -> str | None:
         """Return the next message without white space around it, or None at the end. Ctrl-C raises ``KeyboardInterrupt``."""
@@ -37,7 +37,7 @@ class PlainReader:
 
 
 class EditingReader:
-    """Reads messages at a terminal: arrow keys, earlier messages, pasted text of several lines."""
+    """Reads messages at a terminal, with arrow keys, history, and pasted text of several lines."""
 
     interactive = True
 
@@ -55,7 +55,7 @@ class EditingReader:
         @keys.add("c-c")
         @keys.add("<sigint>")
         def clear_or_interrupt(event: KeyPressEvent) -> None:
-            """Ctrl-C clears what was typed; where nothing was typed, it interrupts."""
+            """Ctrl-C clears the line; on an empty line it interrupts."""
             if event.current_buffer.text:
                 event.current_buffer.reset()
             else:
@@ -72,6 +72,6 @@ class EditingReader:
 
 
 def open_reader() -> LineReader:
-    """Return what fits stdin and the terminal."""
+    """Return a reader for stdin."""
     can_edit = sys.stdin.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     return EditingReader() if can_edit else PlainReader()

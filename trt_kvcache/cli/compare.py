@@ -1,4 +1,4 @@
-"""``trt-kvcache compare``: run a model in several ways and compare every step."""
+"""``trt-kvcache compare``: run a model on several engines and compare every step."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from trt_kvcache.cli import session_flags
-from trt_kvcache.cli.console import messages, note, put_json, say, warn
+from trt_kvcache.cli.console import as_json, messages, note, put_json, say, warn
+from trt_kvcache.cli.formats import weights_format
 from trt_kvcache.cli.interrupt import held_interrupts
-from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json, choice
+from trt_kvcache.cli.option_groups import Json, choice
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
-from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
@@ -43,7 +42,7 @@ def compare(
     engine: session_flags.EngineOption = "auto",
     reference: Annotated[
         ReferenceName,
-        choice(ReferenceName, "--reference", aliases=ENGINE_ALIASES, help="What the others are compared with: NumPy, or PyTorch (faster)."),
+        choice(ReferenceName, "--reference", aliases=ENGINE_ALIASES, help="Reference for the others: NumPy, or PyTorch (faster)."),
     ] = "numpy",
     flavour: session_flags.FlavourOption = "auto",
     max_sequence_length: session_flags.MaxSequenceLength = None,
@@ -54,7 +53,13 @@ def compare(
     kv_scales: session_flags.KVScalesOption = None,
     json: Json = False,
 ) -> None:
-    """Check that several ways to run a model agree."""
+    """Compare the engines that can run a model, step by step.
+
+    They run the same tokens, and logits and live cache rows are compared: the NumPy reference engine, which recomputes everything at each
+    step, and TensorRT if a supported GPU is present, or PyTorch with --engine torch. Each runs with TensorRT's attention and with the
+    plugin's, unless --attention names one; with quantized K and V only with the plugin's. At a difference, the first step, layer, slot and
+    head are printed, and the exit code is 3. For an engine folder, the engine with the other attention is built from its checkpoint.
+    """
     from trt_kvcache.polygraphy.comparison import comparison_lines
     from trt_kvcache.polygraphy.path_comparison import TOLERANCES, compare_paths
     from trt_kvcache.polygraphy.runners import RecomputeRunner, SessionRunner
@@ -116,7 +121,7 @@ def compare(
 
 
 def _document(comparison: "Comparison") -> dict[str, Any]:
-    """Return what ``--json`` prints: all that the comparison knows."""
+    """Return the document for ``--json``: all fields of the comparison."""
     document: dict[str, Any] = {"agrees": comparison.agrees, **as_json(comparison)}
     document["pairs"] = [{"agrees": pair.agrees, **as_json(pair)} for pair in comparison.pairs]
     return document
@@ -135,7 +140,7 @@ def _with_tensorrt(engine: str, folder: Path, flavour: str) -> bool:
 
 
 def _has_quantized_kv(folder: Path) -> bool:
-    """Tell whether a folder is that of an engine with quantized K and V."""
+    """Tell whether a folder has an engine with quantized K and V."""
     kv = EngineFolder.open(folder).config.cache.kv if is_engine_folder(folder) else None
     return kv is not None and kv.has_scales
 

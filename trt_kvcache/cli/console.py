@@ -1,9 +1,14 @@
-"""Output of the command line: results and messages, progress bars, tables, sizes."""
+"""Output of the command line: results, JSON, messages, progress bars, tables, sizes."""
 
 import json
+import math
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -15,12 +20,13 @@ from trt_kvcache.cli.flag_names import in_flags
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.model import ModelConfig
 
 _WIDTH_OF_A_PIPE = 160
 
 
 def results() -> Console:
-    """Return the console for results, on stdout. Texts are printed as they are, without markup."""
+    """Return the console for results, on stdout. Texts have no markup."""
     return _console(stderr=False)
 
 
@@ -44,31 +50,48 @@ def put_json(document: object) -> None:
     put(json.dumps(document, ensure_ascii=False, indent=2) + "\n")
 
 
+def as_json(value: Any) -> Any:
+    """Return a value of this package in the types of JSON. NaN and infinity become null."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, ModelConfig):
+        return value.to_description()
+    if is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
+
+
 def put(text: str) -> None:
-    """Write generated text, at once and as it is."""
+    """Write generated text without changes, and flush it."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """Print a note on stderr, unless the command is to be quiet."""
+    """Print a note on stderr, unless ``--quiet``."""
     if not is_quiet():
         _print(messages(), Text(text, "dim"))
 
 
 def warn(text: str) -> None:
-    """Print a warning on stderr, unless the command is to be quiet."""
+    """Print a warning on stderr, unless ``--quiet``."""
     if not is_quiet():
         _print(messages(), Text.assemble(("warning:", "yellow"), " ", in_flags(text)))
 
 
 def complain(head: str, text: str = "") -> None:
-    """Print on stderr why a command failed."""
+    """Print the error of a command on stderr."""
     _print(messages(), Text.assemble((head, "red"), f" {in_flags(text)}" if text else ""))
 
 
 def message_of(error: Exception) -> str:
-    """Return what an error says, without the number that the system has for it."""
+    """Return the message of an error, without its errno."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     return f"{error.strerror}." if error.filename is None else f"{error.filename}: {error.strerror}."
@@ -80,7 +103,7 @@ def _print(console: Console, text: Text) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
-    """Show the stages of long work in this process as progress bars, if stderr is a terminal."""
+    """Show progress bars of work in this process, if stderr is a terminal. TensorRT defers Ctrl-C to its next report."""
     with held_interrupts() as interrupts, progress_display() as show:
 
         def report(stage: str, done: float | None) -> None:
@@ -93,12 +116,12 @@ def progress_bar() -> Iterator[ProgressCallback]:
 
 @contextmanager
 def progress_display() -> Iterator[ProgressCallback]:
-    """Show the stages of long work as progress bars, if stderr is a terminal; Ctrl-C is left alone."""
+    """Show progress bars of long work, if stderr is a terminal. Ctrl-C is not changed."""
     console = messages()
     if is_quiet() or not console.is_terminal:
         yield _ignore
         return
-    # The spinner goes on turning where a fraction stands still: one step of TensorRT may take half a minute.
+    # The spinner shows activity: one step of TensorRT may take half a minute.
     columns = (SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
@@ -119,7 +142,7 @@ def _ignore(stage: str, done: float | None) -> None:
 
 
 def table(*columns: str, numbers: Collection[str] = (), title: str | None = None) -> Table:
-    """Return an empty table with these columns, those of ``numbers`` right-aligned."""
+    """Return an empty table with these columns; columns in ``numbers`` are right-aligned."""
     made = Table(title=title, title_justify="left", header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
@@ -127,7 +150,7 @@ def table(*columns: str, numbers: Collection[str] = (), title: str | None = None
 
 
 def size(nbytes: int) -> str:
-    """Return a size in bytes as text for people: exact below 1 KiB, otherwise in KiB, MiB, GiB or TiB."""
+    """Return a size in bytes for people: exact below 1 KiB, otherwise in KiB, MiB, GiB or TiB."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -142,7 +165,7 @@ def count(number: int, what: str) -> str:
 
 
 def length_limit(tokens: int) -> str:
-    """Return how many tokens fit in words: ``96 tokens``, or that nothing limits them, as in a cache of states alone."""
+    """Return a length limit in words: ``96 tokens``, or ``any number of tokens`` for a cache of states only."""
     return "any number of tokens" if tokens == MAX_DIMENSION else count(tokens, "token")
 
 

@@ -11,14 +11,14 @@ from trt_kvcache.errors import ConfigError
 
 
 class Conversation:
-    """What was said so far: perhaps a system message, then questions and answers in turn."""
+    """An optional system message, then questions and answers in turn."""
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
         self.turns: list[tuple[str, str]] = []
 
     def messages(self, question: str | None = None) -> list[dict[str, str]]:
-        """Return all messages, oldest first, and a new question as the last."""
+        """Return all messages, oldest first, with an optional new question."""
         said = [] if self.system is None else [_message("system", self.system)]
         for asked, answered in self.turns:
             said += [_message("user", asked), _message("assistant", answered)]
@@ -34,7 +34,7 @@ class Conversation:
             file.write(json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2).encode() + b"\n")
 
     def load(self, path: Path) -> None:
-        """Replace the conversation by that of a file of :meth:`save`."""
+        """Replace the conversation by a saved one; unchanged if the file has none. A list of messages is accepted too."""
         try:
             found = parse_json(path.read_bytes())
         except JSONTextError as error:
@@ -48,7 +48,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def _parse(said: Any, path: Path) -> tuple[str | None, list[tuple[str, str]]]:
-    """Return system message and turns. Raises ConfigError."""
+    """Return the system message and the turns."""
     wrong = ConfigError(f"{path}: expected messages of a user and an assistant in turn, after a system message if there is one.")
     if not isinstance(said, Sequence) or not all(isinstance(message, dict) for message in said):
         raise wrong

@@ -1,4 +1,4 @@
-"""Names of options as the command line has them, in messages that have their Python names."""
+"""Replaces Python names of options in messages by flags, such as ``--max-sequence-length``."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,16 +12,16 @@ from typer.models import OptionInfo
 
 from trt_kvcache.session.session_options import SessionOptions
 
-#: Arguments of the package that an option of another name gives.
+#: Arguments of the package whose option has another name.
 _OTHER_NAMES = {"api_keys": "api_key_file", "any_host": "allow_anyone", "compute_capabilities": "compute_capability"}
 
-#: Options of one word, which are words of other texts too: only at the beginning of a message they are the name of an option.
+#: Options of one word: they are replaced only at the beginning of a message, as the word is common in texts.
 _AT_BEGINNING = {field.name for field in fields(SessionOptions)} | {"host", "port"}
 
-#: The beginning of messages on a line of a file, whose fields have Python names.
+#: Beginning of messages about a line of a file, whose fields have Python names.
 _PLACE_IN_FILE = re.compile(r"\S+:\d+: ")
 
-#: Options that are fields of a model too, which messages mean.
+#: Options that are also fields of a model: messages mean the field.
 _OF_MODELS = {"head_dim", "kv_heads"}
 
 _FLAGS: ContextVar[Mapping[str, str] | None] = ContextVar("flags", default=None)
@@ -29,7 +29,7 @@ _FLAGS: ContextVar[Mapping[str, str] | None] = ContextVar("flags", default=None)
 
 @contextmanager
 def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
-    """Have :func:`in_flags` use the flags of a command, while it runs."""
+    """Set the flags for :func:`in_flags` while a command runs."""
     token = _FLAGS.set(flags)
     try:
         yield
@@ -38,7 +38,7 @@ def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
 
 
 def in_flags(text: str) -> str:
-    """Return a message with flags in place of the Python names of options."""
+    """Replace the Python names of options in a message by flags."""
     flags = _FLAGS.get()
     if flags is None or _PLACE_IN_FILE.match(text):
         return text
@@ -47,19 +47,19 @@ def in_flags(text: str) -> str:
     if colon and all(name in flags and ("_" in name or name in _AT_BEGINNING) for name in names):
         text = ", ".join(flags[name] for name in names) + text[len(beginning) :]
     long = sorted((name for name in flags if "_" in name), key=len, reverse=True)
-    # Not in a path, in a longer name, or between quotation marks; ``=True`` is what a flag without a value stands for.
+    # Not in a path, in a longer name, or between quotation marks; ``=True`` is dropped: such a flag has no value.
     pattern = rf"(?<![\w./\\'\"-])({'|'.join(map(re.escape, long))})(?:=True\b)?(?![\w/\\'\"-]|\.\w)"
     return re.sub(pattern, lambda found: flags[found[1]], text) if long else text
 
 
 def flags_of(parameters: Iterable[Parameter]) -> dict[str, str]:
-    """Return the flag of each option, by the name of its value."""
+    """Return the flag of each option by Python name: of several flags the one with this name, else the first long one."""
     flags = {}
     for parameter in parameters:
         option = next((one for one in (*get_args(parameter.annotation), parameter.default) if isinstance(one, OptionInfo)), None)
         if option is not None and parameter.name not in _OF_MODELS:
             own = f"--{parameter.name.replace('_', '-')}"
-            # typer takes the first name that is written in an annotation for a default, until it reads the signature
+            # in an annotation, typer stores the first name as the default until it reads the signature
             names = (option.default, *(option.param_decls or ()))
             declared = [name.partition("/")[0] for name in names if isinstance(name, str) and name.startswith("--")]
             flags[parameter.name] = own if own in declared or not declared else declared[0]

@@ -10,9 +10,9 @@ from trt_kvcache._util.atomic_file import check_target
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.chat_flags import ChatFlags
 from trt_kvcache.cli.console import put, put_json
-from trt_kvcache.cli.options import Json, WrongUsage
+from trt_kvcache.cli.option_groups import Json, WrongUsage
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
-from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, note_unused, with_drawn_seed
+from trt_kvcache.cli.sampling_flags import Logprobs, SamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import Statistics, logprobs_document, note_seeds, note_statistics, session_document, warn_of_full_cache
 from trt_kvcache.generation.prompts import Prompt
@@ -24,8 +24,9 @@ from trt_kvcache.session.session import InferenceSession
 def generate(
     folder: session_flags.Folder,
     chat_flags: ChatFlags,
-    sampling: AnswerSamplingFlags,
+    sampling: SamplingFlags,
     flags: SessionFlags,
+    logprobs: Logprobs = None,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
     resume: Annotated[
@@ -44,18 +45,22 @@ def generate(
     json: Json = False,
     statistics: Statistics = True,
 ) -> None:
-    """Answer or continue prompts."""
+    """Answer or continue prompts.
+
+    A model with a chat template answers; without one, or with --raw, it continues the text. The text of one prompt is printed as it is
+    generated; texts of several prompts are printed at the end, one after another.
+    """
     if resume and (prompt or prompt_ids):
         raise WrongUsage("expected prompts or --resume, got both.")
     given = [] if resume else read_prompts(prompt, prompt_ids)
     count = len(resume or given)
     if save_snapshot is not None and count != 1:
         raise typer.BadParameter(f"expected one prompt or --resume, got {count}.", param_hint="--save-snapshot")
-    if sampling.logprobs is not None and not json:
+    if logprobs is not None and not json:
         raise typer.BadParameter("expected --json with it, which prints them.", param_hint="--logprobs")
     if save_snapshot is not None:
         check_target(save_snapshot)
-    options = sampling.options()
+    options = sampling.options(logprobs)
     source = flags.source(session_flags.located(folder), slots=count)
     with session_flags.open_session(source) as session:
         note_unused(options, session.defaults)
@@ -72,7 +77,7 @@ def generate(
         if json:
             _collect(answers, events)
         elif count == 1:
-            _write_as_it_comes(session, answers[0], events)
+            _write_streaming(session, answers[0], events)
         else:
             _write_one_after_another(session, answers, events)
         if save_snapshot is not None:
@@ -86,7 +91,7 @@ def generate(
 
 
 class _Answer:
-    """What is known of the answer to one prompt."""
+    """The answer to one prompt, so far."""
 
     def __init__(self, prompt: Prompt, *, echo: bool) -> None:
         self.prompt = prompt
@@ -112,7 +117,7 @@ def _collect(answers: Sequence[_Answer], events: Iterable[GeneratedToken]) -> No
         answers[event.index].events.append(event)
 
 
-def _write_as_it_comes(session: InferenceSession, answer: _Answer, events: Iterable[GeneratedToken]) -> None:
+def _write_streaming(session: InferenceSession, answer: _Answer, events: Iterable[GeneratedToken]) -> None:
     put(answer.head)
     try:
         for event in events:

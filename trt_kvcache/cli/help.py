@@ -1,4 +1,4 @@
-"""How commands print their help: option names in full, at any width, in groups. And what they answer to names that there are not."""
+"""Help of commands: full option names at any width, in groups. Suggestions for unknown commands and options."""
 
 from difflib import get_close_matches
 from typing import Any
@@ -12,7 +12,7 @@ from trt_kvcache.session import session_options
 _FIRST_GROUP = "Options"
 _NAME_COLUMNS = 26
 
-#: What other projects call some options, by the names of ours.
+#: Names of options in other projects, and our names.
 _OTHER_OPTIONS = {
     **session_options.OTHER_NAMES,
     **sampling.OTHER_NAMES,
@@ -20,7 +20,7 @@ _OTHER_OPTIONS = {
     "ctx_size": "max_sequence_length",
 }
 
-#: What other projects call some commands.
+#: Names of commands in other projects, and our names.
 _OTHER_COMMANDS = {
     "run": ("generate", "chat"),
     "complete": ("generate",),
@@ -37,7 +37,7 @@ _OTHER_COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """The commands. One that there is not is answered with those that were probably meant."""
+    """The commands. An unknown one gets suggestions."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command and its arguments."""
@@ -50,10 +50,10 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command whose help lists its options in groups, the ``rich_help_panel`` of each. Names are never cut; long ones get a line."""
+    """A command whose help groups options by ``rich_help_panel``. Long names get a line of their own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. An option that there is not is answered with the one that other projects call so."""
+        """Parse the arguments. An unknown option gets the suggestion of ours, if another project has this name."""
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter:

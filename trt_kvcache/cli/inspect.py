@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.console import count, length_limit, put_json, results, say, size, span, table
-from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json, choice
-from trt_kvcache.cli.quantized_kv import kv_format
+from trt_kvcache.cli.console import as_json, count, length_limit, put_json, results, say, size, span, table
+from trt_kvcache.cli.formats import kv_format
+from trt_kvcache.cli.option_groups import Json, choice
 from trt_kvcache.cli.session_flags import FlavourName
 from trt_kvcache.cli.tensor_rows import tensor_rows
 from trt_kvcache.engine.attention_variants import window_in_cache
@@ -30,9 +29,9 @@ def inspect(
     flavour: Annotated[FlavourName, choice(FlavourName, "--flavour", help="Which TensorRT reads a plan without a folder.")] = "auto",
     json: Json = False,
 ) -> None:
-    """Show what is in an engine folder.
+    """Show the contents of an engine folder.
 
-    Tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU. A file with a plan alone is read by TensorRT.
+    Tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU, except TensorRT for a plan without a folder.
     """
     folder = _folder_of(engine)
     if folder is None:
@@ -111,7 +110,7 @@ def _print_profiles(found: EngineInspection) -> None:
 
 
 def _print_attention(found: EngineInspection) -> None:
-    """Print one row for each run of layers with attention that follow each other and whose attention is the same."""
+    """Print one row for each run of consecutive layers with the same attention."""
     if not found.attention:
         return
     length = found.cache.max_sequence_length

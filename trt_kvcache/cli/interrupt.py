@@ -1,4 +1,4 @@
-"""Holding back Ctrl-C while code of other packages runs that would swallow the ``KeyboardInterrupt``."""
+"""Deferring Ctrl-C during code that would lose the ``KeyboardInterrupt``: imports (ImportError), and callbacks of TensorRT."""
 
 import signal
 import threading
@@ -8,21 +8,21 @@ from types import FrameType
 
 
 class Interrupts:
-    """Whether Ctrl-C is held back now, and whether there was one."""
+    """Control of a deferred Ctrl-C. Set ``hold``; call ``check`` at points where it may be raised."""
 
     def __init__(self) -> None:
-        #: Whether to hold the next Ctrl-C back. A second one is raised at once.
+        #: True defers the next Ctrl-C. A second one is raised immediately.
         self.hold = True
-        #: Whether one is held back.
+        #: True if one is deferred.
         self.held = False
 
     def check(self) -> None:
-        """Raise ``KeyboardInterrupt`` if one was held back."""
+        """Raise ``KeyboardInterrupt`` if one was deferred."""
         if self.held:
             raise KeyboardInterrupt
 
     def take(self) -> bool:
-        """Take a Ctrl-C that has just arrived, and return whether it is held back."""
+        """Handle a Ctrl-C; return True if it is deferred."""
         take = self.hold and not self.held
         self.held |= take
         return take
@@ -30,11 +30,11 @@ class Interrupts:
 
 @contextmanager
 def held_interrupts() -> Iterator[Interrupts]:
-    """Hold Ctrl-C back as long as the yielded object says so. One that is still held at the end is raised then."""
+    """Defer Ctrl-C while ``hold`` of the yielded object is true, at most until the end of the block."""
     interrupts = Interrupts()
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield interrupts  # no signal arrives here, or none is wanted
+        yield interrupts  # this thread gets no signals, or they are ignored
         return
 
     def handle(number: int, frame: FrameType | None) -> None:

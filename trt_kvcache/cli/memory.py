@@ -1,4 +1,4 @@
-"""``trt-kvcache memory``: print how many bytes a cache takes, without allocating it."""
+"""``trt-kvcache memory``: print the size of a cache in bytes, without allocating it."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH, default_sequence_length
 from trt_kvcache.builder.what_fits import Fit, what_fits
@@ -20,11 +20,10 @@ from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
-from trt_kvcache.cli.build_sizes import print_build_sizes
-from trt_kvcache.cli.console import count, length_limit, note, put_json, results, say, size, span, table
-from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json, WrongUsage, choice, logits_per_slot
-from trt_kvcache.cli.quantized_weights import weights_format
+from trt_kvcache.cli.build import print_build_sizes
+from trt_kvcache.cli.console import as_json, count, length_limit, note, put_json, results, say, size, span, table
+from trt_kvcache.cli.formats import weights_format
+from trt_kvcache.cli.option_groups import Json, WrongUsage, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import MAX_SEQUENCE_LENGTH_HELP, QUANTIZE_HELP, located, located_headers
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES, MODEL_DTYPES, SCALED_KV_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import window_in_cache
@@ -37,12 +36,12 @@ from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 _GIB = 2**30
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _MAX_GIB = 1e9
-#: A smaller number without a unit is one of gigabytes whose unit was forgotten.
+#: A smaller size without a unit is refused: it probably means gigabytes.
 _LEAST_WITHOUT_UNIT = 10**6
 _DTYPE_HELP = "Data type of K and V: float16, bfloat16, float32, fp8 (float8_e4m3fn) or int8. Default: the folder's, or float16."
 _PANEL = "Without a folder"
 
-#: What is read of a model unless the sizes of its weights are asked for.
+#: Files of a model that are needed, except for the sizes of its weights.
 _FILES = ("config.json", "hf_quant_config.json")
 
 
@@ -70,15 +69,19 @@ def memory(
     ] = None,
     dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", aliases=_SHORT_NAMES, metavar="DTYPE", help=_DTYPE_HELP)] = None,
     kv_dtype: Annotated[
-        KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help="Quantize K and V to 8 bits; --dtype is what is computed in.")
+        KVDTypeChoice | None,
+        choice(KVDTypeChoice, "--kv-dtype", help="Quantize K and V to 8 bits; --dtype is the dtype of the computation."),
     ] = None,
     kv_scales: Annotated[
         KVScalesChoice | None,
         choice(KVScalesChoice, "--kv-scales", help="Scales of K and V in 8 bits: for each token and head (default), or static ones."),
     ] = None,
-    gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
+    gib: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Also print the longest sequence and the largest batch that fit into N GiB (2^30 bytes)."),
+    ] = None,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Also print what an engine of this model takes: plan, activations, peak memory of the build.")
+        bool, typer.Option("--engine", help="Also print the sizes of an engine of this model: plan, activations, peak memory of the build.")
     ] = False,
     max_logits_per_slot: Annotated[
         Any, logits_per_slot(help="With --engine: most new tokens of a slot whose logits one enqueue returns. Default: 1.")
@@ -86,13 +89,16 @@ def memory(
     quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help=f"With --engine. {QUANTIZE_HELP}")] = None,
     compute_capability: Annotated[
         list[str] | None,
-        typer.Option(metavar="X.Y", help="With --engine or --fit: of the GPUs. FP4 takes its own bytes from 12.0 on, else those of INT8."),
+        typer.Option(
+            metavar="X.Y",
+            help="With --engine or --fit: of the GPUs. FP4 weights take 4 bits from 12.0 on, else the bytes of INT8.",
+        ),
     ] = None,
     fit: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Also print what fits into a GPU of this memory, such as 8GB or 7.5GiB: formats of weights, K and V, lengths and slots.",
+            help="Also print the lengths and slots that fit into a GPU of this memory (8GB, 7.5GiB), for each format of weights, K and V.",
         ),
     ] = None,
     json: Json = False,
@@ -157,7 +163,7 @@ def memory(
 
 
 def _check_formats(quantize: str | None, dtype: str | None, kv_dtype: str | None, *, with_engine: bool, with_fit: bool) -> None:
-    """Check that formats of weights, and of K and V, are not given where nothing takes them."""
+    """Raise an error if formats are given without the option that uses them."""
     if quantize is not None:
         Quantization.parse(quantize)
         if not with_engine and not with_fit:
@@ -169,7 +175,7 @@ def _check_formats(quantize: str | None, dtype: str | None, kv_dtype: str | None
 
 
 def _dtypes(dtype: str | None, kv_dtype: str | None) -> tuple[str | None, str | None]:
-    """Return what is computed in, and what K and V in 8 bits are; None for what is not said. ``--dtype`` may say the second too."""
+    """Return the dtype of the computation and of quantized K and V, None if not given. ``--dtype`` may be either."""
     if dtype not in SCALED_KV_DTYPES:
         return dtype, None if kv_dtype is None else dtype_in_full(kv_dtype)
     if kv_dtype is not None:
@@ -178,7 +184,7 @@ def _dtypes(dtype: str | None, kv_dtype: str | None) -> tuple[str | None, str | 
 
 
 def _parsed_size(text: str) -> int:
-    """Return the bytes that a size such as ``8GB`` says."""
+    """Parse a size such as ``8GB`` to bytes."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B?)\s*", text, re.IGNORECASE)
     if found is None:
         raise typer.BadParameter(f"expected a size such as 8GB (10^9 bytes) or 7.5GiB (2^30), got {text!r}.", param_hint="--fit")
@@ -186,7 +192,7 @@ def _parsed_size(text: str) -> int:
     if not found[2] and nbytes < _LEAST_WITHOUT_UNIT:
         raise typer.BadParameter(f"expected a unit with it, such as {found[1]}GB or {found[1]}GiB, got {text!r}.", param_hint="--fit")
     if nbytes > _MAX_GIB * _GIB:
-        raise typer.BadParameter(f"expected at most {_MAX_GIB:g} GiB, got {shown(text)}.", param_hint="--fit")
+        raise typer.BadParameter(f"expected at most {_MAX_GIB:g} GiB, got {short_repr(text)}.", param_hint="--fit")
     return nbytes
 
 
@@ -224,7 +230,7 @@ def _print_fits(fits: Sequence[Fit], nbytes: int, config: DecoderCacheConfig, le
 
 
 def _remark(fit: Fit, before: Sequence[Fit]) -> str | None:
-    """Return why a row is not what its name lets expect, among the rows before it with the same K and V."""
+    """Return a remark on an unexpected row, compared with earlier rows of the same K and V."""
     if not (fit.longest_sequence and fit.largest_batch):
         return "not even one token, or one slot, fits"
     if fit.kv_scales is not None and any(fit.weights_nbytes == other.weights_nbytes for other in before):
@@ -237,7 +243,7 @@ def _remark(fit: Fit, before: Sequence[Fit]) -> str | None:
 
 
 def _with_dtype(config: DecoderCacheConfig, dtype: str, scales: str | None) -> DecoderCacheConfig:
-    """Return a configuration with another dtype of K and V, and of conv states if it is one that models are computed in."""
+    """Return a configuration with another dtype of K and V; conv states follow, unless it is a quantized dtype."""
     kv = None if config.kv is None else replace(config.kv, dtype=dtype, scales=scales)
     if kv is not None and config.mamba is None:
         return kv
@@ -294,7 +300,7 @@ def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate, model:
 
 
 def _print_attention_layers(kv: KVCacheConfig, estimate: MemoryEstimate, model: ModelConfig | None) -> None:
-    """Print one row for each run of equal attention layers that follow each other. A window saves no bytes: it lies over full rows."""
+    """Print one row for each run of consecutive equal attention layers. Sliding-window layers save no bytes."""
     mixers = [None] * kv.num_layers if model is None else model.attention_layers
     windows = [None if mixer is None else window_in_cache(mixer, kv.max_sequence_length) for mixer in mixers]
     window = ["window"] if any(windows) else []
@@ -315,7 +321,7 @@ def _attention_indices(kv: KVCacheConfig, model: ModelConfig | None) -> Sequence
 
 
 def _what_fits(config: DecoderCacheConfig, gib: float, positions: int | None) -> dict[str, int]:
-    """Return what fits, for ``--json``."""
+    """Return the largest sizes that fit, for ``--json``."""
     longest, batch = (_fitting(search, config, int(gib * _GIB)) for search in (longest_sequence, largest_batch))
     return {"longest_sequence": longest if positions is None else min(longest, positions), "largest_batch": batch}
 
@@ -332,7 +338,7 @@ def _print_what_fits(config: DecoderCacheConfig, gib: float, positions: int | No
 
 
 def _fitting(search: Callable[[DecoderCacheConfig, int], int], config: DecoderCacheConfig, budget: int) -> int:
-    """Return what fits; 0 where not even one slot or token does."""
+    """Return the largest size that fits; 0 if not even one slot or token does."""
     try:
         return search(config, budget)
     except CapacityError:

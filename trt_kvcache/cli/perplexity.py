@@ -1,38 +1,25 @@
-"""``trt-kvcache perplexity``: how well a model predicts a long text."""
+"""``trt-kvcache perplexity``: the perplexity of a long text."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trt_kvcache.cli import session_flags
-from trt_kvcache.cli.console import count, progress_display, put_json, say
-from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json
-from trt_kvcache.cli.score import ScoringFlags
+from trt_kvcache.cli.console import as_json, count, progress_display, put_json, say
+from trt_kvcache.cli.option_groups import Changed, Json
 from trt_kvcache.cli.session_notes import Statistics, note_statistics, session_document
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.session.text_perplexity import text_perplexity
 
 
-@dataclass(frozen=True, kw_only=True)
-class PerplexityFlags(ScoringFlags):
-    """The options that say which session predicts a text."""
-
-    max_batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="SLOTS", help="Windows that run together. Default: 1.", rich_help_panel=session_flags.MODEL_PANEL),
-    ] = None
-
-
 def perplexity(
     folder: session_flags.Folder,
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file in UTF-8. - is stdin.")],
-    flags: PerplexityFlags,
+    flags: Annotated[session_flags.ScoringFlags, Changed("max_batch_size", help="Windows that run together. Default: 1.")],
     window: Annotated[
-        int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window. Default: what a slot holds (--max-sequence-length).")
+        int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window. Default: those of a slot (--max-sequence-length).")
     ] = None,
     stride: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens between the beginnings of two windows. Default: half of a window.")
@@ -40,7 +27,12 @@ def perplexity(
     json: Json = False,
     statistics: Statistics = True,
 ) -> None:
-    """Print how well a model predicts a text."""
+    """Print the perplexity of a text.
+
+    A text of any length runs in overlapping windows, and each token is scored once, in the first window that has it. Compare numbers only
+    for the same tokens, window and stride: with and without --quantize, or of two checkpoints of a model. For TensorRT an engine folder
+    must be built with --max-logits-per-slot.
+    """
     given = _read(text)
     source = flags.source(session_flags.located(folder), slots=1)
     with session_flags.open_session(source) as session:

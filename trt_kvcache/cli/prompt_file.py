@@ -11,7 +11,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.generation.sampling import SamplingParams
 
-#: What an answer consists of, beside the metadata of its prompt.
+#: Fields of an answer, in addition to the metadata of its prompt.
 ANSWER_FIELDS = frozenset({"index", "text", "tokens", "finish_reason", "seed", "logprobs"})
 
 #: Sampling options that a prompt may have.
@@ -22,15 +22,15 @@ OPTION_FIELDS = frozenset(field.name for field in fields(SamplingParams)) - {"lo
 class FilePrompt:
     """A prompt of a file."""
 
-    place: str
-    prompt: Prompt
-    options: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, Any]] | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    place: str  # file and line, for errors
+    prompt: Prompt  # empty if there are messages; the session checks it
+    options: dict[str, Any] = field(default_factory=dict)  # fields of SamplingParams, not checked
+    messages: list[dict[str, Any]] | None = None  # a conversation, instead of a prompt
+    metadata: dict[str, Any] = field(default_factory=dict)  # all other fields, which the answer repeats
 
 
 def read_prompt_file(path: Path) -> list[FilePrompt]:
-    """Return the prompts of a file. Lines of white space are skipped."""
+    """Return the prompts of a ``.jsonl`` or text file. stdin (``-``) is JSON lines if each line begins with ``{``."""
     stdin = str(path) == "-"
     name = "stdin" if stdin else str(path)
     try:

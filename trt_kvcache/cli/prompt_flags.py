@@ -1,4 +1,4 @@
-"""``--prompt`` and ``--prompt-ids``, which ``generate`` and ``compare`` share."""
+"""``--prompt`` and ``--prompt-ids``, of ``generate``, ``score`` and ``compare``."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import WrongUsage
+from trt_kvcache.cli.option_groups import WrongUsage
 from trt_kvcache.generation.prompts import Prompt
 
 Prompts = Annotated[
@@ -18,7 +18,7 @@ PromptIds = Annotated[
 
 
 def read_prompts(texts: Sequence[str] | None, ids: Sequence[str] | None) -> list[Prompt]:
-    """Return all prompts that were given, texts first."""
+    """Return all given prompts, texts first. The text ``-`` is stdin without its last line feed."""
     if texts is not None and texts.count("-") > 1:
         raise WrongUsage("expected --prompt - once, as stdin can be read once.")
     prompts: list[Prompt] = [*(_text(text) for text in texts or ()), *(_token_ids(text) for text in ids or ())]

@@ -1,4 +1,4 @@
-"""The command-line options for sampling, which ``generate``, ``chat`` and ``serve-file`` share."""
+"""Options for sampling, of ``generate``, ``chat`` and ``serve-file``."""
 
 import secrets
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ _PANEL = "Sampling"
 
 _SEED_BITS = 32
 
-#: Options that matter only where a token is drawn.
-_OF_DRAWING = ("top_k", "top_p", "min_p")
+#: Options without effect at temperature 0.
+_UNUSED_IF_GREEDY = ("top_k", "top_p", "min_p")
 
 MaxNewTokens = Annotated[
     int,
@@ -33,7 +33,7 @@ Temperature = Annotated[
     typer.Option(
         *("--temperature", "--temp"),
         metavar="X",
-        help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.",
+        help="Divide logits by it; 0 is greedy: always the most likely token. Default: the model's.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -55,7 +55,9 @@ MinP = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(min=0, metavar="N", help="The same seed gives the same text. Default: another one each time.", rich_help_panel=_PANEL),
+    typer.Option(
+        min=0, metavar="N", help="Seed of the random numbers: the same seed gives the same text. Default: random.", rich_help_panel=_PANEL
+    ),
 ]
 Stop = Annotated[
     list[str] | None,
@@ -65,17 +67,19 @@ RepetitionPenalty = Annotated[
     float | None,
     typer.Option(
         metavar="X",
-        help="Make tokens of the prompt and of the answer less likely: above 1. Default: the model's.",
+        help="Above 1: make tokens of the prompt and of the answer less likely. Default: the model's.",
         rich_help_panel=_PANEL,
     ),
 ]
 PresencePenalty = Annotated[
     float | None,
-    typer.Option(metavar="X", help="Subtract it from the logits of tokens that the answer has. Default: 0.", rich_help_panel=_PANEL),
+    typer.Option(metavar="X", help="Subtract it from the logits of tokens in the answer. Default: 0.", rich_help_panel=_PANEL),
 ]
 FrequencyPenalty = Annotated[
     float | None,
-    typer.Option(metavar="X", help="Subtract it for each time that the answer has a token. Default: 0.", rich_help_panel=_PANEL),
+    typer.Option(
+        metavar="X", help="Subtract it from the logit of a token for each occurrence in the answer. Default: 0.", rich_help_panel=_PANEL
+    ),
 ]
 LogitBias = Annotated[
     list[str] | None,
@@ -90,7 +94,7 @@ Logprobs = Annotated[
     typer.Option(
         min=0,
         metavar="N",
-        help="Add the log-probability of each token to the answer, and those of the N most likely ones. Those of a prompt: `score`.",
+        help="Add the log-probabilities of each token and of the N most likely tokens to the answer. For a prompt: `score`.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -99,7 +103,7 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue past the
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """The sampling options of a command line. The model's defaults hold for those that were not given."""
+    """Sampling options. Options that are not given have the model's defaults."""
 
     max_new_tokens: MaxNewTokens = 128
     temperature: Temperature = None
@@ -114,9 +118,10 @@ class SamplingFlags:
     frequency_penalty: FrequencyPenalty = None
     logit_bias: LogitBias = None
 
-    def options(self) -> dict[str, Any]:
-        """Return the options that were given, by field name of ``SamplingParams``."""
-        given = {name: value for name, value in asdict(self).items() if value not in (None, []) and value is not False}
+    def options(self, logprobs: int | None = None) -> dict[str, Any]:
+        """Return the given options as fields of ``SamplingParams``. Not every command has ``logprobs``."""
+        given: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
+        given |= {name: value for name, value in asdict(self).items() if value not in (None, []) and value is not False}
         if "stop" in given:
             given["stop"] = tuple(given["stop"])
         if "logit_bias" in given:
@@ -129,15 +134,8 @@ class SamplingFlags:
         return given
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerSamplingFlags(SamplingFlags):
-    """The sampling options of commands whose answers are read by programs: those of all commands, and ``logprobs``."""
-
-    logprobs: Logprobs = None
-
-
 def _bias(text: str) -> tuple[int, float]:
-    """Return token id and bias of ``id=bias``."""
+    """Parse ``id=bias``."""
     token, _, bias = text.partition("=")
     try:
         return int(token), float(bias)
@@ -146,12 +144,12 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def with_drawn_seed(params: SamplingParams) -> SamplingParams:
-    """Return sampling parameters with a seed of their own, if they sample and have none: so the seed can be printed, and given again."""
+    """Return sampling parameters with a random seed if they sample and have none, so that the seed can be printed and used again."""
     return replace(params, seed=secrets.randbits(_SEED_BITS)) if params.temperature > 0 and params.seed is None else params
 
 
 def note_unused(options: Mapping[str, Any], defaults: SamplingParams) -> None:
-    """Print which options of a command line change nothing, as the most likely token is always taken."""
-    unused = [f"--{name.replace('_', '-')}" for name in _OF_DRAWING if name in options]
+    """Print a note on options without effect, as decoding is greedy."""
+    unused = [f"--{name.replace('_', '-')}" for name in _UNUSED_IF_GREEDY if name in options]
     if unused and options.get("temperature", defaults.temperature) == 0:
         note(f"{' and '.join(unused)}: without effect at temperature 0, which takes the most likely token. Give --temperature.")

@@ -1,7 +1,6 @@
-"""``trt-kvcache score``: how likely a model finds texts."""
+"""``trt-kvcache score``: log-probabilities and perplexity of texts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,52 +8,22 @@ import typer
 
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.cli import session_flags
-from trt_kvcache.cli.console import count, put_json, results, say, table
-from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json, logits_per_slot
+from trt_kvcache.cli.console import as_json, count, put_json, results, say, table
+from trt_kvcache.cli.option_groups import Json
 from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
-from trt_kvcache.cli.serve_file import ServingFlags
 from trt_kvcache.cli.session_notes import Statistics, note_statistics, session_document
-from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.generation.chat_prompt import ChatPrompt
 from trt_kvcache.generation.prompt_score import PromptScore, perplexity
 from trt_kvcache.generation.prompts import AnyPrompt
-from trt_kvcache.session.session_source import SessionSource
-
-_MAX_SLOTS = 8
-
-#: Tokens of a slot that one enqueue scores, where a model folder is opened: logits of 39 MB a slot at a vocabulary of 152k.
-_LOGITS_PER_SLOT = 64
 
 #: Characters of a text in the table of texts.
 _SHOWN = 60
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoringFlags(ServingFlags):
-    """The options that say which session scores texts."""
-
-    max_logits_per_slot: Annotated[
-        Any,
-        logits_per_slot(
-            help=f"Tokens of a text that one enqueue scores; longer texts run in chunks. Default: {_LOGITS_PER_SLOT}.",
-            rich_help_panel=session_flags.MODEL_PANEL,
-        ),
-    ] = None
-
-    def source(self, folder: Path, *, slots: int, prompt_cache_bytes: int = 0) -> SessionSource:
-        """Return where the session comes from: as for other commands, with the logits of several tokens per slot."""
-        source = super().source(folder, slots=slots, prompt_cache_bytes=prompt_cache_bytes)
-        wanted = self.max_logits_per_slot
-        if wanted is None and not is_engine_folder(folder):
-            wanted = min(_LOGITS_PER_SLOT, self.max_sequence_length or _LOGITS_PER_SLOT)
-        return source.replace(max_logits_per_slot=wanted)
-
-
 def score(
     folder: session_flags.Folder,
-    flags: ScoringFlags,
+    flags: Annotated[session_flags.ScoringFlags, session_flags.SLOTS_FOR_MANY],
     texts: Annotated[
         Path | None,
         typer.Argument(
@@ -67,16 +36,20 @@ def score(
     prompt_ids: PromptIds = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Print a table of the tokens of each text.")] = False,
     top: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Also the N most likely tokens at each place, in --json and the tables of --tokens.")
+        int, typer.Option(min=0, metavar="N", help="Also the N most likely tokens at each position, in --json and the tables of --tokens.")
     ] = 0,
     json: Json = False,
     statistics: Statistics = True,
 ) -> None:
-    """Print how likely a model finds texts."""
+    """Print log-probabilities and perplexity of texts.
+
+    Texts are scored as they are, without the chat template. --tokens prints each token. An engine folder for TensorRT must be built with
+    --max-logits-per-slot.
+    """
     if top and not (tokens or json):
         raise typer.BadParameter("expected --tokens or --json with it, which show them.", param_hint="--top")
     given = _given(texts, prompt, prompt_ids)
-    source = flags.source(session_flags.located(folder), slots=min(len(given), _MAX_SLOTS))
+    source = flags.source(session_flags.located(folder), slots=min(len(given), session_flags.MAX_SLOTS))
     with session_flags.open_session(source) as session:
         scores = session.score(given, top_logprobs=top)
         if json:
@@ -106,7 +79,7 @@ def _of_file(given: FilePrompt) -> AnyPrompt:
 
 
 def _document(index: int, given: AnyPrompt, found: PromptScore) -> dict[str, Any]:
-    """Return what ``--json`` prints of a text."""
+    """Return the JSON object of a text."""
     shown = given.messages if isinstance(given, ChatPrompt) else given
     top = {} if found.top_logprobs is None else {"top_logprobs": as_json(found.top_logprobs)}
     values = {"logprobs": found.logprobs, "logprob": found.logprob, "perplexity": found.perplexity}
@@ -126,7 +99,7 @@ def _print_texts(scores: Sequence[PromptScore], tokenizer: Tokenizer | None) -> 
         rows.add_row(str(index), str(len(one.tokens)), f"{one.logprob:.3f}", f"{one.perplexity:.3f}", begins)
     results().print(rows)
     scored, texts = (count(number, what) for number, what in ((sum(one.num_scored for one in scores), "token"), (len(scores), "text")))
-    say(f"perplexity {perplexity(scores):.3f} over {scored} of {texts}; the first token of a text has nothing before it")
+    say(f"perplexity {perplexity(scores):.3f} over {scored} of {texts}; the first token of a text is not scored")
 
 
 def _print_tokens(scores: Sequence[PromptScore], tokenizer: Tokenizer | None) -> None:
@@ -151,5 +124,5 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
 
 
 def _quoted(token: int, tokenizer: Tokenizer | None) -> str:
-    """Return the text of a token in quotation marks, so that spaces are seen; nothing without a tokenizer."""
+    """Return the text of a token in quotation marks, which show spaces; empty without a tokenizer."""
     return "" if tokenizer is None else repr(tokenizer.decode([token], skip_special_tokens=False))

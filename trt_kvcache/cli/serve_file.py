@@ -1,4 +1,4 @@
-"""``trt-kvcache serve-file``: run the prompts of a file through a few slots, and write the answers to another file."""
+"""``trt-kvcache serve-file``: run the prompts of a file in a few slots, and write the answers to another file."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ from trt_kvcache.cli.chat_flags import ChatFlags, Template
 from trt_kvcache.cli.console import count, messages, note, warn
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.prompt_file import OPTION_FIELDS, FilePrompt, read_prompt_file
-from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, note_unused, with_drawn_seed
+from trt_kvcache.cli.sampling_flags import Logprobs, SamplingFlags, note_unused, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import Statistics, logprobs_document, note_statistics
 from trt_kvcache.cli.verbosity import is_quiet
@@ -27,23 +27,6 @@ from trt_kvcache.generation.sampling import OTHER_NAMES, with_options
 from trt_kvcache.plot import check_can_draw
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.session import InferenceSession
-
-_MAX_SLOTS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingFlags(SessionFlags):
-    """The options that say which session serves a file."""
-
-    max_batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="SLOTS",
-            help=f"Slots of the cache. Default: one per prompt, at most {_MAX_SLOTS}.",
-            rich_help_panel=session_flags.MODEL_PANEL,
-        ),
-    ] = None
 
 
 def serve_file(
@@ -57,27 +40,28 @@ def serve_file(
         ),
     ],
     chat_flags: ChatFlags,
-    sampling: AnswerSamplingFlags,
-    flags: ServingFlags,
+    sampling: SamplingFlags,
+    flags: Annotated[SessionFlags, session_flags.SLOTS_FOR_MANY],
+    logprobs: Logprobs = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write. - is stdout.")] = Path("-"),
-    continued: Annotated[
-        bool, typer.Option("--continue", help="Keep the answers that OUT.jsonl has, and append those that are missing.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the answers that OUT.jsonl has.")] = False,
+    continued: Annotated[bool, typer.Option("--continue", help="Keep the answers in OUT.jsonl, and append the missing ones.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the answers in OUT.jsonl.")] = False,
     prompt_cache: Annotated[
         int,
-        typer.Option(
-            min=0, metavar="MIB", help="Memory for copies of prompts, in MiB: what prompts have in common at their start is then run once."
-        ),
+        typer.Option(min=0, metavar="MIB", help="Memory of the prefix cache, in MiB: a common prefix of prompts then runs once."),
     ] = 0,
     timeline: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw what each slot did over time into this file: .svg, .png or .pdf."),
+        typer.Option(metavar="FILE", help="Draw the work of each slot over time into this file: .svg, .png or .pdf."),
     ] = None,
     statistics: Statistics = True,
 ) -> None:
-    """Answer or continue all prompts of a file."""
-    options = sampling.options()
+    """Answer or continue all prompts of a file.
+
+    A free slot takes the next prompt. Each answer is written when it ends, with the index of its prompt. A model with a chat template
+    answers; without one, or with --raw, it continues the text.
+    """
+    options = sampling.options(logprobs)
     wanted = read_prompt_file(prompts)
     _warn_of_misspelt_options(wanted)
     if output.exists() and prompts.exists() and output.samefile(prompts):
@@ -90,7 +74,9 @@ def serve_file(
     if not missing:
         note(f"{answers}: {count(len(wanted), 'answer')}, all there")
         return
-    source = flags.source(session_flags.located(folder), slots=min(len(missing), _MAX_SLOTS), prompt_cache_bytes=prompt_cache << 20)
+    source = flags.source(
+        session_flags.located(folder), slots=min(len(missing), session_flags.MAX_SLOTS), prompt_cache_bytes=prompt_cache << 20
+    )
     with session_flags.open_session(source) as session:
         if not any(prompt.options.get("temperature") for prompt in missing.values()):
             note_unused(options, session.defaults)
@@ -104,25 +90,25 @@ def serve_file(
             finally:
                 note(f"{answers}: {len(wanted) - len(left)} of {count(len(wanted), 'answer')}")
                 if recording is not None and timeline is not None:
-                    note(f"{recording.plot(title=str(prompts)).save(timeline)}: what each slot did")
+                    note(f"{recording.plot(title=str(prompts)).save(timeline)}: the work of each slot")
         if statistics:
             note_statistics(session)
 
 
 def _warn_of_misspelt_options(prompts: Iterable[FilePrompt]) -> None:
-    """Warn, once for each name, of fields that are not options but nearly are."""
+    """Warn of fields whose name is similar to an option, once for each name."""
     seen: set[str] = set()
     for prompt in prompts:
         for name in prompt.metadata.keys() - seen:
             seen.add(name)
             meant = option_meant(name, OPTION_FIELDS, OTHER_NAMES, cutoff=0.85)
             if meant is not None:
-                warn(f"{prompt.place}: {name}: no sampling option ({meant} is one); it comes back with the answer.")
+                warn(f"{prompt.place}: {name}: no sampling option ({meant} is one); it is repeated in the answer.")
 
 
 @dataclass(frozen=True)
 class _Task:
-    """A prompt of the file, by its place in it, and the seed of its answer if tokens are drawn."""
+    """A prompt of the file, its index, and the seed of its answer (None if greedy)."""
 
     index: int
     prompt: FilePrompt
@@ -154,7 +140,7 @@ def _prompt(prompt: FilePrompt, template: Template | None) -> Prompt:
 
 
 def _serve(session: InferenceSession, left: dict[RequestHandle, _Task], file: TextIO, show: Callable[[int, int], None]) -> None:
-    """Run until all requests have ended. Those that have ended are written even if the run fails."""
+    """Run until all requests have ended. Ended requests are written even if the run fails."""
     total, tokens = len(left), 0
     try:
         while moved := session.step():

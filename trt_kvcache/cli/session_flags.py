@@ -1,17 +1,17 @@
-"""The command-line options that select model, engine and sizes, shared by several commands, and the session that is opened from them."""
+"""Options for model, engine and sizes of a session, and opening the session."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.cli.console import note, progress_bar
-from trt_kvcache.cli.options import choice
-from trt_kvcache.cli.quantized_kv import kv_format
+from trt_kvcache.cli.formats import kv_format
+from trt_kvcache.cli.option_groups import Changed, choice, logits_per_slot
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
 from trt_kvcache.engine_folder.folder import is_engine_folder
@@ -31,15 +31,23 @@ ATTENTION_HELP = (
 )
 
 QUANTIZE_HELP = (
-    "Round the weights of linear layers: int8, int4 (in groups of 32) or int4:128; behind it ,embedding=... and ,head=... which "
-    "otherwise stay as stored. Without calibration."
+    "Quantize the weights of linear layers without calibration: int8, int4 (groups of 32) or int4:128, optionally followed by "
+    ",embedding=... and ,head=..., which otherwise stay as stored."
 )
 
-KV_DTYPE_HELP = "Quantize K and V to 8 bits, in plugin attention. Default: they are in --dtype."
+KV_DTYPE_HELP = "Quantize K and V to 8 bits, with plugin attention. Default: --dtype."
 KV_SCALES_HELP = (
-    "Scales of quantized K and V: computed for each token and head, or static for a layer or head from a checkpoint that has them. "
+    "Scales of quantized K and V: computed for each token and head, or static for each layer or head, from the checkpoint. "
     "Default: static if the checkpoint has them for this --kv-dtype, else token."
 )
+
+#: Default of the slots for many prompts.
+MAX_SLOTS = 8
+
+SLOTS_FOR_MANY = Changed("max_batch_size", help=f"Slots of the cache. Default: one per prompt, at most {MAX_SLOTS}.")
+
+#: Default of the logits per slot, for a model folder: 39 MB a slot at a vocabulary of 152k.
+_LOGITS_PER_SLOT = 64
 
 _PANEL, MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
 
@@ -67,7 +75,7 @@ EngineOption = Annotated[
 FlavourOption = Annotated[
     FlavourName, choice(FlavourName, "--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
 ]
-CudaGraphs = Annotated[bool, typer.Option(help="Capture decode steps of an engine in segments as CUDA graphs.", rich_help_panel=_PANEL)]
+CudaGraphs = Annotated[bool, typer.Option(help="Replay decode steps of a segmented engine as CUDA graphs.", rich_help_panel=_PANEL)]
 MaxBatchSize = Annotated[
     int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=MODEL_PANEL)
 ]
@@ -83,7 +91,7 @@ KVScalesOption = Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-s
 
 @dataclass(frozen=True, kw_only=True)
 class SessionFlags:
-    """The options of a command line that say which session to open."""
+    """Options of a session."""
 
     engine: EngineOption = "auto"
     flavour: FlavourOption = "auto"
@@ -97,7 +105,7 @@ class SessionFlags:
     kv_scales: KVScalesOption = None
 
     def source(self, folder: Path, *, slots: int, prompt_cache_bytes: int = 0) -> SessionSource:
-        """Return where the session comes from."""
+        """Return the source of the session, which opens it later. ``slots`` is the default batch size of a model folder."""
         max_batch_size = self.max_batch_size if is_engine_folder(folder) else self.max_batch_size or slots
         return SessionSource(
             folder,
@@ -115,8 +123,29 @@ class SessionFlags:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoringFlags(SessionFlags):
+    """Options of commands that score tokens: the engine returns the logits of several tokens per slot."""
+
+    max_logits_per_slot: Annotated[
+        Any,
+        logits_per_slot(
+            help=f"Tokens of a text that one enqueue scores; longer texts run in chunks. Default: {_LOGITS_PER_SLOT}.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None
+
+    def source(self, folder: Path, *, slots: int, prompt_cache_bytes: int = 0) -> SessionSource:
+        """Return the source of the session, as for other commands, with ``max_logits_per_slot``."""
+        source = super().source(folder, slots=slots, prompt_cache_bytes=prompt_cache_bytes)
+        wanted = self.max_logits_per_slot
+        if wanted is None and not is_engine_folder(folder):
+            wanted = min(_LOGITS_PER_SLOT, self.max_sequence_length or _LOGITS_PER_SLOT)
+        return source.replace(max_logits_per_slot=wanted)
+
+
 def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
-    """Return the folder that an argument names; a model of the Hugging Face Hub is downloaded first."""
+    """Return the folder of an argument; a model of the Hugging Face Hub is downloaded first."""
     if folder.exists():
         return folder
     _quieten_downloads()
@@ -124,7 +153,7 @@ def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
 
 
 def located_headers(folder: Path) -> AbstractContextManager[Path]:
-    """Return a context manager of the folder that an argument names, where names and shapes of weights are enough."""
+    """Return a context manager of the folder of an argument. Of a model of the Hub it has only the headers of weight files."""
     if not folder.exists():
         _quieten_downloads()
     return model_headers(folder.as_posix())
@@ -138,7 +167,7 @@ def _quieten_downloads() -> None:
 
 
 def open_session(source: SessionSource) -> InferenceSession:
-    """Open a session, with a progress bar for long work. Of quantized weights, K and V the format is printed."""
+    """Open a session with a progress bar. Prints the formats of quantized weights, K and V."""
     with progress_bar() as progress:
         session = source(progress)
     if session.weights is not None and session.weights.is_quantized:

@@ -1,12 +1,11 @@
-"""What commands print about a session on stderr."""
+"""Notes of commands about a session, on stderr and in JSON documents."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
-from trt_kvcache.cli.console import count, note, size, warn
-from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.console import as_json, count, note, size, warn
 from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.session.session import InferenceSession
 
@@ -25,20 +24,20 @@ def note_statistics(session: InferenceSession) -> None:
 
 
 def note_seeds(seeds: Iterable[int | None]) -> None:
-    """Print the seeds that were used; nothing if every token was the most likely one."""
+    """Print the seeds; None is a greedy answer."""
     known = [str(seed) for seed in seeds if seed is not None]
     if known:
         note(f"seed{'s' if len(known) > 1 else ''}: {', '.join(known)}")
 
 
 def logprobs_document(events: Iterable[GeneratedToken]) -> dict[str, Any]:
-    """Return the log-probabilities of an answer, as a field of its JSON object; nothing if there are none."""
+    """Return the field ``logprobs`` of an answer in JSON; empty if there are none."""
     known = [{"token": event.token, "logprob": event.logprob, "top": event.top_logprobs} for event in events if event.logprob is not None]
     return {"logprobs": as_json(known)} if known else {}
 
 
 def session_document(session: InferenceSession) -> dict[str, Any]:
-    """Return what ``--json`` prints of a session: its engine, device and statistics."""
+    """Return engine, device and statistics of a session, for ``--json``."""
     stats = session.statistics
     rates = {"prefill_tokens_per_second": stats.prefill_tokens_per_second, "decode_tokens_per_second": stats.decode_tokens_per_second}
     return {
@@ -49,7 +48,7 @@ def session_document(session: InferenceSession) -> dict[str, Any]:
 
 
 def warn_of_full_cache(session: InferenceSession) -> None:
-    """Warn of active slots that have no room for the token that was generated last."""
+    """Warn of active slots without room for their last token."""
     limit = session.max_sequence_length
     active = range(session.cache.active_batch_size)
     full = [str(slot) for slot in active if len(session.tokens(slot)) + len(session.pending_tokens(slot)) > limit]

@@ -1,4 +1,4 @@
-"""Tensors of an engine in few rows: those of all layers that are alike share one."""
+"""Rows of a table of tensors: equal tensors of consecutive layers share a row, ``k_cache_{0..23}``."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,13 +26,13 @@ def tensor_rows(tensors: Iterable[TensorSpec], *, grouped: bool) -> Iterator[Row
 
 
 def _split(name: str) -> tuple[str, int]:
-    """Return the name without the number of its layer, and the number; -1 if it has none."""
+    """Split a name into stem and layer; -1 if it has no layer."""
     match = _OF_A_LAYER.fullmatch(name)
     return (match[1], int(match[2])) if match else (name, -1)
 
 
 def _runs(members: Sequence[tuple[int, TensorSpec]]) -> Iterator[list[tuple[int, TensorSpec]]]:
-    """Yield the members of a group in runs of layers that follow one another."""
+    """Yield the members of a group in runs of consecutive layers."""
     run: list[tuple[int, TensorSpec]] = []
     for member in members:
         if run and member[0] != run[-1][0] + 1:

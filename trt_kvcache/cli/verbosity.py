@@ -1,4 +1,4 @@
-"""``-q`` and ``-v``, which all commands have: how much is printed on stderr beside errors."""
+"""``-q`` and ``-v``, options of all commands: the amount of output on stderr apart from errors."""
 
 import logging
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import WrongUsage
+from trt_kvcache.cli.option_groups import WrongUsage
 
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
@@ -27,13 +27,13 @@ SHARED_OPTIONS = (("quiet", False, _Quiet), ("verbose", 0, _Verbose))
 
 
 def is_quiet() -> bool:
-    """Return whether the command that runs was told ``--quiet``."""
+    """Return True if the running command has ``--quiet``."""
     return _quiet.get()
 
 
 @contextmanager
 def chosen_verbosity(*, quiet: bool, verbose: int) -> Iterator[None]:
-    """Print as much as was asked for until the end of the ``with`` block."""
+    """Set the verbosity for a ``with`` block; ``verbose`` counts ``-v``."""
     if quiet and verbose:
         raise WrongUsage("expected --quiet or --verbose, got both.")
     logger = logging.getLogger("trt_kvcache")

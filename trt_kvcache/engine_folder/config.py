@@ -1,4 +1,4 @@
-"""``EngineConfig``: ``config.json`` of an engine folder, which records what was built, from which checkpoint, and with which TensorRT."""
+"""``EngineFolderConfig``: ``config.json`` of an engine folder, the record of the build, its checkpoint and its TensorRT."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache._version import __version__
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
@@ -26,7 +26,7 @@ FORMAT = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineFolderConfig:
     """Everything that a runtime needs to know of an engine."""
 
     model: ModelConfig
@@ -81,7 +81,7 @@ class EngineConfig:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:
+    def from_dict(cls, data: Mapping[str, Any]) -> EngineFolderConfig:
         """Read what :meth:`to_dict` wrote."""
         _check_format(data)
         try:
@@ -127,7 +127,7 @@ def _typed(field: str, value: Any, kind: type, *, low: int = 1) -> Any:
     if kind is int:
         return int_in_range(field, value, low, error=EngineError)
     if not isinstance(value, kind):
-        raise EngineError(f"{field}: expected a {kind.__name__}, got {shown(value)}.")
+        raise EngineError(f"{field}: expected a {kind.__name__}, got {short_repr(value)}.")
     return value
 
 
@@ -154,9 +154,9 @@ def _check_format(data: Mapping[str, Any]) -> None:
     number = data.get("format")
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise EngineError(
-            f"format: expected a number of 1 or more, got {shown(number)}. This is not the configuration of an engine folder."
+            f"format: expected a number of 1 or more, got {short_repr(number)}. This is not the configuration of an engine folder."
         )
     if number > FORMAT:
-        raise EngineError(f"format: this package reads {FORMAT}, got {shown(number)}. A newer trt-kvcache built the engine: upgrade.")
+        raise EngineError(f"format: this package reads {FORMAT}, got {short_repr(number)}. A newer trt-kvcache built the engine: upgrade.")
     if number < FORMAT:
         raise EngineError(f"format: this package reads {FORMAT}, got {number}. An older trt-kvcache built the engine: build it again.")

@@ -17,10 +17,10 @@ from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.segments import can_replace
 
 if TYPE_CHECKING:
-    from trt_kvcache.engine_folder.config import EngineConfig
+    from trt_kvcache.engine_folder.config import EngineFolderConfig
 
 
-def check_consistency(config: EngineConfig) -> None:
+def check_consistency(config: EngineFolderConfig) -> None:
     """Compare the fields of a configuration with each other. Model and sizes of the cache decide what the others must be."""
     cache, names = config.cache, config.names
     _check_attention(config)
@@ -66,7 +66,7 @@ def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
     return "", expected, got
 
 
-def _check_segments(config: EngineConfig) -> None:
+def _check_segments(config: EngineFolderConfig) -> None:
     """Check that the stages are those of the model, and that the plans fill the file of plans."""
     in_segments = config.attention_variant == "plugin" and config.tensorrt_flavour == "tensorrt_rtx"
     if (config.segments is not None) is not in_segments:
@@ -87,7 +87,7 @@ def _check_segments(config: EngineConfig) -> None:
         raise EngineError(f"plan.nbytes: expected {end}, the end of the last segment, got {config.plan.nbytes}.")
 
 
-def _check_attention(config: EngineConfig) -> None:
+def _check_attention(config: EngineFolderConfig) -> None:
     """Check that each attention of the model is there, in order, and computed, and that plugin attention is not mixed with others."""
     one_of("attention_variant", config.attention_variant, ATTENTION_VARIANTS, error=EngineError)
     expected = config.model.attention_indices
@@ -110,7 +110,7 @@ def _check_attention(config: EngineConfig) -> None:
         raise EngineError(f"attention: expected mask or plugin, got native: {obstacle}.")
 
 
-def _check_profiles(config: EngineConfig) -> None:
+def _check_profiles(config: EngineFolderConfig) -> None:
     """Check that the profiles are those of an engine of this package; only width and logits of the first are free, up to S."""
     if not config.profiles:
         raise EngineError("profiles: expected 2, for prefill and decode, got 0.")

@@ -2,7 +2,7 @@
 
     engine.plan             the serialised engine; for an engine in segments, the plans of all segments one after another
     constants.safetensors   only for an engine in segments: its constants, such as the embedding table
-    config.json             EngineConfig
+    config.json             EngineFolderConfig
     tokenizer.json ...      what the checkpoint has beside its weights
     checkpoint/             a copy of the checkpoint, if it was embedded
 
@@ -31,7 +31,7 @@ from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
 from trt_kvcache.checkpoint.json_file import MAX_JSON_NBYTES
 from trt_kvcache.checkpoint.model_files import ModelFiles
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.records import FileRecord
 from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
@@ -54,7 +54,7 @@ class EngineFolder:
     """An engine folder that was read and checked. Made by :meth:`open`."""
 
     path: Path
-    config: EngineConfig
+    config: EngineFolderConfig
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> EngineFolder:
@@ -73,7 +73,7 @@ class EngineFolder:
         if not isinstance(data, dict):
             raise EngineError(f"{config_path}: expected a JSON object, got {type(data).__name__}.")
         try:
-            config = EngineConfig.from_dict(data)
+            config = EngineFolderConfig.from_dict(data)
         except EngineError as error:
             raise EngineError(f"{config_path}: {error}") from error
         files = {PLAN_FILE: config.plan} | ({} if config.segments is None else {CONSTANTS_FILE: config.segments.constants})
@@ -175,7 +175,7 @@ def check_target(engine_path: Path, model_path: Path) -> None:
 
 
 def write_engine_folder(
-    target: Path, *, config: EngineConfig, plans: Sequence[Any], checkpoint: Checkpoint, constants: Sequence[Any] | None = None
+    target: Path, *, config: EngineFolderConfig, plans: Sequence[Any], checkpoint: Checkpoint, constants: Sequence[Any] | None = None
 ) -> EngineFolder:
     """Write an engine folder, which appears complete or not at all. A folder of this name is replaced."""
     with atomic_folder(target) as folder:

@@ -140,13 +140,13 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
     >>> from trt_kvcache.checkpoint import Checkpoint
     >>> from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
     >>> from trt_kvcache.engine.names import DEFAULT_NAMES
-    >>> from trt_kvcache.engine_folder.config import EngineConfig
+    >>> from trt_kvcache.engine_folder.config import EngineFolderConfig
     >>> from trt_kvcache.engine_folder.folder import write_engine_folder
     >>> from trt_kvcache.engine_folder.records import FileRecord
     >>> with tempfile.TemporaryDirectory() as folder, Checkpoint.open("examples/tiny-llama") as checkpoint:
     ...     model = checkpoint.config
     ...     cache = cache_config(model, max_batch_size=4, max_sequence_length=256, dtype="float16")
-    ...     config = EngineConfig(
+    ...     config = EngineFolderConfig(
     ...         model=model,
     ...         cache=cache,
     ...         names=DEFAULT_NAMES,

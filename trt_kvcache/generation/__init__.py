@@ -1,1 +1,1 @@
-"""From prompts to token ids, and from logits to tokens and text. This package does not use caches."""
+"""Prompts to token ids, and logits to tokens and text. This package does not use caches."""

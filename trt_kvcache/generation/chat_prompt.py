@@ -1,4 +1,4 @@
-"""``ChatPrompt``: a conversation as a prompt, to be written out by the chat template of a model."""
+"""``ChatPrompt``: a conversation as a prompt, rendered by the chat template of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SEQUENCE = (list, tuple)
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation that a model is to continue: a prompt wherever text or token ids are.
+    """A conversation for a model to continue: a prompt wherever text or token ids are accepted.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def _part(what: str, part: Any) -> str:
 
 
 def _tool_calls(what: str, calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls with arguments as objects: OpenAI's API has them as JSON texts, templates write them out themselves."""
+    """Return tool calls with arguments as objects: OpenAI's API has them as JSON texts, but templates render objects."""
     if not isinstance(calls, _SEQUENCE) or not all(isinstance(call, Mapping) for call in calls):
         raise ConfigError(f"{what}: expected a list of tool calls, got {_shown(calls)}.")
     copies = [dict(call) for call in calls]
@@ -102,10 +102,10 @@ def _parsed(arguments: str) -> Any:
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
-        return arguments  # what a model wrote need not be JSON
+        return arguments  # arguments that a model generated need not be JSON
 
 
 def _shown(value: Any) -> str:
-    """Return a value for an error message, not all of a long one."""
+    """Return a shortened ``repr`` of a value for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""``DeviceSampler``: what is needed to choose tokens where the logits are, for all slots of a batch."""
+"""``DeviceSampler``: sampling on the device for all slots of a batch."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from trt_kvcache.memory.cuda_driver import cuda_core_error
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Pages of results that may be on their way to the host at once.
+#: Pages of results that may be in flight to the host at once.
 _PAGES = 2
 
-#: Token ids that are counted.
+#: Token ids for penalty counts.
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
-#: Of a seed and a counter.
+#: Limit of seeds and counters.
 _LARGEST_NUMBER = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """What was chosen for one slot."""
+    """Choice of one slot; token -1 if the slot is not active, or with the error that ``Request.choose`` would raise."""
 
     token: int
     error: KVCacheError | None = None
@@ -51,13 +51,13 @@ class SampledToken:
 
 
 class SampledTokens:
-    """Tokens of one step, on their way to the host. Of :meth:`DeviceSampler.download`."""
+    """Tokens of one step, in flight to the host: see :meth:`DeviceSampler.download`."""
 
     def __init__(self, results: Any, logprobs: Any, tops: Sequence[int | None], done: Any) -> None:
         self._results, self._logprobs, self._tops, self._done = results, logprobs, tops, done
 
     def read(self) -> list[SampledToken]:
-        """Wait for this step alone, and return its tokens."""
+        """Wait for this step alone, and return its tokens, one for each slot. Raises CudaError."""
         if self._done is not None:
             try:
                 self._done.sync()
@@ -80,7 +80,10 @@ class SampledTokens:
 
 
 class DeviceSampler(Uncopyable):
-    """Parameters, random numbers, penalties and bias of the slots of a batch, in device memory."""
+    """Sampling parameters, penalty counts and bias of all slots in device memory; it chooses the tokens of ``Request.choose``.
+
+    A step is :meth:`sample`, :meth:`download`, then :meth:`SampledTokens.read`, while the next step may run.
+    """
 
     def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, stream: Any) -> None:
         int_in_range("max_batch_size", max_batch_size, 1)
@@ -104,7 +107,7 @@ class DeviceSampler(Uncopyable):
 
     @staticmethod
     def check(params: SamplingParams) -> None:
-        """Check that a request can be sampled on the device."""
+        """Raise ConfigError if a request has ``logits_processors`` (Python functions) or too many ``logprobs`` for the device."""
         if params.logits_processors:
             raise ConfigError("sampling on the device: expected no logits_processors, got some. They are called on the host.")
         if (params.logprobs or 0) > MAX_TOP_LOGPROBS:
@@ -112,12 +115,12 @@ class DeviceSampler(Uncopyable):
 
     @classmethod
     def accepts(cls, params: SamplingParams) -> bool:
-        """Return whether :meth:`check` raises nothing."""
+        """Return True if :meth:`check` raises nothing."""
         return not params.logits_processors and (params.logprobs or 0) <= MAX_TOP_LOGPROBS
 
     @property
     def graph_key(self) -> tuple[bool, ...]:
-        """What a captured :meth:`sample` depends on beside its arguments: capture again when it has changed."""
+        """Key of a captured :meth:`sample`, besides its arguments: capture again when it has changed."""
         return self._rows.uses is not None, self._rows.bias is not None, self._wants_logprobs
 
     @property
@@ -135,7 +138,10 @@ class DeviceSampler(Uncopyable):
         generated: Tokens = (),
         stream: Any,
     ) -> None:
-        """Begin a request in a slot, or continue one that was elsewhere before."""
+        """Begin or continue a request in a slot, stream-ordered. May allocate; after an error nothing has changed.
+
+        ``prompt``: its different tokens; ``generated``: its tokens in any order. ``seed`` and ``counter`` replace the fields of ``params``.
+        """
         index = slot_index(slot, len(self._tops))
         self.check(params)
         params.check_vocabulary(self._vocab_size)
@@ -160,7 +166,7 @@ class DeviceSampler(Uncopyable):
         self._tops[index] = -1 if params.logprobs is None else params.logprobs
 
     def rewind(self, slot: int, params: SamplingParams, *, seed: int, counter: int, removed: Sequence[int], stream: Any) -> None:
-        """Take tokens back that were chosen last."""
+        """Undo the last tokens, stream-ordered: ``counter`` is the counter before the first of ``removed``."""
         index = slot_index(slot, len(self._tops))
         tokens = self._token_ids("removed", removed)
         row = _row_of(params, seed, counter)
@@ -170,13 +176,13 @@ class DeviceSampler(Uncopyable):
         self._set_row(index, row, stream)
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
-        """Let a slot be idle: it gets no token until :meth:`set_slot`."""
+        """Make a slot idle until :meth:`set_slot`, stream-ordered."""
         index = slot_index(slot, len(self._tops))
         set_row_kernel(self._rows, index, [0] * (ROW_PARAMS.itemsize // 8), stream)
         self._tops[index] = None
 
     def compact(self, moves: AnyCompactionPlan, mapping: Sequence[int], *, stream: Any) -> None:
-        """Move the kept slots, as the cache moves them."""
+        """Move the kept slots by the plan and the mapping of the cache's compaction, stream-ordered. The other slots become idle."""
         compact_rows_kernel(self._infos, moves, stream)
         tops = list(self._tops)
         kept = {new for new in mapping if new >= 0}
@@ -188,7 +194,10 @@ class DeviceSampler(Uncopyable):
                 self.clear_slot(slot, stream=stream)
 
     def sample(self, logits: DeviceTensor, tokens: DeviceTensor, *, stream: Any) -> None:
-        """Choose the next token of each active slot, and count it."""
+        """Choose the next token of each active slot from float32 ``logits [B, vocab]``, and count it. Neither waits nor allocates.
+
+        ``tokens`` int32 ``[B]``, such as the next input_ids: 0 for a slot with an error; unchanged for an idle slot.
+        """
         batch, rows = len(logits), self._rows
         if batch > len(self._tops) or logits.shape[1:] != (self._vocab_size,):
             raise ShapeError(f"logits: expected [B, {self._vocab_size}] with B up to {len(self._tops)}, got {list(logits.shape)}.")
@@ -200,7 +209,10 @@ class DeviceSampler(Uncopyable):
             token_logprobs_kernel(logits, rows, self._logprobs[:batch], self._workspace, stream)
 
     def download(self, batch: int, *, stream: Any) -> SampledTokens:
-        """Send the tokens that were chosen last to the host."""
+        """Copy the tokens of the last :meth:`sample`, which may have been a graph replay, to pinned memory, stream-ordered.
+
+        The result must be read before the second next call overwrites its page.
+        """
         int_in_range("batch", batch, 1, len(self._tops))
         results, logprobs = (page[:batch] for page in self._pages[self._page])
         self._page = (self._page + 1) % _PAGES
@@ -223,7 +235,7 @@ class DeviceSampler(Uncopyable):
         return DeviceTensor(self._memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream), shape=shape, dtype=dtype)
 
     def _make_room(self, flags: int, stream: Any) -> None:
-        """Allocate counts and bias where they are first asked for."""
+        """Allocate counts and bias at their first use: ``max_batch_size * vocab_size * 4`` bytes each."""
         rows, shape = self._rows, (len(self._tops), self._vocab_size)
         uses = self._allocate(shape, "int32", stream) if flags & PENALISED and rows.uses is None else rows.uses
         bias = self._allocate(shape, "float32", stream) if flags & BIASED and rows.bias is None else rows.bias
@@ -253,7 +265,7 @@ class DeviceSampler(Uncopyable):
 
 
 def _row_of(params: SamplingParams, seed: int, counter: int) -> Any:
-    """Return the parameters of a request as a row of the device."""
+    """Return the sampling parameters of a request as a row of the device's table."""
     row = np.zeros((), ROW_PARAMS)
     penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
     asked = (

@@ -1,4 +1,4 @@
-"""``LogitsEdits``: what one request changes in the logits before a token is chosen: bias, penalties, functions of the caller's."""
+"""``LogitsEdits``: bias, penalties and logits processors of one request."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,10 @@ from trt_kvcache.kernels.scratch import scratch
 
 
 class LogitsEdits:
-    """The steps of :class:`SamplingParams` between the logits of the model and the temperature, for one request."""
+    """The steps of :class:`SamplingParams` between the model's logits and the temperature, for one request. Free if it has none.
+
+    ``generated``: number of tokens at the end of ``prompt`` that an earlier part of the request generated; penalties count them.
+    """
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], *, generated: int = 0) -> None:
         self._params = params
@@ -24,15 +27,20 @@ class LogitsEdits:
         #: Whether there is anything to change.
         self.active = bool(params.logit_bias or params.logits_processors or self._has_penalties)
         self._deferred = tuple(one for one in params.logits_processors if isinstance(one, DeferredProcessor))
+        # A memo: the counts, and the number of generated tokens that they have.
+        self._counted: tuple[TokenCounts, int] | None = None
         self.set_prompt(prompt)
 
     @property
     def is_deferred(self) -> bool:
-        """Whether logits processors may not be ready."""
+        """True if logits processors may have to be waited for."""
         return bool(self._deferred)
 
     def ready(self, tokens: Sequence[int], seconds: float = 0.0) -> bool:
-        """Have logits processors begin with the token behind those generated so far, and tell whether :meth:`apply` would not wait."""
+        """Let logits processors begin with the token after ``tokens``; return True if :meth:`apply` would not wait.
+
+        ``seconds``: limit of waiting for each.
+        """
         if not self._deferred:
             return True
         held = (*self._prompt, *tokens)
@@ -40,44 +48,52 @@ class LogitsEdits:
         return all(found)
 
     def set_prompt(self, prompt: Sequence[int]) -> None:
-        """Take another prompt, before the first token is generated: what the slot holds, if that is more than the request knew."""
+        """Take another prompt, before the first token is generated: the tokens of the slot, if these are more than the request knew."""
         if not self.active:
             return
         self._prompt = tuple(prompt)
         if self._has_penalties:
             self._prompt_ids = np.unique(np.array(self._prompt, np.intp))
-            self.count(())
+        self.recount()
 
-    def count(self, tokens: Sequence[int]) -> None:
-        """Count the tokens that were generated so far, in place of those counted before."""
-        if self._has_penalties:
-            self._counts = TokenCounts((*self._prompt[len(self._prompt) - self._generated :], *tokens))
+    def recount(self) -> None:
+        """Discard the counts of generated tokens: the next tokens need not begin with those that were counted."""
+        self._counted = None
 
-    def history(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """Return the different tokens of the prompt, and those that penalties count as generated, in any order: none if nothing asks."""
+    def _count(self, tokens: Sequence[int]) -> TokenCounts:
+        counted, self._counted = self._counted, None  # an interrupt leaves no counts of half a token
+        if counted is None or counted[1] > len(tokens):
+            counted = TokenCounts(self._prompt[len(self._prompt) - self._generated :]), 0
+        counts, num_counted = counted
+        for token in tokens[num_counted:]:
+            counts.add(token)
+        self._counted = counts, len(tokens)
+        return counts
+
+    def history(self, tokens: Sequence[int]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """Return the different tokens of the prompt, and those that penalties count as generated, in any order: none without penalties."""
         if not self._has_penalties:
             return np.empty(0, np.intp), np.empty(0, np.intp)
-        return self._prompt_ids, np.repeat(self._counts.ids, self._counts.counts.astype(np.intp))
-
-    def add(self, token: int) -> None:
-        """Count one more token that was generated."""
-        if self._has_penalties:
-            self._counts.add(token)
+        counts = self._count(tokens)
+        return self._prompt_ids, np.repeat(counts.ids, counts.counts.astype(np.intp))
 
     def apply(self, logits: npt.NDArray[np.float32], tokens: Sequence[int]) -> tuple[npt.NDArray[np.float32], int]:
-        """Return the logits to choose from, and the most likely token."""
+        """Return the logits to choose from, without NaN, and the most likely token, the first of equal ones. ``logits`` is unchanged.
+
+        The result is valid until the next call of this thread. Raises EngineError or ProcessorError.
+        """
         if not self.active:
             return logits, check_logits(logits)
         if self._params.logits_processors:
-            edited = np.array(logits, np.float32)  # functions of the caller's may keep it
+            edited = np.array(logits, np.float32)  # logits processors may keep the array
         else:
             edited = scratch.array("edited", "float32", logits.size)
             np.copyto(edited, logits)
-        with np.errstate(over="ignore", invalid="ignore"):  # found below
+        with np.errstate(over="ignore", invalid="ignore"):  # checked below
             if self._bias.size:
                 edited[self._bias_ids] += self._bias
             if self._has_penalties:
-                self._penalise(edited)
+                self._penalise(edited, self._count(tokens))
         best = int(np.argmax(edited))  # NaN counts as the largest
         if not np.isfinite(edited[best]):
             check_logits(logits)
@@ -89,8 +105,8 @@ class LogitsEdits:
             best = int(np.argmax(edited))
         return edited, best
 
-    def _penalise(self, logits: npt.NDArray[np.float32]) -> None:
-        params, ids = self._params, self._counts.ids
+    def _penalise(self, logits: npt.NDArray[np.float32], counts: TokenCounts) -> None:
+        params, ids = self._params, counts.ids
         if params.repetition_penalty != 1:
             penalty = np.float32(params.repetition_penalty)
             places = (self._prompt_ids, ids)  # they overlap: both are read before either is written
@@ -98,18 +114,18 @@ class LogitsEdits:
             for place, value in zip(places, values, strict=True):
                 logits[place] = np.where(value < 0, value * penalty, value / penalty)
         if params.frequency_penalty:
-            logits[ids] -= np.float32(params.frequency_penalty) * self._counts.counts
+            logits[ids] -= np.float32(params.frequency_penalty) * counts.counts
         if params.presence_penalty:
             logits[ids] -= np.float32(params.presence_penalty)
 
 
 def _processed(what: str, processor: LogitsProcessor, tokens: tuple[int, ...], logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Call a processor and check what it returns."""
+    """Call a processor and check its result."""
     shape = logits.shape
     try:
         returned: Any = processor(tokens, logits)
     except ProcessorError:
-        raise  # says what is wrong with the request
+        raise  # it describes the request itself
     except Exception as error:
         raise ProcessorError(f"{what}: it raised {type(error).__name__}: {error}") from error
     if not isinstance(returned, np.ndarray):
@@ -126,5 +142,5 @@ def _processed(what: str, processor: LogitsProcessor, tokens: tuple[int, ...], l
 
 
 def _name(processor: LogitsProcessor) -> str:
-    """Return what a reader knows a function or object by."""
+    """Return the name of a function, or of an object's class."""
     return str(getattr(processor, "__qualname__", None) or type(processor).__qualname__)

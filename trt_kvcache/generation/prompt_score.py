@@ -1,4 +1,4 @@
-"""``PromptScore``: how likely a model finds each token of a text. ``perplexity`` of one or more of them."""
+"""``PromptScore``: log-probabilities of a text's tokens, and ``perplexity`` of one or more scores."""
 
 import math
 from collections.abc import Iterable
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PromptScore:
-    """The log-probability of each token of a text, given those before it.
+    """The log-probability of each token of a text, given the tokens before it.
 
-    Log-probabilities are natural logarithms, of the softmax of the logits as the model gave them, as those of ``generate``.
+    Log-probabilities are natural logarithms of the softmax of the model's own logits, as in ``generate``.
 
     Parameters
     ----------

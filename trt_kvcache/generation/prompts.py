@@ -1,4 +1,4 @@
-"""Prompts: text or token ids, checked and turned into token ids."""
+"""Prompts: text or token ids, checked and converted to token ids."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,14 +20,17 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 class PromptReader:
-    """Turns the prompts for one model into token ids."""
+    """Converts the prompts of one model to token ids. Without a tokenizer, text is refused."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
     def rows(self, prompts: Sequence[AnyPrompt], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each prompt."""
+        """Return the token ids of each prompt. ``add_special_tokens=False`` is for text that continues another.
+
+        Raises ShapeError, RangeError or ConfigError.
+        """
         check_sequence(prompts)
         return [self._row(f"prompts[{index}]", prompt, add_special_tokens) for index, prompt in enumerate(prompts)]
 
@@ -55,7 +58,7 @@ class PromptReader:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def tokens(self, what: str, tokens: Sequence[int]) -> list[int]:
-        """Return checked token ids as a new list."""
+        """Return checked token ids as a new list. ``what`` names the argument in errors."""
         if isinstance(tokens, _BYTES):
             raise ShapeError(f"{what}: expected text or token ids, got {type(tokens).__name__}. Make it a text: prompt.decode().")
         if isinstance(tokens, str) or not isinstance(tokens, _SEQUENCE):
@@ -69,13 +72,13 @@ class PromptReader:
 
 
 def check_sequence(prompts: Sequence[AnyPrompt]) -> None:
-    """Raise :class:`ShapeError` for what is no sequence of prompts."""
+    """Raise :class:`ShapeError` if prompts are not a sequence; the prompts themselves are not checked."""
     if isinstance(prompts, (str, *_BYTES)) or not isinstance(prompts, _SEQUENCE):
         raise ShapeError(f"prompts: expected a sequence of prompts, got {type(prompts).__name__}.")
 
 
 def as_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
-    """Return one prompt as a sequence of one, and a sequence of prompts as it is."""
+    """Return one prompt as a sequence of one, and a sequence of prompts unchanged."""
     if isinstance(prompts, (str, ChatPrompt, *_BYTES)):
         return [prompts]  # bytes are refused with the others, by their type
     if isinstance(prompts, _SEQUENCE) and len(prompts) and not isinstance(prompts[0], (*_SEQUENCE, ChatPrompt)):

@@ -1,17 +1,17 @@
-"""``Request``: one prompt that is being continued. It chooses tokens, turns them into text, and knows when it ends."""
+"""``Request``: one prompt that is continued: token choice, text, and the end."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from trt_kvcache.checkpoint import StreamDecoder, Tokenizer
+from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, ProcessorError
 from trt_kvcache.generation.device_sampler import DeviceSampler, SampledToken
 from trt_kvcache.generation.logits_edits import LogitsEdits
 from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams
-from trt_kvcache.generation.stop_text import StopText
+from trt_kvcache.generation.text_stream import TextState, TextStream
 from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
 
 FinishReason = Literal["stop", "length"]
@@ -24,7 +24,7 @@ class GeneratedToken:
     Parameters
     ----------
     index : int
-        Which prompt, from 0.
+        Number of the prompt, from 0.
     token : int
         Token id.
     text : str
@@ -48,7 +48,7 @@ class GeneratedToken:
     >>> last.index, last.finish_reason
     (0, 'length')
 
-    In an interactive session, only what is set is shown:
+    The ``repr`` shows fields that are set:
 
     >>> from trt_kvcache import GeneratedToken
     >>> GeneratedToken(0, 12, " cat", None)
@@ -70,16 +70,37 @@ class GeneratedToken:
         return f"GeneratedToken({', '.join(shown)})"
 
 
-#: Logits from which a token is to be chosen, and whether the slot was full.
-_KeptLogits = tuple[np.ndarray[Any, Any], bool]
+class KeptLogits(NamedTuple):
+    """A copy of the logits of a token that waits for logits processors."""
 
-#: What a :class:`Request` needs to return to an earlier state: number of tokens, reason to finish, counter of the sampler, for a request
-#: with text decoder and stop texts, and the logits that it keeps.
-RequestSavepoint = tuple[int, FinishReason | None, int, tuple[StreamDecoder, StopText] | None, _KeptLogits | None]
+    logits: np.ndarray[Any, Any]
+    #: The slot was full.
+    full: bool
+
+
+class RequestProgress(NamedTuple):
+    """Progress of a :class:`Request`: a value, never changed in place."""
+
+    num_tokens: int
+    finish_reason: FinishReason | None
+    #: None without a tokenizer.
+    text: TextState | None
+    kept: KeptLogits | None = None
+
+
+class Choice(NamedTuple):
+    """The next token of a request, and the progress with it."""
+
+    #: None if the request keeps the logits instead.
+    token: GeneratedToken | None
+    progress: RequestProgress
 
 
 class Request:
-    """One prompt and what is generated after it."""
+    """One prompt and its generated tokens.
+
+    ``generated``: number of tokens at the end of ``prompt`` that an earlier part of the request generated. Raises ConfigError.
+    """
 
     def __init__(
         self,
@@ -93,164 +114,186 @@ class Request:
     ) -> None:
         if params.stop and tokenizer is None:
             raise ConfigError("stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids.")
-        #: Which prompt, from 0.
+        #: Number of the prompt, from 0: the label of its tokens.
         self.index = index
         #: Token ids of the prompt.
         self.prompt = tuple(prompt)
-        #: Tokens generated so far, including the stop token.
-        self.tokens: list[int] = []
-        #: Why it ended, or None while it continues.
-        self.finish_reason: FinishReason | None = None
         self._params = params
         self._generated = generated
+        # Tokens past `progress.num_tokens` do not count.
+        self._tokens: list[int] = []
         self._sampler = Sampler(params)
         self._edits = LogitsEdits(params, self.prompt, generated=generated)
-        self._kept: _KeptLogits | None = None
-        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer, prompt)
-        self._stop_text = StopText(params.stop)
+        self._text = None if tokenizer is None else TextStream(tokenizer, params.stop)
+        #: Progress so far. To go back to it, keep it and call :meth:`restore`.
+        self.progress = RequestProgress(0, None, None if self._text is None else self._text.begin(prompt))
         special = [] if tokenizer is None else [tokenizer.special_token_id(text) for text in params.stop]
         named = frozenset(params.stop_token_ids) | frozenset(token for token in special if token is not None)
         self._stop_tokens = named | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
 
     @property
+    def tokens(self) -> list[int]:
+        """Tokens generated so far, including the stop token: a copy."""
+        return self._tokens[: self.progress.num_tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens generated so far."""
+        return self.progress.num_tokens
+
+    @property
+    def last_token(self) -> int:
+        """The token that was generated last."""
+        return self._tokens[self.progress.num_tokens - 1]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Reason of its end; None while it continues."""
+        return self.progress.finish_reason
+
+    @property
     def sampler(self) -> SamplerPosition:
         """Seed and counter of its sampler."""
-        sampler = self._sampler
-        return sampler.seed, sampler.counter
+        return self._sampler.seed, self._params.counter + self.progress.num_tokens
 
     @property
     def sampled(self) -> bool:
-        """Whether random numbers choose its tokens: whether it is not greedy."""
+        """True if random numbers choose its tokens: it is not greedy."""
         return self._params.temperature != 0
 
     @property
     def has_text(self) -> bool:
-        """Whether its tokens are turned into text."""
-        return self._decoder is not None
+        """True if its tokens are decoded to text."""
+        return self._text is not None
 
     @property
     def generated(self) -> int:
-        """Tokens generated so far, those of an earlier part of the request included."""
-        return self._generated + len(self.tokens)
+        """Number of tokens generated so far, including the tokens of an earlier part of the request."""
+        return self._generated + self.progress.num_tokens
 
     @property
     def remaining(self) -> int:
-        """How many more tokens ``max_new_tokens`` allows."""
-        return self._params.max_new_tokens - len(self.tokens)
+        """Number of further tokens that ``max_new_tokens`` allows."""
+        return self._params.max_new_tokens - self.progress.num_tokens
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended."""
-        return self.finish_reason is not None
+        """True once it has ended."""
+        return self.progress.finish_reason is not None
 
-    def follow(self, held: Sequence[int]) -> None:
-        """Take what its slot holds for its prompt, where penalties and logits processors ask for the tokens before the generated ones."""
+    def set_context(self, held: Sequence[int]) -> None:
+        """Take the tokens of its slot as its prompt, for penalties and logits processors."""
         self._edits.set_prompt(held)
 
-    def choose(self, logits: np.ndarray[Any, Any], *, full: bool) -> GeneratedToken:
-        """Choose the next token."""
-        token = self._choose(logits)
+    # --- choosing: may raise, and changes nothing that a later choice depends on ---
+
+    def choose(self, logits: np.ndarray[Any, Any], *, full: bool) -> Choice:
+        """Choose the next token from logits float32 ``(vocab,)`` on the host. ``full``: the slot has no room for another token."""
+        token = self._choose_token(logits)
         logprobs = None if self._params.logprobs is None else token_logprobs(logits, token, self._params.logprobs)
-        return self._take(token, logprobs, full)
+        return self._with_token(token, logprobs, full)
 
-    def prepare(self) -> None:
-        """Have logits processors that work elsewhere begin with the next token; forget logits that were kept."""
-        self._kept = None
-        self._edits.ready(self.tokens)
-
-    @property
-    def waits(self) -> bool:
-        """Whether it keeps logits until its logits processors are ready."""
-        return self._kept is not None
-
-    def ready(self, seconds: float = 0.0) -> bool:
-        """Tell whether its logits processors are ready, or will be within some seconds."""
-        return self._edits.ready(self.tokens, seconds)
-
-    def offer(self, logits: np.ndarray[Any, Any], *, full: bool) -> GeneratedToken | None:
-        """Choose the next token if that needs no waiting; if it does, keep a copy of the logits for :meth:`resume`."""
-        if self._edits.ready(self.tokens):
+    def choose_or_keep(self, logits: np.ndarray[Any, Any], *, full: bool) -> Choice:
+        """Choose the next token if no logits processor has to be waited for; if one has, keep a copy of the logits for :meth:`resume`."""
+        if self._edits.ready(self._taken()):
             try:
                 return self.choose(logits, full=full)
             except ProcessorError:
                 if not self._edits.is_deferred:
-                    raise
-        self._kept = np.array(logits, np.float32), full
-        return None
+                    raise  # a deferred one raises again in resume()
+        return Choice(None, self.progress._replace(kept=KeptLogits(np.array(logits, np.float32), full)))
 
-    def resume(self) -> GeneratedToken | None:
-        """Choose the next token from the logits that were kept, if its logits processors are ready by now."""
-        assert self._kept is not None
-        if not self._edits.ready(self.tokens):
-            return None
-        logits, full = self._kept
-        token = self.choose(logits, full=full)
-        self._kept = None
-        return token
+    def resume(self) -> Choice | None:
+        """Choose the next token from the logits that were kept; None while its logits processors are not ready."""
+        assert self.progress.kept is not None
+        return self.choose(self.progress.kept.logits, full=self.progress.kept.full) if self._edits.ready(self._taken()) else None
+
+    def receive(self, sampled: SampledToken, *, full: bool) -> Choice:
+        """Return the choice of the device, as :meth:`choose` would. Raises the error that the device found."""
+        if sampled.error is not None:
+            raise self._named(sampled.error) if isinstance(sampled.error, ProcessorError) else sampled.error
+        return self._with_token(sampled.token, sampled.logprobs, full)
+
+    # --- changes of progress: cannot raise ---
+
+    def take(self, choice: Choice) -> GeneratedToken | None:
+        """Make a choice the progress of the request, and return its token."""
+        if choice.token is not None:
+            self._taken().append(choice.token.token)
+        self.progress = choice.progress  # the one assignment that counts
+        return choice.token
+
+    def restore(self, progress: RequestProgress) -> None:
+        """Return to earlier progress. Nothing is chosen or decoded again."""
+        self._edits.recount()
+        self.progress = progress
+
+    # --- logits processors that work elsewhere ---
+
+    def prepare(self) -> None:
+        """Drop logits that were kept, and have logits processors that work elsewhere begin with the next token."""
+        self.progress = self.progress._replace(kept=None)
+        self._edits.ready(self._taken())
+
+    @property
+    def waits(self) -> bool:
+        """True while it keeps logits until its logits processors are ready."""
+        return self.progress.kept is not None
+
+    def ready(self, seconds: float = 0.0) -> bool:
+        """Wait some seconds at most for its logits processors, and return True if they are ready."""
+        return self._edits.ready(self._taken(), seconds)
+
+    # --- sampling on the device ---
 
     @property
     def fits_device(self) -> bool:
-        """Whether a :class:`~trt_kvcache.generation.device_sampler.DeviceSampler` can choose its tokens."""
+        """True if a :class:`~trt_kvcache.generation.device_sampler.DeviceSampler` can choose its tokens."""
         return DeviceSampler.accepts(self._params)
 
     def enter(self, sampler: DeviceSampler, slot: int, *, stream: Any) -> None:
-        """Let a sampler on the device choose the tokens after those so far."""
+        """Have a sampler on the device choose the tokens after the present ones."""
         seed, counter = self.sampler
-        prompt, generated = self._edits.history()
+        prompt, generated = self._edits.history(self._taken())
         sampler.set_slot(slot, self._params, seed=seed, counter=counter, prompt=prompt, generated=generated, stream=stream)
 
-    def take(self, sampled: SampledToken, *, full: bool) -> GeneratedToken:
-        """Take the next token as the device chose it. What comes back, and what is raised, is as for :meth:`choose`."""
-        if sampled.error is not None:
-            raise self._named(sampled.error) if isinstance(sampled.error, ProcessorError) else sampled.error
-        self._sampler.move_to(self._sampler.counter + 1)
-        return self._take(sampled.token, sampled.logprobs, full)
+    def _taken(self) -> list[int]:
+        """Return the tokens generated so far, without a copy."""
+        del self._tokens[self.progress.num_tokens :]  # tokens after restored progress, and one whose take() was interrupted
+        return self._tokens
 
-    def _take(self, token: int, logprobs: TokenLogprobs | None, full: bool) -> GeneratedToken:
-        self._edits.add(token)
-        self.tokens.append(token)
-        text = ""
+    def _with_token(self, token: int, logprobs: TokenLogprobs | None, full: bool) -> Choice:
+        num_tokens = self.progress.num_tokens + 1
+        text, text_state = "", self.progress.text
+        reason: FinishReason | None = None
         if token in self._stop_tokens:
-            self.finish_reason = "stop"
-        elif full or len(self.tokens) >= self._params.max_new_tokens:
-            self.finish_reason = "length"
-        if self._decoder is not None:
-            if self.finish_reason != "stop":
-                text = self._stop_text.push(self._decoder.push(token))
-            if self.finished:
-                text += self._stop_text.push(self._decoder.flush()) + self._stop_text.flush()
-            if self._stop_text.stopped:
-                self.finish_reason = "stop"
-        if not self.finished:
-            self._edits.ready(self.tokens)
-        if logprobs is None:
-            return GeneratedToken(self.index, token, text, self.finish_reason)
-        return GeneratedToken(self.index, token, text, self.finish_reason, logprobs.chosen, logprobs.top)
+            reason = "stop"
+        elif full or num_tokens >= self._params.max_new_tokens:
+            reason = "length"
+        if self._text is not None and text_state is not None:
+            if reason != "stop":
+                text, text_state = self._text.push(text_state, token)
+            if reason is not None:
+                rest, text_state = self._text.finish(text_state)
+                text += rest
+            if text_state.stopped:
+                reason = "stop"
+        if reason is None and self._edits.is_deferred:
+            self._edits.ready((*self._taken(), token))  # the work for the token after it begins before the model runs
+        top = (None, None) if logprobs is None else (logprobs.chosen, logprobs.top)
+        return Choice(GeneratedToken(self.index, token, text, reason, *top), RequestProgress(num_tokens, reason, text_state))
 
-    def _choose(self, logits: np.ndarray[Any, Any]) -> int:
+    def _choose_token(self, logits: np.ndarray[Any, Any]) -> int:
+        _, counter = self.sampler
         if not self._edits.active:
-            return self._sampler.choose(logits)
+            return self._sampler.choose(logits, counter)
         try:
-            edited, best = self._edits.apply(logits, self.tokens)
+            edited, best = self._edits.apply(logits, self._taken())
         except ProcessorError as error:
             raise self._named(error) from error.__cause__
-        return self._sampler.choose_from(edited, best)
+        return self._sampler.choose_from(edited, best, counter)
 
     def _named(self, error: ProcessorError) -> ProcessorError:
         named = ProcessorError(f"request {self.index}: {error}")
         named.request = self.index
         return named
-
-    def savepoint(self) -> RequestSavepoint:
-        """Return the state now, for one :meth:`rollback`."""
-        text = None if self._decoder is None else (self._decoder.copy(), self._stop_text.copy())
-        return len(self.tokens), self.finish_reason, self._sampler.counter, text, self._kept
-
-    def rollback(self, savepoint: RequestSavepoint) -> None:
-        """Return to the state at ``savepoint``. Tokens are not chosen or decoded again."""
-        num_tokens, self.finish_reason, counter, text, self._kept = savepoint
-        del self.tokens[num_tokens:]
-        self._edits.count(self.tokens)
-        self._sampler.move_to(counter)
-        if text is not None:
-            self._decoder, self._stop_text = text

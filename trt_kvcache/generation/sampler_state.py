@@ -1,4 +1,4 @@
-"""``SamplerState``: what another process needs of a sampler to choose the tokens that would have come next."""
+"""``SamplerState``: the state of a sampler, for another process to continue with."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class SamplerState:
     counter : int
         Tokens that were chosen with this seed so far, 0 or more.
     generated : int
-        How many tokens at the end of the sequence the request has generated, 0 or more: those that presence and frequency penalties count.
+        Number of tokens at the end of the sequence that the request has generated: presence and frequency penalties count these.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits, on the host: greedy, temperature, top-k, top-p, min-p, one seed per request."""
+"""Sampling parameters, and the choice of the next token from logits on the host."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ from trt_kvcache.kernels.philox import generator_at
 from trt_kvcache.kernels.token_choice import choice_params, choose_token
 from trt_kvcache.kernels.token_weights import RANDOM_BITS
 
-#: A function of the caller's that changes logits: ``f(tokens, logits) -> logits``. ``tokens`` are those of the prompt and the generated
-#: ones; ``logits`` is a float32 array ``(vocab,)`` on the host that the function may change and return.
+#: A user function that changes logits: ``f(tokens, logits) -> logits``. ``tokens``: the prompt and the generated tokens. ``logits``: a
+#: float32 array ``(vocab,)`` on the host that the function may change and return.
 LogitsProcessor = Callable[[Sequence[int], npt.NDArray[np.float32]], npt.NDArray[Any]]
 
 
 class DeferredProcessor(ABC):
-    """A logits processor whose work for a token runs elsewhere, while the model computes the logits of that token."""
+    """A logits processor that works elsewhere while the model computes the logits.
+
+    While one is not ready, the queue of a session keeps the logits and runs the other requests; ``generate`` waits for it.
+    """
 
     @abstractmethod
     def ready(self, tokens: Sequence[int], seconds: float = 0.0) -> bool:
-        """Begin the work for the token behind ``tokens``, if that has not begun, and tell whether a call would not wait.
+        """Begin the work for the token after ``tokens``, if it has not begun, and return True if a call would not wait.
 
         Parameters
         ----------
         tokens : sequence of int
-            As for the call. After a step that failed, fewer than before.
+            The tokens of the call. After a step that failed, fewer than before.
         seconds : float
-            Wait so long at most.
+            Limit of the wait.
 
         Returns
         -------
@@ -46,18 +49,18 @@ class DeferredProcessor(ABC):
 
     @abstractmethod
     def __call__(self, tokens: Sequence[int], logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-        """Change logits, as each logits processor does. Waits for work that is not done."""
+        """Return changed logits, as each logits processor does. Waits for unfinished work."""
 
 
 _SEED_BITS = 63
 
-#: Bounds of numbers that are added to logits or multiplied with them, in float32.
+#: Limits of numbers that are added to logits or multiplied with them: float32.
 _LARGEST, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when the request ends.
+    """Sampling parameters and stop conditions of one request.
 
     Parameters
     ----------
@@ -74,7 +77,7 @@ class SamplingParams:
     seed : int, optional
         The same seed, prompt and model give the same tokens, whatever else is in the batch. Without a seed, each request draws its own.
     counter : int
-        How many tokens were already chosen with the seed, for a request that continues an earlier one: see
+        Number of tokens already chosen with the seed, for a request that continues an earlier one: see
         :class:`~trt_kvcache.generation.sampler_state.SamplerState`.
     stop_token_ids : sequence of int
         Tokens that end the request, in addition to the model's own end tokens.
@@ -93,8 +96,8 @@ class SamplingParams:
     logit_bias : mapping of int to float
         Added to the logits of these token ids; ``-inf`` excludes one. Ids may be written as decimal texts, as in JSON.
     logprobs : int, optional
-        Report the log-probability of each chosen token, and those of so many most likely tokens (0 for none). Nothing if left out.
-        Those of the prompt's own tokens come from :meth:`InferenceSession.score <trt_kvcache.InferenceSession.score>`.
+        Report the log-probability of each chosen token, and of this number of most likely tokens (0 for none). Nothing if left out.
+        For the tokens of the prompt see :meth:`InferenceSession.score <trt_kvcache.InferenceSession.score>`.
     logits_processors : sequence of callable
         Functions ``f(tokens, logits) -> logits`` that are called for every token, one after another: see the notes.
 
@@ -105,7 +108,7 @@ class SamplingParams:
 
     Notes
     -----
-    The logits of the model go through these steps, in this order, which is that of Hugging Face transformers:
+    The logits of the model go through these steps, in the order of Hugging Face transformers:
 
     1. ``logit_bias`` is added;
     2. ``repetition_penalty``;
@@ -114,12 +117,12 @@ class SamplingParams:
     5. ``temperature``; greedy decoding (``temperature=0``) takes the largest logit here;
     6. ``top_k``, then ``top_p``, then ``min_p``.
 
-    ``logprobs`` are those before all of these steps: the log-softmax of the logits as the model gave them, as OpenAI and vLLM report it.
+    ``logprobs`` are taken before all of these steps: the log-softmax of the model's own logits, as OpenAI and vLLM report it.
 
     A logits processor gets the token ids of the prompt and of everything generated so far as a tuple, and the logits as a float32 array
-    ``(vocab,)`` on the host. The array is its own to change. It returns it, or another one of that shape. ``-inf`` excludes a token; NaN,
+    ``(vocab,)`` on the host. It may change this array and return it, or return another one of that shape. ``-inf`` excludes a token; NaN,
     ``+inf`` and the exclusion of all tokens are errors. A step that failed is repeated with the same arguments.
-    A processor that takes long can be a ``trt_kvcache.generation.sampling.DeferredProcessor``: other requests do not wait for it.
+    A slow processor can be a ``trt_kvcache.generation.sampling.DeferredProcessor``: other requests do not wait for it.
 
     Examples
     --------
@@ -170,7 +173,7 @@ class SamplingParams:
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Check what only a model can tell: that the tokens of ``logit_bias`` exist.
+        """Check that the tokens of ``logit_bias`` exist in the vocabulary of a model.
 
         Parameters
         ----------
@@ -186,7 +189,7 @@ class SamplingParams:
             int_in_range("SamplingParams.logit_bias", token, 0, vocab_size - 1)
 
 
-#: What OpenAI's API and other projects call some fields of :class:`SamplingParams`.
+#: Names of fields of :class:`SamplingParams` in OpenAI's API and other projects.
 OTHER_NAMES = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -199,7 +202,7 @@ OTHER_NAMES = {
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of ``generate``, ``submit`` and their like: the fields of :class:`SamplingParams`."""
+    """Keyword arguments of ``generate``, ``submit`` and similar methods: the fields of :class:`SamplingParams`."""
 
     max_new_tokens: int
     temperature: float
@@ -225,7 +228,7 @@ def _check_number(name: str, value: Any, expected: str, good: Callable[[float], 
 
 
 def _is_number(value: Any) -> bool:
-    """Tell whether a value is a real number that a float can hold."""
+    """Return True for a real number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
@@ -236,7 +239,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_finite(value: float) -> bool:
-    """Tell whether a number is finite in float32."""
+    """Return True if a number is finite in float32."""
     return abs(value) <= _LARGEST
 
 
@@ -288,7 +291,7 @@ def with_options(params: SamplingParams, options: Mapping[str, Any]) -> Sampling
 def params_for(
     count: int, defaults: SamplingParams, params: SamplingParams | Sequence[SamplingParams] | None, options: Mapping[str, Any]
 ) -> list[SamplingParams]:
-    """Return the SamplingParams of each of ``count`` prompts."""
+    """Return the SamplingParams of each of ``count`` prompts: ``defaults`` with ``options``, or ``params`` for all or for each."""
     if params is None:
         return [with_options(defaults, options)] * count
     if options:
@@ -299,44 +302,48 @@ def params_for(
     return each
 
 
-#: Seed of a :class:`Sampler` and how many tokens were chosen with it: its whole state. A plain tuple, as one is made for every token.
+#: Seed of a :class:`Sampler` and number of tokens chosen with it: all that its next choice depends on. A plain tuple, made for every token.
 SamplerPosition = tuple[int, int]
 
 
 class Sampler:
-    """Chooses the tokens of one request. Its randomness depends on the seed and on how many tokens it chose, on nothing else."""
+    """Chooses the tokens of one request. A choice depends on the logits, the seed and the token's number, on nothing else.
+
+    One number of a Philox generator (Salmon et al., 2011) is used per token; the generator is counter-based.
+    """
 
     def __init__(self, params: SamplingParams) -> None:
-        self._params = params
+        self._greedy = params.temperature == 0
         #: The seed in use: the request's, or one drawn for it.
         self.seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
-        #: Tokens chosen so far.
-        self.counter = params.counter
-        self._generator: np.random.Generator | None = None
         self._choice = choice_params(params.temperature, params.top_k, params.top_p, params.min_p)
+        # A memo: the generator after the number with index `counter`, and that number. Reaching another index costs more than the next one.
+        self._drawn: tuple[np.random.Generator, int, int] | None = None
 
-    def move_to(self, counter: int) -> None:
-        """Continue as if ``counter`` tokens had been chosen so far."""
-        self._generator = None
-        self.counter = counter
+    def choose(self, logits: np.ndarray[Any, Any], counter: int) -> int:
+        """Choose token number ``counter`` of the seed, from 0. The same arguments give the same token."""
+        return self.choose_from(logits, check_logits(logits), counter)
 
-    def choose(self, logits: np.ndarray[Any, Any]) -> int:
-        """Choose the next token."""
-        return self.choose_from(logits, check_logits(logits))
+    def choose_from(self, logits: np.ndarray[Any, Any], best: int, counter: int) -> int:
+        """Choose token number ``counter`` from checked logits, whose largest is at ``best``."""
+        return best if self._greedy else choose_token(logits, logits[best], self._random_bits(counter), self._choice)
 
-    def choose_from(self, logits: np.ndarray[Any, Any], best: int) -> int:
-        """Choose the next token from checked logits."""
-        if self._params.temperature == 0:
-            self.counter += 1
-            return best
-        if self._generator is None:
-            self._generator = generator_at(self.seed, self.counter)
-        self.counter += 1
-        return choose_token(logits, logits[best], int(self._generator.random() * 2.0**RANDOM_BITS), self._choice)
+    def _random_bits(self, counter: int) -> int:
+        drawn, self._drawn = self._drawn, None  # an interrupt leaves no generator at an unknown index
+        if drawn is None or counter not in (drawn[1], drawn[1] + 1):
+            generator = generator_at(self.seed, counter)
+        elif counter == drawn[1]:
+            self._drawn = drawn
+            return drawn[2]
+        else:
+            generator = drawn[0]
+        bits = int(generator.random() * 2.0**RANDOM_BITS)
+        self._drawn = generator, counter, bits
+        return bits
 
 
 def check_logits(logits: np.ndarray[Any, Any]) -> int:
-    """Check that tokens can be chosen from logits."""
+    """Return the most likely token, the first of equal ones. Raises EngineError if a logit is NaN, or none is finite."""
     best = int(np.argmax(logits))  # NaN counts as the largest
     if not np.isfinite(logits[best]):
         raise bad_logits(logits[best], best)
@@ -344,7 +351,7 @@ def check_logits(logits: np.ndarray[Any, Any]) -> int:
 
 
 def bad_logits(logit: Any, token: int) -> EngineError:
-    """Return the error for logits whose largest, that of a token, is not finite."""
+    """Return the error for logits whose largest one is not finite."""
     return EngineError(f"logits: expected finite numbers, got {logit} for token {token}. The engine or its cache is damaged.")
 
 

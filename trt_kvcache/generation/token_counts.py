@@ -1,4 +1,4 @@
-"""``TokenCounts``: how often each token was generated, as arrays that grow by one token at a time."""
+"""``TokenCounts``: counts of generated tokens, as arrays that grow by one token at a time."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: Different tokens that there is room for at first; doubled whenever it does not suffice.
+#: Initial capacity in different tokens; doubled when it is full.
 _FIRST_CAPACITY = 64
 
 
 class TokenCounts:
-    """Counts tokens as they come."""
+    """Counts of tokens."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._places: dict[int, int] = {}
@@ -22,12 +22,12 @@ class TokenCounts:
 
     @property
     def ids(self) -> npt.NDArray[np.intp]:
-        """The different tokens, in the order in which each came first; a view that the next change may alter."""
+        """The different tokens in order of first occurrence; a view that the next change may alter."""
         return self._ids[: len(self._places)]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each of :attr:`ids` came; a view that the next change may alter."""
+        """Number of occurrences of each of :attr:`ids`; a view that the next change may alter."""
         return self._counts[: len(self._places)]
 
     def add(self, token: int) -> None:

@@ -1,4 +1,4 @@
-"""Token ids as arrays, and how many tokens two sequences share at their start. Compared token by token, never by hash."""
+"""Token ids as arrays, and common prefixes of two sequences: compared token by token, never by hash."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 
 
 def token_array(what: str, tokens: Sequence[int] | npt.NDArray[Any]) -> TokenArray:
-    """Return token ids as a new read-only array."""
+    """Return token ids as a new read-only int32 array ``(n,)``. ``what`` names the argument in errors."""
     if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray):
         raise ShapeError(f"{what}: expected a sequence of token ids, got {type(tokens).__name__}.")
     try:
@@ -33,13 +33,16 @@ def token_array(what: str, tokens: Sequence[int] | npt.NDArray[Any]) -> TokenArr
 
 
 def common_prefix(first: Sequence[int] | TokenArray, second: Sequence[int] | TokenArray) -> int:
-    """Return how many tokens two sequences share at their start."""
+    """Return the length of the common prefix of two sequences."""
     count = min(len(first), len(second))
     same = np.asarray(first[:count]) == np.asarray(second[:count])
     return count if same.all() else int(np.argmin(same))
 
 
 def reusable_tokens(held: TokenArray, prompt: TokenArray, *, whole: bool) -> int:
-    """Return how many tokens of a prompt need not be run if the K and V of ``held`` are available."""
+    """Return the number of prompt tokens that need not run if the K and V of ``held`` exist: all but one at most, for the logits.
+
+    ``whole``: all of ``held`` or nothing, since recurrent states exist after its last token only.
+    """
     count = common_prefix(held, prompt[:-1])
     return 0 if whole and count < len(held) else count

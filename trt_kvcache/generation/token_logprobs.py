@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: the log-softmax of the logits as a model gave them."""
+"""Log-probabilities of tokens: the log-softmax of the model's own logits."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from trt_kvcache.kernels.most_likely import log_probabilities
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of a token, and the most likely tokens at its place."""
+    """The log-probability of the chosen token, and the most likely tokens with theirs, the likeliest first, then the lowest id."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
 
 
 def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> TokenLogprobs:
-    """Return log-probabilities at one place."""
+    """Return log-probabilities of ``token`` and of the ``count`` most likely tokens for logits ``(vocab,)`` on the host."""
     chosen, top, values = log_probabilities(logits, token, count)
     return TokenLogprobs(chosen, tuple(zip(top.tolist(), values.tolist(), strict=True)))

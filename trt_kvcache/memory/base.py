@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import DTypeError, PlaceError, ShapeError
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -316,7 +316,7 @@ def check_memory_given(memory: Any) -> None:
     """Check that an argument is a memory, before anything is allocated in it."""
     if isinstance(memory, type) or not callable(getattr(memory, "allocate", None)):
         name = getattr(memory, "__name__", "")
-        got = f"the class {name}. Create one: {name}()" if isinstance(memory, type) else shown(memory)
+        got = f"the class {name}. Create one: {name}()" if isinstance(memory, type) else short_repr(memory)
         raise PlaceError(f"memory: expected a HostMemory or CudaMemory, got {got}.")
 
 

@@ -1,4 +1,4 @@
-"""What a decoder computes, as plain data: layers, norms, RoPE, and the families of Hugging Face models that it is read from."""
+"""Descriptions of decoders as plain data: layers, norms, RoPE, and the Hugging Face families that they are read from."""
 
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, QkNormConfig, QueryScaling
 from trt_kvcache.model.model_config import ModelConfig

@@ -1,16 +1,19 @@
-"""Typed access to the fields of a ``config.json``: every error names the field, the expected value and the actual one."""
+"""Typed access to the fields of a ``config.json``. Errors name the field, the expected and the actual value."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 
 class ConfigFields:
-    """The fields of one JSON object. A field that is ``null`` counts as absent."""
+    """The fields of one JSON object. A field that is ``null`` counts as absent.
+
+    ``prefix``: path of the object in error messages. ``defaults``: values of absent fields, and of required ones that are null.
+    """
 
     def __init__(self, data: Mapping[str, Any], prefix: str = "", defaults: Mapping[str, Any] | None = None) -> None:
         self.data: Mapping[str, Any] = {**(defaults or {}), **data}
@@ -21,11 +24,11 @@ class ConfigFields:
         return self.data.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Return the unchecked value of a field."""
+        """Return the unchecked value of a field; None if it is absent."""
         return self.data.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+        """Return a positive int32; a field without a default is required."""
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.refusal(name, "a positive integer")
@@ -34,18 +37,14 @@ class ConfigFields:
         return value
 
     def count(self, name: str, default: int) -> int:
-        """Return an integer that may be 0 or negative."""
+        """Return an integer, which may be 0 or negative."""
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.refusal(name, "an integer")
         return value
 
-    def null(self, name: str) -> bool:
-        """Tell whether a field is there and ``null``, which switches off what it describes."""
-        return name in self.data and self.data[name] is None
-
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a positive finite number."""
+        """Return a positive finite number; a field without a default is required."""
         value = self._required(name, default)
         try:
             number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
@@ -56,7 +55,7 @@ class ConfigFields:
         return number
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Return a list of positive finite numbers."""
+        """Return a required list of positive finite numbers."""
         values = self._required(name, None)
         if not isinstance(values, list):
             raise self.refusal(name, "a list of numbers")
@@ -71,7 +70,7 @@ class ConfigFields:
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return token ids from a field that holds one id, a list of ids, or nothing."""
+        """Return the token ids of a field that holds one id, a list of ids, or nothing."""
         value = self.data.get(name)
         if value is None:
             return ()
@@ -81,8 +80,8 @@ class ConfigFields:
         return tuple(values)
 
     def refusal(self, name: str, expected: str) -> ConfigError:
-        """Return the error for a field whose value is not supported, for the caller to raise."""
-        return ConfigError(f"{self._prefix}{name}: expected {expected}, got {shown(self.data.get(name))}.")
+        """Return the error for an unsupported value, for the caller to raise. ``expected``: the supported values, in words."""
+        return ConfigError(f"{self._prefix}{name}: expected {expected}, got {short_repr(self.data.get(name))}.")
 
     def _required(self, name: str, default: Any) -> Any:
         value = self.data.get(name)

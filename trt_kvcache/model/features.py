@@ -1,4 +1,4 @@
-"""What a model needs of an engine, beside the decoder of Llama and Qwen: named, so that an engine can refuse what it does not compute."""
+"""Features of models beyond Llama and Qwen, by name, so that an engine can refuse what it does not compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.weight_parts import has_fused_tensors
 
-#: Every feature, and what it is.
+#: All features with a description.
 FEATURES = {
     "short_conv": "short convolutions",
     "mamba2": "Mamba-2",
@@ -41,12 +41,12 @@ FEATURES = {
 }
 
 
-#: Activations of MLPs that are features.
+#: Activations of MLPs that count as features.
 _ACTIVATIONS = {"gelu_tanh": "activation", "relu2": "relu2"}
 
 
 def features(model: ModelConfig) -> dict[str, str]:
-    """Return the features that a model needs."""
+    """Return the features that a model needs, by name, each with the first layer or part that needs it."""
     found: dict[str, str] = {}
     for name, place in _places(model):
         found.setdefault(name, place)
@@ -54,7 +54,7 @@ def features(model: ModelConfig) -> dict[str, str]:
 
 
 def check_features(model: ModelConfig, computed: Collection[str], engine: str) -> None:
-    """Refuse a model that an engine does not compute."""
+    """Raise ConfigError if a model needs a feature that is not in ``computed``. ``engine``: its name in the message."""
     for name, place in features(model).items():
         if name not in computed:
             raise ConfigError(f'{place}: {engine} does not support {FEATURES[name]} yet ({model.family}). engine="numpy" does.')
@@ -119,7 +119,7 @@ def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
-    """Return all norms and where they stand."""
+    """Return all norms with their locations."""
     for index, layer in enumerate(model.layers):
         for name in ("input_norm", "mixer_output_norm", "mlp_norm", "mlp_output_norm"):
             norm = getattr(layer, name)
@@ -131,14 +131,14 @@ def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
 
 
 def _has_norms_elsewhere(layer: LayerConfig) -> bool:
-    """Return whether norms stand anywhere but before the parts that the layer has."""
+    """Return True for a layer with a post-norm, or without the pre-norm of one of its parts."""
     before_parts = [(layer.mixer, layer.input_norm), (layer.mlp, layer.mlp_norm)]
     lacks_one = any(part is not None and norm is None for part, norm in before_parts)
     return lacks_one or layer.mixer_output_norm is not None or layer.mlp_output_norm is not None
 
 
 def _sizes(layer: LayerConfig) -> tuple[int | bool, ...]:
-    """Return what the shapes of the weights of a layer of attention and MLP follow from; of other parts nothing."""
+    """Return the sizes that determine the weight shapes of attention and MLP; nothing for other parts."""
     mixer, mlp = layer.mixer, layer.mlp
     if not isinstance(mixer, AttentionConfig) or mlp is None:
         return ()

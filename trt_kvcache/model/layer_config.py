@@ -1,4 +1,4 @@
-"""What one decoder layer computes: a mixer, an MLP, and the norms around them.
+"""Description of one decoder layer: a mixer, an MLP, and the norms around them.
 
 With ``n`` for norms that may be absent, ``m`` for ``residual_multiplier`` and ``x`` for the hidden state::
 
@@ -20,10 +20,10 @@ from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
 from trt_kvcache.model.rope import RopeConfig
 
-#: What an MLP may apply: ``x * sigmoid(x)``, GELU with its approximation by tanh, and ``max(x, 0) ** 2``.
+#: Activations of MLPs: ``x * sigmoid(x)``, GELU in its tanh approximation, and ``max(x, 0) ** 2``.
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
-#: What RMSNorm of q and k may run over: each head alone, or all heads of a token together.
+#: Span of the RMSNorm of q and k: each head alone, or all heads of a token together.
 QK_NORM_SPANS = ("head", "full")
 
 
@@ -104,7 +104,7 @@ class AttentionConfig:
     query_scaling : QueryScaling or None
         A factor of q that depends on its position.
     output_gate : bool
-        Whether what comes out of attention is multiplied with the sigmoid of another projection of the hidden state, as wide as q and
+        Whether the output of attention is multiplied with the sigmoid of another projection of the hidden state, as wide as q and
         with a bias where q has one, before it is projected back.
 
     Raises
@@ -150,7 +150,7 @@ class AttentionConfig:
 
     @property
     def score_scale(self) -> float:
-        """What products of q and k are multiplied with."""
+        """Factor of the products of q and k."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
@@ -159,7 +159,7 @@ class AttentionConfig:
         return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
 
 
-#: What a layer mixes tokens with.
+#: Mixers: the part of a layer that mixes tokens.
 Mixer = AttentionConfig | RecurrentConfig
 
 
@@ -205,9 +205,9 @@ class LayerConfig:
     mlp : MlpConfig or None
         What follows it.
     input_norm, mixer_output_norm : NormConfig or None
-        Of what goes into the mixer, and of what comes out of it.
+        Norms of the mixer's input (pre-norm) and output (post-norm).
     mlp_norm, mlp_output_norm : NormConfig or None
-        Of what goes into the MLP, and of what comes out of it.
+        Norms of the MLP's input (pre-norm) and output (post-norm).
     residual_multiplier : float
         What mixer and MLP are multiplied with before they are added.
 
@@ -232,6 +232,6 @@ class LayerConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """The mixer of a layer that is known to be attention."""
+        """The mixer of an attention layer."""
         assert isinstance(self.mixer, AttentionConfig)
         return self.mixer

@@ -1,4 +1,4 @@
-"""``ModelConfig``: what a decoder-only model computes, layer by layer."""
+"""``ModelConfig``: description of a decoder-only model, layer by layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.dtypes import MODEL_DTYPES, numpy_dtype
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
@@ -21,12 +21,12 @@ from trt_kvcache.model.recurrent_config import RecurrentConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What one decoder-only model computes. Layers may differ from each other in everything but the width of the hidden state.
+    """Description of one decoder-only model. Layers may differ in everything but the width of the hidden state.
 
     Parameters
     ----------
     family : str
-        The ``model_type`` of transformers. It only decides the names of stored weights: what is computed is described below.
+        The ``model_type`` of transformers. It only decides the names of stored weights: the fields below describe the computation.
     vocab_size : int
         Rows of the embedding.
     hidden_size : int
@@ -34,7 +34,7 @@ class ModelConfig:
     layers : tuple of LayerConfig
         The decoder layers, from the first one on.
     final_norm : NormConfig
-        Of what goes into the head.
+        Of the head's input.
     max_position_embeddings : int
         Context length that the model was made for, in tokens; the largest int32 for a model that knows no positions.
     tie_word_embeddings : bool
@@ -102,28 +102,28 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[AttentionConfig, ...]:
-        """The attention of all layers that have one."""
+        """Attention of each attention layer."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
 
     @property
     def attention_indices(self) -> tuple[int, ...]:
-        """Which layers have attention."""
+        """Indices of the attention layers."""
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionConfig))
 
     @property
     def recurrent_indices(self) -> tuple[int, ...]:
-        """Which layers have states."""
+        """Indices of the layers with recurrent states."""
         attention = self.attention_indices
         return tuple(index for index, layer in enumerate(self.layers) if layer.mixer is not None and index not in attention)
 
     @property
     def recurrent_layers(self) -> tuple[RecurrentConfig, ...]:
-        """The mixers of all layers with states."""
+        """Mixers of the layers with recurrent states."""
         mixers = (layer.mixer for layer in self.layers)
         return tuple(mixer for mixer in mixers if mixer is not None and not isinstance(mixer, AttentionConfig))
 
     def embedding_factor(self, dtype: str) -> float:
-        """Return what rows of the embedding are multiplied with.
+        """Return the factor of the embedding's rows.
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class ModelConfig:
         return float(np.asarray(self.embedding_multiplier).astype(numpy_dtype(dtype)))
 
     def rope_at_length(self, length: int) -> dict[str, Any] | None:
-        """Return how keys are rotated in a cache of a length: equal for caches whose keys can be exchanged.
+        """Return the rotation of keys in a cache of a length: equal for caches whose keys can be exchanged.
 
         Parameters
         ----------
@@ -184,7 +184,7 @@ class ModelConfig:
         UserWarning
             A Llama model names a sliding window. Llama has none, so it is ignored, as in transformers.
         """
-        from trt_kvcache.model.families.registry import read_config  # families make a ModelConfig
+        from trt_kvcache.model.families.registry import read_config  # families import this module
 
         return read_config(data, default_dtype=default_dtype)
 
@@ -203,7 +203,7 @@ class ModelConfig:
 
     @classmethod
     def from_description(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Read what :meth:`to_description` returned.
+        """Return the model of a :meth:`to_description`.
 
         Parameters
         ----------
@@ -223,7 +223,7 @@ class ModelConfig:
         from trt_kvcache.model.families.registry import FAMILIES
 
         if not isinstance(data, Mapping) or not isinstance(data.get("layer_kinds"), list) or not isinstance(data.get("layers"), list):
-            raise ConfigError(f"model: expected an object with layers and layer_kinds, got {shown(data)}.")
+            raise ConfigError(f"model: expected an object with layers and layer_kinds, got {short_repr(data)}.")
         kinds = [from_plain(LayerConfig, kind, f"model.layer_kinds[{index}]") for index, kind in enumerate(data["layer_kinds"])]
         layers = []
         for index, kind in enumerate(data["layers"]):

@@ -1,4 +1,4 @@
-"""``NormConfig``: RMSNorm, wherever it stands."""
+"""``NormConfig``: RMSNorm anywhere in a model."""
 
 from __future__ import annotations
 

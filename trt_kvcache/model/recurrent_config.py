@@ -1,4 +1,4 @@
-"""Mixers that keep a state of fixed size instead of K and V of each token."""
+"""Recurrent mixers: a state of fixed size instead of K and V of each token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ShortConvConfig:
 
     @property
     def state_shape(self) -> None:
-        """Shape of the state beside that of the convolution: there is none."""
+        """None: it has no state besides the convolution's."""
         return None
 
 
@@ -68,7 +68,7 @@ class Mamba2Config:
     kernel : int
         Inputs that an output of the convolution depends on.
     norm : NormConfig
-        Of what comes out of the scan.
+        Norm of the scan's output.
     conv_bias, bias : bool
         Whether the convolution, and the projections, have biases.
     dt_min : float
@@ -115,7 +115,7 @@ class Mamba2Config:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of the state beside that of the convolution."""
+        """Shape of the recurrent state, next to the convolution's."""
         return self.num_heads, self.head_dim, self.state_size
 
 
@@ -141,7 +141,7 @@ class GatedDeltaNetConfig:
     kernel : int
         Inputs that an output of the convolution depends on.
     norm : NormConfig
-        Of each head of what comes out of the rule. All heads share a weight.
+        Norm of each head of the rule's output. All heads share a weight.
 
     Raises
     ------
@@ -184,9 +184,9 @@ class GatedDeltaNetConfig:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of the state beside that of the convolution."""
+        """Shape of the recurrent state, next to the convolution's."""
         return self.num_value_heads, self.key_head_dim, self.value_head_dim
 
 
-#: Mixers with states.
+#: Recurrent mixers.
 RecurrentConfig = ShortConvConfig | Mamba2Config | GatedDeltaNetConfig

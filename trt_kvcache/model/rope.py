@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): its kinds, and how they are read from a ``config.json``. :mod:`.rope_table` computes angles."""
+"""Rotary position embedding (RoPE): its variants, and their fields in ``config.json``. :mod:`.rope_table` computes angles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model.config_fields import ConfigFields
@@ -19,7 +19,7 @@ DEFAULT_THETA = 10000.0
 
 _ORIGINAL = "original_max_position_embeddings"
 
-#: Fields of each kind, beside theta and the part of a head that is rotated; also the names of our own.
+#: Fields of each variant, besides theta and the rotated part of a head; also the names of our own fields.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -29,7 +29,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor", _ORIGINAL),
 }
 _READ_FIELDS = {name for names in _FIELDS.values() for name in names} | {"mscale", "mscale_all_dim"}
-#: More turns over a context than any frequency makes.
+#: Limit, above the turns of any frequency over a context.
 _MAX_TURNS = 1e9
 
 _NO_OTHER_KINDS: Mapping[str, str] = {}
@@ -38,14 +38,14 @@ _KNOWN_FIELDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_fa
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """How RoPE computes an angle from a position.
+    """Rotary position embedding: the angle of a position.
 
     Parameters
     ----------
     kind : {"default", "linear", "dynamic", "llama3", "yarn", "longrope"}
         ``"linear"`` divides all positions by ``factor``. ``"dynamic"`` raises ``theta`` for sequences that are longer than
         ``original_max_position_embeddings``. ``"llama3"`` and ``"yarn"`` divide the frequencies of long wavelengths by ``factor``, keep
-        those of short wavelengths, and interpolate in between. ``"longrope"`` divides each frequency by a factor of its own.
+        frequencies of short wavelengths, and interpolate in between. ``"longrope"`` divides each frequency by a factor of its own.
     theta : float
         Base of the geometric series of wavelengths.
     partial_rotary_factor : float
@@ -58,7 +58,7 @@ class RopeConfig:
     original_max_position_embeddings : int
         Context length during pretraining, in tokens, for the last four kinds.
     attention_factor : float
-        For ``"yarn"`` and ``"longrope"``: what cosine and sine are multiplied with.
+        For ``"yarn"`` and ``"longrope"``: factor of cosine and sine.
     beta_fast, beta_slow : float
         For ``"yarn"``: it interpolates over the frequencies that make from ``beta_slow`` to ``beta_fast`` turns over the original context.
     truncate : bool
@@ -104,19 +104,19 @@ class RopeConfig:
         int_in_range(f"RopeConfig.{_ORIGINAL}", self.original_max_position_embeddings, 1, MAX_DIMENSION, error=ConfigError)
         part = self.partial_rotary_factor
         if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
-            raise ConfigError(f"RopeConfig.partial_rotary_factor: expected more than 0 and at most 1, got {shown(part)}.")
+            raise ConfigError(f"RopeConfig.partial_rotary_factor: expected more than 0 and at most 1, got {short_repr(part)}.")
         for name in ("short_factor", "long_factor"):
             for index, value in enumerate(getattr(self, name)):
                 positive_number(f"RopeConfig.{name}[{index}]", value)
         if self.kind == "yarn" and self.theta <= 1:
-            raise ConfigError(f"RopeConfig.theta: expected more than 1 for yarn, got {shown(self.theta)}.")
+            raise ConfigError(f"RopeConfig.theta: expected more than 1 for yarn, got {short_repr(self.theta)}.")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"RopeConfig.high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, got {self.high_freq_factor}."
             )
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return how many leading elements of a head are rotated.
+        """Return the number of leading elements of a head that are rotated (partial RoPE).
 
         Parameters
         ----------
@@ -168,16 +168,16 @@ class RopeConfig:
         config : mapping of str to object
             The whole ``config.json``, with ``rope_parameters``, or with ``rope_theta`` and ``rope_scaling``.
         max_position_embeddings : int
-            Used if a scaling has no ``original_max_position_embeddings``, as in transformers, which does not look for it beside the
+            Used if a scaling has no ``original_max_position_embeddings``, as in transformers, which does not look for it next to the
             scaling either.
         original_max_position_embeddings : int, optional
-            For families that have it beside the scaling: it takes precedence.
+            For families that have it outside the scaling object: it takes precedence.
         may_be_partial : bool
             Whether the family reads ``partial_rotary_factor``. It is refused for others, except for 1.
         other_fields : collection of str
             Fields of the scaling that the family reads itself.
         other_kinds : mapping of str to str
-            What the family calls kinds, beside the names of transformers.
+            Names of variants in this family, in addition to the names of transformers.
 
         Returns
         -------
@@ -211,9 +211,8 @@ class RopeConfig:
         if _ORIGINAL in wanted:
             original = original_max_position_embeddings
             if original is None and _ORIGINAL in fields and _ORIGINAL in top and fields.get(_ORIGINAL) != top.get(_ORIGINAL):
-                raise ConfigError(
-                    f"{_ORIGINAL}: expected one value, got {shown(top.get(_ORIGINAL))} and, in {spelling}, {shown(fields.get(_ORIGINAL))}."
-                )
+                values = f"{short_repr(top.get(_ORIGINAL))} and, in {spelling}, {short_repr(fields.get(_ORIGINAL))}"
+                raise ConfigError(f"{_ORIGINAL}: expected one value, got {values}.")
             found[_ORIGINAL] = original or fields.integer(_ORIGINAL, max_position_embeddings)
             if kind == "dynamic" and found[_ORIGINAL] != max_position_embeddings:
                 raise fields.refusal(_ORIGINAL, f"max_position_embeddings={max_position_embeddings} with RoPE {kind}")
@@ -249,7 +248,7 @@ class RopeConfig:
         return result
 
     def at_length(self, length: int) -> dict[str, Any]:
-        """Return what keys that are rotated for a cache of a length have in common with others, for comparisons.
+        """Return a key for comparisons: equal for caches of a length whose rotated keys can be exchanged.
 
         Parameters
         ----------
@@ -259,7 +258,7 @@ class RopeConfig:
         Returns
         -------
         dict
-            :meth:`to_dict`, and of kinds whose angles depend on the length, what decides them: see
+            :meth:`to_dict`, and for variants whose angles depend on the length, the deciding fact: see
             :func:`~trt_kvcache.model.rope_table.rope_table`.
         """
         found = self.to_dict()
@@ -271,7 +270,7 @@ class RopeConfig:
 
 
 def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
-    """Return what YaRN multiplies cosine and sine with, as transformers infers it."""
+    """Return YaRN's factor of cosine and sine, as transformers infers it."""
 
     def growth(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
@@ -284,7 +283,7 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
 
 
 def _longrope_attention_factor(factor: float, original: int, fields: ConfigFields) -> float:
-    """Return what LongRoPE multiplies cosine and sine with, as transformers infers it."""
+    """Return LongRoPE's factor of cosine and sine, as transformers infers it."""
     if factor <= 1:
         return 1.0
     if original < 2:
@@ -293,7 +292,7 @@ def _longrope_attention_factor(factor: float, original: int, fields: ConfigField
 
 
 def _rope_object(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the value of the object that describes the scaling; the object is empty if there is none."""
+    """Return the field of the scaling and its object, which is empty without scaling."""
     given = [(name, config[name]) for name in ("rope_parameters", "rope_scaling") if config.get(name)]
     if not given:
         return "rope_parameters", {}
@@ -301,7 +300,7 @@ def _rope_object(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         raise ConfigError("rope_parameters and rope_scaling: expected one of them, or the same in both, got two that differ.")
     name, value = given[0]
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}: expected an object, got {shown(value)}.")
+        raise ConfigError(f"{name}: expected an object, got {short_repr(value)}.")
     if any(isinstance(item, Mapping) for item in value.values()):
         raise ConfigError(f"{name}: expected one RoPE for all layers, got one per layer type: {', '.join(value):.200}.")
     return name, value
@@ -310,9 +309,9 @@ def _rope_object(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 def _kind(rope: Mapping[str, Any], spelling: str, other_kinds: Mapping[str, str]) -> str:
     kinds = [rope[name] for name in ("rope_type", "type") if rope.get(name) is not None]
     if len(kinds) > 1 and kinds[0] != kinds[1]:
-        raise ConfigError(f"{spelling}: expected `rope_type` and `type` to agree, got {shown(kinds[0])} and {shown(kinds[1])}.")
+        raise ConfigError(f"{spelling}: expected `rope_type` and `type` to agree, got {short_repr(kinds[0])} and {short_repr(kinds[1])}.")
     kind = kinds[0] if kinds else "default"
     kind = other_kinds.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_KINDS:
-        raise ConfigError(f"{spelling}: RoPE scaling {shown(kind)} is not supported. Supported: {', '.join(ROPE_KINDS)}.")
+        raise ConfigError(f"{spelling}: RoPE scaling {short_repr(kind)} is not supported. Supported: {', '.join(ROPE_KINDS)}.")
     return str(kind)

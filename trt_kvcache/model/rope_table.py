@@ -10,7 +10,7 @@ import numpy.typing as npt
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.rope import RopeConfig
 
-#: More than any head has elements.
+#: Limit, above the size of any head.
 _FAR = 1e9
 
 
@@ -40,7 +40,7 @@ def rope_table(rope: RopeConfig, head_dim: int, length: int) -> tuple[npt.NDArra
     Notes
     -----
     Element ``d`` of a head is rotated together with element ``d + rotary_dim // 2``: the pairing of GPT-NeoX and Hugging Face
-    transformers, not that of GPT-J.
+    transformers, not of GPT-J.
 
     With ``"dynamic"`` and ``"longrope"`` the angles depend on the length of the sequence. Keys are rotated once, when they are cached, so
     the length of the table decides: as for a sequence that fills the cache.
@@ -87,17 +87,17 @@ def _frequencies(rope: RopeConfig, dim: int, length: int) -> npt.NDArray[np.floa
 
 
 def _kept_by_llama3(rope: RopeConfig, frequencies: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return how much of each frequency is not scaled: it depends on how many turns it makes over the original context."""
+    """Return the unscaled share of each frequency, by its turns over the original context."""
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     return np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
 
 
 def _kept_by_yarn(rope: RopeConfig, dim: int) -> npt.NDArray[np.float64]:
-    """Return how much of each frequency is not scaled: it depends on the index of the frequency."""
+    """Return the unscaled share of each frequency, by its index."""
 
     def index(turns: float) -> float:
         found = dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-        return min(max(found, -_FAR), _FAR)  # a theta near 1 has no index to speak of
+        return min(max(found, -_FAR), _FAR)  # a theta near 1 gives no finite index
 
     low, high = index(rope.beta_fast), index(rope.beta_slow)
     if rope.truncate:

@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors that a checkpoint must have, as Hugging Face transformers names them."""
+"""Names and shapes of the tensors of a checkpoint, as Hugging Face transformers names them."""
 
 from trt_kvcache.model.families.family import EMBEDDING, FINAL_NORM
 from trt_kvcache.model.families.registry import FAMILIES
@@ -11,17 +11,20 @@ HEAD = "lm_head.weight"
 
 
 def embedding_name(config: ModelConfig) -> str:
-    """Return what the embedding of a model is called."""
+    """Return the name of the embedding."""
     return FAMILIES[config.family].embedding
 
 
 def final_norm_name(config: ModelConfig) -> str:
-    """Return what the last norm of a model is called."""
+    """Return the name of the final norm."""
     return FAMILIES[config.family].final_norm
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of a model, from the embedding to the head."""
+    """Return the shape of every tensor by name, from the embedding to the head; projections are ``[out, in]``.
+
+    A head that is tied to the embedding is not listed.
+    """
     shapes: dict[str, tuple[int, ...]] = {embedding_name(config): (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shapes |= layer_tensors(config, index)

@@ -1,4 +1,4 @@
-"""Where the weights of a decoder are stored: which rows of which tensor, by what they are for."""
+"""Locations of the weights of a decoder: rows of tensors, by role."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 class WeightPart:
     """A weight: some rows of a stored tensor."""
 
-    tensor: str
-    shape: tuple[int, ...]
-    rows: tuple[slice, ...]
-    tensor_rows: int
+    tensor: str  # its name in transformers
+    shape: tuple[int, ...]  # of the weight; projections are [out, in]
+    rows: tuple[slice, ...]  # in order; several if the tensor is stored head by head
+    tensor_rows: int  # of the whole tensor
 
     @property
     def is_whole(self) -> bool:
-        """Whether the tensor holds nothing else."""
+        """True if the tensor holds nothing else."""
         return self.rows == (slice(0, self.tensor_rows),)
 
     @property
     def index(self) -> slice | list[int]:
-        """What to index an array of the tensor with: rows in one piece are a view of it."""
+        """Index of an array of the tensor: contiguous rows give a view of it."""
         if len(self.rows) == 1:
             return self.rows[0]
         return [row for rows in self.rows for row in range(rows.start, rows.stop)]
 
 
 def layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of one layer. Nothing is counted by head: a damaged config may have any number of them."""
+    """Return the name and shape of every tensor of one layer. The cost is independent of the heads, whose number a damaged config sets."""
     shapes, stored = _stored(config, index)
     return {
         _tensor_name(config, index, key): (sum(shapes[role][0] for role in roles), *shapes[roles[0]][1:]) for key, roles in stored.items()
@@ -42,7 +42,10 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
 
 
 def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
-    """Return the rows of each weight of one layer, by role."""
+    """Return the locations of a layer's weights by role: the names of ``LLAMA_NAMES`` and of recurrent mixers, with their suffix.
+
+    Raises ConfigError if the family has no name for a weight that the layer needs.
+    """
     family, mixer = FAMILIES[config.family], config.layers[index].mixer
     shapes, stored = _stored(config, index)
     parts: dict[str, WeightPart] = {}
@@ -56,7 +59,7 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
 
 
 def _stored(config: ModelConfig, index: int) -> tuple[dict[str, tuple[int, ...]], dict[tuple[str, str], list[str]]]:
-    """Return the shapes of the weights of one layer by role, and the roles that share a tensor, by its name in the family and its kind."""
+    """Return the shapes of one layer's weights by role, and the roles that share a tensor, by its name in the family and its suffix."""
     family = FAMILIES[config.family]
     shapes = _layer_shapes(config.layers[index], config.hidden_size)
     stored: dict[tuple[str, str], list[str]] = {}
@@ -73,7 +76,7 @@ def _tensor_name(config: ModelConfig, index: int, key: tuple[str, str]) -> str:
 
 
 def _rows(weights: list[tuple[int, ...]], heads: int) -> list[tuple[slice, ...]]:
-    """Return where the rows of weights are in a tensor that holds a part of every section of each for the first head, then for the next."""
+    """Return the rows of each weight in a tensor that holds one part of every section for each head in turn."""
     step, offset = sum(map(sum, weights)) // heads, 0
     found = []
     for sections in weights:
@@ -90,21 +93,21 @@ def _rows(weights: list[tuple[int, ...]], heads: int) -> list[tuple[slice, ...]]
 
 
 def _heads(mixer: Mixer | None) -> int:
-    """Return how many heads there are to store weights by."""
+    """Return the number of heads that such a tensor is divided by."""
     if isinstance(mixer, GatedDeltaNetConfig):
         return mixer.num_key_heads
     return mixer.num_heads if isinstance(mixer, AttentionConfig) else 1
 
 
 def _sections(mixer: Mixer | None, role: str) -> tuple[int, ...] | None:
-    """Return the rows of the sections of a weight that each have heads; None for a weight of one section."""
+    """Return the rows of the per-head sections of a weight; None for a weight of one section."""
     if isinstance(mixer, GatedDeltaNetConfig) and role == "delta_qkv.weight":
         return mixer.key_width, mixer.key_width, mixer.value_width
     return None
 
 
 def has_fused_tensors(config: ModelConfig) -> bool:
-    """Return whether a tensor holds more than one weight."""
+    """Return True if a tensor holds more than one weight."""
     names = FAMILIES[config.family].names
     for layer in set(config.layers):
         stored = [
@@ -116,7 +119,7 @@ def has_fused_tensors(config: ModelConfig) -> bool:
 
 
 def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of a layer, in the order in which they are listed."""
+    """Return the shapes of a layer's weights, in storage order."""
     shapes: dict[str, tuple[int, ...]] = {}
     if layer.input_norm is not None:
         shapes["input_norm.weight"] = (hidden,)
@@ -178,7 +181,7 @@ def _gated_delta_net_shapes(mixer: GatedDeltaNetConfig, hidden: int) -> dict[str
 
 
 def _convolution(channels: int, kernel: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a convolution of each channel alone, as PyTorch's ``Conv1d`` has them."""
+    """Return the shapes of a depthwise convolution, as PyTorch's ``Conv1d`` has them."""
     shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, 1, kernel)}
     return {**shapes, "conv.bias": (channels,)} if bias else shapes
 

@@ -1,4 +1,4 @@
-"""Polygraphy runners that keep a KV cache, loaders, and comparisons of several ways to run one model: one namespace for all of them.
+"""Polygraphy runners with a KV cache, loaders, and comparisons of several paths of one model, in one namespace.
 
 Each name is imported when it is first used, so that parts which need no TensorRT, or no Polygraphy, do not wait for it.
 """

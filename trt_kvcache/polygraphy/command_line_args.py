@@ -44,7 +44,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
     """
 
     def add_parser_args_impl(self) -> None:
-        """Add the options that all our runners share."""
+        """Add the options of all our runners."""
         add = self.group.add_argument
         add(
             "--kvcache-engine",
@@ -65,7 +65,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         add(
             "--kvcache-attention",
             choices=get_args(Attention),
-            help="TensorRT's attention with lengths, with an explicit mask, or that of our plugin",
+            help="TensorRT's attention with lengths, with an explicit mask, or the attention of our plugin",
         )
         add("--kvcache-no-live-rows", action="store_true", default=None, help="Return logits only, not the live rows of the cache")
 
@@ -86,7 +86,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         self.live_rows: bool | None = False if args_util.get(args, "kvcache_no_live_rows") else None
 
     def set_defaults(self) -> None:
-        """Give random tokens of the whole vocabulary, and our tolerances, unless the command line says something else about them."""
+        """Set defaults: random tokens of the whole vocabulary, and our tolerances."""
         found = _vocabulary_and_dtype(self.arg_groups[ModelArgs].path)
         if found is None:
             return
@@ -125,7 +125,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
 
 
 def _vocabulary_and_dtype(path: str) -> tuple[int, str] | None:
-    """Return the size of a model's vocabulary and the dtype of its cache; None for what is no such folder, which the session refuses."""
+    """Return the vocabulary size of a model and the dtype of its cache; None if it is no such folder, which the session refuses later."""
     folder = Path(path)
     try:
         if is_engine_folder(folder):
@@ -138,13 +138,13 @@ def _vocabulary_and_dtype(path: str) -> tuple[int, str] | None:
 
 
 class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
-    """The flag of one of our runners, and the class that it adds to the script."""
+    """Flag of one of our runners, and the class that it adds to the script."""
 
     _NAME_AND_FLAG: tuple[str, str]
     _RUNNER: str
-    #: The engine that runs, if it is always the same.
+    #: The only engine of the runner, if there is only one.
     _ENGINE: str | None = None
-    #: Name of the runner, if it is not its own.
+    #: Name of the runner, if not the default one.
     _NAME: str | None = None
 
     def get_name_opt_impl(self) -> tuple[str, str]:

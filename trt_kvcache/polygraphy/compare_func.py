@@ -16,15 +16,15 @@ from trt_kvcache.polygraphy.path_comparison import TOLERANCES
 class SessionCompareFunc(BaseCompareFunc):  # type: ignore[misc]  # polygraphy has no types
     """Compares the outputs of two of our runners, relative to the largest value of the same slot (and head).
 
-    Polygraphy's own default compares each element with 1e-5, absolute and relative to itself, which values in 16 bit exceed wherever an
-    element is small beside its neighbours.
+    Polygraphy's own default compares each element with 1e-5, absolute and relative to itself, which 16-bit values exceed where an
+    element is small next to its neighbours.
 
     Parameters
     ----------
     dtype : {"float32", "float16", "bfloat16", "int8", "float8_e4m3fn"}
         Dtype of the cache; of two, the one with the larger tolerance.
     tolerance : float, optional
-        The largest accepted difference, instead of that of the dtype
+        Largest accepted difference, instead of the tolerance of the dtype
         (:data:`~trt_kvcache.polygraphy.path_comparison.TOLERANCES`).
 
     Raises
@@ -51,11 +51,11 @@ class SessionCompareFunc(BaseCompareFunc):  # type: ignore[misc]  # polygraphy h
         one_of("dtype", dtype, TOLERANCES)
         if tolerance is not None and not tolerance >= 0:
             raise RangeError(f"tolerance: expected 0 or more, got {tolerance}.")
-        #: The largest accepted difference.
+        #: Largest accepted difference.
         self.tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
 
     def __call__(self, iter_result0: Any, iter_result1: Any) -> "OrderedDict[str, bool]":
-        """Compare one inference."""
+        """Compare one inference: True for each output that agrees. The first difference is logged. Other lengths: rows are skipped."""
         names = iter_result0.runner_name, iter_result1.runner_name
         agreed: OrderedDict[str, bool] = OrderedDict()
         for output in outputs_in_order(name for name in iter_result0 if name in iter_result1):

@@ -1,4 +1,4 @@
-"""``Comparison``: the result of comparing several ways to run a model, and the same result as text."""
+"""``Comparison``: the result of comparing several paths of a model, and its text."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PathRun:
-    """How one path ran.
+    """Run of one path.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class TokenDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class PairComparison:
-    """How two paths compare.
+    """Comparison of two paths.
 
     Parameters
     ----------
@@ -70,10 +70,10 @@ class PairComparison:
     largest_logits_share : float
         The largest difference of the logits, relative to the largest value in the same slot; NaN if a value is NaN.
     largest_rows_share, largest_states_share : float or None
-        The same of the live cache rows, and of the states, relative to the largest value in the same slot and head; None where they were
-        not compared, or where the model has none.
+        The same for live cache rows and for states, relative to the largest value in the same slot and head; None if they were not
+        compared, or if the model has none.
     equal_tokens, tokens : int
-        How many greedy choices are equal, and how many were compared.
+        Number of equal greedy choices, and number of compared ones.
     token_difference : TokenDifference or None
         The first greedy choice that differs; None if there is none.
     """
@@ -92,13 +92,13 @@ class PairComparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether no difference exceeds the tolerance."""
+        """True if no difference exceeds the tolerance."""
         return self.difference is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How several paths compare, pair by pair.
+    """Comparison of several paths, pair by pair.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class Comparison:
     continuations : tuple of tuples of int
         For each slot, the tokens that the decode steps were given.
     live_rows : bool
-        Whether live cache rows and states were compared. If False, only logits were.
+        True if live cache rows and states were compared, False if only logits were.
     """
 
     paths: tuple[PathRun, ...]
@@ -125,7 +125,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether every pair of paths agrees."""
+        """True if every pair of paths agrees."""
         return all(pair.agrees for pair in self.pairs)
 
 
@@ -140,7 +140,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     Returns
     -------
     list of str
-        For each pair whether it agrees, where it first differs if it does not, and the largest differences.
+        For each pair the result, the first difference if there is one, and the largest differences.
     """
     lines = []
     for pair in comparison.pairs:
@@ -179,13 +179,13 @@ def _compared(pair: PairComparison) -> str:
 
 
 def _shares(pair: PairComparison) -> dict[str, float]:
-    """Return the largest differences of what the layers keep, as far as it was compared."""
+    """Return the largest differences of K, V and states, as far as they were compared."""
     shares = {"live cache rows": pair.largest_rows_share, "states": pair.largest_states_share}
     return {what: share for what, share in shares.items() if share is not None}
 
 
 def _layer(difference: Difference) -> str:
-    """Return the layer in words: its place in the model if that is known, else among those that keep the same."""
+    """Return the layer in words: its index in the model if known, else among the attention layers or the layers with states."""
     if difference.decoder_layer is not None:
         return f"layer {difference.decoder_layer} ({difference.mixer})"
     return f"layer {difference.layer}" + (" of those with states" if difference.kind.endswith("state") else "")

@@ -1,4 +1,4 @@
-"""Errors and warnings of this package as Polygraphy's own: a message in its log, and a ``PolygraphyException``."""
+"""Converts errors and warnings of this package to Polygraphy's: a ``PolygraphyException`` and messages in its log."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -11,9 +11,9 @@ from trt_kvcache.errors import KVCacheError
 
 @contextmanager
 def as_polygraphy() -> Iterator[None]:
-    """Have errors end and warnings be shown as those of Polygraphy, in which its tools expect them."""
+    """Raise a KVCacheError or OSError as ``PolygraphyException`` with the same text, and log warnings by Polygraphy."""
     try:
-        with warnings.catch_warnings(record=True) as caught:  # logged afterwards, as the logger may warn too
+        with warnings.catch_warnings(record=True) as caught:  # logged afterwards, since the logger may warn itself
             warnings.simplefilter("always", UserWarning)
             try:
                 yield

@@ -2,7 +2,7 @@
 
 ============= ============== ===================================================================
 input_ids     int32 [B, s]   new tokens of each slot, padded on the right
-new_lengths   int32 [B]      how many of them are real; 0 for a slot without new tokens; all if left out
+new_lengths   int32 [B]      number of real tokens; 0 for a slot without new tokens; all if left out
 reset         bool [1]       True: start new sequences; False or left out: continue the sequences
 ============= ============== ===================================================================
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 INPUT_IDS, NEW_LENGTHS, RESET = "input_ids", "new_lengths", "reset"
 
-#: Name, dtype and shape of each input; None for a size that is known at run time only.
+#: Name, dtype and shape of each input; None for a dynamic dimension.
 FEED_INPUTS: tuple[tuple[str, type[np.generic], tuple[int | None, ...]], ...] = (
     (INPUT_IDS, np.int32, (None, None)),
     (NEW_LENGTHS, np.int32, (None,)),
     (RESET, np.bool_, (1,)),
 )
 
-#: Single tokens of each slot that :func:`decoding_steps` leaves to be decoded, at most, and different lengths of its prompts.
+#: Most decode steps of :func:`decoding_steps`, and number of different lengths of its prompts.
 MAX_DECODING_STEPS = 16
 _NUM_LENGTHS = 4
 
@@ -44,7 +44,7 @@ def make_feed(rows: Sequence[Sequence[int]], *, reset: bool = False) -> Feed:
     rows : sequence of sequence of int
         New tokens of each slot.
     reset : bool
-        Whether they start new sequences, instead of continuing those before. The first inference of a runner always starts new ones.
+        True: start new sequences. False: continue the current ones. The first inference of a runner always starts new ones.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def make_feed(rows: Sequence[Sequence[int]], *, reset: bool = False) -> Feed:
 
 
 def complete_feed(feed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a feed in the form that :func:`read_feed` expects."""
+    """Return a complete feed: ``reset`` as an array, ``new_lengths`` of all tokens if left out, int32 instead of int64."""
     complete = {RESET: np.array([False]), **feed}
     if NEW_LENGTHS not in feed and INPUT_IDS in feed and np.ndim(feed[INPUT_IDS]) == 2:
         slots, width = np.shape(feed[INPUT_IDS])
@@ -92,7 +92,7 @@ def _as_int32(name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def read_feed(feed: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
-    """Return the new tokens of each slot, and whether they start new sequences."""
+    """Return the new tokens of each slot without padding, and True if they start new sequences."""
     input_ids, new_lengths = feed[INPUT_IDS], feed[NEW_LENGTHS]
     slots, width = input_ids.shape
     if new_lengths.shape != (slots,):
@@ -105,7 +105,7 @@ def read_feed(feed: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
 
 
 def decoding_steps(rows: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """Return whole sequences cut into prompts and single tokens, so that running them one after another decodes."""
+    """Split sequences into steps: a prompt for each slot, of different lengths, then up to 16 times a single token for each slot."""
     shortest = min(map(len, rows), default=0)
     steps = min(shortest // 2, MAX_DECODING_STEPS)
     ends = [max(len(row) - steps - slot % _NUM_LENGTHS, min(len(row), 1)) for slot, row in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""``first_difference``: find where the outputs of two runners first differ. Pure functions over arrays."""
+"""``first_difference``: the first difference between outputs of two runners. Pure functions of arrays."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from trt_kvcache.polygraphy.live_rows import LENGTHS
 
 Arrays = np.ndarray[Any, Any]
 
-#: What an output holds.
+#: Kinds of outputs.
 Kind = Literal["K", "V", "conv state", "recurrent state", "logits", "length"]
 
-#: Which outputs are of a layer, and what they hold.
+#: Names of the outputs of a layer, and their kinds.
 _LAYER_OUTPUTS: dict[str, Kind] = {
     DEFAULT_NAMES.k_cache: "K",
     DEFAULT_NAMES.v_cache: "V",
@@ -22,7 +22,7 @@ _LAYER_OUTPUTS: dict[str, Kind] = {
     DEFAULT_NAMES.recurrent_state: "recurrent state",
 }
 
-#: What the axes of an output are.
+#: Axes of an output by kind.
 _AXES: dict[Kind, tuple[str, ...]] = {
     "K": ("slot", "head", "position", "element"),
     "V": ("slot", "head", "position", "element"),
@@ -46,7 +46,7 @@ class Difference:
     layer : int or None
         Index among the attention layers for K and V, or among the layers with states; None for logits and lengths.
     kind : {"K", "V", "conv state", "recurrent state", "logits", "length"}
-        What the output holds.
+        Kind of the output.
     slot : int
         Slot of the cache.
     head : int or None
@@ -66,7 +66,7 @@ class Difference:
     decoder_layer : int or None
         Index among all layers of the model; None if it is not known, and for logits and lengths.
     mixer : str or None
-        What that layer mixes tokens with: ``"attention"``, ``"short_conv"``, ``"mamba2"``, ...; None where ``decoder_layer`` is.
+        Token mixer of that layer: ``"attention"``, ``"short_conv"``, ``"mamba2"``, ...; None if ``decoder_layer`` is None.
     """
 
     step: int
@@ -92,7 +92,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How two arrays of one output compare."""
+    """Result of comparing two arrays of one output."""
 
     share: float
     wrong: Arrays
@@ -109,7 +109,7 @@ class Output:
 
 
 def outputs_in_order(names: Iterable[str]) -> Iterator[Output]:
-    """Yield the outputs of a runner in the order in which a model computes them, so that an error is reported where it begins."""
+    """Yield the outputs of a runner in the order of computation, so that the first difference is the cause: lengths, layers, logits."""
     names = list(names)
     if LENGTHS in names:
         yield Output(LENGTHS, None, "length")
@@ -122,7 +122,9 @@ def outputs_in_order(names: Iterable[str]) -> Iterator[Output]:
 
 
 def compare_arrays(first: Arrays, second: Arrays, tolerance: float) -> Outcome:
-    """Compare two arrays of equal shape."""
+    """Compare two arrays of equal shape, relative to the largest value of ``first`` in the same slot (and head)."""
+    # Not relative to the element itself: a small element has the rounding errors of its neighbours. Equal infinities are equal. NaN differs
+    # from everything, including NaN: neither logits nor live rows may have it.
     axes = {1: (), 2: (1,), 3: (1, 2), 4: (2, 3)}[first.ndim]
     with np.errstate(invalid="ignore", over="ignore"):
         scale = np.max(np.abs(first), axis=axes, keepdims=True, initial=0, where=np.isfinite(first)).astype(np.float64)
@@ -134,7 +136,7 @@ def compare_arrays(first: Arrays, second: Arrays, tolerance: float) -> Outcome:
 
 
 def first_difference(step: int, output: Output, first: Arrays, second: Arrays, outcome: Outcome) -> Difference | None:
-    """Return the first element that differs by more than the tolerance, in the order of slot, head, position or channel, element."""
+    """Return the first element that differs by more than the tolerance, ordered by slot, head, position or channel, element."""
     places = np.argwhere(outcome.wrong)
     if not len(places):
         return None

@@ -1,4 +1,4 @@
-"""``live_rows``: copy to the host what the active slots of a cache hold: the first ``length`` rows of K and V, and states."""
+"""``live_rows``: copies the live rows of K and V (the first ``length`` of each active slot) and the states of a cache to the host."""
 
 from itertools import count
 from typing import Any
@@ -27,7 +27,10 @@ def state_name(kind: StateKind, layer: int) -> str:
 
 
 def live_rows(cache: Cache) -> dict[str, np.ndarray[Any, Any]]:
-    """Copy the live rows and the states of a cache to the host."""
+    """Copy live rows and states to the host, in the order of the layers if the cache knows it. Waits for all work of the device."""
+    # k_cache_{i}, v_cache_{i}: float32 [A, H, n, D], n = longest length; rows past a length are 0, quantized rows are dequantized.
+    # conv_state_{i}: float32 [A, channels, kernel], recurrent_state_{i}: float32 [A, heads, head_dim, state_size]: inputs of the next
+    # enqueue; 0 for a slot of length 0. kvcache_lengths: int32 [A].
     lengths = np.array(cache.host_kv_cache_lengths, np.int32)
     dead = np.arange(lengths.max(initial=0)) >= lengths[:, np.newaxis]
     rows: dict[str, np.ndarray[Any, Any]] = {}
@@ -50,7 +53,7 @@ def _attention_rows(cache: Cache, layer: int, dead: np.ndarray[Any, Any]) -> dic
 
 
 def _scales(scales: DeviceTensor, dead: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the scales of K and of V, to be broadcast to ``[A, H, n]``."""
+    """Return the scales of K and of V, which broadcast to ``[A, H, n]``."""
     slots, longest = dead.shape
     found = scales.numpy()
     if found.ndim == HEAD_SCALES_NDIM:
@@ -59,11 +62,11 @@ def _scales(scales: DeviceTensor, dead: np.ndarray[Any, Any]) -> tuple[np.ndarra
 
 
 def _states(cache: Cache, layer: int, lengths: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the states of a layer, of slots with tokens."""
+    """Return the states of a layer; 0 for slots without tokens."""
     states = cache.states
     assert states is not None  # it has a layer with states
     found = {}
-    for kind in reversed(states.kinds):  # as a layer computes them: first its convolution
+    for kind in reversed(states.kinds):  # in the order of computation: first the convolution
         values = states.current(kind).layers[layer].numpy()[: len(lengths)].astype(np.float32)
         values[lengths == 0] = 0
         found[state_name(kind, layer)] = values

@@ -1,4 +1,4 @@
-"""Polygraphy loaders: sessions, engine folders and networks that are made when they are called.
+"""Polygraphy loaders of sessions, engine folders and networks.
 
 Each loader has a function in ``snake_case`` that does it at once, as Polygraphy's own. Errors are ``PolygraphyException``, and warnings go
 through ``G_LOGGER``.
@@ -59,7 +59,7 @@ class SessionFromFolder(BaseLoader):  # type: ignore[misc]  # polygraphy has no 
         Returns
         -------
         InferenceSession
-            The caller's to close.
+            The session; the caller closes it.
 
         Raises
         ------
@@ -80,7 +80,7 @@ class EngineFolderFromModel(BaseLoader):  # type: ignore[misc]
     engine : path
         The engine folder to make.
     **options
-        As those of :func:`~trt_kvcache.builder.build_engine.build_engine`.
+        Options of :func:`~trt_kvcache.builder.build_engine.build_engine`.
 
     Examples
     --------
@@ -121,7 +121,7 @@ class NetworkFromModel(BaseLoader):  # type: ignore[misc]
     model : path or callable
         The folder, or a loader that returns one.
     **options
-        As those of :class:`~trt_kvcache.polygraphy.network_script.NetworkScript`.
+        Options of :class:`~trt_kvcache.polygraphy.network_script.NetworkScript`.
 
     Examples
     --------
@@ -168,7 +168,7 @@ def session_from_folder(folder: StrPath, **options: Unpack[ModelOptions]) -> Inf
     Returns
     -------
     InferenceSession
-        The caller's to close.
+        The session; the caller closes it.
 
     Raises
     ------
@@ -196,7 +196,7 @@ def engine_folder_from_model(model: Any, engine: StrPath, **options: Any) -> Pat
     engine : path
         The engine folder to make.
     **options
-        As those of :func:`~trt_kvcache.builder.build_engine.build_engine`.
+        Options of :func:`~trt_kvcache.builder.build_engine.build_engine`.
 
     Returns
     -------
@@ -225,7 +225,7 @@ def network_from_model(model: Any, **options: Any) -> tuple[Any, Any]:
     model : path or callable
         A Hugging Face folder, or a loader that returns one.
     **options
-        As those of :class:`~trt_kvcache.polygraphy.network_script.NetworkScript`.
+        Options of :class:`~trt_kvcache.polygraphy.network_script.NetworkScript`.
 
     Returns
     -------

@@ -19,8 +19,8 @@ from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.module import TensorRT, load
 
-#: TensorRT points at the weights until the build is done, but Polygraphy keeps builder and network only. So everything that was
-#: defined is kept for the life of the process.
+#: TensorRT holds pointers to the weights until the build is done, but Polygraphy keeps only builder and network. So all definitions are
+#: kept for the life of the process.
 _DEFINED: list[tuple[Checkpoint, DecoderDefinition]] = []
 
 
@@ -36,13 +36,13 @@ class NetworkScript:
     max_sequence_length : int
         Tokens that a slot can hold.
     max_prefill_length : int
-        The most new tokens per slot in one enqueue.
+        Most new tokens per slot in one enqueue.
     max_logits_per_slot : int or "all"
-        The most new tokens per slot whose logits one enqueue returns.
+        Most new tokens per slot whose logits one enqueue returns.
     dtype : {"float16", "bfloat16", "float32"}, optional
-        Dtype of computation and cache; by default that of the checkpoint.
+        Dtype of computation and cache; by default the checkpoint's.
     attention : {"native", "mask", "plugin"}, optional
-        TensorRT's attention with lengths, with an explicit mask, or that of our plugin. See
+        TensorRT's attention with lengths, with an explicit mask, or the attention of our plugin. See
         :class:`~trt_kvcache.builder.options.BuildOptions`. Chosen as by ``build_engine`` if left out, when the network is defined.
 
     Raises

@@ -1,4 +1,4 @@
-"""``compare_paths``: run one model in several ways on the same tokens and compare, through Polygraphy, what comes out and what is kept."""
+"""``compare_paths``: runs one model by several paths on the same tokens, and compares logits and caches through Polygraphy."""
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -29,8 +29,8 @@ from trt_kvcache.polygraphy.runners import SessionRunner
 #: round an element to the next stored value: of the largest, that is 1/14 away in float8_e4m3fn, and 1/127 in int8.
 TOLERANCES: Mapping[str, float] = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2, "int8": 8e-2, "float8_e4m3fn": 2e-1}
 
-#: The name under which Polygraphy is given the verdict. For the name of an output it would compute statistics of that output, even
-#: if they are not logged.
+#: Name of the result for Polygraphy. Under the name of an output, it would compute statistics of that output, even if they are not
+#: logged.
 _VERDICT = "all outputs"
 
 #: Called as ``on_step(step)`` when a step has been run and compared: 0 is the prefill.
@@ -68,7 +68,7 @@ def compare_paths(
     Returns
     -------
     Comparison
-        How the paths compare, pair by pair, and how long each took.
+        Comparison of the paths, pair by pair, and their times.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def compare_paths(
     _check_paths(paths)
     int_in_range("steps", steps, 0)
     run = _Run(paths, prompts, steps, tolerances, on_step)
-    quiet = {"": G_LOGGER.WARNING, "comparator/comparator.py": G_LOGGER.CRITICAL}  # the second would repeat our result
+    quiet = {"": G_LOGGER.WARNING, "comparator/comparator.py": G_LOGGER.CRITICAL}  # the comparator would repeat our result
     with G_LOGGER.verbosity(quiet):
         stream = Comparator.run(list(paths), data_loader=run.feeds(), streaming=True)
         Comparator.compare_accuracy(run.watch(stream), comparisons=run.pairs, compare_func=run.compare)
@@ -107,7 +107,7 @@ def compare_paths(
 
 @dataclass
 class _Pair:
-    """What has been found about a pair of paths so far."""
+    """Result for a pair of paths, so far."""
 
     dtype: str
     tolerance: float
@@ -182,18 +182,18 @@ class _Run:
                 pair.difference = self._placed(output, first_difference(self._step, output, ours, theirs, outcome))
             pair.note_share(output.kind, outcome.share)
             if output.kind == "length" and not agrees:
-                break  # rows of other lengths have other shapes
+                break  # rows of different lengths have different shapes
         self._count_tokens(pair, first[DEFAULT_NAMES.logits], second[DEFAULT_NAMES.logits])
         return {_VERDICT: all_agree}
 
     def _placed(self, output: Output, difference: Difference | None) -> Difference | None:
-        """Return a difference with its place among all layers, where the first path knows its model."""
+        """Return a difference with its index among all layers, if the first path knows its model."""
         model = self._paths[0].session.model
         if difference is None or output.layer is None or model is None:
             return difference
         indices = model.attention_indices if output.kind in ("K", "V") else model.recurrent_indices
         mixer = model.layers[indices[output.layer]].mixer
-        assert mixer is not None  # it keeps something
+        assert mixer is not None  # it has K and V, or states
         return replace(difference, decoder_layer=indices[output.layer], mixer=mixer.kind)
 
     def _count_tokens(self, pair: _Pair, first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> None:
@@ -234,7 +234,7 @@ class _Run:
         )
 
     def _check_sessions(self) -> None:
-        """Check sessions against each other, which is possible once all paths are active."""
+        """Check that the sessions have equal sizes, once all paths are active."""
         configs = [path.session.cache_config for path in self._paths]
         for index, path in enumerate(self._paths):
             self._dtypes[path.name] = configs[index].dtype
@@ -265,7 +265,7 @@ def _check_paths(paths: Sequence[SessionRunner]) -> None:
 
 
 def _layers(config: DecoderCacheConfig) -> tuple[Any, ...]:
-    """Return what layers keep, whatever the number and length of slots and the dtypes."""
+    """Return shapes of K, V and states, without slots, lengths and dtypes."""
     mamba = config.mamba
     states = {} if mamba is None else {kind: (mamba.num_layers, storage.slot_shape) for kind, storage in state_storages(mamba).items()}
     return (() if config.kv is None else config.kv.layers), states

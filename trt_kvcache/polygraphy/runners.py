@@ -1,4 +1,4 @@
-"""Polygraphy runners: sessions that ``Comparator.run`` and ``polygraphy run`` can drive.
+"""Polygraphy runners: sessions for ``Comparator.run`` and ``polygraphy run``.
 
 Each runner has its own cache and keeps it from one inference to the next. Polygraphy's ``TrtRunner`` cannot do that: it uploads
 every input again, caches included.
@@ -39,7 +39,7 @@ from trt_kvcache.session.session_source import SessionSource
 
 Arrays = np.ndarray[Any, Any]
 
-#: Slots whose prompts are counted one by one in the log.
+#: Most slots whose prompt lengths are logged one by one.
 _SHOWN_SLOTS = 4
 
 
@@ -56,28 +56,28 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     name : str, optional
         Name of the runner; by default Polygraphy makes one from a prefix and the time.
     live_rows : bool
-        Whether the live rows of the cache are among the outputs.
+        True if the outputs include the live rows of the cache.
     tokens_only : bool
-        Whether an inference is given tokens only, as by Polygraphy's default data loader, whose random lengths would be 0 and 1. Each
-        inference starts new sequences then, and decodes: it runs a short prompt of each row, and then its other tokens one by one
+        True if inferences have only tokens, as with Polygraphy's default data loader, whose random lengths would be 0 and 1. Each
+        inference then starts new sequences, prefills a short prompt of each row, and decodes its other tokens one by one
         (``decoding_steps`` in ``feeds.py``).
 
     Attributes
     ----------
     live_rows : bool
-        Whether the live rows of the cache are among the outputs.
+        True if the outputs include the live rows of the cache.
 
     Notes
     -----
     :func:`~trt_kvcache.polygraphy.feeds.make_feed` describes the inputs. The first inference after activation starts new sequences even
     if ``reset`` is False.
 
-    Outputs are ``logits`` float32 ``[B, vocab]`` at the last token of each slot (for a slot without new tokens, those of an earlier
+    Outputs are ``logits`` float32 ``[B, vocab]`` at the last token of each slot (for a slot without new tokens, the logits of an earlier
     inference), and with ``live_rows`` the arrays of ``trt_kvcache.polygraphy.live_rows.live_rows``. All are in host memory and are
     not overwritten later. The runner waits for the device. ``inference_time`` is the time of the prefill, append or decode step in
     seconds, without reading the rows.
 
-    Errors are those of the session, which is then as it was before the step.
+    Errors are errors of the session, whose state is then as before the step.
 
     Examples
     --------
@@ -103,7 +103,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         super().__init__(name=name, prefix=self._PREFIX)
         self._source = session
         self._tokens_only = tokens_only
-        #: Whether the live rows of the cache are among the outputs.
+        #: True if the outputs include the live rows of the cache.
         self.live_rows = live_rows
         self._session: InferenceSession | None = None
         self._last_logits: Arrays | None = None
@@ -142,8 +142,8 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         Returns
         -------
         TensorMetadata
-            A size of None is known only when an inference is run. The largest shapes are what the default data loader gives: all slots, and
-            32 tokens of each, or what a slot can hold.
+            None is a dynamic dimension. The largest shapes are inputs of the default data loader: all slots, each with 32 tokens, or the
+            length of a slot if it is less.
         """
         return self._metadata(everything=not self._tokens_only)
 
@@ -163,7 +163,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         feed_dict : mapping of str to array
             See :func:`~trt_kvcache.polygraphy.feeds.make_feed`. ``reset`` may be left out and counts as False then.
         check_inputs : bool
-            Whether Polygraphy checks names, dtypes and shapes of the inputs.
+            True if Polygraphy checks names, dtypes and shapes of the inputs.
         *args, **kwargs
             Passed on to ``BaseRunner.infer``.
 
@@ -200,7 +200,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
             return self._infer(feed_dict)
 
     def _errors(self) -> AbstractContextManager[None]:
-        """Have errors be those of Polygraphy, if the session comes from one of its loaders."""
+        """Raise errors of Polygraphy if the session comes from one of its loaders."""
         return as_polygraphy() if isinstance(self._source, BaseLoader) else nullcontext()
 
     def _infer(self, feed_dict: Mapping[str, Any]) -> dict[str, Arrays]:
@@ -212,7 +212,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         return {DEFAULT_NAMES.logits: logits, **(live_rows(self.session.cache) if self.live_rows else {})}
 
     def _run_whole(self, steps: list[list[list[int]]]) -> Arrays:
-        """Run new sequences, decoding what follows their prompts, and return the last logits, ``[B, vocab]``."""
+        """Run new sequences as prefill and decode steps; return the last logits, ``[B, vocab]``."""
         prompts, *tokens = steps
         _say_what_is_run(prompts, len(tokens))
         logits = self._run(prompts, True)
@@ -234,7 +234,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
 
 
 def _say_what_is_run(prompts: list[list[int]], steps: int) -> None:
-    """Log, once for the same sizes, how many tokens an inference compares with those of other runners."""
+    """Log the number of tokens of an inference, once for the same sizes."""
     lengths = ", ".join(str(len(row)) for row in prompts[:_SHOWN_SLOTS]) + (", ..." if len(prompts) > _SHOWN_SLOTS else "")
     total = sum(map(len, prompts)) + steps * len(prompts)
     text = f"each iteration compares {total} tokens in {len(prompts)} slots: prompts of {lengths} tokens, then {steps} decode steps"
@@ -254,7 +254,7 @@ def _largest_shapes(session: InferenceSession) -> dict[str, tuple[int, ...]]:
 class RecomputeRunner(SessionRunner):
     """Runs a session without relying on its cache: every inference starts new sequences with all tokens so far.
 
-    Compared with a :class:`SessionRunner` of the same model, it shows whether cached decoding computes the same as one pass over the whole
+    Compared with a :class:`SessionRunner` of the same model, it tests that cached decoding equals one pass over the whole
     sequence. The session splits that pass into chunks if it is longer than ``max_prefill_length``.
 
     Parameters

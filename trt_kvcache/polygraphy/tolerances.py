@@ -1,4 +1,4 @@
-"""Our tolerance of each dtype, by the name of the dtype: what ``polygraphy run --compare-func-script THIS_FILE:float16`` takes."""
+"""Comparison functions with our tolerances, by dtype: ``polygraphy run --compare-func-script THIS_FILE:float16``."""
 
 from trt_kvcache.polygraphy.compare_func import SessionCompareFunc
 from trt_kvcache.polygraphy.path_comparison import TOLERANCES

@@ -24,18 +24,21 @@ from trt_kvcache.reference.weights import Float32
 #: a combined cache.
 Attention = AttentionName
 
-#: Takes q ``[A, s, Hq, D]``, k and v ``[A, s, H, D]`` of the new tokens, before RoPE and unscaled; returns ``[A, s, Hq, D]``.
+#: Function of q ``[A, s, Hq, D]``, k and v ``[A, s, H, D]`` of the new tokens, before RoPE and unscaled; returns ``[A, s, Hq, D]``.
 LayerAttention = Callable[[Float32, Float32, Float32], Float32]
 
-#: Cosine and sine.
+#: Cosine and sine, float32 ``[A, s, 1, rotary_dim // 2]``.
 Angles = tuple[Float32, Float32]
 
-# Scores of this many query rows are held at a time.
+# Query rows whose scores are held at a time.
 _QUERY_BLOCK = 256
 
 
 class SeparateAttention:
-    """Attention of one layer in one step, over separate K and V tensors."""
+    """Attention of one layer in one step, over separate K and V ``[A, H, S, D]``, with ``start`` tokens in each slot before it.
+
+    ``masked``: all S rows are read under a mask, instead of the live rows only.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,10 @@ class SeparateAttention:
 
 
 class CombinedAttention:
-    """Attention of one layer in one step over a combined cache, by the NumPy twin of the attention kernels."""
+    """Attention of one layer in one step over a combined cache ``[A, 2, H, S, D]``, by the NumPy twin of the attention kernels.
+
+    Only K and V are rounded: to ``dtype``, and then to the dtype of the cache.
+    """
 
     def __init__(
         self,
@@ -119,7 +125,7 @@ class CombinedAttention:
 
 
 class ScaledQueries:
-    """Attention whose queries are scaled by position."""
+    """Attention with queries scaled by position; the first new token of a slot has position ``start``."""
 
     def __init__(self, attention: LayerAttention, scaling: QueryScaling, start: npt.NDArray[np.int32]) -> None:
         self._attention = attention
@@ -134,13 +140,19 @@ class ScaledQueries:
 
 
 def angles_at(rope: Angles, start: npt.NDArray[np.int32], width: int) -> Angles:
-    """Return the cosine and sine of the new tokens' positions."""
+    """Return the cosine and sine of the new tokens' positions from the rows of a RoPE table.
+
+    A position past S - 1 gets the angles of the last one: its row is not stored.
+    """
     known = np.minimum(start[:, None] + np.arange(width), rope[0].shape[0] - 1)
     return rope[0][known][:, :, None], rope[1][known][:, :, None]
 
 
 def write_rows(cache: npt.NDArray[Any], rows: Float32, start: npt.NDArray[np.int32]) -> None:
-    """Write ``rows[b, i]`` to row ``start[b] + i`` of every slot b, rounded to the dtype of the cache."""
+    """Write ``rows [A, s, H, D]`` to rows ``start[b] + i`` of every slot b in the dtype of ``cache [A, H, S, D]``.
+
+    Rows at S or beyond are dropped, as TensorRT's KVCacheUpdate layer does.
+    """
     width, capacity = rows.shape[1], cache.shape[2]
     stored = rows.transpose(0, 2, 1, 3).astype(cache.dtype)
     if width == 1 and start.max() < capacity:
@@ -152,7 +164,10 @@ def write_rows(cache: npt.NDArray[Any], rows: Float32, start: npt.NDArray[np.int
 
 
 def attend(q: Float32, keys: Float32, values: Float32, first: int, *, window: int | None = None, softcap: float | None = None) -> Float32:
-    """Compute causal attention for one slot: new token i sees the keys j <= first + i, with a window only the last of them."""
+    """Compute causal attention of one slot: new token i sees the keys j <= first + i, in a sliding window only the last of them.
+
+    Scores of other keys get -inf, so a NaN in such a key or value still reaches the result, as it does on a device.
+    """
     width, query_heads, head_dim = q.shape
     kv_heads, rows, _ = keys.shape
     grouped = q.reshape(width, kv_heads, query_heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
@@ -164,8 +179,8 @@ def attend(q: Float32, keys: Float32, values: Float32, first: int, *, window: in
         if softcap is not None:
             scores = softcapped(scores, softcap)
         if not sees_all:
-            behind = first + np.arange(block.start, block.stop)[:, None] - np.arange(rows)
-            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            distance = first + np.arange(block.start, block.stop)[:, None] - np.arange(rows)
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             scores += np.where(seen, np.float32(0), np.float32(-np.inf))
         result[:, :, block] = softmax(scores) @ values[:, None]
     ungrouped: Float32 = result.transpose(2, 0, 1, 3).reshape(q.shape)
@@ -173,7 +188,7 @@ def attend(q: Float32, keys: Float32, values: Float32, first: int, *, window: in
 
 
 def apply_rope(x: Float32, angles: Angles) -> Float32:
-    """Apply RoPE: rotate each pair of elements (d, d + rotary_dim / 2) of a head by its angle; elements from rotary_dim on stay."""
+    """Apply RoPE in a new array: rotate the pairs (d, d + rotary_dim / 2) of a head; elements from rotary_dim on are copied."""
     cos, sin = angles
     half = cos.shape[-1]
     low, high, rest = np.split(x, (half, 2 * half), axis=-1)

@@ -1,4 +1,4 @@
-"""``one_blas_thread``: small products of NumPy without threads of BLAS.
+"""``one_blas_thread``: small products of NumPy without BLAS threads.
 
 BLAS divides a product of a fraction of a millisecond among all cores and then waits for the slowest. On a busy machine that one waits
 for its turn, so that a prompt of a small model takes ten times as long as on one thread.
@@ -12,17 +12,20 @@ from typing import Any
 
 from trt_kvcache._util.extras import naming_the_extra
 
-#: A product with as many multiply-adds, or as many elements of weights to read, takes one core long enough for threads to pay.
+#: Multiply-adds, or weight elements to read, from which a product takes one core long enough for threads to pay.
 _MULTIPLY_ADDS = 2**24
 _WEIGHT_ELEMENTS = 2**19
 
 
 def one_blas_thread(rows: int, weight_elements: int) -> AbstractContextManager[Any]:
-    """Return a context in which BLAS has one thread, or one that changes nothing."""
+    """Return a context that limits BLAS to one thread if the largest product is small.
+
+    The limit holds for the whole process; results depend on it in the order of sums only.
+    """
     if weight_elements >= _WEIGHT_ELEMENTS or rows * weight_elements >= _MULTIPLY_ADDS:
         return nullcontext()
     blas = _blas()
-    # A thread that finds the limit of another one leaves it alone: it would restore that limit after the other has lifted it.
+    # A thread that finds another one's limit leaves it alone: it would restore that limit after the other has lifted it.
     if all(library.get_num_threads() == 1 for library in blas.lib_controllers):
         return nullcontext()
     limit: AbstractContextManager[Any] = blas.limit(limits=1)
@@ -31,7 +34,7 @@ def one_blas_thread(rows: int, weight_elements: int) -> AbstractContextManager[A
 
 @cache
 def _blas() -> Any:
-    """Return the BLAS libraries of the process: looking through all libraries takes 2 ms."""
+    """Return the BLAS libraries of the process; cached, since the search takes 2 ms."""
     with naming_the_extra():
         from threadpoolctl import ThreadpoolController
     return ThreadpoolController().select(user_api="blas")

@@ -1,4 +1,4 @@
-"""``ReferenceEngine``: a checkpoint run in NumPy behind the :class:`~trt_kvcache.engine.protocol.Engine` protocol."""
+"""``ReferenceEngine``: a checkpoint run in NumPy, as an :class:`~trt_kvcache.engine.protocol.Engine`."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -153,7 +153,7 @@ class ReferenceEngine(DecoderEngine):
         super().close()
 
     def _caches(self, step: StepTensors, stream: Any) -> list[LayerCache]:
-        """Return for each layer what it does with the bound cache."""
+        """Return the operation of each layer on its bound cache."""
         attentions, recurrences = iter(self._attentions(step, stream)), iter(_recurrences(self._config, step, stream))
         return [
             None if layer.mixer is None else next(attentions) if isinstance(layer.mixer, AttentionConfig) else next(recurrences)
@@ -161,7 +161,7 @@ class ReferenceEngine(DecoderEngine):
         ]
 
     def _attentions(self, step: StepTensors, stream: Any) -> list[LayerAttention]:
-        """Return the attention of each layer that has one over the bound caches."""
+        """Return the attention of each attention layer over the bound caches."""
         start = self.memory.array(step.start)
         width = step.input_ids.shape[1]
         angles = {key: angles_at(table, start, width) for key, table in self._rope.items()}
@@ -180,7 +180,7 @@ class ReferenceEngine(DecoderEngine):
         return attentions
 
     def _combined_inputs(self) -> list[tuple[DeviceTensor | None, AttentionWorkspace]]:
-        """Return the RoPE table and the workspace of each attention layer for :class:`CombinedAttention`: the same in every step."""
+        """Return the RoPE table and the workspace of each attention layer for :class:`CombinedAttention`, cached for all steps."""
         stream = self.memory.create_stream()
         tables = {key: self.memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in self._rope.items()}
         workspaces: dict[tuple[int, int, int], AttentionWorkspace] = {}
@@ -196,7 +196,7 @@ class ReferenceEngine(DecoderEngine):
 
 
 def _recurrences(config: ModelConfig, step: StepTensors, stream: Any) -> list[LayerRecurrence]:
-    """Return the recurrence of each layer with states over the bound ones."""
+    """Return the recurrence of each recurrent layer over its bound states."""
     if step.new_lengths is None:
         return []
     return [
@@ -206,5 +206,5 @@ def _recurrences(config: ModelConfig, step: StepTensors, stream: Any) -> list[La
 
 
 def _rope_key(mixer: AttentionConfig) -> tuple[RopeConfig, int] | None:
-    """Return what the table of angles of attention depends on; None without RoPE."""
+    """Return the cache key of a layer's RoPE table; None without RoPE."""
     return None if mixer.rope is None else (mixer.rope, mixer.head_dim)

@@ -1,4 +1,4 @@
-"""The decoder in NumPy, without what touches a cache: pure functions over float32 arrays.
+"""The decoder in NumPy, apart from caches: pure functions over float32 arrays.
 
 Everything is accumulated in float32, whatever the dtype of weights and cache. Shapes: A slots, s new tokens per slot,
 Hq query heads, H key-value heads, D head_dim.
@@ -14,12 +14,12 @@ import numpy.typing as npt
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig
 from trt_kvcache.reference.attention import LayerAttention, softcapped
 from trt_kvcache.reference.blas_threads import one_blas_thread
-from trt_kvcache.reference.weights import DecoderWeights, Float32, LayerWeights, Projection
+from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, Float32, Projection
 
-#: Takes the weights of a layer with states and its normalised input ``[A, s, hidden]``; returns ``[A, s, hidden]``.
-LayerRecurrence = Callable[[LayerWeights, Float32], Float32]
+#: Function of the weights of a recurrent layer and its normalised input ``[A, s, hidden]``; returns ``[A, s, hidden]``.
+LayerRecurrence = Callable[[DecoderLayerWeights, Float32], Float32]
 
-#: What a layer does with its cache: attention over K and V, the recurrence of a layer with states, or nothing.
+#: Operation of a layer on its cache: attention over K and V, a recurrence, or None.
 LayerCache = LayerAttention | LayerRecurrence | None
 
 
@@ -31,7 +31,10 @@ def decoder_step(
     last: npt.NDArray[np.int32],
     dtype: str,
 ) -> Float32:
-    """Run the new tokens of every slot through the model."""
+    """Return the logits ``[A * m, vocab]`` of the tokens ``last [A, m]`` of the right-padded ``input_ids [A, s]``.
+
+    ``dtype``: precision of the engine, to which the embedding multiplier may be rounded.
+    """
     hidden = scaled(weights.embedding[input_ids], config.embedding_factor(dtype))
     with one_blas_thread(input_ids.size, _largest_weight(weights)):
         for layer, layer_weights, cache in zip(config.layers, weights.layers, caches, strict=True):
@@ -44,12 +47,12 @@ def decoder_step(
 
 
 def _largest_weight(weights: DecoderWeights) -> int:
-    """Return the elements of the largest weight of the first layer: the others are about as large."""
+    """Return the size of the first layer's largest weight: the others are about as large."""
     return max((weight.size for layer in weights.layers[:1] for weight in layer.parts.values()), default=0)
 
 
-def decoder_layer(config: LayerConfig, weights: LayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
-    """Apply one decoder layer."""
+def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
+    """Apply one decoder layer to ``hidden [A, s, hidden]``, which is not changed."""
     if config.mixer is not None:
         assert cache is not None
         normed = optional_norm(hidden, weights.input_norm, config.input_norm)
@@ -66,8 +69,8 @@ def decoder_layer(config: LayerConfig, weights: LayerWeights, cache: LayerCache,
     return hidden
 
 
-def self_attention(config: AttentionConfig, layer: LayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
-    """Apply the self-attention block of one layer."""
+def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
+    """Apply the self-attention of one layer to its normalised input ``[A, s, hidden]``, with the output projection."""
     q, k, v = (project(part, hidden) for part in (layer.q, layer.k, layer.v))
     over = None if config.qk_norm is None else config.qk_norm.over
     if over == "full":
@@ -82,14 +85,14 @@ def self_attention(config: AttentionConfig, layer: LayerWeights, attention: Laye
     return project(layer.o, attended)
 
 
-def qk_norm(config: AttentionConfig, layer: LayerWeights, q: Float32, k: Float32) -> tuple[Float32, Float32]:
-    """Normalise q and k over their last axis, which is a head or all of them."""
+def qk_norm(config: AttentionConfig, layer: DecoderLayerWeights, q: Float32, k: Float32) -> tuple[Float32, Float32]:
+    """Normalise q and k over their last axis: one head, or all of them."""
     assert config.qk_norm is not None
     norm = config.qk_norm.norm
     return optional_norm(q, layer.q_norm, norm), optional_norm(k, layer.k_norm, norm)
 
 
-def mlp(config: MlpConfig, layer: LayerWeights, hidden: Float32) -> Float32:
+def mlp(config: MlpConfig, layer: DecoderLayerWeights, hidden: Float32) -> Float32:
     """Apply the MLP to ``hidden`` ``[..., hidden]``; the result has the same shape."""
     activation, up = _ACTIVATIONS[config.activation], project(layer.up, hidden)
     return project(layer.down, activation(project(layer.gate, hidden)) * up if config.gated else activation(up))
@@ -114,13 +117,13 @@ def relu2(x: Float32) -> Float32:
 
 
 def gelu_tanh(x: Float32) -> Float32:
-    """Return GELU in its approximation by tanh."""
+    """Return GELU in its tanh approximation."""
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
     activated: Float32 = np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
     return activated
 
 
-#: What configurations call the activations.
+#: Activations by their names in configurations.
 _ACTIVATIONS: dict[str, Callable[[Float32], Float32]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 
@@ -138,7 +141,7 @@ def project(projection: Projection, x: Float32) -> Float32:
 
 
 def optional_norm(x: Float32, weight: Float32 | None, norm: NormConfig | None) -> Float32:
-    """Return :func:`rms_norm`, or ``x`` itself where there is no norm."""
+    """Return :func:`rms_norm`, or ``x`` itself without a norm."""
     return x if norm is None or weight is None else rms_norm(x, weight, norm)
 
 

@@ -1,7 +1,7 @@
-"""Mixers with states in the reference engine: they read the states before a step, and write those after it.
+"""Recurrent mixers of the reference engine: they read the states before a step, and write the states after it.
 
-They compute with the NumPy twins of the kernels, in float32 whatever the dtype of weights and states. Shapes: A slots, s new tokens per
-slot, of which those behind the new tokens of a slot are padding and leave no trace.
+They compute with the NumPy twins of the kernels, in float32 whatever the dtype of weights and states. Shapes: A slots, s tokens per slot;
+tokens past the new ones of a slot are padding and have no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
 from trt_kvcache.reference.model import project
-from trt_kvcache.reference.weights import Float32, LayerWeights
+from trt_kvcache.reference.weights import DecoderLayerWeights, Float32
 
 #: States of a layer before and after a step, ``[A, ...]``.
 LayerStates = Mapping[StateKind, tuple[DeviceTensor, DeviceTensor]]
@@ -32,7 +32,7 @@ MixerT = TypeVar("MixerT", bound=RecurrentConfig)
 
 
 class Recurrence(ABC, Generic[MixerT]):
-    """A mixer with states of one layer in one step, and what all kinds share: arrays as tensors of host memory, convolution, norm."""
+    """A recurrent mixer of one layer in one step; base class with the convolution, the norm, and views of arrays."""
 
     def __init__(self, mixer: MixerT, states: LayerStates, new_lengths: DeviceTensor, stream: Any) -> None:
         memory = new_lengths.memory
@@ -44,7 +44,7 @@ class Recurrence(ABC, Generic[MixerT]):
         self._stream = stream
 
     @abstractmethod
-    def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
+    def __call__(self, weights: DecoderLayerWeights, hidden: Float32) -> Float32:
         """Return the output ``[A, s, hidden]`` for the normalised input of that shape, and write the states."""
 
     def _tensor(self, array: npt.NDArray[Any]) -> DeviceTensor:
@@ -54,9 +54,9 @@ class Recurrence(ABC, Generic[MixerT]):
         return None if array is None else self._tensor(array)
 
     def _convolved(
-        self, weights: LayerWeights, x: Float32, *, silu: bool, gate_in: Float32 | None = None, gate_out: Float32 | None = None
+        self, weights: DecoderLayerWeights, x: Float32, *, silu: bool, gate_in: Float32 | None = None, gate_out: Float32 | None = None
     ) -> Float32:
-        """Return the convolution of ``x`` ``[A, s, channels]``, with the gates of its inputs and outputs."""
+        """Return the convolution of ``x`` ``[A, s, channels]``, with gates of its input and output."""
         past, present = self._states[StateKind.CONV]
         out = self._tensor(x)
         kernel = weights["conv.weight"]
@@ -77,7 +77,7 @@ class Recurrence(ABC, Generic[MixerT]):
         return convolved
 
     def _gated_norm(self, x: Float32, gate: Float32, weight: Float32, norm: NormConfig, *, group_size: int, gate_first: bool) -> Float32:
-        """Return the norm of groups of columns of ``x`` ``[A, s, columns]``, times the SiLU of the gate before or after it."""
+        """Return the norm of column groups of ``x`` ``[A, s, columns]``, times the SiLU of the gate before or after it."""
         out = self._tensor(x)
         call = GatedNormParams(
             x=self._tensor(x),
@@ -97,7 +97,7 @@ class Recurrence(ABC, Generic[MixerT]):
 class ShortConvolution(Recurrence[ShortConvConfig]):
     """The short convolution of one layer in one step: a :class:`Recurrence`."""
 
-    def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
+    def __call__(self, weights: DecoderLayerWeights, hidden: Float32) -> Float32:
         """Return ``out(c * conv(b * x))``, and write the state of the convolution."""
         b, c, x = np.split(project(weights.projection("conv_in"), hidden), 3, axis=-1)
         return project(weights.projection("conv_out"), self._convolved(weights, x, silu=False, gate_in=b, gate_out=c))
@@ -106,7 +106,7 @@ class ShortConvolution(Recurrence[ShortConvConfig]):
 class Mamba2(Recurrence[Mamba2Config]):
     """Mamba-2 of one layer in one step: a :class:`Recurrence`."""
 
-    def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
+    def __call__(self, weights: DecoderLayerWeights, hidden: Float32) -> Float32:
         """Return ``out(norm(scan(x, b, c, dt) * silu(z)))``, and write both states."""
         mixer = self._mixer
         projected = project(weights.projection("mamba_in"), hidden)
@@ -118,8 +118,8 @@ class Mamba2(Recurrence[Mamba2Config]):
         normed = self._gated_norm(scanned, gate, weights["mamba_norm.weight"], mixer.norm, group_size=size, gate_first=True)
         return project(weights.projection("mamba_out"), normed)
 
-    def _scanned(self, weights: LayerWeights, x: Float32, b: Float32, c: Float32, dt: Float32) -> Float32:
-        """Return what the scan makes of ``x``, of the same shape, and write the recurrent state."""
+    def _scanned(self, weights: DecoderLayerWeights, x: Float32, b: Float32, c: Float32, dt: Float32) -> Float32:
+        """Return the scan of ``x``, of the same shape, and write the recurrent state."""
         mixer, tokens = self._mixer, x.shape[:2]
         past, present = self._states[StateKind.RECURRENT]
         heads = x.reshape(*tokens, mixer.num_heads, mixer.head_dim)
@@ -147,7 +147,7 @@ class Mamba2(Recurrence[Mamba2Config]):
 class GatedDeltaNet(Recurrence[GatedDeltaNetConfig]):
     """The gated delta net of one layer in one step: a :class:`Recurrence`."""
 
-    def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
+    def __call__(self, weights: DecoderLayerWeights, hidden: Float32) -> Float32:
         """Return ``out(norm(rule(q, k, v, a, b)) * silu(z))``, and write both states."""
         mixer = self._mixer
         qkv, gate, b, a = (project(weights.projection(f"delta_{name}"), hidden) for name in ("qkv", "z", "b", "a"))
@@ -157,8 +157,8 @@ class GatedDeltaNet(Recurrence[GatedDeltaNetConfig]):
         normed = self._gated_norm(ruled, gate, weights["delta_norm.weight"], mixer.norm, group_size=size, gate_first=False)
         return project(weights.projection("delta_out"), normed)
 
-    def _ruled(self, weights: LayerWeights, q: Float32, k: Float32, v: Float32, a: Float32, b: Float32) -> Float32:
-        """Return what the delta rule makes of ``v``, of the same shape, and write the recurrent state."""
+    def _ruled(self, weights: DecoderLayerWeights, q: Float32, k: Float32, v: Float32, a: Float32, b: Float32) -> Float32:
+        """Return the delta rule of ``v``, of the same shape, and write the recurrent state."""
         mixer, tokens = self._mixer, v.shape[:2]
         past, present = self._states[StateKind.RECURRENT]
         keys, values = (mixer.num_key_heads, mixer.key_head_dim), (mixer.num_value_heads, mixer.value_head_dim)
@@ -181,7 +181,7 @@ class GatedDeltaNet(Recurrence[GatedDeltaNetConfig]):
         return ruled
 
 
-#: What computes the mixers of each kind.
+#: Recurrences by kind of mixer.
 _RECURRENCES: dict[str, type[Recurrence[Any]]] = {
     ShortConvConfig.kind: ShortConvolution,
     Mamba2Config.kind: Mamba2,

@@ -1,4 +1,4 @@
-"""The weights of a decoder as float32 arrays that hold the values an engine of a given dtype has."""
+"""Weights of a decoder as float32 arrays with the values that an engine of a given dtype has."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trt_kvcache.checkpoint.decoder_weights import RoundedTensors, decoder_weigh
 
 Float32 = npt.NDArray[np.float32]
 Projection = generic.Projection[Float32]
-LayerWeights = generic.LayerWeights[Float32]
+DecoderLayerWeights = generic.DecoderLayerWeights[Float32]
 DecoderWeights = generic.DecoderWeights[Float32]
 
 
 def load_weights(checkpoint: Checkpoint, dtype: str, progress: Callable[[int, int], object] | None = None) -> DecoderWeights:
-    """Read the weights of a checkpoint, rounded to ``dtype``, as float32."""
+    """Read the weights of a checkpoint as float32, rounded to ``dtype``. float32 weights in a float32 engine are not copied."""
     rounded = RoundedTensors(checkpoint, dtype, progress)
     return decoder_weights(checkpoint.config, lambda name: np.asarray(rounded(name), np.float32))

@@ -25,7 +25,7 @@ from trt_kvcache._util.atomic_file import atomic_file
 from trt_kvcache._util.background_hash import DIGEST_NBYTES, BackgroundHash
 from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache._util.regular_file import open_regular
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.dtypes import dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import SnapshotError
 
@@ -151,7 +151,7 @@ def _read_header(path: Path, content: npt.NDArray[np.uint8]) -> tuple[dict[str, 
 def _check_format(path: Path, header: dict[str, Any]) -> None:
     number = header["__metadata__"][_FORMAT_KEY]
     if not isinstance(number, str) or not number.isdecimal() or len(number) > 9 or int(number) < 1:
-        raise SnapshotError(f"{path}: format: expected a number of 1 or more, got {shown(number)}.")
+        raise SnapshotError(f"{path}: format: expected a number of 1 or more, got {short_repr(number)}.")
     if int(number) > FORMAT:
         raise SnapshotError(f"{path}: format: this package reads up to {FORMAT}, got {number}. A newer trt-kvcache saved it: upgrade.")
 

@@ -1,4 +1,4 @@
-"""Serving a session to many clients: an engine for event loops, and OpenAI's API over HTTP (``trt_kvcache.server.http``)."""
+"""One session for many clients: an engine for asyncio, and OpenAI's API over HTTP (``trt_kvcache.server.http``)."""
 
 from trt_kvcache.server.async_engine import AsyncEngine, Context, RequestContext
 from trt_kvcache.server.engine_stats import EngineConfig, EngineObserver, EngineStats, RequestRecord, SlotUse

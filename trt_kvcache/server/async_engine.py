@@ -1,4 +1,4 @@
-"""``AsyncEngine``: a session behind ``start``, ``generate``, ``abort`` and ``cleanup``, for servers of any kind."""
+"""``AsyncEngine``: serves one session by ``start``, ``generate``, ``abort`` and ``cleanup``, for servers of any kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -15,71 +15,70 @@ from typing import Any, Protocol
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ClosedError, ConfigError, QueueFullError
-from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.server.engine_request import EngineRequest
 from trt_kvcache.server.engine_stats import EngineConfig, EngineObserver, EngineStats, RequestRecord
-from trt_kvcache.server.generate_request import GenerateChunk, WantedAnswers, read_request
+from trt_kvcache.server.generate_request import GenerateChunk
 from trt_kvcache.server.guidance import Guidance, GuidanceOptions, GuidedMask
 from trt_kvcache.server.guidance.grammar import Grammar
 from trt_kvcache.server.shares import room_for, share_of
-from trt_kvcache.session.async_request import AsyncRequest
-from trt_kvcache.session.async_session import AsyncSession
 from trt_kvcache.session.session import InferenceSession
+from trt_kvcache.session.session_thread import SessionThread
 
-#: Seconds that a request is taken to have a slot before the first one has ended.
-_FIRST_GUESS = 1.0
+#: Estimate of the seconds that a request has a slot, until the first one has ended.
+_INITIAL_SECONDS = 1.0
 
-#: Share of the last request in the mean of their seconds.
+#: Weight of the last request in the moving average of these seconds.
 _NEWEST_SHARE = 0.1
 
 
 class Context(Protocol):
-    """What identifies a request from outside: that of Dynamo's workers fits."""
+    """Identifies a request. The context of Dynamo's workers is one."""
 
     def id(self) -> str:
-        """Return its name."""
+        """Return the id, unique among the live requests."""
 
 
 class RequestContext:
-    """A name for one request, to abort it by.
+    """An id for one request, to abort it by.
 
     Parameters
     ----------
     name : str, optional
-        Drawn if left out.
+        The id. Drawn at random if left out.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self._name = uuid.uuid4().hex if name is None else name
 
     def id(self) -> str:
-        """Return its name."""
+        """Return the id, unique among the live requests."""
         return self._name
 
 
 class AsyncEngine:
     """Serves one session: token ids in, token ids and text out. It knows nothing of HTTP.
 
-    The shape is that of an engine in NVIDIA Dynamo, and of what Ray Serve and Triton's Python backend wrap: ``start``, ``generate`` as an
-    asynchronous generator of dicts, ``abort``, ``cleanup``. All methods belong to one event loop; a thread of its own runs the session.
+    It has the methods of an engine in NVIDIA Dynamo, which Ray Serve and Triton's Python backend can wrap: ``start``, ``generate`` (an
+    asynchronous generator of dicts), ``abort`` and ``cleanup``. All methods belong to one event loop; a separate thread runs the session.
 
     Parameters
     ----------
     source : InferenceSession or callable
-        A session, or what opens one, such as a :class:`~trt_kvcache.session.session_source.SessionSource`. Closed by :meth:`cleanup`.
+        A session, or a function that opens one, such as a :class:`~trt_kvcache.session.session_source.SessionSource`. Closed by
+        :meth:`cleanup`.
     model : str
-        The name that it is served under.
+        The name of the model for clients.
     max_queue : int
-        Requests that may wait for a slot; a further one is refused with :class:`QueueFullError`. Each of ``n``
-        answers counts. One client may have all places while nobody else wants one. Of k clients each has a k-th of slots and queue in any
-        case, so its request is taken even where another one has filled them; that one gets no further place before it has less than its
-        share again.
+        Requests that may wait for a slot; a further one is refused with :class:`QueueFullError`. Each of ``n`` answers counts. One client
+        may have all places while no other client asks. Of k clients each has a share of 1/k of slots and queue: its request is accepted
+        even if another client has filled the queue. That client gets no further place until it has less than its share.
     max_seconds : float, optional
         A request that lasts longer is cancelled. No limit if left out.
     observer : EngineObserver, optional
-        Is told of each answer that ends, for metrics.
+        Gets a record of each answer that ends, for metrics.
     guidance : GuidanceOptions, optional
-        What the grammar of a request may cost.
+        Limits of time and memory for the grammar of a request.
 
     Raises
     ------
@@ -88,8 +87,8 @@ class AsyncEngine:
 
     Notes
     -----
-    An answer is what ``session.generate`` makes of its prompt and options alone, whatever runs beside it. A request whose generator is
-    closed, or whose task is cancelled, leaves its slot before the next step, as after :meth:`abort`.
+    An answer does not depend on other requests: it equals the result of ``session.generate`` with the same prompt and options. A request
+    whose generator is closed, or whose task is cancelled, frees its slot before the next step, as after :meth:`abort`.
 
     Examples
     --------
@@ -122,19 +121,15 @@ class AsyncEngine:
         self._max_seconds = max_seconds
         self._observer = observer
         self._model = model
-        self._session = AsyncSession(source, max_requests=2**31 - 1)  # the bound is ours
+        self._thread = SessionThread(source, owner="AsyncEngine")
         self._config: EngineConfig | None = None
         self._tokenizer: Tokenizer | None = None
         self._defaults = SamplingParams()
         self._guidance_options = guidance
         self._guidance: Guidance | None = None
-        self._live: dict[str, list[AsyncRequest]] = {}
-        self._masks: dict[str, list[GuidedMask]] = {}
-        self._clients: dict[str, str] = {}  # of the live requests
-        self._aborted: set[str] = set()
-        self._reserved: Counter[str] = Counter()  # by client
+        self._live: dict[str, EngineRequest] = {}  # by the id of the context
         self._draining = False
-        self._mean_seconds = _FIRST_GUESS
+        self._mean_seconds = _INITIAL_SECONDS
         self._idle = asyncio.Event()
 
     async def start(self) -> EngineConfig:
@@ -143,14 +138,14 @@ class AsyncEngine:
         Returns
         -------
         EngineConfig
-            What it is.
+            Configuration of the engine.
 
         Raises
         ------
         KVCacheError
             The session cannot be opened.
         """
-        await self._session.start()
+        await self._thread.start()
 
         def describe(session: InferenceSession) -> EngineConfig:
             self._tokenizer, self._defaults = session.tokenizer, session.defaults
@@ -165,12 +160,12 @@ class AsyncEngine:
                 scores_prompts=session.max_logits_per_slot > 1,
             )
 
-        self._config = await self._session.run(describe)
+        self._config = await self._thread.run(describe)
         return self._config
 
     @property
     def config(self) -> EngineConfig:
-        """What it is.
+        """Configuration of the engine.
 
         Raises
         ------
@@ -188,13 +183,13 @@ class AsyncEngine:
 
     @property
     def draining(self) -> bool:
-        """Whether it takes no new requests."""
+        """True if it takes no new requests."""
         return self._draining
 
     @property
     def num_live(self) -> int:
-        """Answers that run or wait."""
-        return sum(self._live_by_client().values())
+        """Number of answers that run or wait."""
+        return self._places_by_client().total()
 
     async def generate(self, request: Mapping[str, Any], context: Context | None = None) -> AsyncGenerator[GenerateChunk, None]:
         """Answer a request. Leaving the iteration (``aclosing``) ends the request.
@@ -204,7 +199,7 @@ class AsyncEngine:
         request : mapping
             A :class:`~trt_kvcache.server.generate_request.GenerateRequest`.
         context : Context, optional
-            What :meth:`abort` is to know it by: an object with ``id()``, unique among the live requests.
+            Identifies the request for :meth:`abort`: an object with ``id()``, unique among the live requests.
 
         Yields
         ------
@@ -216,152 +211,134 @@ class AsyncEngine:
         ConfigError, RangeError, ShapeError, CapacityError
             The request is not possible. Nothing has begun.
         QueueFullError
-            As many requests wait as may, and this client has its share. Nothing has begun; ``retry_after`` says when it may have room.
+            The queue is full, and this client has its share. Nothing has begun; ``retry_after`` estimates the seconds until there is room.
         ClosedError
-            It is draining or closed.
+            The engine is draining or closed.
         ProcessorError, EngineError, CudaError
             A step of it failed.
         TimeoutError
             It lasted longer than ``max_seconds``, and was cancelled.
         """
-        wanted = read_request(request, self._defaults, context_length=self.config.context_length)
+        live = EngineRequest.read(request, self._defaults, context_length=self.config.context_length)
         name = (context or RequestContext()).id()
         if name in self._live:
             raise ConfigError(f"context: expected an id that no live request has, got {name!r}.")
-        self._admit(wanted.client, len(wanted.params))
+        self._admit(live)
         submitted = time.perf_counter()
-        requests = self._live[name] = []
-        masks = self._masks[name] = []
-        timer = _Timer(self._max_seconds, requests, masks)
-        self._clients[name] = wanted.client
+        self._live[name] = live
+        live.start_timer(self._max_seconds)
         try:
-            await self._submit(wanted, requests, masks)
-            timer.check()
-            if name in self._aborted:  # while it was submitted
-                _cancel(requests, masks)
-            async with aclosing(_chunks(requests, wanted)) as chunks:
+            await self._submit(live)
+            live.raise_if_expired(self._max_seconds)
+            async with aclosing(live.chunks()) as chunks:
                 async for chunk in chunks:
-                    timer.check()
+                    live.raise_if_expired(self._max_seconds)
                     yield chunk
         finally:
-            timer.cancel()
-            for one in requests:
-                if not one.ended:
-                    one.cancel()
-            for mask in masks:
-                mask.close()
-            del self._live[name], self._masks[name], self._clients[name]
-            self._aborted.discard(name)
-            self._record(requests, submitted)
+            live.close()
+            del self._live[name]
+            self._record(live, submitted)
 
     async def abort(self, context: Context) -> None:
-        """End a request where it is: its answers finish with the reason ``"cancelled"``. Nothing happens if it has ended.
+        """Cancel a request: its answers finish with the reason ``"cancelled"``. A request that has ended is ignored.
 
         Parameters
         ----------
         context : Context
-            As it was passed to :meth:`generate`.
+            The context that was passed to :meth:`generate`.
         """
         if context.id() in self._live:
-            self._abort(context.id())
+            self._live[context.id()].abort()
 
     async def stats(self) -> EngineStats:
-        """Return what it does now. Waits for the step that runs.
+        """Return the current statistics. Waits for the running step.
 
         Returns
         -------
         EngineStats
-            Between two steps.
+            Statistics between two steps.
 
         Raises
         ------
         ClosedError
             It is closed.
         """
-        return await self._session.run(EngineStats.of)
+        return await self._thread.run(EngineStats.of)
 
     async def drain(self, seconds: float | None = None) -> None:
-        """Take no new requests, and wait until those that were taken have ended.
+        """Take no new requests, and wait until the live ones have ended.
 
         Parameters
         ----------
         seconds : float, optional
-            After so many, those that are left are cancelled. Waits for all if left out.
+            Timeout, after which the rest is cancelled. Waits for all if left out.
         """
         self._draining = True
-        if self._live or self._reserved:
+        if self._live:
             self._idle.clear()
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), seconds)
-        for name in self._live:
-            self._abort(name)
+        for live in self._live.values():
+            live.abort()
 
     async def cleanup(self) -> None:
         """End all requests and close the session. Idempotent."""
         self._draining = True
-        await self._session.close()
+        await self._thread.close()
         if self._guidance is not None:
             self._guidance.close()
 
-    # --- parts of the above ---
+    # --- admission: the engine bounds its requests, and refuses those that have no place ---
 
-    def _abort(self, name: str) -> None:
-        """Cancel a request: what was submitted of it, and what is about to be."""
-        self._aborted.add(name)
-        _cancel(self._live[name], self._masks[name])
-
-    def _live_by_client(self) -> Counter[str]:
-        """Return how many answers of each client run or wait. A client without any is not there."""
-        found = Counter(self._reserved)
-        for name, requests in self._live.items():
-            found[self._clients[name]] += sum(not one.ended for one in requests)
+    def _places_by_client(self) -> Counter[str]:
+        """Return the number of answers of each client that run or wait. A client without any has no entry."""
+        found: Counter[str] = Counter()
+        for live in self._live.values():
+            found[live.client] += live.num_places
         return +found
 
-    def _admit(self, client: str, count: int) -> None:
-        """Reserve room for so many answers, or raise."""
+    def _admit(self, request: EngineRequest) -> None:
+        """Raise QueueFullError if there is no place for the answers of a request."""
         if self._draining:
             raise ClosedError("this engine takes no new requests: it is about to end.")
-        config, live = self.config, self._live_by_client()
-        places = config.max_num_seqs + config.max_queue
-        room = room_for(client, live, places) if config.max_queue else places - live.total()
-        if count > room:
-            if self._observer is not None:
-                self._observer.refused()
-            error = QueueFullError(f"queue: expected room for {count} more of {places} requests, got {room}. Try again later.")
-            error.retry_after = self._seconds_to_room(client, count, live, places)
-            raise error
-        self._reserved[client] += count
+        config, taken = self.config, self._places_by_client()
+        client, count, places = request.client, len(request.params), config.max_num_seqs + config.max_queue
+        room = room_for(client, taken, places) if config.max_queue else places - taken.total()
+        if count <= room:
+            return
+        if self._observer is not None:
+            self._observer.refused()
+        error = QueueFullError(f"queue: expected room for {count} more of {places} requests, got {room}. Try again later.")
+        error.retry_after = self._seconds_to_room(client, count, taken, places)
+        raise error
 
-    def _seconds_to_room(self, client: str, count: int, live: Counter[str], places: int) -> float:
-        """Return after how long so many answers may have room: when enough of any clients have ended, or enough of this client's own."""
-        share, slots = share_of(client, live, places), self.config.max_num_seqs
-        to_end = count + live.total() - places
+    def _seconds_to_room(self, client: str, count: int, taken: Counter[str], places: int) -> float:
+        """Estimate when there are ``count`` places: after enough requests of any client, or enough of this client's own, have ended."""
+        share, slots = share_of(client, taken, places), self.config.max_num_seqs
+        to_end = count + taken.total() - places
         if self.config.max_queue and count <= share:
-            own = count + live[client] - share
-            to_end = min(to_end, own * len(live.keys() | {client}))  # of the slots it has as many as each of the others
+            own = count + taken[client] - share
+            to_end = min(to_end, own * len(taken.keys() | {client}))  # each client has the same number of slots
         return max(1.0, math.ceil(self._mean_seconds * to_end / slots))
 
-    async def _submit(self, wanted: WantedAnswers, requests: list[AsyncRequest], masks: list[GuidedMask]) -> None:
-        """Submit all answers at once; what was reserved for them becomes them."""
-        try:
-            params = wanted.params
-            if wanted.guided is not None:
-                masks += self._new_masks(wanted)
-                compiled = asyncio.wrap_future(masks[0].compile())
-                await asyncio.wait([compiled])
-                if not compiled.cancelled():  # by ``abort``
-                    compiled.result()
-                params = tuple(_guided(one, mask) for one, mask in zip(params, masks, strict=True))
-            requests += await self._session.submit_answers(
-                wanted.token_ids, params, prompt_logprobs=wanted.prompt_logprobs, client=wanted.client
-            )
-        finally:
-            self._reserved[wanted.client] -= len(wanted.params)
-            if not self._reserved[wanted.client]:
-                del self._reserved[wanted.client]
+    # --- parts of generate ---
 
-    def _new_masks(self, wanted: WantedAnswers) -> list[GuidedMask]:
-        """Return what restricts each answer."""
+    async def _submit(self, request: EngineRequest) -> None:
+        """Submit all answers of a request, once the grammar is compiled."""
+        params = request.params
+        if request.guided is not None:
+            request.masks += self._new_masks(request)
+            compiled = asyncio.wrap_future(request.masks[0].compile())
+            await asyncio.wait([compiled])
+            if not compiled.cancelled():  # by ``abort``
+                compiled.result()
+            params = tuple(_guided(one, mask) for one, mask in zip(params, request.masks, strict=True))
+        request.begin(
+            await self._thread.submit_answers(request.token_ids, params, prompt_logprobs=request.prompt_logprobs, client=request.client)
+        )
+
+    def _new_masks(self, request: EngineRequest) -> list[GuidedMask]:
+        """Return a mask for each answer."""
         tokenizer, config = self._tokenizer, self.config
         if tokenizer is None:
             raise ConfigError("guided decoding: expected a model folder with tokenizer.json, got none.")
@@ -369,11 +346,12 @@ class AsyncEngine:
             self._guidance = Guidance(
                 tokenizer, config.vocab_size, config.eos_token_ids, options=self._guidance_options, max_texts=config.max_num_seqs
             )
-        grammar = Grammar(wanted.guided or {})
-        return [self._guidance.begin(grammar, ignore_eos=one.ignore_eos, client=wanted.client) for one in wanted.params]
+        grammar = Grammar(request.guided or {})
+        return [self._guidance.begin(grammar, ignore_eos=one.ignore_eos, client=request.client) for one in request.params]
 
-    def _record(self, requests: Sequence[AsyncRequest], submitted: float) -> None:
-        for one in requests:
+    def _record(self, request: EngineRequest, submitted: float) -> None:
+        """Report each answer to the observer, and wake ``drain`` after the last request."""
+        for one in request.answers:
             record = RequestRecord(
                 prompt_tokens=len(one.handle.prompt),
                 cached_tokens=one.handle.reused_tokens,
@@ -387,93 +365,10 @@ class AsyncEngine:
                 self._mean_seconds += _NEWEST_SHARE * (record.times[-1] - record.started - self._mean_seconds)
             if self._observer is not None:
                 self._observer.ended(record)
-        if not self._live and not self._reserved:
+        if not self._live:
             self._idle.set()
 
 
 def _guided(params: SamplingParams, mask: GuidedMask) -> SamplingParams:
-    """Return parameters with a mask, which knows when a text may end."""
+    """Return parameters with a mask. The grammar decides when a text may end, so end tokens are not ignored."""
     return replace(params, logits_processors=(*params.logits_processors, mask), ignore_eos=False)
-
-
-def _cancel(requests: Sequence[AsyncRequest], masks: Sequence[GuidedMask]) -> None:
-    """End requests, and what they wait for."""
-    for one in requests:
-        one.cancel()
-    for mask in masks:
-        mask.cancel()
-
-
-class _Timer:
-    """Cancels requests after some seconds, and what they wait for before they begin."""
-
-    def __init__(self, seconds: float | None, requests: Sequence[AsyncRequest], masks: Sequence[GuidedMask]) -> None:
-        self._seconds = seconds
-        self._expired = False
-        self._requests = requests
-        self._masks = masks
-        self._handle = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._expire)
-
-    def _expire(self) -> None:
-        self._expired = not self._requests or any(not one.ended for one in self._requests)
-        _cancel(self._requests, self._masks)
-
-    def check(self) -> None:
-        """Raise TimeoutError if it has cancelled a request."""
-        if self._expired:
-            raise TimeoutError(f"request: expected to end within {self._seconds:g} seconds; it was cancelled. Ask for fewer tokens.")
-
-    def cancel(self) -> None:
-        """Do nothing when the time comes."""
-        if self._handle is not None:
-            self._handle.cancel()
-
-
-async def _chunks(requests: Sequence[AsyncRequest], wanted: WantedAnswers) -> AsyncGenerator[GenerateChunk, None]:
-    """Yield the chunks of all answers, each as soon as it is there."""
-    counts = [0] * len(requests)
-    if len(requests) == 1:
-        last: GenerateChunk | None = None
-        while last is None or "finish_reason" not in last:
-            last = _chunk(0, requests[0], await requests[0].read(counts[0]), counts, wanted)
-            yield last
-        return
-    reads = {asyncio.create_task(request.read(0)): index for index, request in enumerate(requests)}
-    try:
-        while reads:
-            done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=reads.__getitem__):
-                index = reads[task]
-                chunk = _chunk(index, requests[index], task.result(), counts, wanted)
-                del reads[task]
-                yield chunk
-                if "finish_reason" not in chunk:
-                    reads[asyncio.create_task(requests[index].read(counts[index]))] = index
-    finally:
-        for task in reads:
-            task.cancel()
-        await asyncio.gather(*reads, return_exceptions=True)  # several may have failed: asyncio would complain of all but the first
-
-
-def _chunk(index: int, request: AsyncRequest, new: Sequence[GeneratedToken], counts: list[int], wanted: WantedAnswers) -> GenerateChunk:
-    """Return the chunk of new tokens of an answer; none if it was cancelled."""
-    shown = [] if wanted.scores_only else new
-    chunk = GenerateChunk(index=index, token_ids=[event.token for event in shown], text="".join([event.text for event in shown]))
-    if shown and wanted.params[index].logprobs is not None:
-        chunk["log_probs"] = [event.logprob or 0.0 for event in shown]
-        chunk["top_logprobs"] = [[{"token_id": token, "logprob": value} for token, value in event.top_logprobs or ()] for event in shown]
-    if index == 0 and not counts[0] and wanted.prompt_logprobs is not None and new:
-        chunk["prompt_logprobs"] = request.handle.prompt_score
-    counts[index] += len(new)
-    reason = new[-1].finish_reason if new else "cancelled"
-    if reason is not None:
-        completion = 0 if wanted.scores_only else counts[index]
-        prompt = len(request.handle.prompt)
-        chunk["finish_reason"] = "length" if wanted.scores_only and new else reason
-        chunk["completion_usage"] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": request.handle.reused_tokens},
-        }
-    return chunk

@@ -1,4 +1,4 @@
-"""What an engine is, what it does now, and who is told of each request."""
+"""Configuration and statistics of an engine, records of its requests, and their observers."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from trt_kvcache.session.statistics import SessionStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What a router or a server must know of an engine.
+    """Configuration of an engine, for a router or a server.
 
     Parameters
     ----------
     model : str
-        The name that it is served under.
+        The name of the model for clients.
     context_length : int
-        Tokens that a slot can hold: prompt and answer.
+        Tokens of a slot: prompt and answer.
     max_num_seqs : int
-        Slots: requests that run at once.
+        Number of slots: requests that run at once.
     max_queue : int
-        Requests that may wait for one.
+        Number of requests that may wait for a slot.
     vocab_size : int
-        Token ids are from 0 to ``vocab_size - 1``.
+        Token ids range from 0 to ``vocab_size - 1``.
     eos_token_ids : tuple of int
         The model's end tokens.
     has_chat_template : bool
-        Whether the model has a chat template.
+        True if the model has a chat template.
     scores_prompts : bool
-        Whether it answers ``prompt_logprobs``: the engine has the logits of several tokens per slot.
+        True if it accepts ``prompt_logprobs``: the engine returns the logits of several tokens per slot.
     """
 
     model: str
@@ -47,12 +47,12 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """What a slot does.
+    """State of a slot.
 
     Parameters
     ----------
     request : int
-        Number of its request.
+        Index of its request.
     state : str
         ``"prefilling"``, ``"decoding"``, or ``"finished"`` until the next step.
     tokens : int
@@ -66,18 +66,18 @@ class SlotUse:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """What an engine does now, and has done so far.
+    """Statistics of an engine: its current state, and its totals.
 
     Parameters
     ----------
     slots : tuple of SlotUse
         The slots in use.
     waiting : int
-        Requests in the queue.
+        Number of requests in the queue.
     waiting_clients : int
-        Clients that have requests in the queue.
+        Number of clients with requests in the queue.
     prompt_cache_hits, prompt_cache_misses, prompt_cache_bytes : int
-        Of the prompt cache.
+        Counters and size of the prefix cache.
     session : SessionStatistics
         Tokens, steps, bytes of K and V.
     """
@@ -92,7 +92,7 @@ class EngineStats:
 
     @classmethod
     def of(cls, session: InferenceSession) -> EngineStats:
-        """Return those of a session, in its thread."""
+        """Return the statistics of a session. Call it in the thread of the session."""
         cache = session.prompt_cache
         return cls(
             slots=tuple(SlotUse(one.index, one.state, len(one.prompt) + len(one.tokens)) for one in session.running_requests),
@@ -106,17 +106,17 @@ class EngineStats:
 
     @classmethod
     def together(cls, parts: Sequence[EngineStats]) -> EngineStats:
-        """Return those of several engines as one: sums, and the slots of all.
+        """Return the statistics of several engines as one: sums, and the slots of all.
 
         Parameters
         ----------
         parts : sequence of EngineStats
-            One for each engine, at least one.
+            Statistics of each engine, at least one.
 
         Returns
         -------
         EngineStats
-            Of all.
+            Totals.
         """
         sessions = [part.session for part in parts]
         return cls(
@@ -132,20 +132,20 @@ class EngineStats:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """What became of one answer.
+    """Outcome of one answer.
 
     Parameters
     ----------
     prompt_tokens, cached_tokens, generated_tokens : int
-        Of the prompt, those of them that were not run for it, and of the answer.
+        Tokens of the prompt, prompt tokens that were cached, tokens of the answer.
     submitted : float
-        When it was submitted, by ``time.perf_counter``.
+        Time when it was submitted, by ``time.perf_counter``.
     times : tuple of float
-        When each token was there, by the same clock, however slowly it was read.
+        Time when each token was generated, by the same clock; it may have been read later.
     finish_reason : str
         ``"stop"``, ``"length"``, ``"cancelled"`` or ``"error"``.
     started : float or None
-        When it got a slot, by the same clock. None if it did not, or if that is not known.
+        Time when it got a slot, by the same clock. None if it did not, or if that is not known.
     """
 
     prompt_tokens: int
@@ -158,10 +158,10 @@ class RequestRecord:
 
 
 class EngineObserver(Protocol):
-    """Is told what becomes of requests, in the event loop."""
+    """Gets the outcomes of requests, in the event loop."""
 
     def ended(self, record: RequestRecord) -> None:
         """Take the record of an answer that has ended."""
 
     def refused(self) -> None:
-        """Count a request that found the queue full."""
+        """Count a request that was refused because the queue was full."""

@@ -1,27 +1,27 @@
-"""``Batch``: the active slots of a session. What they hold and what the cache says change together or not at all."""
+"""``Batch``: the sequences in the slots of a session, and the calls that add to them.
+
+A call plans on the host, does its work on the device inside :meth:`Runner.work`, and applies the new slots last.
+"""
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import CapacityError, RangeError, ShapeError
-from trt_kvcache.generation.sampling import SamplerPosition
 from trt_kvcache.generation.token_ids import TokenArray, common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptMatch
 from trt_kvcache.sequences.slot_copy import SlotCopy
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.chunks import Chunk
-from trt_kvcache.session.slot_state import SlotSavepoint, SlotState
+from trt_kvcache.session.runner import Runner
+from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.statistics import SessionStatistics, StepCounters
-from trt_kvcache.session.step_executor import StepExecutor
 
 #: Token ids per slot, or per prompt.
 Rows = Sequence[Sequence[int]]
@@ -31,68 +31,49 @@ Logits = np.ndarray[Any, Any]
 _LOGGER = logging.getLogger("trt_kvcache.session")
 
 
-class BatchSavepoint(NamedTuple):
-    """What a :class:`Batch` needs to return to an earlier state."""
-
-    slots: list[SlotState]
-    states: list[SlotSavepoint]
-    lengths: tuple[int, ...]
-    state_changes: int
-
-
 class _Verified(NamedTuple):
-    """What the last :meth:`Batch.verify` has run: the rows of its slots, and ``changes`` then."""
+    """Rows past the lengths that :meth:`Batch.verify` has run."""
 
-    changes: int
     rows: list[tuple[int, ...]]
 
 
 class Batch:
-    """The active slots of a session, and the steps that add to them."""
+    """The active slots of a session, and the calls that add to them."""
 
-    def __init__(self, steps: StepExecutor, prompt_cache: PromptCache) -> None:
-        self._steps = steps
-        self._cache = steps.cache
+    def __init__(self, runner: Runner, prompt_cache: PromptCache) -> None:
+        self._runner = runner
+        self._cache = runner.cache
         self._prompt_cache = prompt_cache
-        self._slots: list[SlotState] = []
         self._counters = StepCounters()
-        kv, mamba = steps.cache.kv_config, steps.cache.mamba_config
+        kv, mamba = runner.cache.kv_config, runner.cache.mamba_config
         self._bytes_per_token = 0 if kv is None else estimate_memory(kv).bytes_per_token
         self._state_bytes = 0 if mamba is None else mamba.slot_nbytes
         #: Tokens a slot can hold, S.
-        self.max_sequence_length = steps.cache.lengths.max_sequence_length
-        #: Grows with every change of what the cache holds, so that an iterator notices that another call came between.
-        self.changes = 0
-        self._verified: _Verified | None = None
+        self.max_sequence_length = runner.cache.lengths.max_sequence_length
 
     # --- what the slots hold ---
 
     def __len__(self) -> int:
         """Return the number of active slots, A."""
-        return len(self._slots)
+        return len(self._runner.slots)
 
-    def __getitem__(self, slot: int) -> SlotState:
-        """Return what an active slot holds."""
-        return self._slots[slot]
-
-    @property
-    def slots(self) -> list[SlotState]:
-        """What each active slot holds."""
-        return list(self._slots)
+    def __getitem__(self, slot: int) -> Slot:
+        """Return an active slot."""
+        return self._runner.slots[slot]
 
     @property
     def held(self) -> list[int]:
         """Tokens that each active slot holds."""
-        return [len(slot.tokens) for slot in self._slots]
+        return [slot.length for slot in self._runner.slots]
 
     @property
     def reused(self) -> list[int]:
         """Tokens at the start of each active slot that were not run for its sequence."""
-        return [slot.reused for slot in self._slots]
+        return [slot.reused for slot in self._runner.slots]
 
-    def is_full(self, slot: int) -> bool:
+    def is_full(self, slot: Slot) -> bool:
         """Tell whether a slot can take no further token."""
-        return len(self._slots[slot].tokens) >= self.max_sequence_length
+        return slot.length >= self.max_sequence_length
 
     @property
     def statistics(self) -> SessionStatistics:
@@ -103,24 +84,13 @@ class Batch:
 
     # --- checks: nothing is changed ---
 
-    def checked_lengths(self) -> tuple[int, ...]:
-        """Return the lengths of the cache."""
-        lengths = self._cache.host_kv_cache_lengths
-        known = tuple(self.held)
-        if known != lengths:
-            raise RangeError(
-                f"cache lengths: expected {known}, the tokens that this session has run, got {lengths}. "
-                "Change them through the session (rewind, append), or start new sequences with prefill."
-            )
-        return lengths
-
     def check_prompts(self, prompts: Rows, *, reuse: bool = False, queued: bool = False) -> None:
         """Check that prompts can start new sequences."""
         slots = self._cache.max_batch_size
         if queued and not prompts:
             raise ShapeError("prompts: expected at least one, got none.")
         if queued and len(prompts) > slots:
-            self._steps.check_all_batch_sizes()
+            self._runner.check_all_batch_sizes()
         elif not 1 <= len(prompts) <= slots:
             raise ShapeError(f"prompts: expected 1 to max_batch_size={slots} of them, got {len(prompts)}.")
         _check_not_empty(prompts)
@@ -143,52 +113,19 @@ class Batch:
                 raise CapacityError(f"{adds} exceeds max_sequence_length={limit}. Nothing was changed.")
 
     def plan_prefill(self, lengths: Sequence[int], rows: Rows, *, every_logit: bool = False) -> list[Chunk]:
-        """Cut new tokens into enqueues: see :meth:`StepExecutor.plan_prefill`."""
-        return self._steps.plan_prefill(lengths, [len(row) for row in rows], every_logit=every_logit)
+        """Cut new tokens into enqueues: see :meth:`Runner.plan_prefill`."""
+        return self._runner.plan_prefill(lengths, [len(row) for row in rows], every_logit=every_logit)
 
     def _check_one_each(self, what: str, count: int) -> tuple[int, ...]:
         """Check that there is one of something for each active slot, and return the lengths."""
-        lengths = self.checked_lengths()
+        lengths = self._runner.checked_lengths()
         if count != len(lengths):
             raise ShapeError(f"{what}: expected one for each of {len(lengths)} active slots, got {count}.")
         return lengths
 
     def _after_pending(self, turns: Rows) -> list[list[int]]:
         """Return what must be run for each turn: pending tokens go first, and an empty turn runs nothing."""
-        return [[*slot.pending, *turn] if turn else [] for slot, turn in zip(self._slots, turns, strict=True)]
-
-    # --- savepoints ---
-
-    def savepoint(self) -> BatchSavepoint:
-        """Return the state now, for one :meth:`rollback`."""
-        return self._savepoint_at(self._cache.host_kv_cache_lengths)
-
-    def rollback(self, savepoint: BatchSavepoint) -> None:
-        """Return to the state at ``savepoint``: the lengths of the cache and the slots. Nothing is run again."""
-        has_states = self._steps.restore_states(savepoint.state_changes) or not any(savepoint.lengths)
-        lengths = savepoint.lengths if has_states else ()
-        self._slots = savepoint.slots[: len(lengths)]
-        for slot, state, length in zip(self._slots, savepoint.states, lengths, strict=False):
-            slot.rollback(state, length)
-        if not self._cache.closed:
-            self._cache.reset_for_new_sequences(lengths, stream=self._steps.stream)
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """Return a context manager that rolls back if its block raises or is interrupted."""
-        return self._rollback_to(self._savepoint_at(self.checked_lengths()))
-
-    def _savepoint_at(self, lengths: tuple[int, ...]) -> BatchSavepoint:
-        """Return the state now; ``lengths`` are those of the cache, so that they are read once."""
-        return BatchSavepoint(list(self._slots), [slot.savepoint() for slot in self._slots], lengths, self._steps.state_changes)
-
-    @contextmanager
-    def _rollback_to(self, savepoint: BatchSavepoint) -> Iterator[None]:
-        self.changes += 1
-        try:
-            yield
-        except BaseException:
-            self.rollback(savepoint)
-            raise
+        return [[*slot.pending, *turn] if turn else [] for slot, turn in zip(self._runner.slots, turns, strict=True)]
 
     # --- which slots are active ---
 
@@ -196,39 +133,40 @@ class Batch:
         """Make no slot active."""
         self._reset([])
 
-    def add(self, prompts: Rows, samplers: Sequence[SamplerPosition], *, anew: Sequence[bool] | None = None) -> None:
-        """Make more slots active behind the others, each with what the prompt cache has of its prompt."""
-        first = len(self._slots)
-        sought = [()] * first + [() if new else row for row, new in zip(prompts, anew or repeat(False), strict=False)]
-        with self.transaction():
-            self._cache.set_active_batch_size(first + len(prompts), stream=self._steps.stream)
-            self._slots += [SlotState([], sampler=sampler) for sampler in samplers]
-            self._restore({slot: match for slot, row in enumerate(sought) if row and (match := self._prompt_cache.find(row))})
+    def added(self, slots: Sequence[Slot], prompts: Rows, *, skip_prompt_cache: Sequence[bool]) -> list[Slot]:
+        """Make more slots active after others, each with what the prompt cache has of its prompt. Inside :meth:`Runner.work`."""
+        first = len(slots)
+        self._cache.set_active_batch_size(first + len(prompts), stream=self._runner.stream)
+        empty = [*slots, *(Slot([], 0) for _ in prompts)]
+        sought = {slot: row for slot, (row, skip) in enumerate(zip(prompts, skip_prompt_cache, strict=True), start=first) if not skip}
+        return self._restored(empty, {slot: match for slot, row in sought.items() if (match := self._prompt_cache.find(row))})
 
-    def copy_tokens(self, source: int, lengths: Mapping[int, int]) -> None:
-        """Copy the first tokens of a slot to others, over what these hold. Nothing is run."""
-        stream, tokens = self._steps.stream, self._slots[source].tokens
+    def copied(self, slots: Sequence[Slot], source: int, lengths: Mapping[int, int]) -> list[Slot]:
+        """Copy the first tokens of a slot to others, over what these hold. Inside :meth:`Runner.work`.
+
+        If there is no room for the copy, :class:`CapacityError` is raised and nothing was changed.
+        """
+        stream = self._runner.stream
         copy = SlotCopy.capture(self._cache, source, max(lengths.values()), stream=stream)
-        increments = [0] * len(self._slots)
-        with self.transaction():
-            if any(self._slots[slot].tokens for slot in lengths):
-                self._steps.note_state_change()
-            for slot, length in lengths.items():
-                increments[slot] = length - len(self._slots[slot].tokens)
-                copy.restore(self._cache, slot, length, stream=stream)
-            self._cache.commit_sequence_length(increments, stream=stream)
-            for slot, length in lengths.items():
-                self._slots[slot].restore(tokens[length - increments[slot] : length])
-            self._counters.reused_tokens += sum(increments)
+        if any(slots[slot].length for slot in lengths):
+            self._runner.overwrite_states()
+        after = list(slots)
+        for slot, length in lengths.items():
+            copy.restore(self._cache, slot, length, stream=stream)
+            after[slot] = slots[slot].restored(slots[source].row[slots[slot].length : length])
+        self._commit_restored(slots, after)
+        return after
 
     @nvtx_range("compaction")
     def compact(self, mapping: Sequence[int]) -> None:
-        """Drop and move slots. The moves cannot be rolled back: a dropped slot may have been overwritten."""
+        """Drop and move slots."""
         kept = sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)
-        with self.transaction():
-            self._steps.note_state_change()
-            self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._steps.stream)
-            self._slots = [self._slots[slot] for _, slot in kept]
+        slots = self._runner.slots
+        self._runner.checked_lengths()
+        with self._runner.work():
+            self._runner.overwrite_states()
+            self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._runner.stream)
+            self._runner.apply([slots[slot] for _, slot in kept])
 
     # --- sequences ---
 
@@ -237,13 +175,13 @@ class Batch:
         kept = [0] * len(prompts)
         if reuse:
             self._check_one_each("prompts", len(prompts))  # the batch may have changed since the prompts were checked
-            kept = [self._kept(prompt, slot.tokens) for prompt, slot in zip(prompts, self._slots, strict=True)]
+            kept = [self._kept(prompt, slot) for prompt, slot in zip(prompts, self._runner.slots, strict=True)]
         found = {slot: match for slot, row in enumerate(prompts) if (match := self._prompt_cache.find(row)) and match.length > kept[slot]}
         reused = [found[slot].length if slot in found else count for slot, count in enumerate(kept)]
         rows = [prompt[count:] for prompt, count in zip(prompts, reused, strict=True)]
-        if self._steps.has_states:
+        if self._runner.has_states:
             kept = [0 if slot in found else count for slot, count in enumerate(kept)]
-        before = [row[:-1] if self.remembers_before_last else () for row in rows]
+        before = [row[:-1] if self.caches_prompt_without_last_token else () for row in rows]
         rows = [row[len(part) :] for row, part in zip(rows, before, strict=True)]
         chunks_before = self.plan_prefill(reused, before)
         chunks = self.plan_prefill([count + len(part) for count, part in zip(reused, before, strict=True)], rows)
@@ -251,20 +189,20 @@ class Batch:
             _LOGGER.info("slot %d: %d of %d prompt tokens are from the prompt cache", slot, match.length, len(prompts[slot]))
         self._reset(kept)
         if found:
-            with self.transaction():
-                self._restore(found)
-        if self.remembers_before_last:
-            self.prefill(before, chunks_before)
-            self.remember(range(len(prompts)))
-            return self.prefill(rows, chunks)
-        logits = self.prefill(rows, chunks)
-        self.remember(range(len(prompts)))
+            with self._runner.work():
+                self._runner.apply(self._restored(self._runner.slots, found))
+        if self.caches_prompt_without_last_token:
+            self._prefill(before, chunks_before)
+            self.remember(self._runner.slots)
+            return self._prefill(rows, chunks)
+        logits = self._prefill(rows, chunks)
+        self.remember(self._runner.slots)
         return logits
 
-    def _kept(self, prompt: Sequence[int], held: Sequence[int]) -> int:
+    def _kept(self, prompt: Sequence[int], slot: Slot) -> int:
         """Return how many tokens of a prompt a slot keeps of what it holds: states are those after all of them."""
-        count = common_prefix(prompt[:-1], held)
-        return 0 if self._steps.has_states and count < len(held) else count
+        count = common_prefix(prompt[:-1], slot.tokens)
+        return 0 if self._runner.has_states and count < slot.length else count
 
     def append(self, turns: Rows) -> Logits:
         """Run new tokens of the active slots, after their pending ones."""
@@ -272,72 +210,117 @@ class Batch:
         rows = self._after_pending(turns)
         self.check_room(lengths, rows)
         chunks = self.plan_prefill(lengths, rows)
-        with self._rollback_to(self._savepoint_at(lengths)):
-            return self.prefill(rows, chunks)
+        with self._runner.work():
+            slots, logits = self.prefilled(self._runner.slots, rows, chunks)
+            self._runner.apply(slots)
+        return logits
 
     @nvtx_range("decode")
-    def decode(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> Logits:
+    def decode(self, tokens: Sequence[int]) -> Logits:
         """Run one token of every active slot in one enqueue."""
         started = time.perf_counter()
-        with self.decode_transaction(tokens, going):
-            self.enqueue(tokens, going)
-            self.commit(tokens, going)
-            logits = self._steps.logits(len(tokens))
-            self.count_step(going, started)
+        self.check_decode(tokens)
+        with self._runner.work():
+            self._runner.enqueue_one_each(tokens)
+            self._runner.commit(1)
+            slots = self.decoded(self._runner.slots, tokens)
+            logits = self._runner.logits(len(tokens))
+            self._runner.apply(slots)
+        self.count_step(len(tokens), started)
         return logits
 
-    def decode_transaction(self, tokens: Sequence[int], going: Sequence[bool] | None) -> AbstractContextManager[None]:
-        """Check that one token of every active slot can be run, and return a :meth:`transaction` in which to do so."""
+    def check_decode(self, tokens: Sequence[int], active: Sequence[bool] | None = None) -> None:
+        """Check that one token of every active slot can be run. A full slot that takes no part makes room for its idle row."""
         lengths = self._check_one_each("tokens", len(tokens))
         if max(lengths, default=0) >= self.max_sequence_length:
-            going = going or [True] * len(tokens)
-            self.check_room(lengths, [tokens[:1] if goes else () for goes in going])
-            lengths = self._make_room_for_idle_rows(going)
-        return self._rollback_to(self._savepoint_at(lengths))
+            active = active or [True] * len(tokens)
+            self.check_room(lengths, [tokens[:1] if takes_part else () for takes_part in active])
+            self.make_room_for_idle_rows(active)
 
-    def enqueue(self, tokens: Sequence[int], going: Sequence[bool] | None) -> None:
-        """Enqueue one token of every active slot. Its rows lie behind the lengths until :meth:`commit`. Inside a transaction."""
-        self._steps.enqueue_one_each(tokens, going)
+    @staticmethod
+    def decoded(slots: Sequence[Slot], tokens: Sequence[int], active: Sequence[bool] | None = None) -> list[Slot]:
+        """Return the slots after one token of those that take part was run."""
+        if active is None:
+            return [slot.extended((token,)) for slot, token in zip(slots, tokens, strict=True)]
+        taking_part = zip(slots, tokens, active, strict=True)
+        return [slot.extended((token,)) if takes_part else slot for slot, token, takes_part in taking_part]
 
-    def commit(self, tokens: Sequence[int], going: Sequence[bool] | None) -> None:
-        """Count what the last enqueue has written, or will write, of the slots that take part. Inside a transaction."""
-        self._steps.commit(1 if going is None else [int(goes) for goes in going])
-        for slot, token, goes in zip(self._slots, tokens, going or repeat(True), strict=False):
-            if goes:
-                slot.extend((token,))
+    def make_room_for_idle_rows(self, active: Sequence[bool]) -> None:
+        """Apply :meth:`with_room_for_idle_rows`: a step that fails afterwards may have overwritten the last row of a full slot."""
+        if any(self.is_full(slot) and not takes_part for slot, takes_part in zip(self._runner.slots, active, strict=True)):
+            with self._runner.work():
+                self._runner.apply(self.with_room_for_idle_rows(self._runner.slots, active))
 
-    def count_step(self, going: Sequence[bool] | None, started: float) -> None:
+    def with_room_for_idle_rows(self, slots: Sequence[Slot], active: Sequence[bool]) -> Sequence[Slot]:
+        """Give the last token of full idle slots back to their pending ones. States cannot go back by one token: all are given back.
+
+        Inside :meth:`Runner.work`.
+        """
+        last = 0 if self._runner.has_states else self.max_sequence_length - 1
+        after = list(slots)
+        for index, (slot, takes_part) in enumerate(zip(slots, active, strict=True)):
+            if self.is_full(slot) and not takes_part:
+                self._rewind(index, last, held=slot.length)
+                after[index] = slot.shortened(last, (*slot.row[last : slot.length], *slot.pending))
+        return after
+
+    def count_step(self, num_tokens: int, started: float) -> None:
         """Count a decode step in the statistics."""
         self._counters.decode_steps += 1
-        self._counters.decode_tokens += len(self._slots) if going is None else sum(going)
+        self._counters.decode_tokens += num_tokens
         self._counters.decode_seconds += time.perf_counter() - started
 
-    @nvtx_range("prefill")
-    def prefill(self, rows: Rows, chunks: Sequence[Chunk], *, receive: Callable[[int, Logits], object] | None = None) -> Logits:
+    def _prefill(self, rows: Rows, chunks: Sequence[Chunk]) -> Logits:
         """Run new tokens in chunks. Each chunk is atomic, the call as a whole is not."""
+        with self._runner.work():
+            return self.prefilled(self._runner.slots, rows, chunks, apply=self._runner.apply)[1]
+
+    @nvtx_range("prefill")
+    def prefilled(
+        self,
+        slots: Sequence[Slot],
+        rows: Rows,
+        chunks: Iterable[Chunk],
+        *,
+        receive: Callable[[int, Logits], object] | None = None,
+        apply: Callable[[Sequence[Slot]], object] = lambda slots: None,
+    ) -> tuple[list[Slot], Logits]:
+        """Run new tokens in chunks, and return the slots afterwards and the logits after each row. Inside :meth:`Runner.work`.
+
+        ``receive(slot, logits)`` gets the logits of all tokens, chunk by chunk; ``apply(slots)`` gets the slots after each chunk.
+        """
         started = time.perf_counter()
-        logits = np.full((len(rows), self._steps.plan.vocab_size), np.nan, np.float32)
-        done = [0] * len(rows)
-        for chunk in chunks:
-            slots = range(chunk.first, chunk.end)
-            parts = [rows[slot][done[slot] : done[slot] + take] for slot, take in zip(slots, chunk.takes, strict=True)]
-            chunk_logits = self._prefill_chunk(chunk, parts, every_logit=receive is not None)
-            for place, (slot, take) in enumerate(zip(slots, chunk.takes, strict=True)):
-                done[slot] += take
-                if take and receive is not None:
-                    receive(slot, chunk_logits[place][:take])
-                if take and done[slot] == len(rows[slot]):
-                    logits[slot] = chunk_logits[place] if receive is None else chunk_logits[place][take - 1]
+        after = list(slots)
+        logits = np.full((len(rows), self._runner.plan.vocab_size), np.nan, np.float32)
+        for chunk, parts in _parts_of(rows, chunks):
+            chunk_logits = self._run_chunk(chunk, parts, every_logit=receive is not None)
+            for slot, part, found in zip(range(chunk.first, chunk.end), parts, chunk_logits, strict=True):
+                if not part:
+                    continue
+                after[slot] = after[slot].extended(part)
+                if receive is not None:
+                    receive(slot, found[: len(part)])
+                if after[slot].length == slots[slot].length + len(rows[slot]):
+                    logits[slot] = found if receive is None else found[len(part) - 1]
+            apply(after)
+            self._counters.prefill_tokens += sum(chunk.takes)
         self._counters.prefill_seconds += time.perf_counter() - started
-        return logits
+        return after, logits
 
     def start_every_logit(self, prompts: Rows) -> Iterator[tuple[int, Logits]]:
         """Start new sequences, run their prompts, and yield the logits of all their tokens, chunk by chunk."""
-        chunks = self._steps.plan_prefill([0] * len(prompts), [len(row) for row in prompts], every_logit=True)
+        chunks = self.plan_prefill([0] * len(prompts), prompts, every_logit=True)
         self._reset([0] * len(prompts))
         for chunk, parts in _parts_of(prompts, chunks):
             started = time.perf_counter()
-            logits = self._prefill_chunk(chunk, parts, every_logit=True)
+            after = list(self._runner.slots)
+            with self._runner.work():
+                logits = self._run_chunk(chunk, parts, every_logit=True)
+                for slot, part in enumerate(parts, start=chunk.first):
+                    if part:
+                        after[slot] = after[slot].extended(part)
+                self._runner.apply(after)
+            self._counters.prefill_tokens += sum(chunk.takes)
             self._counters.prefill_seconds += time.perf_counter() - started
             for slot, part, found in zip(range(chunk.first, chunk.end), parts, logits, strict=True):
                 if part:
@@ -349,34 +332,32 @@ class Batch:
         started = time.perf_counter()
         lengths = self._check_one_each("tokens", len(rows))
         self.check_room(lengths, rows)
-        chunks = self._steps.plan_prefill(lengths, [len(row) for row in rows], every_logit=True)
-        if self._steps.has_states and len(chunks) > 1:
+        chunks = self.plan_prefill(lengths, rows, every_logit=True)
+        if self._runner.has_states and len(chunks) > 1:
             raise CapacityError(
                 f"verify: a slot has no room for the padding of {max(map(len, rows))} tokens, and states cannot be set back after a part "
                 "of them. Use shorter rows. Nothing was changed."
             )
-        self._verified = None
-        found = np.full((len(rows), max(map(len, rows)), self._steps.plan.vocab_size), np.nan, np.float32)
+        found = np.full((len(rows), max(map(len, rows)), self._runner.plan.vocab_size), np.nan, np.float32)
         done = [0] * len(rows)
-        try:
+        with self._runner.work():
             for chunk, parts in _parts_of(rows, chunks):
-                (self._steps.run if chunk is chunks[-1] else self._steps.prefill)(chunk, parts, every_logit=True)
-                logits = self._steps.every_logit(chunk)
+                (self._runner.run if chunk is chunks[-1] else self._runner.prefill)(chunk, parts, every_logit=True)
+                logits = self._runner.every_logit(chunk)
                 for slot, part, of_slot in zip(range(chunk.first, chunk.end), parts, logits, strict=True):
                     found[slot, done[slot] : done[slot] + len(part)] = of_slot[: len(part)]
                     done[slot] += len(part)
-        finally:
-            if len(chunks) > 1 and not self._cache.closed:
-                self._cache.reset_for_new_sequences(lengths, stream=self._steps.stream)
-        self._verified = _Verified(self.changes, [tuple(row) for row in rows])
+            if len(chunks) > 1:
+                self._cache.reset_for_new_sequences(lengths, stream=self._runner.stream)
+        self._runner.uncommitted = _Verified([tuple(row) for row in rows])
         self._counters.decode_steps += 1
         self._counters.decode_seconds += time.perf_counter() - started
         return found
 
     def accept(self, counts: Sequence[int]) -> None:
         """Commit the first tokens that the last :meth:`verify` has run, and drop the others."""
-        verified = self._verified
-        if verified is None or verified.changes != self.changes:
+        verified = self._runner.uncommitted
+        if not isinstance(verified, _Verified):
             raise RangeError("accept: expected a verify before it, and no other change of the sequences since. Call verify again.")
         self._check_one_each("counts", len(counts))
         taken = [
@@ -384,133 +365,106 @@ class Batch:
         ]
         kept = [row[:count] for row, count in zip(verified.rows, taken, strict=True)]
         is_partial = any(0 < count < len(row) for row, count in zip(verified.rows, taken, strict=True))
-        chunks = self.plan_prefill(self.held, kept) if self._steps.has_states and is_partial else []
-        with self.transaction():
+        chunks = self.plan_prefill(self.held, kept) if self._runner.has_states and is_partial else []
+        with self._runner.work():
             for chunk, parts in _parts_of(kept, chunks):
-                self._steps.prefill(chunk, parts)
+                self._runner.prefill(chunk, parts)
             if not chunks:
-                self._steps.commit(taken)
-            for state, row in zip(self._slots, kept, strict=True):
-                if row:
-                    state.extend(row)
-            self._counters.decode_tokens += sum(taken)
+                self._runner.commit(taken)
+            self._runner.apply([slot.extended(row) if row else slot for slot, row in zip(self._runner.slots, kept, strict=True)])
+        self._counters.decode_tokens += sum(taken)
 
     def rewind(self, slot: int, length: int) -> None:
         """Shorten a slot to its first ``length`` tokens and drop its pending ones."""
-        with self.transaction():
-            self._rewind(slot, length)
+        self._runner.checked_lengths()
+        after = list(self._runner.slots)
+        slot = slot_index(slot, len(after), of="active slots")
+        with self._runner.work():
+            self._rewind(slot, length, held=after[slot].length)
+            after[slot] = after[slot].shortened(length)
+            self._runner.apply(after)
 
     def load(self, snapshots: Sequence[Snapshot]) -> None:
         """Start new sequences, one from each snapshot. The snapshots were checked to fit."""
-        stream = self._steps.stream
+        stream = self._runner.stream
         self._reset([0] * len(snapshots))
-        with self.transaction():
+        with self._runner.work():
             for slot, snapshot in enumerate(snapshots):
                 snapshot.contents.restore(self._cache, slot, len(snapshot.tokens), stream=stream)
             self._cache.commit_sequence_length([len(snapshot.tokens) for snapshot in snapshots], stream=stream)
-            self._slots = [_slot_of(snapshot) for snapshot in snapshots]
+            self._runner.apply([_slot_of(snapshot) for snapshot in snapshots])
 
     def resume(self, snapshots: Sequence[Snapshot], kept: Sequence[int], rows: Rows, chunks: Sequence[Chunk]) -> Logits:
         """Start new sequences from snapshots, keep so many tokens of each, and run those that follow."""
         self.load(snapshots)
         for slot, length in enumerate(kept):
-            if length < len(self._slots[slot].tokens):
+            if length < self._runner.slots[slot].length:
                 self.rewind(slot, length)
-        with self.transaction():
-            return self.prefill(rows, chunks)
+        with self._runner.work():
+            slots, logits = self.prefilled(self._runner.slots, rows, chunks)
+            self._runner.apply(slots)
+        return logits
 
-    # --- what is known of a slot's request: the cache does not change ---
-
-    def assign_sampler(self, slot: int, sampler: SamplerPosition) -> None:
-        """Record which sampler chooses the tokens of a slot."""
-        self._slots[slot].sampler = sampler
-
-    def record_token(self, slot: int, token: int, sampler: SamplerPosition | None, *, generated: int = 0) -> None:
-        """Record the token that was chosen for a slot as pending, where its sampler is now, and how many its request has generated.
-
-        Tokens may be pending in front of it: those that a full slot has given back while its request waited.
-        """
-        state = self._slots[slot]
-        state.pending = (*state.pending, token)
-        state.sampler = sampler
-        state.generated = generated
+    # --- prefix caching ---
 
     @property
-    def remembers_before_last(self) -> bool:
-        """Whether prompts are copied into the prompt cache without their last token, before it is run.
+    def caches_prompt_without_last_token(self) -> bool:
+        """True if prompts are copied into the prompt cache before their last token is run.
 
         States can be used for exactly the tokens that they are after, and the last token of a prompt is always run.
         """
-        return self._steps.has_states and self._prompt_cache.max_bytes > 0
+        return self._runner.has_states and self._prompt_cache.max_bytes > 0
 
-    def parting(self, tokens: TokenArray) -> int:
+    def divergence_point(self, tokens: TokenArray) -> int:
         """Return the length of the longest common prefix with a cached prompt, where states at it can serve a third prompt."""
-        if not self.remembers_before_last:
+        if not self.caches_prompt_without_last_token:
             return 0
         return max((common_prefix(tokens, entry.tokens) for entry in self._prompt_cache.entries), default=0)
 
-    def remember(self, slots: Iterable[int]) -> None:
-        """Copy what slots hold into the prompt cache, if it is on."""
+    def remember(self, slots: Sequence[Slot], chosen: Iterable[int] | None = None) -> None:
+        """Copy what slots hold in the cache now into the prompt cache, if it is on."""
         if self._prompt_cache.max_bytes:
-            for slot in slots:
-                if not self._slots[slot].tokens:
-                    continue
-                self._prompt_cache.insert(self._slots[slot].tokens, slot, stream=self._steps.stream)
+            for slot in range(len(slots)) if chosen is None else chosen:
+                if slots[slot].length:
+                    self._prompt_cache.insert(slots[slot].tokens, slot, stream=self._runner.stream)
 
     # --- parts of the above ---
 
     def _reset(self, kept: Sequence[int]) -> None:
         """Start ``len(kept)`` new sequences that keep the first tokens of what their slots hold."""
-        with self._rollback_to(self.savepoint()):
-            self._steps.note_state_change()
-            self._cache.reset_for_new_sequences(kept, stream=self._steps.stream)
-            self._slots = [SlotState(self._slots[slot].tokens[:count] if count else [], reused=count) for slot, count in enumerate(kept)]
-            self._counters.reused_tokens += sum(kept)
+        slots = self._runner.slots
+        with self._runner.work():
+            self._runner.overwrite_states()
+            self._cache.reset_for_new_sequences(kept, stream=self._runner.stream)
+            self._runner.apply([Slot(slots[slot].tokens[:count] if count else [], count, reused=count) for slot, count in enumerate(kept)])
+        self._counters.reused_tokens += sum(kept)
 
-    def _restore(self, matches: dict[int, PromptMatch]) -> None:
-        """Copy what the prompt cache has into slots, over the tokens of it that they may hold. Inside a transaction."""
-        if not matches:
-            return
-        increments = [0] * len(self._slots)
+    def _restored(self, slots: Sequence[Slot], matches: Mapping[int, PromptMatch]) -> list[Slot]:
+        """Copy what the prompt cache has into slots, over the tokens of it that they may hold. Inside :meth:`Runner.work`."""
+        after = list(slots)
         for slot, match in matches.items():
-            increments[slot] = match.length - len(self._slots[slot].tokens)
-            self._prompt_cache.restore(match, slot, stream=self._steps.stream)
-        self._cache.commit_sequence_length(increments, stream=self._steps.stream)
-        for slot, match in matches.items():
-            state = self._slots[slot]
-            state.restore(match.entry.tokens[len(state.tokens) : match.length].tolist())
+            self._prompt_cache.restore(match, slot, stream=self._runner.stream)
+            after[slot] = slots[slot].restored(match.entry.tokens[slots[slot].length : match.length].tolist())
+        if matches:
+            self._commit_restored(slots, after)
+        return after
+
+    def _commit_restored(self, before: Sequence[Slot], after: Sequence[Slot]) -> None:
+        """Count tokens that were copied into slots."""
+        increments = [new.length - old.length for old, new in zip(before, after, strict=True)]
+        self._cache.commit_sequence_length(increments, stream=self._runner.stream)
         self._counters.reused_tokens += sum(increments)
 
-    def _prefill_chunk(self, chunk: Chunk, parts: Rows, *, every_logit: bool = False) -> Logits:
-        with self.transaction():
-            self._steps.prefill(chunk, parts, every_logit=every_logit)
-            for slot, part in enumerate(parts, start=chunk.first):
-                if part:
-                    self._slots[slot].extend(part)
-            logits = self._steps.every_logit(chunk) if every_logit else self._steps.logits(chunk.count)
-            self._counters.prefill_tokens += sum(chunk.takes)
-        return logits
+    def _run_chunk(self, chunk: Chunk, parts: Rows, *, every_logit: bool) -> Logits:
+        self._runner.prefill(chunk, parts, every_logit=every_logit)
+        return self._runner.every_logit(chunk) if every_logit else self._runner.logits(chunk.count)
 
-    def _make_room_for_idle_rows(self, going: Sequence[bool]) -> tuple[int, ...]:
-        """Give the last token of full idle slots back to their pending ones, and return the lengths then.
-
-        States cannot go back by one token: all tokens are given back.
-        """
-        last = 0 if self._steps.has_states else self.max_sequence_length - 1
-        with self.transaction():
-            for slot, goes in enumerate(going):
-                if not goes and self.is_full(slot):
-                    state = self._slots[slot]
-                    self._rewind(slot, last, pending=(*state.tokens[last:], *state.pending))
-        return self.checked_lengths()
-
-    def _rewind(self, slot: int, length: int, *, pending: Sequence[int] = ()) -> None:
-        if self._steps.has_states and not length:
-            self._steps.note_state_change()
-            self._cache.clear_slot(slot, stream=self._steps.stream)
-        elif not (self._steps.has_states and length == len(self._slots[slot].tokens)):
-            self._cache.rewind(slot, length, stream=self._steps.stream)
-        self._slots[slot].shorten(length, pending)
+    def _rewind(self, slot: int, length: int, *, held: int) -> None:
+        if self._runner.has_states and not length:
+            self._runner.overwrite_states()
+            self._cache.clear_slot(slot, stream=self._runner.stream)
+        elif not (self._runner.has_states and length == held):
+            self._cache.rewind(slot, length, stream=self._runner.stream)
 
 
 def _parts_of(rows: Rows, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, list[Sequence[int]]]]:
@@ -523,11 +477,12 @@ def _parts_of(rows: Rows, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, list
             done[slot] += take
 
 
-def _slot_of(snapshot: Snapshot) -> SlotState:
+def _slot_of(snapshot: Snapshot) -> Slot:
     """Return a slot that holds what is in a snapshot."""
     sampler = None if snapshot.sampler is None else (snapshot.sampler.seed, snapshot.sampler.counter)
     generated = 0 if snapshot.sampler is None else snapshot.sampler.generated
-    return SlotState(list(snapshot.tokens), pending=snapshot.pending, reused=len(snapshot.tokens), sampler=sampler, generated=generated)
+    tokens = list(snapshot.tokens)
+    return Slot(tokens, len(tokens), snapshot.pending, len(tokens), sampler, generated)
 
 
 def _check_not_empty(prompts: Rows) -> None:

@@ -1,4 +1,4 @@
-"""The loop behind ``InferenceSession.generate``: choose a token for each slot, hand it out, decode."""
+"""The loop of ``InferenceSession.generate``: choose a token for each slot, apply, hand it out, decode."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -7,46 +7,60 @@ import numpy as np
 
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.errors import ClosedError
-from trt_kvcache.generation.request import GeneratedToken, Request
+from trt_kvcache.generation.request import Choice, GeneratedToken, Request
 from trt_kvcache.session.batch import Batch
+from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.request_queue import RequestQueue
-from trt_kvcache.session.token_steps import TokenSteps
+from trt_kvcache.session.runner import Runner
+from trt_kvcache.session.slots import Slot
 
 
 def generate_tokens(
+    runner: Runner,
     batch: Batch,
-    token_steps: TokenSteps,
+    decode_steps: DecodeSteps,
     requests: Sequence[Request],
     prefill: Callable[[], np.ndarray[Any, Any]],
     *,
     check_open: Callable[[], None],
 ) -> Generator[GeneratedToken, None, None]:
-    """Yield the tokens of requests that have one slot each."""
+    """Yield the tokens of requests that have one slot each, and keep it.
+
+    A token becomes pending in its slot when it is handed out, so that the iterator may be left at any token.
+    """
     check_open()
     logits = prefill()
-    for slot, request in enumerate(requests):
-        request.follow(batch[slot].tokens)
+    for slot, request in zip(runner.slots, requests, strict=True):
+        request.set_context(slot.tokens)
         request.prepare()
-        batch.assign_sampler(slot, request.sampler)
-    chosen = _first_tokens(batch, requests, logits)
+    runner.note([slot._replace(sampler=request.sampler) for slot, request in zip(runner.slots, requests, strict=True)])
+    choices = _first_choices(batch, runner.slots, requests, logits)
     while True:
-        changes = batch.changes
-        for token in chosen:
-            _check_unchanged(batch, changes, check_open)
-            request = requests[token.index]
-            batch.record_token(token.index, token.token, request.sampler, generated=request.generated)
+        for index, choice in choices.items():
+            requests[index].take(choice)
+        slots = [*runner.slots]
+        in_force = runner.slots
+        for index, choice in choices.items():
+            _check_unchanged(runner, in_force, check_open)
+            request, token = requests[index], choice.token
+            assert token is not None  # no request of `generate` keeps its logits
+            slots[index] = slots[index].chosen(token.token, request.sampler, request.generated)
+            in_force = runner.note(slots)
             if token.finish_reason is not None:
-                batch.remember([token.index])
+                batch.remember(slots, [index])
             yield token
-        going = [not request.finished for request in requests]
-        if not any(going):
+        active = [not request.finished for request in requests]
+        if not any(active):
             return
-        _check_unchanged(batch, changes, check_open)
-        chosen = token_steps.step(requests, going, ahead=True)
+        _check_unchanged(runner, in_force, check_open)
+        batch.check_decode([0] * len(requests), active)
+        with runner.work(continues=True):
+            after, choices = decode_steps.run(runner.slots, requests, active, ahead=True)
+            runner.apply(after)
 
 
 def generate_queued(
-    batch: Batch, queue: RequestQueue, requests: Sequence[Request], *, check_open: Callable[[], None]
+    runner: Runner, queue: RequestQueue, requests: Sequence[Request], *, check_open: Callable[[], None]
 ) -> Generator[GeneratedToken, None, None]:
     """Yield the tokens of more requests than there are slots."""
     check_open()
@@ -61,21 +75,24 @@ def generate_queued(
         finished = all(handle.finished for handle in handles)
         if finished:
             queue.step()  # frees the slots, before the last tokens are handed out
-        changes = batch.changes
+        slots = runner.slots
         for event in events:
-            _check_unchanged(batch, changes, check_open)
+            _check_unchanged(runner, slots, check_open)
             yield event
         if finished:
             return
-        _check_unchanged(batch, changes, check_open)
+        _check_unchanged(runner, slots, check_open)
 
 
-def _check_unchanged(batch: Batch, changes: int, check_open: Callable[[], None]) -> None:
+def _check_unchanged(runner: Runner, slots: tuple[Slot, ...], check_open: Callable[[], None]) -> None:
     check_open()
-    if changes != batch.changes:
+    if slots is not runner.slots:
         raise ClosedError("this iterator cannot continue: another call has changed the sequences since. Call generate again.")
 
 
 @nvtx_range("sampling")
-def _first_tokens(batch: Batch, requests: Sequence[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:
-    return [request.choose(logits[slot], full=batch.is_full(slot)) for slot, request in enumerate(requests)]
+def _first_choices(batch: Batch, slots: Sequence[Slot], requests: Sequence[Request], logits: np.ndarray[Any, Any]) -> dict[int, Choice]:
+    return {
+        index: request.choose(logits[index], full=batch.is_full(slot))
+        for index, (slot, request) in enumerate(zip(slots, requests, strict=True))
+    }

@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -311,8 +312,10 @@ def _built_parts(path: Path, cache: DecoderCacheConfig, memory: CudaMemory, opti
 
 def _fingerprint(path: Path, quantize: str | None) -> str:
     """Read all weights, once: only snapshots need it."""
-    with Checkpoint.open(path, quantize=quantize) as checkpoint:
-        return checkpoint.fingerprint()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about the weights: shown when the session was opened
+        with Checkpoint.open(path, quantize=quantize) as checkpoint:
+            return checkpoint.fingerprint()
 
 
 def _parts(

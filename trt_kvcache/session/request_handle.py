@@ -48,7 +48,7 @@ class RequestHandle(Uncopyable):
 
     def __repr__(self) -> str:
         seed = f", seed={self.seed}" if self._queued.request.sampled else ""
-        return f"RequestHandle(index={self.index}, state={self.state!r}, tokens={len(self._queued.request.tokens)}{seed})"
+        return f"RequestHandle(index={self.index}, state={self.state!r}, tokens={self._queued.request.num_tokens}{seed})"
 
     @property
     def index(self) -> int:
@@ -83,12 +83,12 @@ class RequestHandle(Uncopyable):
     @property
     def reused_tokens(self) -> int:
         """Tokens of the prompt that were not run, because the prompt cache or another slot had them; 0 while it has no slot."""
-        return self._queued.reused
+        return self._queued.progress.reused
 
     @property
     def started(self) -> float | None:
         """When it got a slot, by ``time.perf_counter``; None if it has not had one."""
-        return self._queued.started
+        return self._queued.progress.started
 
     @property
     def sampler(self) -> SamplerPosition:

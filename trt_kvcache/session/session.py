@@ -33,19 +33,19 @@ from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.batch import Batch
+from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
 from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.request_queue import RequestQueue
 from trt_kvcache.session.resume_snapshots import Paths, next_tokens, read_snapshots, resumed_params
+from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.scoring import score_prompts
 from trt_kvcache.session.session_options import SessionOptions
 from trt_kvcache.session.single_user import SingleUser, exclusive
 from trt_kvcache.session.statistics import SessionStatistics
-from trt_kvcache.session.step_executor import StepExecutor
 from trt_kvcache.session.timeline import Timeline
-from trt_kvcache.session.token_steps import TokenSteps
 from trt_kvcache.session.token_stream import TokenStream
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class InferenceSession(Uncopyable):
         on_close: Callable[[], object] | None = None,
     ) -> None:
         self._user = SingleUser("this InferenceSession")
-        self._steps = StepExecutor(engine, cache, names=names)
+        self._runner = Runner(engine, cache, names=names)
         self._engine = engine
         self._cache = cache
         self._tokenizer = tokenizer
@@ -146,10 +146,10 @@ class InferenceSession(Uncopyable):
         if self._prompt_cache.cache is not cache:
             raise ConfigError("prompt_cache: expected one over the cache of this session, got one over another.")
         self._identity = identity
-        self._batch = Batch(self._steps, self._prompt_cache)
-        self._prompts = PromptReader(tokenizer, self._steps.plan.vocab_size)
-        self._token_steps = TokenSteps(self._steps, self._batch)
-        self._queue = RequestQueue(self._steps, self._batch, self._token_steps)
+        self._batch = Batch(self._runner, self._prompt_cache)
+        self._prompts = PromptReader(tokenizer, self._runner.plan.vocab_size)
+        self._decode_steps = DecodeSteps(self._runner, self._batch)
+        self._queue = RequestQueue(self._runner, self._batch, self._decode_steps)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, progress: Progress | None = None, **options: Unpack[OpenOptions]) -> InferenceSession:
@@ -310,7 +310,7 @@ class InferenceSession(Uncopyable):
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
-        return self._steps.plan.vocab_size
+        return self._runner.plan.vocab_size
 
     @property
     def max_sequence_length(self) -> int:
@@ -320,7 +320,7 @@ class InferenceSession(Uncopyable):
     @property
     def max_logits_per_slot(self) -> int:
         """New tokens of a slot whose logits one enqueue returns; more than 1 for :meth:`score` and :meth:`verify`."""
-        return self._steps.plan.max_logits_per_slot
+        return self._runner.plan.max_logits_per_slot
 
     @property
     def statistics(self) -> SessionStatistics:
@@ -765,9 +765,9 @@ class InferenceSession(Uncopyable):
             self._batch.check_prompts(rows, reuse=reuse, queued=not reuse)
         requests = self._requests(rows, per_request)
         if not append and len(rows) > self._cache.max_batch_size:
-            queue = RequestQueue(self._steps, self._batch, self._token_steps)
+            queue = RequestQueue(self._runner, self._batch, self._decode_steps)
             queue.timeline = self._queue.timeline
-            return TokenStream(requests, generate_queued(self._batch, queue, requests, check_open=self._check_open), user=self._user)
+            return TokenStream(requests, generate_queued(self._runner, queue, requests, check_open=self._check_open), user=self._user)
         return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
 
     @exclusive
@@ -877,7 +877,7 @@ class InferenceSession(Uncopyable):
             for request in requests:
                 seed = f", seed {request.sampler[0]}" if request.sampled else ""
                 _LOGGER.info("prompt %d: %d tokens%s", request.index, len(request.prompt), seed)
-        tokens = generate_tokens(self._batch, self._token_steps, requests, prefill, check_open=self._check_open)
+        tokens = generate_tokens(self._runner, self._batch, self._decode_steps, requests, prefill, check_open=self._check_open)
         return TokenStream(requests, tokens, user=self._user)
 
     def _requests(
@@ -958,12 +958,12 @@ class InferenceSession(Uncopyable):
     @property
     def num_waiting_requests(self) -> int:
         """How many submitted requests wait for a slot."""
-        return self._queue.num_waiting
+        return self._queue.scheduler.num_waiting
 
     @property
     def num_waiting_clients(self) -> int:
         """How many clients have requests that wait for their first slot."""
-        return self._queue.num_waiting_clients
+        return self._queue.scheduler.waiting.num_clients
 
     @exclusive
     def step(self) -> list[RequestHandle]:
@@ -1044,7 +1044,7 @@ class InferenceSession(Uncopyable):
         True
         """
         model = self._known_identity()
-        self._batch.checked_lengths()
+        self._runner.checked_lengths()
         state = self._batch[self._slot(slot)]
         snapshot = Snapshot.of_slot(
             self._cache,
@@ -1055,7 +1055,7 @@ class InferenceSession(Uncopyable):
             sampler=None
             if state.sampler is None
             else SamplerState(seed=state.sampler[0], counter=state.sampler[1], generated=state.generated),
-            stream=self._steps.stream,
+            stream=self._runner.stream,
         )
         snapshot.write(expanded(path))
         return snapshot
@@ -1164,7 +1164,7 @@ class InferenceSession(Uncopyable):
         with ExitStack() as stack:  # from the last to the first, each even if one before it raised
             if self._on_close is not None:
                 stack.callback(self._on_close)
-            closed_first = (self._token_steps.close, self._steps.close, self._engine.close, self._steps.synchronize)
+            closed_first = (self._decode_steps.close, self._runner.close, self._engine.close, self._runner.synchronize)
             for close in (self._cache.close, self._prompt_cache.close, *closed_first):
                 stack.callback(close)
 

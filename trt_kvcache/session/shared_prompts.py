@@ -1,4 +1,4 @@
-"""``SharedPrompts``: of prompts that begin alike and run at the same time, what is alike runs once."""
+"""``SharedPrompts``: the common prefix of prompts that run at the same time runs once, and is copied to the other slots."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,8 +8,9 @@ import numpy as np
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.generation.token_ids import common_prefix
 from trt_kvcache.session.batch import Batch
-from trt_kvcache.session.queued_request import QueuedRequest, SharedPrompt
-from trt_kvcache.session.step_executor import StepExecutor
+from trt_kvcache.session.queued_request import SharedPrompt
+from trt_kvcache.session.runner import Runner
+from trt_kvcache.session.step_draft import StepDraft
 
 #: Fewer tokens than this are run again: copying them is not faster.
 WORTH_SHARING = 32
@@ -18,89 +19,91 @@ _LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class SharedPrompts:
-    """Chooses prompts that wait for what another one runs, and copies it into their slots."""
+    """Chooses prompts that wait for a prefix that another one runs, and copies it into their slots."""
 
-    def __init__(self, steps: StepExecutor, batch: Batch) -> None:
-        self._steps = steps
+    def __init__(self, runner: Runner, batch: Batch) -> None:
+        self._runner = runner
         self._batch = batch
 
-    def assign(self, slot: int, running: Sequence[QueuedRequest], others: Iterable[int]) -> None:
-        """Decide whether the prompt in a slot waits for another one, and for which."""
-        queued, held = running[slot], self._batch.held
-        queued.shared = None
+    def assign(self, draft: StepDraft, slot: int, others: Iterable[int]) -> None:
+        """Have the prompt in a slot wait for the longest prefix that another slot has or will have, if that is worth it."""
+        queued, held = draft.running[slot], draft.held
         row = np.asarray(queued.row)
-        queued.parting = self._batch.parting(row[:-1])
+        draft.progress[slot] = draft.progress[slot]._replace(shared=None, divergence=self._batch.divergence_point(row[:-1]))
         best = held[slot] + WORTH_SHARING - 1  # shared tokens, of which there must be more
         if queued.is_scored or len(row) <= best or not self._reaches_every_slot:
             return
         for other in others:
-            source = running[other]
-            if source is queued or source.shared or source.is_scored or source.state not in ("prefilling", "decoding"):
+            source, state = draft.running[other], draft.state(other)
+            if source is queued or draft.progress[other].shared or source.is_scored or state not in ("prefilling", "decoding"):
                 continue
-            theirs = source.row if source.state == "prefilling" else source.row[: held[other]]
+            theirs = source.row if state == "prefilling" else source.row[: held[other]]
             if len(theirs) <= best or theirs[best] != row[best]:
                 continue
             length = common_prefix(row, theirs)
-            if length == len(row) and (source.state == "decoding" or length < len(theirs)):
+            if length == len(row) and (state == "decoding" or length < len(theirs)):
                 length -= 1  # its last token is run for its logits
-            if length > best and not (self._steps.has_states and held[other] > length):
-                queued.shared, best = SharedPrompt(source, length), length
+            if length > best and not (self._runner.has_states and held[other] > length):
+                draft.share(slot, SharedPrompt(source, length))
+                best = length
 
     @property
     def _reaches_every_slot(self) -> bool:
-        """Whether an enqueue may start at each slot. If not, a prompt could become full in front of one that waits and then must run."""
-        return all(map(self._steps.plan.can_start_at, range(self._steps.cache.max_batch_size)))
+        """True if an enqueue may start at each slot. If not, a prompt could become full before one that waits and then must run."""
+        return all(map(self._runner.plan.can_start_at, range(self._runner.cache.max_batch_size)))
 
-    def stop(self, source: QueuedRequest, running: Sequence[QueuedRequest], held: int) -> int:
-        """Return the length up to which a prompt runs now, so that waiting prompts and the prefix cache can take its states."""
+    def stop(self, draft: StepDraft, slot: int) -> int:
+        """Return the length up to which a prompt runs now, so that waiting prompts and the prompt cache can take its states."""
+        source, held = draft.running[slot], draft.slots[slot].length
         stops = [len(source.row)]
-        if self._steps.has_states:
-            if source.parting >= held + WORTH_SHARING:
-                stops.append(source.parting)
-            stops += [one.shared.length for one in running if one.shared and one.shared.source is source and one.shared.length > held]
+        if self._runner.has_states:
+            divergence = draft.progress[slot].divergence
+            if divergence >= held + WORTH_SHARING:
+                stops.append(divergence)
+            shared = [one.shared for one in draft.progress if one.shared and one.shared.source is source]
+            stops += [one.length for one in shared if one.length > held]
         return min(stops)
 
-    def take(self, running: Sequence[QueuedRequest]) -> None:
-        """Copy what has been run by now into the slots that wait for it. Inside a transaction."""
-        slots = {id(queued): slot for slot, queued in enumerate(running) if not queued.finished}
-        for slot, shared in list(self._waiting(running)):
+    def take(self, draft: StepDraft) -> None:
+        """Copy the prefixes that have been run by now into the slots that wait for them. Inside ``Runner.work``."""
+        slots = {id(queued): slot for slot, queued in enumerate(draft.running) if not queued.finished}
+        for slot, shared in list(self._waiting(draft)):
             if id(shared.source) not in slots:
-                self.assign(slot, running, range(len(running)))
-        held = self._batch.held
+                self.assign(draft, slot, range(len(draft.running)))
         ready: dict[int, list[tuple[int, int]]] = {}
-        for slot, shared in self._waiting(running):
+        for slot, shared in self._waiting(draft):
             source = slots[id(shared.source)]
-            if shared.length <= held[source]:
+            if shared.length <= draft.slots[source].length:
                 ready.setdefault(source, []).append((slot, shared.length))
         for source, wanted in ready.items():
-            self._copy(source, wanted, running)
+            self._copy(draft, source, wanted)
 
-    def take_whole(self, source: int, running: Sequence[QueuedRequest]) -> list[int]:
-        """Copy a prompt that has just run whole into the slots of those that are equal. Inside a transaction."""
-        length = len(running[source].row)
+    def take_whole(self, draft: StepDraft, source: int) -> list[int]:
+        """Copy a prompt that has just run whole into the slots of equal ones, and return these. Inside ``Runner.work``."""
+        length = len(draft.running[source].row)
         equal = [
             slot
-            for slot, shared in self._waiting(running)
-            if shared.source is running[source] and shared.length == length == len(running[slot].row)
+            for slot, shared in self._waiting(draft)
+            if shared.source is draft.running[source] and shared.length == length == len(draft.running[slot].row)
         ]
-        return equal if self._copy(source, [(slot, length) for slot in equal], running) else []
+        return equal if self._copy(draft, source, [(slot, length) for slot in equal]) else []
 
     @staticmethod
-    def _waiting(running: Sequence[QueuedRequest]) -> Iterator[tuple[int, SharedPrompt]]:
-        return ((slot, one.shared) for slot, one in enumerate(running) if one.state == "prefilling" and one.shared)
+    def _waiting(draft: StepDraft) -> Iterator[tuple[int, SharedPrompt]]:
+        return ((slot, one.shared) for slot, one in enumerate(draft.progress) if one.shared and draft.state(slot) == "prefilling")
 
-    def _copy(self, source: int, wanted: Sequence[tuple[int, int]], running: Sequence[QueuedRequest]) -> bool:
+    def _copy(self, draft: StepDraft, source: int, wanted: Sequence[tuple[int, int]]) -> bool:
         """Copy tokens of a slot to others, and return whether there was room for it. They do not wait any more, either way."""
         if not wanted:
             return False
         for slot, _ in wanted:
-            running[slot].shared = None
+            draft.share(slot, None)
         try:
-            self._batch.copy_tokens(source, dict(wanted))
+            draft.slots = self._batch.copied(draft.slots, source, dict(wanted))
         except CapacityError as error:
             _LOGGER.info("slot %d: what it holds is run again for %d other slots: %s", source, len(wanted), error)
             return False
         for slot, length in wanted:
-            running[slot].reused = length
-            _LOGGER.info("request %d: %d of its tokens are copied from slot %d", running[slot].index, length, source)
+            draft.progress[slot] = draft.progress[slot]._replace(reused=length)
+            _LOGGER.info("request %d: %d of its tokens are copied from slot %d", draft.running[slot].index, length, source)
         return True

@@ -57,7 +57,7 @@ class TokenStream(Iterator[GeneratedToken]):
         return token
 
     def __repr__(self) -> str:
-        count = sum(len(request.tokens) for request in self._requests)
+        count = sum(request.num_tokens for request in self._requests)
         finished = sum(request.finished for request in self._requests)
         seeds = f", seeds={list(self.seeds)}" if any(request.sampled for request in self._requests) else ""
         return f"TokenStream(requests={len(self._requests)}, finished={finished}, tokens={count}{seeds})"

@@ -18,7 +18,7 @@ from trt_kvcache.torch_engine.step import TorchStep
 
 
 class LiveRowsAttention:
-    """Attention on a CPU: reads the live rows only, and of these the ones in the window; slots of equal length together."""
+    """Attention on a CPU over the live rows, of these only the sliding window; slots of equal length are batched."""
 
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._sides, self._mixers, self._tensors = step.sides, mixers, step.tensors
@@ -43,7 +43,7 @@ class LiveRowsAttention:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def write(self, layer: int, slots: slice, start: int, end: int, new: list[torch.Tensor]) -> None:
-        """Write the rows ``[n, s, H, D]`` of K and of V into tokens ``start`` to ``end`` of slots."""
+        """Write the new rows ``[n, s, H, D]`` of K and of V to tokens ``start`` to ``end`` of slots."""
         for side, rows in zip(self._sides[layer], new, strict=True):
             side[slots, :, start:end] = rows[:, : end - start].transpose(1, 2)
 
@@ -56,10 +56,10 @@ class LiveRowsAttention:
 def _attend(mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
     """Return causal attention of q ``[n, s, Hq, D]``, whose first token has the row ``start`` of k and v ``[n, H, rows, D]``.
 
-    Rows that are before the window of all tokens must have been left out.
+    Rows before the window of all tokens must have been left out.
     """
     width = q.shape[1]
-    if width == 1:  # it sees all rows, so the query heads of a K/V head can be the rows of one matrix
+    if width == 1:  # one token sees all rows, so the query heads of a K/V head can be the rows of one matrix
         return dot_product_attention(mixer, q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v).reshape(q.shape)
     mask = None
     if start or mixer.softcap is not None or (mixer.window or width) < width:
@@ -70,20 +70,20 @@ def _attend(mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.T
 
 
 class MaskedAttention:
-    """Attention by operations of torch over all rows under a mask, with lengths on the device: what no kernel of ours computes."""
+    """Attention by operations of torch over all rows under a mask, with lengths on the device: for layers without a kernel."""
 
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._sides, self._mixers = step.sides, mixers
         width, rows = step.input_ids.shape[1], step.sides[0][0].shape[2] if step.sides else 0
         self._angles = positions.angles(step.start, width)
         row = torch.arange(rows, device=step.start.device)
-        token = (row - step.start[:, None])[:, None, :, None]  # [A, 1, S, 1]: which new token a row belongs to
+        token = (row - step.start[:, None])[:, None, :, None]  # [A, 1, S, 1]: the new token of a row
         self._is_new = (token >= 0) & (token < width)
         self._is_dead = token >= width
         self._token = token.clamp(0, width - 1)
-        behind = (torch.arange(width, device=row.device) - token).transpose(2, 3)  # [A, 1, s, S]: from a row to a new token
+        distance = (torch.arange(width, device=row.device) - token).transpose(2, 3)  # [A, 1, s, S]: distance of a row before a new token
         windows = {mixer.window for mixer in mixers}
-        self._is_seen = {window: behind >= 0 if window is None else (behind >= 0) & (behind < window) for window in windows}
+        self._is_seen = {window: distance >= 0 if window is None else (distance >= 0) & (distance < window) for window in windows}
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
@@ -99,7 +99,7 @@ class MaskedAttention:
 
 
 class ScaledQueries:
-    """Attention whose queries are scaled by position first."""
+    """Attention with queries scaled by position."""
 
     def __init__(self, attention: TorchAttention, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._attention, self._mixers = attention, mixers
@@ -116,7 +116,10 @@ class ScaledQueries:
 def dot_product_attention(
     mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool = False
 ) -> torch.Tensor:
-    """Return the attention of q ``[n, Hq, s, D]`` over k and v ``[n, H, rows, D]``."""
+    """Return the attention of q ``[n, Hq, s, D]`` over k and v ``[n, H, rows, D]``. ``mask``: rows that a token sees; all by default.
+
+    ``is_causal`` (without mask and softcap): token t sees the rows up to t.
+    """
     if mixer.softcap is None:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=mixer.scale, enable_gqa=grouped)
@@ -129,7 +132,7 @@ def dot_product_attention(
 
 
 def rotated_heads(qkv: torch.Tensor, kv_heads: int, angles: Angles | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q and k after RoPE, computed in float32, and v. Elements that there are no angles for stay."""
+    """Return q and k after RoPE, computed in float32, and v. Elements without angles are unchanged."""
     qk, v = qkv[:, :, :-kv_heads], qkv[:, :, -kv_heads:]
     if angles is not None:
         cos, sin = angles

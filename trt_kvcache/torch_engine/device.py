@@ -1,4 +1,4 @@
-"""Where torch computes: views of bound memory, and how the work of a step is put on a stream."""
+"""Devices of torch: views of bound memory, and the execution of a step on a stream."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Most CUDA graphs that are kept, and most keys that are remembered without a graph.
+#: Limits of CUDA graphs, and of keys without a graph, that are kept.
 MAX_GRAPHS = 64
 
 
 class TorchDevice(Protocol):
-    """A device of torch over one of our memories."""
+    """A device of torch over one of this package's memories."""
 
     @property
     def torch_device(self) -> torch.device:
-        """As torch names it."""
+        """The device in torch's terms."""
 
     def view(self, tensor: DeviceTensor) -> torch.Tensor:
-        """Return a torch tensor over the same bytes, through DLPack. Nothing waits."""
+        """Return a torch tensor over the same bytes, through DLPack, without waiting."""
 
     def run(self, key: Hashable | None, stream: Any, work: Callable[[], None]) -> None:
-        """Run ``work()`` so that it is ordered on ``stream``. Work of one key, which is not None, may be replayed from a CUDA graph."""
+        """Run ``work()`` stream-ordered on ``stream``. Work of an equal key, unless None, may be replayed from a CUDA graph."""
 
     def synchronize(self) -> None:
         """Wait for all work of torch."""
@@ -58,7 +58,10 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A GPU, over its :class:`~trt_kvcache.memory.cuda_memory.CudaMemory`."""
+    """A GPU, over its :class:`~trt_kvcache.memory.cuda_memory.CudaMemory`. Raises EngineError if torch cannot use it.
+
+    The second run of a key is captured in a CUDA graph, which further runs replay.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -96,7 +99,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
-        """Release the graphs, once they are no longer running. Idempotent."""
+        """Wait for the graphs, and release them. Idempotent."""
         if self._graphs:
             self.synchronize()
         self._graphs.clear()
@@ -121,7 +124,7 @@ class CudaDevice:
 
 
 def why_no_gpu(device: int) -> str | None:
-    """Return why this torch cannot use a GPU, or None if it can."""
+    """Return the reason why this torch cannot use a GPU, or None if it can."""
     if not torch.cuda.is_available():
         built = torch.version.cuda
         return f"torch {torch.__version__} " + (f"of CUDA {built}, which finds no GPU" if built else "without CUDA")

@@ -1,4 +1,4 @@
-"""``TorchEngine``: a checkpoint run in PyTorch behind the :class:`~trt_kvcache.engine.protocol.Engine` protocol."""
+"""``TorchEngine``: a checkpoint run in PyTorch, as an :class:`~trt_kvcache.engine.protocol.Engine`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
 from trt_kvcache.torch_engine.weights import LoadTensor, TorchWeights, checkpoint_loader, torch_weights
 
-#: Names of :data:`~trt_kvcache.model.features.FEATURES` that this engine computes.
+#: Features of :data:`~trt_kvcache.model.features.FEATURES` that this engine computes.
 COMPUTED_FEATURES: frozenset[str] = frozenset(
     {
         *("window", "softcap", "scale", "query_scaling", "no_rope", "partial_rotary", "several_ropes", "full_qk_norm", "several_shapes"),
@@ -44,7 +44,10 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
 
 
 class TorchEngine(DecoderEngine):
-    """A decoder in PyTorch with the tensors, aliases and profiles of the TensorRT engine of the same model."""
+    """A decoder in PyTorch with the tensors, aliases and profiles of the TensorRT engine of the same model. Not thread-safe.
+
+    A step of width s writes rows ``start .. start + s - 1`` of every slot and nothing else; rows past S are dropped.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class TorchEngine(DecoderEngine):
         memory: Memory,
         progress: Callable[[int, int], object] | None = None,
     ) -> TorchEngine:
-        """Return an engine with the weights of a checkpoint, rounded to the dtype of the cache."""
+        """Return an engine with the weights of a checkpoint, which may be closed afterwards."""
         load = checkpoint_loader(checkpoint, dtype or kv.dtype, torch_device(memory).torch_device, progress)
         return cls(
             checkpoint.config,
@@ -126,7 +129,10 @@ class TorchEngine(DecoderEngine):
         self._steps.pop(self._current, None)
 
     def enqueue(self, stream: Any) -> None:
-        """Enqueue one step: read the bound inputs, write rows of K and V and the logits."""
+        """Enqueue one step, see :meth:`Engine.enqueue`. On a CPU it is done, and inputs are checked, when the call returns.
+
+        On a GPU the call waits only where a decode step is captured. A capturing stream is an error: torch allocates.
+        """
         self._check_open()
         self.memory.check_stream(stream)
         step = self._steps.get(self._current)
@@ -192,17 +198,17 @@ class TorchEngine(DecoderEngine):
 
 
 def _is_decode(step: TorchStep) -> bool:
-    """Return whether each slot has one new token. On a GPU such a step is replayed as a graph; others are launched one by one."""
+    """Return True if each slot has one new token: on a GPU such a step is replayed as a graph."""
     return bool(step.input_ids.shape[1] == 1)
 
 
 def torch_device(memory: Memory) -> TorchDevice:
-    """Return where torch computes over a memory."""
+    """Return the device of torch for a memory. Raises EngineError."""
     return HostDevice() if memory.is_host else CudaDevice(memory)
 
 
 def write_logits(projections: Projections, normed: torch.Tensor, last: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
-    """Write the logits of the chosen tokens."""
+    """Write float32 ``logits [A, vocab]`` or ``[A, m, vocab]`` of the tokens ``last [A, m]`` of ``normed [A, s, hidden]``."""
     slots, width, _ = normed.shape
     rows = normed.flatten(0, 1)
     if width > 1 or last.shape[1] > 1:
@@ -211,7 +217,7 @@ def write_logits(projections: Projections, normed: torch.Tensor, last: torch.Ten
 
 
 def scale_logits(config: ModelConfig, logits: torch.Tensor) -> None:
-    """Divide and soft-cap logits in place, where a model says so."""
+    """Divide and soft-cap logits in place, if the model does."""
     if config.logits_divisor != 1:
         logits.div_(config.logits_divisor)
     if config.final_softcap is not None:

@@ -1,4 +1,4 @@
-"""The products of decode steps by kernels of this package, on a GPU."""
+"""Matrix products of decode steps by kernels of this package, on a GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS, borrowed
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection
 
-#: Rows up to which the kernels are taken: a tile of their products. ``benchmarks/linear.py`` compares them with torch.
+#: Rows up to which the kernels are used: one tile of their products. ``benchmarks/linear.py`` compares them with torch.
 MAX_KERNEL_ROWS = 8
 
 
 class KernelProjections(Projections):
-    """Products of a few rows by our kernels, of more by torch."""
+    """Products of a few rows by our kernels, of more by torch. The weights must have been written: the kernels prefetch them."""
 
     def __init__(self, elementwise: Elementwise, memory: Memory, stream: Any) -> None:
         super().__init__(elementwise)
@@ -57,6 +57,6 @@ class KernelProjections(Projections):
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the kernels are for such a product, and take these tensors."""
+    """Return True if the kernels support the product and these tensors."""
     is_aligned = all(tensor.is_contiguous() and tensor.data_ptr() % GRANULE_NBYTES == 0 for tensor in (x, weight))
     return 0 < x.numel() <= MAX_KERNEL_ROWS * x.shape[-1] and x.shape[-1] % INPUT_GRANULE == 0 and is_aligned

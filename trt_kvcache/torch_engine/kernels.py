@@ -34,12 +34,12 @@ from trt_kvcache.torch_engine.operations import Elementwise, HeadCounts
 from trt_kvcache.torch_engine.positions import rope_key, rope_tables
 from trt_kvcache.torch_engine.step import TorchStep
 
-#: Activations of the gate of an MLP for which there are kernels.
+#: Activations of the MLP gate with a kernel.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class AttentionInputs(Uncopyable):
-    """What the attention kernels take beside a step: made once, for all layers."""
+    """Inputs of the attention kernels apart from a step, made once for all layers (of which :func:`are_known` is true)."""
 
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, memory: Memory) -> None:
         stream = memory.create_stream()
@@ -67,7 +67,7 @@ class AttentionInputs(Uncopyable):
 
 
 def are_known(mixers: Sequence[AttentionConfig], dtype: str, memory: Memory) -> bool:
-    """Return whether the attention kernels know all layers, the dtype and the GPU."""
+    """Return True if the attention kernels support all layers, the dtype and the GPU."""
     return (
         not memory.is_host and dtype in ELEMENT_TYPES and all(_is_known(mixer) for mixer in mixers) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
     )
@@ -84,7 +84,7 @@ def _is_known(mixer: AttentionConfig) -> bool:
 
 
 class KernelAttention:
-    """The attention kernels of this package, on a GPU."""
+    """The attention kernels of this package, for a step with ``combined`` caches, launched on ``stream``."""
 
     def __init__(self, step: TorchStep, memory: Memory, inputs: AttentionInputs, stream: Any) -> None:
         assert step.combined is not None
@@ -109,7 +109,7 @@ class KernelAttention:
 
 
 class KernelElementwise(Elementwise):
-    """Residual and norm in one launch, norms of q and k in another, and the gate of the MLP in a third."""
+    """Fused kernels, launched on ``stream``: residual and norm; norms of q and k; the gate of the MLP."""
 
     def __init__(self, memory: Memory, stream: Any) -> None:
         self._memory, self._stream = memory, stream
@@ -163,7 +163,7 @@ class KernelElementwise(Elementwise):
 
 
 def borrowed(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
-    """Return a view of a tensor of torch."""
+    """Return a view of a torch tensor, which must live until the launch that uses it: torch reuses memory stream-ordered."""
     storage = tensor.untyped_storage()
     allocation = UnownedAllocation(memory, storage.nbytes())
     allocation.ptr = storage.data_ptr()

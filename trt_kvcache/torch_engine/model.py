@@ -1,4 +1,4 @@
-"""The decoder in PyTorch, without what touches a cache. Shapes: A slots, s new tokens per slot."""
+"""The decoder in PyTorch, apart from caches. Shapes: A slots, s new tokens per slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trt_kvcache.torch_engine.weights import TorchWeights
 
 
 def decoder_step(weights: TorchWeights, operations: Operations, input_ids: torch.Tensor) -> torch.Tensor:
-    """Run the new tokens of every slot through the layers."""
+    """Return the output ``[A, s, hidden]`` of the final norm for the right-padded ``input_ids`` int32 ``[A, s]``."""
     hidden = scaled(F.embedding(input_ids, weights.embedding), weights.embedding_factor)
     normed = normalised(hidden, weights.blocks[0].norm)
     next_norms = [*(block.norm for block in weights.blocks[1:]), weights.final_norm]

@@ -12,12 +12,12 @@ from trt_kvcache.model import NormConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TorchNorm:
-    """RMSNorm over the last axis. Quotient and product are computed in float32 and rounded once, whichever a model rounds first."""
+    """RMSNorm over the last axis. Quotient and product are computed in float32 and rounded once, in either rounding order."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor  # [n], as stored, in the dtype of the engine
     offset: float
-    factor: torch.Tensor
-    epsilon: float
+    factor: torch.Tensor  # [n]: weight + offset in float32, or the weight itself without an offset
+    epsilon: float  # added to the mean square
 
     @classmethod
     def of(cls, config: NormConfig, weight: torch.Tensor) -> TorchNorm:

@@ -1,4 +1,4 @@
-"""What a decoder layer computes with in one step, and what differs between a CPU, a GPU and a GPU with kernels of this package.
+"""Operations of a decoder layer in one step, with variants for a CPU, a GPU, and a GPU with kernels of this package.
 
 Shapes: A slots, s new tokens per slot, Hq query heads, H K/V heads, D head_dim.
 """
@@ -20,7 +20,7 @@ from trt_kvcache.torch_engine.norm import TorchNorm
 #: A linear map, of tensors of torch.
 TorchProjection = Projection[torch.Tensor]
 
-#: Called with the index of the attention layer and q, k and v of the new tokens ``[A, s, Hq + 2 * H, D]``, before RoPE, which it may
+#: Function of the index of the attention layer and q, k and v of the new tokens ``[A, s, Hq + 2 * H, D]``, before RoPE, which it may
 #: overwrite; returns ``[A, s, Hq, D]``.
 TorchAttention = Callable[[int, torch.Tensor], torch.Tensor]
 
@@ -33,7 +33,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """A short convolution of each channel alone."""
+    """A depthwise short convolution: ``weight [channels, K]``, the last column for the token itself; ``bias [channels]`` or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -41,7 +41,7 @@ class Convolution:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpace:
-    """The parameters of the state space of Mamba-2, float32 ``[heads]``."""
+    """Parameters of Mamba-2's state space, float32 ``[heads]``; ``dt_limits``: smallest and largest time step."""
 
     a: torch.Tensor
     d: torch.Tensor
@@ -51,7 +51,7 @@ class StateSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaGates:
-    """The parameters of the gates of the delta rule, float32 ``[heads]``."""
+    """Parameters of the delta rule's gates, float32 ``[heads]``; ``decay`` (negative) multiplies ``softplus(a + dt_bias)``."""
 
     decay: torch.Tensor
     dt_bias: torch.Tensor
@@ -65,7 +65,7 @@ class HeadCounts(NamedTuple):
 
 
 class Elementwise:
-    """What is computed between matrix products, by operations of torch."""
+    """Elementwise operations between matrix products, by torch."""
 
     def add_norm(
         self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None, change_norm: TorchNorm | None, factor: float
@@ -75,9 +75,9 @@ class Elementwise:
         return hidden, normalised(hidden, norm)
 
     def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm) -> torch.Tensor:
-        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which is no longer needed, with norms of q and k.
+        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which may be overwritten, with norms of q and k.
 
-        A norm is over as many elements as it has weights: over a head, or over all of them.
+        A norm covers one head or all of them, by its number of weights.
         """
         q, k, v = qkv.split((*heads, heads.kv), dim=2)
         return torch.cat((_norm_of_heads(q, q_norm), _norm_of_heads(k, k_norm), v), dim=2)
@@ -93,7 +93,7 @@ class Elementwise:
 
 
 class Projections:
-    """Products with weights, by operations of torch."""
+    """Matrix products with weights, by operations of torch. ``elementwise``: their epilogues."""
 
     def __init__(self, elementwise: Elementwise) -> None:
         self._elementwise = elementwise
@@ -103,7 +103,7 @@ class Projections:
         return F.linear(x, projection.weight, projection.bias)
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
-        """Return the inner activations of an MLP: ``inputs`` has the rows of gate, if there is one, then those of up."""
+        """Return the inner activations of an MLP. ``inputs``: the rows of gate, if there is one, then of up."""
         activated = self._elementwise.gated if config.gated else self._elementwise.activated
         return activated(self.project(inputs, x), config.activation)
 
@@ -118,10 +118,9 @@ class Projections:
 
 
 class StateOperations(Protocol):
-    """What the mixers with states compute over the bound states of a step: they read the past ones and write the present ones.
+    """Operations of recurrent mixers over the bound states of a step; ``layer`` counts the recurrent layers.
 
-    Tokens behind the new ones of a slot are padding, of any content, and leave no trace: they give zeros. A slot of none keeps its states
-    bit for bit. ``layer`` counts the layers with states.
+    Tokens past the new ones of a slot are padding: their outputs are zeros. A slot without new tokens keeps its states bit for bit.
     """
 
     def convolved(
@@ -137,7 +136,7 @@ class StateOperations(Protocol):
         """Return ``gate_out * conv(gate_in * x)`` of ``x`` ``[A, s, channels]``."""
 
     def scanned(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
-        """Return what the state space makes of ``x`` ``[A, s, heads, head_dim]``.
+        """Return the state space's output for ``x`` ``[A, s, heads, head_dim]``.
 
         ``dt`` is ``[A, s, heads]``, ``b`` and ``c`` are ``[A, s, groups, state_size]``.
         """
@@ -145,7 +144,7 @@ class StateOperations(Protocol):
     def ruled(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
     ) -> torch.Tensor:
-        """Return what the gated delta rule makes of ``v`` ``[A, s, heads, value_dim]``.
+        """Return the gated delta rule's output for ``v`` ``[A, s, heads, value_dim]``.
 
         ``q`` and ``k`` are ``[A, s, key_heads, key_dim]``, ``a`` and ``b`` ``[A, s, heads]``.
         """
@@ -153,12 +152,12 @@ class StateOperations(Protocol):
     def gated_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, group_size: int, gate_first: bool, eps: float
     ) -> torch.Tensor:
-        """Return the norm of groups of the columns of ``x`` ``[A, s, columns]``, times the SiLU of a gate before or after it."""
+        """Return the norm of column groups of ``x`` ``[A, s, columns]``, times the SiLU of a gate before or after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """What the layers of a decoder compute with in one step."""
+    """All operations of a decoder's layers in one step."""
 
     attention: TorchAttention
     states: StateOperations
@@ -167,12 +166,12 @@ class Operations:
 
 
 def normalised(x: torch.Tensor, norm: TorchNorm | None) -> torch.Tensor:
-    """Return the norm of ``x``: ``x`` itself where there is none."""
+    """Return the norm of ``x``, or ``x`` itself without a norm."""
     return x if norm is None else norm(x)
 
 
 def _norm_of_heads(heads: torch.Tensor, norm: TorchNorm) -> torch.Tensor:
-    """Return the norm of ``[A, s, n, D]`` over as many elements as it has weights."""
+    """Return the norm of ``[A, s, n, D]`` over a head or over all of them, by the number of weights."""
     return norm(heads.flatten(2).unflatten(2, (-1, len(norm.weight)))).view(heads.shape)
 
 

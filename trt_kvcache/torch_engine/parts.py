@@ -1,6 +1,6 @@
-"""The mixers and the MLP of a decoder layer, with their weights. Projections of the same input are joined into one matrix.
+"""The mixers and the MLP of a decoder layer, with their weights. Projections of the same input are fused into one matrix.
 
-Each is called with its normalised input ``[A, s, hidden]`` and returns as much. Shapes: A slots, s new tokens per slot.
+Each maps its normalised input ``[A, s, hidden]`` to that shape. Shapes: A slots, s new tokens per slot.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from trt_kvcache.checkpoint.decoder_weights import LayerWeights, Projection
+from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, Projection
 from trt_kvcache.model import AttentionConfig, MlpConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, HeadCounts, Operations, StateSpace, TorchProjection
 
-StoredWeights = LayerWeights[torch.Tensor]
+StoredWeights = DecoderLayerWeights[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """An MLP. ``inputs`` has the rows of gate, if there is one, then those of up."""
+    """An MLP. ``inputs``: the rows of gate, if there is one, then of up."""
 
     config: MlpConfig
     inputs: TorchProjection
@@ -29,7 +29,7 @@ class Mlp:
 
     @classmethod
     def of(cls, config: MlpConfig, stored: StoredWeights) -> Mlp:
-        """Return it with stored weights."""
+        """Return the MLP with stored weights."""
         inputs = joined(stored.gate, stored.up) if config.gated else joined(stored.up)
         return cls(config=config, inputs=inputs, down=joined(stored.down))
 
@@ -41,10 +41,7 @@ class Mlp:
 
 @dataclass(frozen=True, kw_only=True)
 class SelfAttention:
-    """Attention. ``inputs`` has the heads of q, k and v one after another, then those of the gate of the output, if there is one.
-
-    Norms that the layer does not have are None.
-    """
+    """Attention. ``inputs``: the heads of q, k and v, then of the output gate, if there is one. Absent norms are None."""
 
     index: int
     config: AttentionConfig
@@ -91,7 +88,7 @@ class ShortConvolution:
 
     @classmethod
     def of(cls, index: int, stored: StoredWeights) -> ShortConvolution:
-        """Return layer ``index`` among those with states, with stored weights."""
+        """Return recurrent layer ``index`` with stored weights."""
         conv_in, conv_out = (joined(stored.projection(name)) for name in ("conv_in", "conv_out"))
         return cls(index=index, conv_in=conv_in, conv=_convolution(stored), conv_out=conv_out)
 
@@ -104,7 +101,7 @@ class ShortConvolution:
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2:
-    """Mamba-2. ``norm`` is the weight ``[inner]`` of the norm with a gate."""
+    """Mamba-2. ``norm``: the weight ``[inner]`` of the gated norm."""
 
     index: int
     config: Mamba2Config
@@ -116,7 +113,7 @@ class Mamba2:
 
     @classmethod
     def of(cls, index: int, config: Mamba2Config, stored: StoredWeights) -> Mamba2:
-        """Return layer ``index`` among those with states, with stored weights."""
+        """Return recurrent layer ``index`` with stored weights."""
         space = StateSpace(
             a=-stored["a_log"].float().exp(),
             d=stored["d"].float(),
@@ -141,7 +138,7 @@ class Mamba2:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaNet:
-    """A gated delta net. ``inputs`` has the rows of q, k and v, of the gate, of b and of a. ``norm`` is the weight ``[value_head_dim]``."""
+    """A gated delta net. ``inputs``: the rows of q, k and v, of the gate, of b and of a. ``norm``: the weight ``[value_head_dim]``."""
 
     index: int
     config: GatedDeltaNetConfig
@@ -153,7 +150,7 @@ class GatedDeltaNet:
 
     @classmethod
     def of(cls, index: int, config: GatedDeltaNetConfig, stored: StoredWeights) -> GatedDeltaNet:
-        """Return layer ``index`` among those with states, with stored weights."""
+        """Return recurrent layer ``index`` with stored weights."""
         inputs = joined(*(stored.projection(f"delta_{name}") for name in ("qkv", "z", "b", "a")))
         gates = DeltaGates(decay=-stored["a_log"].float().exp(), dt_bias=stored["dt_bias"].float())
         norm, delta_out = stored["delta_norm.weight"], joined(stored.projection("delta_out"))
@@ -172,19 +169,19 @@ class GatedDeltaNet:
         return project(self.delta_out, states.gated_norm(ruled, gate, self.norm, group_size=group_size, gate_first=False, eps=eps))
 
 
-#: What is between two sums of the residual stream.
+#: A mixer or an MLP: the part between two sums of the residual stream.
 Part = Mlp | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
 
 
 def joined(*parts: TorchProjection) -> TorchProjection:
-    """Return projections of the same input as one, whose output is theirs one after another."""
+    """Return projections of the same input fused into one, with concatenated outputs."""
     biases = [part.bias for part in parts if part.bias is not None]
     weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
     return Projection(arranged(weight), torch.cat(biases) if biases else None)
 
 
 def arranged(weight: torch.Tensor) -> torch.Tensor:
-    """Return a matrix ``[out, in]`` in the order in memory in which the device multiplies it fastest with a single row.
+    """Return a matrix ``[out, in]`` in the memory order in which the device multiplies it fastest with a single row.
 
     For float32 on a CPU that is column by column: ``benchmarks/torch_engine.py`` measures both.
     """

@@ -1,4 +1,4 @@
-"""What q and k are multiplied with at each position: the angles of RoPE, and factors of queries."""
+"""Factors of q and k by position: the angles of RoPE, and query scaling."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from trt_kvcache.model import AttentionConfig, QueryScaling, RopeConfig, rope_table
 
-#: What the leading elements of a head ``x``, and their halves exchanged, are multiplied with.
+#: Factors of the leading elements of a head ``x``, and of the same elements with their halves exchanged.
 Angles = tuple[torch.Tensor, torch.Tensor]
 
-#: What a table of angles depends on, beside its length.
+#: Cache key of a RoPE table, without its length.
 RopeKey = tuple[RopeConfig, int]
 
 
 def rope_key(mixer: AttentionConfig) -> RopeKey | None:
-    """Return what the table of angles of a layer depends on; None for a layer without RoPE."""
+    """Return the cache key of a layer's RoPE table; None without RoPE."""
     return None if mixer.rope is None else (mixer.rope, mixer.head_dim)
 
 
@@ -28,7 +28,7 @@ def rope_tables(mixers: Sequence[AttentionConfig], length: int) -> dict[RopeKey,
 
 
 class PositionFactors:
-    """The factors of all positions, on the device. Layers that are alike share them."""
+    """The factors of all S positions on the device. Equal layers share them."""
 
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, device: torch.device) -> None:
         self._length = length
@@ -41,11 +41,14 @@ class PositionFactors:
 
     @property
     def scale_queries(self) -> bool:
-        """Whether any layer scales its queries."""
+        """True if any layer scales its queries."""
         return bool(self._queries)
 
     def angles(self, start: torch.Tensor, width: int) -> list[Angles | None]:
-        """Return the angles ``[A, s, 1, rotary_dim]`` of the new tokens, by layer; None for layers without RoPE."""
+        """Return the angles ``[A, s, 1, rotary_dim]`` of the new tokens, by layer; None for layers without RoPE.
+
+        A position past S - 1 gets the angles of the last one: its row is not stored.
+        """
         positions = self._positions(start, width)
         found = [(_rows(cos, positions), _rows(sin, positions)) for cos, sin in self._angles]
         return [None if index is None else found[index] for index in self._rope_of]
@@ -57,12 +60,12 @@ class PositionFactors:
         return [None if index is None else found[index] for index in self._query_of]
 
     def _positions(self, start: torch.Tensor, width: int) -> torch.Tensor:
-        """Return the positions ``[A, s]`` of the new tokens, S - 1 for those past it."""
+        """Return the positions ``[A, s]`` of the new tokens, clamped to S - 1."""
         return (start[:, None] + torch.arange(width, device=start.device)).clamp_(max=self._length - 1)
 
 
 def rope_factors(cos: torch.Tensor, sin: torch.Tensor) -> Angles:
-    """Return what a row ``x`` and its halves exchanged are multiplied with by RoPE, from cosine and sine ``[S, rotary_dim // 2]``."""
+    """Return RoPE's factors of a row ``x`` and of its exchanged halves, from cosine and sine ``[S, rotary_dim // 2]``."""
     return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Attention on a CPU over quantized K and V: rows are quantized as they are written, and dequantized as they are read."""
+"""Attention on a CPU over quantized K and V: rows are quantized when written, and dequantized when read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _Array = np.ndarray[Any, Any]
 
 
 class QuantizedRowsAttention(LiveRowsAttention):
-    """:class:`LiveRowsAttention` over a quantized cache, in host memory. Values are dequantized to what is computed in.
+    """:class:`LiveRowsAttention` over a quantized cache, in host memory. Values are dequantized to the compute dtype.
 
-    It takes the same arguments. New tokens attend to their own K and V as they are stored.
+    New tokens attend to their own K and V as stored, in quantized form.
     """
 
     def write(self, layer: int, slots: slice, start: int, end: int, new: list[torch.Tensor]) -> None:

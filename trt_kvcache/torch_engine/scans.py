@@ -1,4 +1,4 @@
-"""Recurrences over tokens by matrix products of torch, in chunks: what the kernels of recurrent layers compute.
+"""Chunked recurrences over tokens by matrix products of torch, equivalent to the kernels of recurrent layers.
 
 Everything is float32. Shapes: A slots, s new tokens per slot, T tokens of a chunk.
 """
@@ -9,17 +9,22 @@ from collections.abc import Iterator
 
 import torch
 
-#: Tokens of a chunk, at most: the work within a chunk grows with its square.
+#: Limit of a chunk's tokens: the work within a chunk is quadratic.
 CHUNK = 64
 
-#: Added to the squared norms of q and k of the delta rule.
+#: Epsilon of the squared norms of q and k of the delta rule.
 _NORM_EPSILON = 1e-6
 
 
 def mamba2_scan(
     x: torch.Tensor, log_decays: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run new tokens through the state space of Mamba-2: ``state = exp(log_decay) * state + outer(x, b)``, ``out = state @ c``."""
+    """Return ``out`` like ``x`` and the last state of ``state = exp(log_decay) * state + outer(x, b)``, ``out = state @ c``.
+
+    The chunked algorithm of "Transformers are SSMs" (Dao and Gu, 2024).
+    """
+    # x [A, s, heads, head_dim], times the time steps; log_decays [A, s, heads], at most 0: zeros in both have no effect.
+    # b, c [A, s, groups, state_size], a group serves heads / groups consecutive heads; state [A, heads, head_dim, state_size].
     slots, width, heads, head_dim = x.shape
     groups = b.shape[2]
     sizes = (groups, heads // groups)
@@ -44,8 +49,13 @@ def mamba2_scan(
 def gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decays: torch.Tensor, strengths: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run new tokens through the gated delta rule."""
+    """Return ``out`` like ``v`` and the last state of the gated delta rule: see ``GatedDeltaNetConfig`` for its formulas.
+
+    The chunked algorithm of "Gated Delta Networks" (Yang, Kautz and Hatamizadeh, 2024).
+    """
     heads = v.shape[2]
+    # q, k [A, s, key_heads, key_dim], a key head serves heads / key_heads consecutive heads; v [A, s, heads, value_dim].
+    # log_decays (at most 0), strengths (0 to 1) [A, s, heads]: zeros in both have no effect. state [A, heads, key_dim, value_dim].
     q, k = (_unit(rows).repeat_interleave(heads // rows.shape[2], dim=2).transpose(1, 2) for rows in (q, k))
     q, v = q * q.shape[3] ** -0.5, v.transpose(1, 2)
     log_decays, strengths = log_decays.transpose(1, 2), strengths.transpose(1, 2).unsqueeze(-1)
@@ -55,7 +65,7 @@ def gated_delta_rule(
         within, before, after = chunk_decays(log_decays[..., chunk])
         change = strength * (v[:, :, chunk] - before * (keys @ state))
         if keys.shape[2] > 1:
-            system = strength * (keys @ keys.mT) * within  # below the diagonal, which counts as 1
+            system = strength * (keys @ keys.mT) * within  # below the diagonal, which is an implicit 1
             change = torch.linalg.solve_triangular(system, change, upper=False, unitriangular=True)
         outs.append(before * (queries @ state) + ((queries @ keys.mT) * within) @ change)
         state = before[:, :, -1:] * state + (keys * after).mT @ change
@@ -69,8 +79,11 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 
 
 def chunk_decays(log_decays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return how much of a token is left at others of its chunk."""
-    total = log_decays.double().cumsum(dim=-1)  # differences of large sums
+    """Return the decay of token j at token i ``[..., T, T]`` (0 for later ones), and twice ``[..., T, 1]``.
+
+    The latter: of the state before the chunk at each token, and of each token at the end of the chunk.
+    """
+    total = log_decays.double().cumsum(dim=-1)  # float64: the next line subtracts large sums
     apart = (total.unsqueeze(-1) - total.unsqueeze(-2)).float()
     is_later = torch.ones(apart.shape[-2:], dtype=torch.bool, device=apart.device).triu_(1)
     within = apart.masked_fill_(is_later, -torch.inf).exp_()
@@ -78,5 +91,5 @@ def chunk_decays(log_decays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def _chunks(width: int) -> Iterator[slice]:
-    """Yield the chunks of so many tokens."""
+    """Yield slices of up to ``CHUNK`` of the ``width`` tokens."""
     return (slice(first, min(first + CHUNK, width)) for first in range(0, width, CHUNK))

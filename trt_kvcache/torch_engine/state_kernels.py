@@ -21,7 +21,7 @@ from trt_kvcache.torch_engine.step import TorchStep
 
 
 def states_are_known(mixers: Sequence[RecurrentConfig], memory: Memory) -> bool:
-    """Return whether the kernels of recurrent layers know all layers, and the GPU."""
+    """Return True if the kernels of recurrent layers support all layers and the GPU."""
     return not memory.is_host and all(map(_is_known, mixers)) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
 
 
@@ -38,7 +38,7 @@ def _is_known(mixer: RecurrentConfig) -> bool:
 
 
 class KernelStates:
-    """Implements :class:`~trt_kvcache.torch_engine.operations.StateOperations`."""
+    """Implements :class:`~trt_kvcache.torch_engine.operations.StateOperations` by kernels, launched on ``stream``."""
 
     def __init__(self, step: TorchStep, memory: Memory, stream: Any) -> None:
         self._states, self._memory = step.tensors.states, memory

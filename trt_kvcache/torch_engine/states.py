@@ -1,4 +1,4 @@
-"""Mixers with states by operations of torch, on any device. Shapes: A slots, s new tokens per slot."""
+"""Recurrent mixers by operations of torch, on any device. Shapes: A slots, s new tokens per slot."""
 
 from __future__ import annotations
 
@@ -89,16 +89,16 @@ class TorchStates:
         return inputs.gather(1, index.long().unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
 
     def _new_only(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` ``[A, s, ...]`` with zeros behind the new tokens."""
+        """Return ``x`` ``[A, s, ...]`` with zeros after the new tokens."""
         return x if self._is_new is None else x.masked_fill(~_unsqueezed(self._is_new, x.ndim), 0)
 
     def _write(self, present: torch.Tensor, past: torch.Tensor, state: torch.Tensor) -> None:
-        """Write a state ``[A, ...]``; slots without new tokens keep theirs bit for bit."""
+        """Write a state ``[A, ...]``; slots without new tokens keep their state bit for bit."""
         if self._is_new is not None:
             state = torch.where(_unsqueezed(self._is_new[:, 0], past.ndim), state.to(past.dtype), past)
         present.copy_(state)
 
 
 def _unsqueezed(x: torch.Tensor, ndim: int) -> torch.Tensor:
-    """Return ``x`` with dimensions of size 1 behind its own."""
+    """Return ``x`` with trailing dimensions of size 1."""
     return x.view(*x.shape, *[1] * (ndim - x.ndim))

@@ -1,4 +1,4 @@
-"""``TorchStep``: what is bound for a step, as torch tensors over the same bytes."""
+"""``TorchStep``: the bound tensors of a step, as torch tensors over the same bytes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from trt_kvcache.torch_engine.device import TorchDevice
 
 @dataclass(frozen=True, kw_only=True)
 class TorchStep:
-    """One step of A slots by s new tokens. It is made when addresses or shapes change, and used until they change again."""
+    """One step of A slots by s new tokens, made again when addresses or shapes change."""
 
-    tensors: StepTensors
+    tensors: StepTensors  # the next four are views of its tensors of these names
     input_ids: torch.Tensor
     start: torch.Tensor
     last: torch.Tensor
     logits: torch.Tensor
-    sides: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    combined: tuple[DeviceTensor, ...] | None
-    new_lengths: torch.Tensor | None
-    states: tuple[Mapping[StateKind, tuple[torch.Tensor, torch.Tensor]], ...]
-    key: Hashable
-    allocations: frozenset[Allocation]
+    sides: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # K and V [A, H, S, D] of each layer, in either layout; empty if quantized
+    combined: tuple[DeviceTensor, ...] | None  # [A, 2, H, S, D] of each layer, for the kernels; None if K and V are separate
+    new_lengths: torch.Tensor | None  # int32 [A]; None without recurrent layers
+    states: tuple[Mapping[StateKind, tuple[torch.Tensor, torch.Tensor]], ...]  # [A, ...] before and after the step, by recurrent layer
+    key: Hashable  # equal for steps of equal addresses and shapes: the two buffers of states give two keys
+    allocations: frozenset[Allocation]  # owners of the bound tensors
 
     @classmethod
     def over(cls, tensors: StepTensors, device: TorchDevice) -> TorchStep:
-        """Return the step over what is bound."""
+        """Return the step over the bound tensors."""
         inputs = (tensors.input_ids, tensors.start, tensors.last, tensors.logits)
         caches = [side for cache in tensors.caches for side in cache]
         states = [state for layer in tensors.states for pair in layer.values() for state in pair]
@@ -56,7 +56,7 @@ class TorchStep:
         )
 
     def check_open(self) -> None:
-        """Raise ClosedError where the owner of a bound view is closed."""
+        """Raise ClosedError if the owner of a bound view is closed."""
         for allocation in self.allocations:
             _ = allocation.ptr
 
@@ -67,7 +67,7 @@ def _sides(cache: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _combined(*cache: DeviceTensor) -> DeviceTensor | None:
-    """Return one view ``[A, 2, H, S, D]`` of a layer's cache, or None if K and V do not follow each other in one allocation."""
+    """Return one view ``[A, 2, H, S, D]`` of a layer's cache; None if K and V are not contiguous in one allocation."""
     if len(cache) == 1:
         return cache[0]
     k, v = cache

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.decoder_weights import LayerWeights, RoundedTensors, layer_weights
+from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, RoundedTensors, layer_weights
 from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig
 from trt_kvcache.model.families.registry import FAMILIES
@@ -19,7 +19,7 @@ from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Mlp, Part, SelfAttention, ShortConvolution, arranged
 
-#: Returns the tensor of a name of Hugging Face transformers: on the engine's device, in its dtype.
+#: Function of a name in Hugging Face transformers: the tensor, on the engine's device and in its dtype.
 LoadTensor = Callable[[str], torch.Tensor]
 
 
@@ -35,9 +35,9 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchWeights:
-    """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one tensor where they are tied.
+    """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one tensor if they are tied.
 
-    Rows of the embedding are multiplied with ``embedding_factor``.
+    ``embedding_factor`` multiplies rows of the embedding.
     """
 
     embedding: torch.Tensor
@@ -48,7 +48,7 @@ class TorchWeights:
 
 
 def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor) -> TorchWeights:
-    """Collect the weights of a model, layer by layer."""
+    """Return the weights of a model, layer by layer. ``load`` is called once for each tensor."""
     embedding = arranged(load(embedding_name(config)))
     blocks = tuple(_blocks(config, load))
     final_norm = TorchNorm.of(config.final_norm, load(FAMILIES[config.family].final_norm))
@@ -60,21 +60,24 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor) -> TorchWei
 def checkpoint_loader(
     checkpoint: Checkpoint, dtype: str, device: torch.device, progress: Callable[[int, int], object] | None = None
 ) -> LoadTensor:
-    """Return a function that reads tensors of a checkpoint, rounded to ``dtype``, onto a device."""
+    """Return a function that reads tensors of a checkpoint onto a device, rounded to ``dtype``.
+
+    ``progress(done_bytes, total_bytes)`` is called with each tensor.
+    """
     rounded = RoundedTensors(checkpoint, dtype, progress)
 
     def load(name: str) -> torch.Tensor:
         values = rounded(name).astype(rounded.dtype, copy=False)
         on_host = torch.empty(values.shape, dtype=getattr(torch, dtype))
         bits = {2: (torch.int16, np.int16), 4: (torch.int32, np.int32)}[values.itemsize]
-        on_host.view(bits[0]).numpy()[...] = values.view(bits[1])  # NumPy has no bfloat16 that torch knows
+        on_host.view(bits[0]).numpy()[...] = values.view(bits[1])  # torch does not know NumPy's bfloat16
         return on_host.to(device)
 
     return load
 
 
 def _blocks(config: ModelConfig, load: LoadTensor) -> Iterator[Block]:
-    """Yield the mixer and the MLP of each layer, of those that it has."""
+    """Yield the blocks of each layer: its mixer and its MLP, if it has them."""
     for index, (layer, place) in enumerate(zip(config.layers, indices_in_kind(config), strict=True)):
         stored = layer_weights(config, index, load)
         if layer.mixer is not None and place is not None:
@@ -86,8 +89,8 @@ def _blocks(config: ModelConfig, load: LoadTensor) -> Iterator[Block]:
             yield Block(norm=norms[0], part=Mlp.of(layer.mlp, stored), output_norm=norms[1], factor=layer.residual_multiplier)
 
 
-def _mixer(index: int, config: Mixer, stored: LayerWeights[torch.Tensor]) -> Part:
-    """Return a mixer, which is the one of this index among those with K and V, or among those with states."""
+def _mixer(index: int, config: Mixer, stored: DecoderLayerWeights[torch.Tensor]) -> Part:
+    """Return a mixer. ``index``: its place among the layers with K and V, or among the recurrent ones."""
     if isinstance(config, AttentionConfig):
         return SelfAttention.of(index, config, stored)
     if isinstance(config, ShortConvConfig):

@@ -19,7 +19,7 @@ from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import SegmentsRecord
@@ -72,7 +72,7 @@ class SegmentedEngine(Uncopyable):
         The plans of all segments, as ``engine.plan`` has them.
     memory : Memory
         The GPU memory that it runs in.
-    config : EngineConfig
+    config : EngineFolderConfig
         ``config.json`` of its engine folder.
     constants : mapping of str to ndarray
         ``EngineFolder.read_constants``.
@@ -81,7 +81,7 @@ class SegmentedEngine(Uncopyable):
 
     Attributes
     ----------
-    config : EngineConfig
+    config : EngineFolderConfig
         As given.
     names : TensorNames
         What the engine calls its tensors.
@@ -97,7 +97,7 @@ class SegmentedEngine(Uncopyable):
         plan: Any,
         *,
         memory: Memory,
-        config: EngineConfig,
+        config: EngineFolderConfig,
         constants: Mapping[str, np.ndarray[Any, Any]],
         cuda_graphs: bool = True,
     ) -> None:
@@ -394,7 +394,7 @@ def _enqueue_op(
 
 
 def _load_plans(
-    tensorrt: TensorRT, plan: Any, config: EngineConfig, record: SegmentsRecord, resources: EngineResources
+    tensorrt: TensorRT, plan: Any, config: EngineFolderConfig, record: SegmentsRecord, resources: EngineResources
 ) -> Iterator[LoadedPlan]:
     """Deserialise the segments one after another, and compare each with its record."""
     built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"

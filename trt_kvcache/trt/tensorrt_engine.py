@@ -16,7 +16,7 @@ from typing import Any
 from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
@@ -47,14 +47,14 @@ class TensorRTEngine(Uncopyable):
         The GPU memory that it runs in.
     names : TensorNames
         What the engine calls its tensors.
-    config : EngineConfig or None
+    config : EngineFolderConfig or None
         ``config.json`` of its engine folder; None for a plan without a folder.
     plan_sha256 : str
         SHA-256 of the plan, in hex.
 
     Attributes
     ----------
-    config : EngineConfig or None
+    config : EngineFolderConfig or None
         As given.
     names : TensorNames
         As given.
@@ -67,7 +67,7 @@ class TensorRTEngine(Uncopyable):
     """
 
     def __init__(
-        self, tensorrt: TensorRT, plan: Any, *, memory: Memory, names: TensorNames, config: EngineConfig | None, plan_sha256: str
+        self, tensorrt: TensorRT, plan: Any, *, memory: Memory, names: TensorNames, config: EngineFolderConfig | None, plan_sha256: str
     ) -> None:
         self.config = config
         self.names = names

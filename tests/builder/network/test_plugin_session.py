@@ -21,7 +21,7 @@ from tests.helpers.tolerance import assert_close
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ModelIdentity
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.quantized_kv import QuantizedKV
-from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.consistency import check_consistency
 from trt_kvcache.errors import BindingError, EngineError
 from trt_kvcache.model import ModelConfig
@@ -92,7 +92,7 @@ class Made:
     """A model with plugin attention on a stand-in of full TensorRT."""
 
     checkpoint: Any
-    config: EngineConfig
+    config: EngineFolderConfig
     fake: FakeTensorRT
 
 

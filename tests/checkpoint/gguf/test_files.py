@@ -87,7 +87,7 @@ def test_a_model_in_three_files(tmp_path: Path) -> None:
 def test_a_missing_part(tmp_path: Path) -> None:
     path = convert(GOLDEN / "llama", tmp_path / "model.gguf", parts=3)
     (tmp_path / "model-00002-of-00003.gguf").unlink()
-    assert "expected all 3 files of the model beside each other, got none of the name model-00002-of-00003.gguf." in refused(path)
+    assert "expected all 3 files of the model in one folder, got none of the name model-00002-of-00003.gguf." in refused(path)
 
 
 def test_another_part_is_not_opened(tmp_path: Path) -> None:

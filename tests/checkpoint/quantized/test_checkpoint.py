@@ -108,7 +108,7 @@ def test_fields_of_the_config_that_decide_nothing_do_not_change_the_fingerprint(
             "quantization_config.group_size: expected a positive integer, or -1 for one group, got none.",
         ),
         ({**GPTQ_CONFIG, "group_size": 7}, "qzeros of shape (5, 4), as GPTQ int4 in groups of 7 stores it"),
-        ({**GPTQ_CONFIG, "group_size": 16}, "Bits or group size of `quantization_config` may be those of another checkpoint."),
+        ({**GPTQ_CONFIG, "group_size": 16}, "Bits or group size of `quantization_config` may belong to another checkpoint."),
         ({**GPTQ_CONFIG, "checkpoint_format": "marlin"}, "checkpoint_format: expected 'gptq' or 'gptq_v2', got 'marlin'."),
         ({**GPTQ_CONFIG, "sym": "yes"}, "quantization_config.sym: expected true or false, got 'yes'."),
         ({**GPTQ_CONFIG, "dynamic": ["-:.*down.*"]}, "quantization_config.dynamic: expected an object of objects, got ['-:.*down.*']."),
@@ -136,9 +136,9 @@ def test_configurations_that_are_refused(made: Made, config: Any, message: str) 
         (
             "gptq",
             lambda t: t.pop(f"{MODULE}.scales"),
-            f"expected {MODULE}.scales beside {MODULE}.qweight, got nothing there. Weights of GPTQ",
+            f"expected {MODULE}.scales next to {MODULE}.qweight, got nothing there. Weights of GPTQ",
         ),
-        ("gptq-order", lambda t: t.pop(f"{MODULE}.g_idx"), f"expected {MODULE}.g_idx beside"),
+        ("gptq-order", lambda t: t.pop(f"{MODULE}.g_idx"), f"expected {MODULE}.g_idx next to"),
         (
             "gptq",
             lambda t: t.pop(f"{MODULE}.qweight"),
@@ -160,7 +160,7 @@ def test_configurations_that_are_refused(made: Made, config: Any, message: str) 
             lambda t: t.update({f"{MODULE}.weight_scale_inv": np.ones((2, 2), np.float32)}),
             f"expected {MODULE}.weight_scale_inv of shape (2, 3)",
         ),
-        ("fp8-blocks", lambda t: t.pop(f"{MODULE}.weight_scale_inv"), f"expected {MODULE}.weight_scale_inv beside {MODULE}.weight"),
+        ("fp8-blocks", lambda t: t.pop(f"{MODULE}.weight_scale_inv"), f"expected {MODULE}.weight_scale_inv next to {MODULE}.weight"),
         (
             "gptq",
             lambda t: t.update({f"{MODULE}.bias": np.ones(32, np.float16)}),

@@ -127,7 +127,7 @@ def test_one_scale_of_fp8_must_be_there(tmp_path: Path) -> None:
     quantize, config = FIELDS["fp8-of-autofp8"]
     write_quantized(tmp_path / "model", "llama", quantize, config)
     edit_tensors(tmp_path / "model", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight_scale"))
-    assert "expected model.layers.1.mlp.up_proj.weight_scale_inv beside model.layers.1.mlp.up_proj.weight" in refused(tmp_path / "model")
+    assert "expected model.layers.1.mlp.up_proj.weight_scale_inv next to model.layers.1.mlp.up_proj.weight" in refused(tmp_path / "model")
 
 
 def of_modules(first: Quantize, second: Quantize, outputs: int) -> Quantize:

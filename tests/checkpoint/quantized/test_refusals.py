@@ -52,8 +52,8 @@ def in_group(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
             changed(CT_INT4, group_size=12),
             f"expected {MODULE}.weight_scale of shape (32, 3), as compressed-tensors int4 (pack-quantized) in",
         ),
-        (changed(CT_INT4, symmetric=False), f"expected {MODULE}.weight_zero_point beside {MODULE}.weight_packed, got nothing there."),
-        (changed(CT_INT4, actorder="group"), f"expected {MODULE}.weight_g_idx beside"),
+        (changed(CT_INT4, symmetric=False), f"expected {MODULE}.weight_zero_point next to {MODULE}.weight_packed, got nothing there."),
+        (changed(CT_INT4, actorder="group"), f"expected {MODULE}.weight_g_idx next to"),
         (changed(CT_FP8, symmetric=False), "weights.symmetric: expected True, got False."),
         (changed(CT_NVFP4, group_size=32), "weights.group_size: expected 16, got 32."),
         (modelopt("FP8_PB_WO"), "quantization.quant_algo: expected one of FP8, NVFP4, NVFP4_AWQ, W4A16_NVFP4, W4A16_AWQ, MIXED_PRECISION"),
@@ -70,13 +70,13 @@ def test_configurations_that_are_refused(made: Made, config: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("case", "edit", "message"),
     [
-        ("compressed-int4", lambda t: t.pop(f"{MODULE}.weight_scale"), f"expected {MODULE}.weight_scale beside {MODULE}.weight_packed"),
+        ("compressed-int4", lambda t: t.pop(f"{MODULE}.weight_scale"), f"expected {MODULE}.weight_scale next to {MODULE}.weight_packed"),
         (
             "compressed-int4",
             lambda t: t.update({f"{MODULE}.weight_scale": t[f"{MODULE}.weight_scale"].T.copy()}),
             f"expected {MODULE}.weight_scale of shape (32, 4), as compressed-tensors int4 (pack-quantized) in groups of 8 stores it",
         ),
-        ("modelopt-nvfp4", lambda t: t.pop(f"{MODULE}.weight_scale_2"), f"expected {MODULE}.weight_scale_2 beside {MODULE}.weight"),
+        ("modelopt-nvfp4", lambda t: t.pop(f"{MODULE}.weight_scale_2"), f"expected {MODULE}.weight_scale_2 next to {MODULE}.weight"),
         (
             "modelopt-nvfp4",
             lambda t: t.update({f"{MODULE}.weight_scale": t[f"{MODULE}.weight_scale"].astype(np.float32)}),

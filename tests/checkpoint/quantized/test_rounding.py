@@ -178,7 +178,7 @@ def test_the_numpy_engine_computes_with_the_rounded_values(tmp_path: Path, quant
         ("int3", r"quantize: weights: expected one of int8, int4, int4:32, int4:128, got 'int3'\. Such as"),
         ("int4:64", "quantize: weights: expected one of"),
         ("int8,head=fp8", "quantize: head: expected one of"),
-        ("int8,tail=int8", r"quantize: expected embedding=\.\.\. and head=\.\.\. behind the linear layers, got 'tail=int8'"),
+        ("int8,tail=int8", r"quantize: expected embedding=\.\.\. and head=\.\.\. after the linear layers, got 'tail=int8'"),
         ("int8,head=int8,head=int4", "got 'head=int4'"),
         ("", "quantize: weights: expected one of"),
         (8, "quantize: expected a text, got 8"),

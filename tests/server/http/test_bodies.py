@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from tests.paths import ROOT
 from tests.server.http.running import Running
 from trt_kvcache import Tokenizer
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.bodies import ChatBody, CompletionBody, DetokenizeBody
-from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.json_bodies import parsed
 from trt_kvcache.server.http.written import as_json
 
@@ -112,7 +112,7 @@ def test_what_stands_in_texts_is_not_counted(text):
     ],
 )
 def test_what_is_no_json_is_said_to_be_none(content, text):
-    assert "body: expected JSON, got what is none: " in refused(content)
+    assert "body: expected JSON, got an error: " in refused(content)
     assert text in refused(content)
 
 
@@ -185,7 +185,7 @@ def test_others_are_answered_while_an_answer_is_written(chatting: Running, monke
         assert may_end.wait(60)
         return as_json(document)
 
-    monkeypatch.setattr("trt_kvcache.server.http.completions.as_json", slow)
+    monkeypatch.setattr("trt_kvcache.server.http.generation.as_json", slow)
     body = {"prompt": [[5] * 120] * 4, "max_tokens": 0, "echo": True, "logprobs": 20}
     with chatting.client() as client, chatting.client() as other:
         asked = threading.Thread(target=client.post, args=["/v1/completions"], kwargs={"json": body})

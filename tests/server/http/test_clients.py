@@ -10,7 +10,7 @@ import pytest
 from tests.server.http.running import serving
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.http.clients import Clients
-from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.server_options import ServerOptions
 
 PROXIES = ("10.0.0.0/8", "2001:db8:ffff::1")
 

@@ -213,7 +213,7 @@ def test_a_stream_that_cannot_begin_is_an_error_with_a_status(chatting):
     [
         (b'{"prompt": "A"}', "text/plain", 415, "Content-Type: expected application/json, got 'text/plain'."),
         (b'{"prompt": "A"}', "", 415, "Content-Type: expected application/json, got none."),
-        (b'{"prompt": "A", ', "application/json", 400, "body: expected JSON, got what is none: "),
+        (b'{"prompt": "A", ', "application/json", 400, "body: expected JSON, got an error: "),
         (b"[]", "application/json", 400, "body: Input should be a valid dictionary"),
         (b"", "application/json", 400, "body: expected a JSON object, got nothing."),
     ],

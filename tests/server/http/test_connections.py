@@ -223,4 +223,4 @@ def test_an_answer_that_comes_before_the_end_of_its_body_does_not_keep_the_conne
     ids=["two hosts", "a fold with NUL", "TLS", "a wrong chunk"],
 )
 def test_bytes_that_are_no_request_are_400_with_a_reason(server, sent):
-    assert "request: expected one of HTTP/1.1, got what is none" in error(answer(server, sent), 400)
+    assert "request: expected a request of HTTP/1.1, got an error" in error(answer(server, sent), 400)

@@ -12,7 +12,7 @@ import pytest
 from tests.server.http.running import serving
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.http.guard import Guard
-from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.server_options import ServerOptions
 from trt_kvcache.server.http.serving import address_of, bound_socket
 
 BODY = {"prompt": "A", "max_tokens": 1}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.paths import ROOT
 from tests.server.http.running import Running, serving
-from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.server_options import ServerOptions
 
 #: Browsers that playwright can run, of those that a system may have.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

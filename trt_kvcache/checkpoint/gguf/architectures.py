@@ -1,4 +1,4 @@
-"""What there is to know of each ``general.architecture``: its family in transformers, its configuration, its tensors."""
+"""Architectures of GGUF (``general.architecture``): family in transformers, configuration, names and order of tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trt_kvcache.checkpoint.gguf import model_config
 from trt_kvcache.checkpoint.gguf.metadata import Metadata
 from trt_kvcache.errors import CheckpointError
 
-#: Takes the metadata and the length of a dimension; returns where each element of transformers is in the file.
+#: Function of the metadata and the length of a dimension: the index in the file of each element of transformers.
 Order = Callable[[Metadata, int], npt.NDArray[np.int64]]
 
 #: Names of tensors outside the layers, without their endings.
@@ -28,7 +28,7 @@ _ATTENTION = {
     "attn_k_norm": "self_attn.k_norm",
 }
 
-#: Names of tensors behind ``blk.<index>.`` and behind ``model.layers.<index>.``.
+#: Names of tensors after ``blk.<index>.``, and their names after ``model.layers.<index>.``.
 LAYER_NAMES: Mapping[str, str] = {
     **_ATTENTION,
     "attn_norm": "input_layernorm",
@@ -59,7 +59,7 @@ def _mamba_names(module: str) -> dict[str, str]:
 
 
 def _halves(count: str) -> Order:
-    """Return the order of projections whose rows that RoPE pairs are beside each other in a file, and apart in transformers."""
+    """Return the order of projections whose rows RoPE rotates in pairs: neighbours in a file, two halves in transformers."""
 
     def order(metadata: Metadata, rows: int) -> npt.NDArray[np.int64]:
         heads = metadata.largest(metadata.own(count))
@@ -74,33 +74,38 @@ def _halves(count: str) -> Order:
 _PAIRED: Mapping[str, Order] = {"attn_q": _halves("attention.head_count"), "attn_k": _halves("attention.head_count_kv")}
 
 
-def _values_of_heads(metadata: Metadata, length: int, *, is_behind_keys: bool = False) -> npt.NDArray[np.int64]:
-    """Return the order of what a gated delta net has for each head of values."""
+def _values_of_heads(metadata: Metadata, length: int, *, follow_keys: bool = False) -> npt.NDArray[np.int64]:
+    """Return the order of a gated delta net's tensors with one part for each value head; ``follow_keys``: q and k come first.
+
+    A file has the first value head of each key head, then the second ones; transformers groups them by key head.
+    """
     own, integer = metadata.own, metadata.integer
     keys, values = integer(own("ssm.group_count")), integer(own("ssm.time_step_rank"))
-    before = 2 * keys * integer(own("ssm.state_size")) if is_behind_keys else 0
+    before = 2 * keys * integer(own("ssm.state_size")) if follow_keys else 0
     if not 0 < keys <= values or values % keys or length <= before or (length - before) % values:
         return np.arange(length)  # the shape is refused
-    behind = np.arange(before, length).reshape(values // keys, keys, -1).swapaxes(0, 1).reshape(-1)
-    return np.concatenate([np.arange(before), behind])
+    after = np.arange(before, length).reshape(values // keys, keys, -1).swapaxes(0, 1).reshape(-1)
+    return np.concatenate([np.arange(before), after])
 
 
-def _values_behind_keys(metadata: Metadata, length: int) -> npt.NDArray[np.int64]:
-    return _values_of_heads(metadata, length, is_behind_keys=True)
+def _values_after_keys(metadata: Metadata, length: int) -> npt.NDArray[np.int64]:
+    return _values_of_heads(metadata, length, follow_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One architecture of GGUF."""
 
-    family: str
-    config: Callable[[Metadata], dict[str, Any]]
+    family: str  # model_type of transformers
+    config: Callable[[Metadata], dict[str, Any]]  # fields of config.json, without model_type
     names: Mapping[str, str] = field(default_factory=lambda: MODEL_NAMES)
+    # Several names that map to one are the rows of one tensor in transformers, in this order.
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
-    layers: str = "model.layers"
-    norms_plus_one: frozenset[str] = frozenset()
-    rows: Mapping[str, Order] = field(default_factory=dict)
+    layers: str = "model.layers"  # prefix of a layer's index in transformers
+    norms_plus_one: frozenset[str] = frozenset()  # norms stored as 1 + weight
+    rows: Mapping[str, Order] = field(default_factory=dict)  # order of a tensor's rows, by GGUF name
     columns: Mapping[str, Order] = field(default_factory=dict)
+    # Other families of the same architecture name, each with the test that tells it apart.
     variants: tuple[tuple[Callable[[Metadata], bool], Architecture], ...] = ()
 
 
@@ -109,7 +114,7 @@ def _has_window(metadata: Metadata) -> bool:
 
 
 def _is_bamba(metadata: Metadata) -> bool:
-    """Return whether a hybrid has attention with RoPE and none of Granite's multipliers."""
+    """Return True for a hybrid that has RoPE and no multipliers of Granite."""
     own = metadata.own
     return metadata.flag(own("rope.scaling.finetuned"), False) and own("embedding_scale") not in metadata
 
@@ -167,7 +172,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         norms_plus_one=_GEMMA_NORMS,
         rows={
             **dict.fromkeys(("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), _values_of_heads),
-            **dict.fromkeys(("attn_qkv", "ssm_conv1d"), _values_behind_keys),
+            **dict.fromkeys(("attn_qkv", "ssm_conv1d"), _values_after_keys),
         },
         columns={"ssm_out": _values_of_heads},
     ),
@@ -230,7 +235,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
-    """Return what is known of the architecture of a model."""
+    """Return the architecture of a model. Raises CheckpointError for an unknown one, an adapter or a vision tower."""
     kind = metadata.text("general.type", "model")
     if kind != "model":
         raise metadata.refusal("general.type", "model: adapters and vision towers are not read")
@@ -241,7 +246,7 @@ def architecture_of(metadata: Metadata) -> Architecture:
 
 
 def check_is_read(metadata: Metadata) -> None:
-    """Raise CheckpointError where a file has something that another engine would compute, and nothing here does."""
+    """Raise CheckpointError if a file has tensors or fields of features that no engine here computes."""
     key = metadata.own("attention.causal")
     if not metadata.flag(key, True):
         raise CheckpointError(f"{metadata.header.path}: {key}: expected true, got false: it is an encoder.")

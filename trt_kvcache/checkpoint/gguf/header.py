@@ -20,25 +20,25 @@ import numpy.typing as npt
 
 from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.regular_file import open_regular
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import CheckpointError
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 
-#: Far more than any file has: limits of what a damaged one makes a reader do.
+#: Limits on the work that a damaged file can cause: far more than any real file has.
 _MAX_ENTRIES, _MAX_STRINGS, _MAX_DIMENSIONS, _MAX_NAME = 1 << 16, 1 << 23, 4, 1 << 16
 _MAX_ALIGNMENT = 1 << 20
 
 _STRING, _ARRAY = 8, 9
 
-#: Codes of plain types, as arrays have them.
+#: NumPy dtypes of the scalar types, by their number in the file.
 _PLAIN = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL = 7
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file is meant to be a GGUF file: by its name, or by how it begins."""
+    """Return True for a GGUF file, by its name or its magic bytes."""
     if path.suffix == ".gguf":
         return True
     try:
@@ -53,7 +53,7 @@ _UINT32, _UINT64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """Where one tensor is in its file."""
+    """Location of one tensor in its file."""
 
     kind: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class StoredBlocks:
 
 @dataclass(frozen=True)
 class Texts:
-    """An array of texts in a file, decoded where they are asked for."""
+    """An array of texts in a file, read when iterated."""
 
     mapping: mmap.mmap
     start: int
@@ -84,7 +84,7 @@ class Texts:
 
 
 class GGUFHeader:
-    """What a GGUF file says of itself. No tensor is read."""
+    """The metadata and the tensor index of a GGUF file; no tensor is read. Raises CheckpointError if it is damaged or no GGUF file."""
 
     def __init__(self, path: Path) -> None:
         with naming_the_extra():
@@ -106,7 +106,7 @@ class GGUFHeader:
             self.fields = dict(self._field() for _ in range(field_count))
             self._check_names("field", field_count, len(self.fields))
             self.tensors = self._tensors(tensor_count)
-        except (struct.error, OverflowError):  # beyond its end, or beyond any
+        except (struct.error, OverflowError):  # past its end, or past any
             raise self._damaged("its header ends early") from None
 
     def _damaged(self, reason: str) -> CheckpointError:
@@ -138,7 +138,7 @@ class GGUFHeader:
         return int(value)
 
     def _skip(self, nbytes: int) -> int:
-        """Step over bytes that are in the file; return where they begin."""
+        """Skip bytes of the file, and return their offset."""
         start, self._at = self._at, self._at + nbytes
         if self._at > len(self.mapping):
             raise self._damaged(f"its header claims {nbytes} bytes at byte {start}")
@@ -168,7 +168,7 @@ class GGUFHeader:
 
     def _plain(self, name: str, code: int, count: int) -> npt.NDArray[Any]:
         if code not in _PLAIN:
-            raise self._damaged(f"field {shown(name)} is of type {code}" + (", an array of arrays" if code == _ARRAY else ""))
+            raise self._damaged(f"field {short_repr(name)} is of type {code}" + (", an array of arrays" if code == _ARRAY else ""))
         dtype = np.dtype(_PLAIN[code])
         start = self._skip(count * dtype.itemsize)
         return np.frombuffer(self.mapping, dtype=dtype, count=count, offset=start)
@@ -194,12 +194,12 @@ class GGUFHeader:
         entries = [self._tensor() for _ in range(count)]
         alignment = self.fields.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise self._damaged(f"general.alignment is {shown(alignment)} and no power of two")
+            raise self._damaged(f"general.alignment is {short_repr(alignment)} and no power of two")
         start = -(-self._at // alignment) * alignment
         tensors = {}
         for name, kind, shape, offset, nbytes in entries:
             if offset % alignment or start + offset + nbytes > len(self.mapping):
-                raise self._damaged(f"{shown(name)} has {nbytes} bytes at byte {start + offset}, and the file has {len(self.mapping)}")
+                raise self._damaged(f"{short_repr(name)} has {nbytes} bytes at byte {start + offset}, and the file has {len(self.mapping)}")
             tensors[name] = StoredBlocks(kind=kind, shape=shape, offset=start + offset, nbytes=nbytes, mapping=self.mapping)
         self._check_names("tensor", count, len(tensors))
         return tensors
@@ -207,15 +207,15 @@ class GGUFHeader:
     def _tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
         name, dimensions = self._name(), self._number(_UINT32)
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise self._damaged(f"tensor {shown(name)} has {dimensions} dimensions")
+            raise self._damaged(f"tensor {short_repr(name)} has {dimensions} dimensions")
         shape = tuple(self._number(_UINT64) for _ in range(dimensions))[::-1]
         code, offset = self._number(_UINT32), self._number(_UINT64)
         if code not in self._sizes:
             raise CheckpointError(
-                f"{self.path}: {shown(name)}: expected a type that the installed gguf package knows, got number {code}. "
+                f"{self.path}: {short_repr(name)}: expected a type that the installed gguf package knows, got number {code}. "
                 "A newer gguf package may know it."
             )
         kind, block, block_nbytes = self._sizes[code]
         if shape[-1] % block:
-            raise self._damaged(f"{shown(name)} has rows of {shape[-1]} elements in blocks of {block}")
+            raise self._damaged(f"{short_repr(name)} has rows of {shape[-1]} elements in blocks of {block}")
         return name, kind, shape, offset, math.prod(shape) // block * block_nbytes

@@ -1,4 +1,4 @@
-"""Typed access to the metadata of a GGUF file: every error names the file, the key, the expected value and the actual one."""
+"""Typed access to the metadata of a GGUF file. Errors name the file, the key, the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.gguf.header import GGUFHeader, StoredBlocks, Texts
 from trt_kvcache.errors import CheckpointError
 
 
 class Metadata:
-    """The metadata of a model."""
+    """Metadata of a model: of its first file, with the tensors of all its files."""
 
     def __init__(self, header: GGUFHeader, tensors: Mapping[str, StoredBlocks]) -> None:
         self.header = header
@@ -22,19 +22,19 @@ class Metadata:
         self.architecture = self.text("general.architecture")
 
     def __contains__(self, key: str) -> bool:
-        """Return whether there is a field: see :meth:`own`."""
+        """Return True if there is a field of this full key: see :meth:`own`."""
         return key in self.header.fields
 
     def own(self, name: str) -> str:
-        """Return the key of a field of the architecture."""
+        """Return the full key of a field of the architecture: ``<architecture>.<name>``."""
         return f"{self.architecture}.{name}"
 
     def refusal(self, key: str, expected: str) -> CheckpointError:
-        """Return the error for a field whose value is not read, for the caller to raise."""
+        """Return the error for a field with an unsupported value, for the caller to raise."""
         value = self.header.fields.get(key)
         if isinstance(value, bytes):
             value = value.decode("utf-8", "replace")
-        found = f"{len(value)} elements" if isinstance(value, Texts | np.ndarray) else shown(value)
+        found = f"{len(value)} elements" if isinstance(value, Texts | np.ndarray) else short_repr(value)
         return CheckpointError(f"{self.header.path}: {key}: expected {expected}, got {found}.")
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -57,21 +57,21 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer of at least 0."""
+        """Return an integer, 0 or more."""
         value = self.header.fields.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.refusal(key, "an integer of at least 0")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number: of a float32 the shortest decimal fraction that is rounded to it, as a configuration has it."""
+        """Return a finite number: of a float32 the shortest decimal that rounds to it, as a config.json has it."""
         value = self.header.fields.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.refusal(key, "a finite number")
         return float(str(np.float32(value))) if isinstance(value, float) and float(np.float32(value)) == value else float(value)
 
     def integers(self, key: str, count: int, default: int | None = None) -> list[int]:
-        """Return an integer for each layer; one that is given once is that of all."""
+        """Return an integer for each layer; a single stored one counts for all."""
         value = self.header.fields.get(key, default)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) == count:
             return [int(item) for item in value]
@@ -80,7 +80,7 @@ class Metadata:
         return [self.integer(key, default)] * count
 
     def largest(self, key: str) -> int:
-        """Return the largest number that a field has for a layer, or 0."""
+        """Return the largest value of a field over the layers, or 0."""
         value = self.header.fields.get(key, 0)
         return self.integer(key, 0) if not isinstance(value, np.ndarray) else max(self.integers(key, len(value)), default=0)
 
@@ -93,7 +93,7 @@ class Metadata:
         return found
 
     def count_of_texts(self, key: str) -> int:
-        """Return how many texts an array has."""
+        """Return the number of texts in an array."""
         value = self.header.fields.get(key)
         if not isinstance(value, Texts):
             raise self.refusal(key, "an array of texts")

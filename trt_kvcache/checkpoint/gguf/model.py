@@ -1,4 +1,4 @@
-"""``GGUFModel``: the files of one model, and what their metadata says as the files of a Hugging Face folder."""
+"""``GGUFModel``: the GGUF files of one model, with their metadata as the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.gguf.architectures import architecture_of, check_is_read
 from trt_kvcache.checkpoint.gguf.header import GGUFHeader, StoredBlocks
 from trt_kvcache.checkpoint.gguf.metadata import Metadata
@@ -20,7 +20,7 @@ _MAX_PARTS = 1 << 12
 
 
 class GGUFModel:
-    """A model in a GGUF file, or split into several: only their headers are read."""
+    """A model in one GGUF file or a split one (``path``: the first file, ``...-00001-of-0000N.gguf``). Only headers are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class GGUFModel:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All files."""
+        """All files of the model."""
         return tuple(header.path for header in self._headers)
 
     @cached_property
@@ -49,7 +49,7 @@ class GGUFModel:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer."""
+        """True if the metadata has a tokenizer."""
         return has_tokenizer(self.metadata)
 
     @cached_property
@@ -64,7 +64,7 @@ class GGUFModel:
 
 
 def first_of_split(files: Sequence[Path]) -> Path | None:
-    """Return the first file of a split model by the names of its files, or None if they are not those of one model."""
+    """Return the first file of a split model, or None if the names are not of one split model."""
     named = [_PART.fullmatch(file.name) for file in files]
     if len({(one[1], one[3]) if one else None for one in named}) != 1 or named[0] is None or int(named[0][2]) != 1:
         return None
@@ -72,10 +72,12 @@ def first_of_split(files: Sequence[Path]) -> Path | None:
 
 
 def _other_parts(first: GGUFHeader) -> list[Path]:
-    """Return the other files of a split model, after checking that this is the first one and that all are there."""
+    """Return the other files of a split model. Raises CheckpointError if ``first`` is not the first one or others are missing."""
     count, number = first.fields.get("split.count", 0), first.fields.get("split.no", 0)
     if not isinstance(count, int) or not isinstance(number, int) or not 0 <= number <= max(count, 1) - 1 or count > _MAX_PARTS:
-        raise CheckpointError(f"{first.path}: expected split.no from 0 to split.count - 1, got {shown(number)} of {shown(count)}.")
+        raise CheckpointError(
+            f"{first.path}: expected split.no from 0 to split.count - 1, got {short_repr(number)} of {short_repr(count)}."
+        )
     if count <= 1:
         return []
     named = _PART.fullmatch(first.path.name)
@@ -89,7 +91,7 @@ def _other_parts(first: GGUFHeader) -> list[Path]:
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise CheckpointError(
-            f"{first.path}: expected all {count} files of the model beside each other, got none of the name {missing[0]}"
+            f"{first.path}: expected all {count} files of the model in one folder, got none of the name {missing[0]}"
             f"{f' (and {len(missing) - 1} more are missing)' if len(missing) > 1 else ''}. Fetch or copy it."
         )
     return parts

@@ -1,4 +1,4 @@
-"""The configuration of a model from the metadata of a GGUF file, with the fields of transformers' ``config.json``."""
+"""Configurations in the fields of transformers' ``config.json``, from the metadata of GGUF files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.gguf.metadata import Metadata
 from trt_kvcache.checkpoint.gguf.tokenizer_files import end_token_ids, has_tokenizer, token_id
 from trt_kvcache.errors import CheckpointError
@@ -14,7 +14,7 @@ from trt_kvcache.memory.shapes import MAX_LAYERS
 
 Config = dict[str, Any]
 
-#: What a model is computed in whose weights are in blocks: with the range of float32, in which nearly all models were trained.
+#: Compute dtype of models whose weights are in blocks: with the range of float32, in which nearly all models were trained.
 _DTYPE_OF_BLOCKS = "bfloat16"
 
 #: Tensors with the factors by which RoPE divides frequencies.
@@ -24,12 +24,12 @@ _MAX_FACTORS = 1 << 12
 
 
 def dense(metadata: Metadata) -> Config:
-    """Return the configuration of Llama and of those that differ from it in tensors alone."""
+    """Return the configuration of Llama, and of models that differ from it in their tensors alone."""
     return {**_common(metadata), **_attention(metadata), **_mlp(metadata), **_rope(metadata)}
 
 
 def mistral(metadata: Metadata) -> Config:
-    """Return the configuration of Llama with a window."""
+    """Return the configuration of Mistral: Llama with a sliding window."""
     return {**dense(metadata), "sliding_window": window(metadata)}
 
 
@@ -48,7 +48,7 @@ def phi3(metadata: Metadata) -> Config:
 
 
 def gemma2(metadata: Metadata) -> Config:
-    """Return the configuration of Gemma 2. How scores are scaled depends on its size, as in llama.cpp."""
+    """Return the configuration of Gemma 2. The attention scale depends on the model's size, as in llama.cpp."""
     own, softcap = metadata.own, "attn_logit_softcapping"
     return {**_gemma(metadata, period=2, largest=46), softcap: metadata.number(own(softcap), 50.0) or None}
 
@@ -60,7 +60,7 @@ def gemma3(metadata: Metadata) -> Config:
 
 
 def _gemma(metadata: Metadata, *, period: int, largest: int) -> Config:
-    """Return what both have in common: every so many layers one has no window, and the largest model scales scores by another number."""
+    """Return the common part of Gemma 2 and 3: every ``period``-th layer has full attention; the largest model has another scale."""
     found = dense(metadata)
     final = metadata.own("final_logit_softcapping")
     layers, heads = found["num_hidden_layers"], found["num_attention_heads"]
@@ -77,7 +77,7 @@ def _gemma(metadata: Metadata, *, period: int, largest: int) -> Config:
 
 
 def _layer_types(metadata: Metadata, period: int, layers: int, *, has_window: bool) -> list[str]:
-    """Return the kind of each layer, from a flag for each or from a period."""
+    """Return the type of each layer, from a flag for each or from a period."""
     key = metadata.own("attention.sliding_window_pattern")
     value = metadata.header.fields.get(key, period)
     if isinstance(value, np.ndarray):
@@ -94,7 +94,7 @@ def smollm3(metadata: Metadata) -> Config:
 
 
 def olmo2(metadata: Metadata) -> Config:
-    """Return the configuration of OLMo 2; files of OLMo 3, which has windows, name the same architecture."""
+    """Return the configuration of OLMo 2. Files of OLMo 3, which has sliding windows, name the same architecture."""
     found, size = dense(metadata), window(metadata)
     if size is not None:
         raise CheckpointError(
@@ -104,12 +104,12 @@ def olmo2(metadata: Metadata) -> Config:
 
 
 def granite(metadata: Metadata) -> Config:
-    """Return the configuration of Granite: factors of the embedding, the scores, the residual connections and the logits."""
+    """Return the configuration of Granite: multipliers of the embedding, the attention scores, the residual stream and the logits."""
     return {**dense(metadata), **_multipliers(metadata)}
 
 
 def granite_hybrid(metadata: Metadata) -> Config:
-    """Return the configuration of Granite 4 with states."""
+    """Return the configuration of Granite 4 with Mamba-2 layers."""
     found, kinds = dense(metadata), _kinds_of_hybrid(metadata)
     has_rope = metadata.flag(metadata.own("rope.scaling.finetuned"), False)
     return {
@@ -124,7 +124,7 @@ def granite_hybrid(metadata: Metadata) -> Config:
 
 
 def bamba(metadata: Metadata) -> Config:
-    """Return the configuration of Bamba, whose attention rotates half of each head."""
+    """Return the configuration of Bamba: partial RoPE of half a head."""
     found, kinds = dense(metadata), _kinds_of_hybrid(metadata)
     found.pop("partial_rotary_factor", None)
     return {
@@ -135,7 +135,7 @@ def bamba(metadata: Metadata) -> Config:
 
 
 def mamba2(metadata: Metadata) -> Config:
-    """Return the configuration of Mamba-2, which has no limit of positions."""
+    """Return the configuration of Mamba-2, which has no position limit."""
     sizes = _mamba2(metadata, "")
     names = {
         "num_heads": "n_heads",
@@ -153,7 +153,7 @@ def mamba2(metadata: Metadata) -> Config:
 
 
 def nemotron_h(metadata: Metadata) -> Config:
-    """Return the configuration of Nemotron-H: a layer is attention, an MLP or Mamba-2, by its counts of heads and its width."""
+    """Return the configuration of Nemotron-H: per-layer head counts and MLP widths tell attention, MLP and Mamba-2 layers apart."""
     found, sizes = _common(metadata), _mamba2(metadata, "")
     layers = found["num_hidden_layers"]
     key = metadata.own("feed_forward_length")
@@ -177,7 +177,7 @@ def nemotron_h(metadata: Metadata) -> Config:
 
 
 def lfm2(metadata: Metadata) -> Config:
-    """Return the configuration of LFM2: layers without heads of keys are convolutions."""
+    """Return the configuration of LFM2: layers without K/V heads are convolutions."""
     found = dense(metadata)
     heads = metadata.integers(metadata.own("attention.head_count_kv"), found["num_hidden_layers"])
     return {
@@ -191,7 +191,7 @@ def lfm2(metadata: Metadata) -> Config:
 
 
 def qwen3_5(metadata: Metadata) -> Config:
-    """Return the configuration of Qwen3.5, without the layers that draft tokens."""
+    """Return the configuration of Qwen3.5, without its multi-token prediction layers."""
     own, integer = metadata.own, metadata.integer
     values = integer(own("ssm.time_step_rank"))
     return {
@@ -206,12 +206,12 @@ def qwen3_5(metadata: Metadata) -> Config:
 
 
 def window(metadata: Metadata) -> int | None:
-    """Return the window of attention, or None: 0 is none too."""
+    """Return the sliding window; None without one, which a file may write as 0."""
     return metadata.integer(metadata.own("attention.sliding_window"), 0) or None
 
 
 def num_layers(metadata: Metadata) -> int:
-    """Return the number of layers of the decoder. Those that draft tokens follow them in a file, and are not read."""
+    """Return the number of decoder layers. Multi-token prediction layers follow them in a file, and are not read."""
     own, integer = metadata.own, metadata.integer
     if integer(own("block_count")) > MAX_LAYERS:
         raise metadata.refusal(own("block_count"), f"at most {MAX_LAYERS} layers")
@@ -219,7 +219,7 @@ def num_layers(metadata: Metadata) -> int:
 
 
 def _common(metadata: Metadata) -> Config:
-    """Return the fields that all models have."""
+    """Return the fields common to all models."""
     own, integer = metadata.own, metadata.integer
     experts = integer(own("expert_count"), 0)
     if experts:
@@ -239,7 +239,7 @@ def _common(metadata: Metadata) -> Config:
 
 
 def _dtype(metadata: Metadata) -> str:
-    """Return what a model is computed in unless somebody says otherwise: the floats that its matrices are in, else bfloat16."""
+    """Return the default compute dtype: the floating-point dtype of the matrices, else bfloat16."""
     kinds = {tensor.kind for tensor in metadata.tensors.values() if len(tensor.shape) == 2 and min(tensor.shape) > 1}
     if kinds <= {"F32"}:
         return "float32"
@@ -265,17 +265,17 @@ def _attention(metadata: Metadata) -> Config:
 
 
 def _mlp(metadata: Metadata) -> Config:
-    """Return the MLP of all layers. Its width is that of the tensors, since a file of a hybrid model has another number in the field."""
+    """Return the MLP fields. The width is taken from tensors: hybrid models have another number in the metadata."""
     down = next((tensor for name, tensor in metadata.tensors.items() if name.endswith(".ffn_down.weight")), None)
     width = _same(metadata, metadata.own("feed_forward_length"), num_layers(metadata)) if down is None else down.shape[-1]
     return {"intermediate_size": width, "hidden_act": "silu", "mlp_bias": _has(metadata, "ffn_up.bias")}
 
 
 def _same(metadata: Metadata, key: str, layers: int, default: int | None = None) -> int:
-    """Return the number that a field has for all layers that have one."""
+    """Return the value of a per-layer field that is equal for all layers that have one."""
     found = sorted(set(metadata.integers(key, layers, default)) - {0})
     if len(found) > 1:
-        raise CheckpointError(f"{metadata.header.path}: {key}: expected one number for all layers, got {shown(found)}.")
+        raise CheckpointError(f"{metadata.header.path}: {key}: expected one number for all layers, got {short_repr(found)}.")
     return found[0] if found else 0
 
 
@@ -291,7 +291,7 @@ def _multipliers(metadata: Metadata) -> Config:
 
 
 def _kinds_of_hybrid(metadata: Metadata) -> list[bool]:
-    """Return which layers have attention: those with heads of keys."""
+    """Return a flag for each layer: True for attention, which has K/V heads."""
     return [count > 0 for count in metadata.integers(metadata.own("attention.head_count_kv"), num_layers(metadata))]
 
 
@@ -316,7 +316,7 @@ def _has(metadata: Metadata, tail: str) -> bool:
 
 
 def _rope(metadata: Metadata) -> Config:
-    """Return theta, the part of a head that is rotated, and the scaling."""
+    """Return theta, the rotated part of a head (partial RoPE), and the scaling."""
     own = metadata.own
     head_dim = max(_attention(metadata)["head_dim"], 1)
     rotated = metadata.integer(own("rope.dimension_count"), head_dim)
@@ -331,7 +331,7 @@ def _scaling(metadata: Metadata) -> Config | None:
         attention = {"attention_factor": number(factor)} if factor in metadata else {}
         factors = {"short_factor": _factors(metadata, SHORT_FACTORS), "long_factor": _factors(metadata, LONG_FACTORS)}
         return {"rope_type": "longrope", **factors, **attention}
-    if ROPE_FACTORS in metadata.tensors:  # of Llama 3.1, whose kind of scaling is stored as what it makes of each frequency
+    if ROPE_FACTORS in metadata.tensors:  # RoPE of Llama 3.1: a file stores its factor of each frequency
         divisors = _factors(metadata, ROPE_FACTORS)
         return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": divisors, "long_factor": divisors}
     key = own("rope.scaling.type")
@@ -358,7 +358,7 @@ def _scaling(metadata: Metadata) -> Config | None:
 
 
 def _factors(metadata: Metadata, name: str) -> list[float]:
-    """Return the numbers of a small tensor."""
+    """Return the values of a small tensor."""
     tensor = metadata.tensors.get(name)
     if tensor is None or tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
         raise CheckpointError(f"{metadata.header.path}: {name}: expected a short vector in F32, got {tensor}.")

@@ -1,7 +1,7 @@
-r"""How byte-level BPE cuts a text before it merges, by the names in ``tokenizer.ggml.pre``.
+r"""Pre-tokenizers of byte-level BPE by their names in ``tokenizer.ggml.pre``.
 
-A name stands for the tokenizer of one published model, of which llama.cpp has an approximation in its own regular expressions. Here are
-those of the published ``tokenizer.json``, so that the ids are those that the model was trained with.
+A name stands for the tokenizer of one published model. llama.cpp approximates it with its own regular expressions; the ones here are from
+the published ``tokenizer.json``, so that the token ids are the ones of the training.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _END = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _words(digits: str, *, letters: str = r"\p{L}", more: str = r"[\r\n]*") -> str:
-    """Return a pattern of the line of cl100k: words with what stands before them, runs of digits, of symbols, and of spaces."""
+    """Return a pattern in the style of cl100k: words with the character before them, runs of digits, of symbols, and of spaces."""
     others = rf" ?[^\s{letters}\p{{N}}]+{more}"
     word = rf"[^\r\n\p{{L}}\p{{N}}]?{letters if letters == chr(92) + 'p{L}' else f'[{letters}]'}+"
     return rf"{_SUFFIX}|{word}|{digits}|{others}|{_END}"
 
 
 def _cased_words(digits: str, suffix: str = "") -> str:
-    """Return a pattern of the line of o200k, which also cuts words where small letters are followed by capital ones."""
+    """Return a pattern in the style of o200k, which also splits words at a change from lower to upper case."""
     upper, lower = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
     before = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{before}[{upper}]*[{lower}]+{suffix}|{before}[{upper}]+[{lower}]*{suffix}"
@@ -39,7 +39,7 @@ _GPT4O = _cased_words(r"\p{N}{1,3}", rf"{_SUFFIX}?")
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """What a name in ``tokenizer.ggml.pre`` stands for."""
+    """Pre-tokenizer of one name in ``tokenizer.ggml.pre``."""
 
     patterns: Sequence[str]
     ignore_merges: bool = False

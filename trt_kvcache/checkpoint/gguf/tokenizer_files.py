@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as the files of a Hugging Face folder have it: ``tokenizer.json`` and ``tokenizer_config.json``."""
+"""The tokenizer of a GGUF file as ``tokenizer.json`` and ``tokenizer_config.json``."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from trt_kvcache.errors import CheckpointError
 
 _KEY = "tokenizer.ggml."
 
-#: What a token is, by ``tokenizer.ggml.token_type``.
+#: Token types of ``tokenizer.ggml.token_type``.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
-#: How SentencePiece writes a space.
+#: The space in pieces of SentencePiece.
 _SPACE = "\u2581"
 
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
-#: Tokens that end an answer whatever the metadata says of them: files of older converters name one of several.
+#: End-of-generation tokens whatever the metadata says: files of older converters name one of several.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|end_of_role|>")
 
 
-#: Far longer than pieces are: how a piece is cut takes time that grows with the square of its length.
+#: Limit of a piece's length, far above real ones: splitting a piece takes quadratic time.
 _LONGEST_PIECE = 1024
 
-#: The architecture whose special tokens take the spaces behind them, and those of them that do not.
+#: Phi-3: its special tokens strip the spaces after them, except for these.
 _PHI3, _KEEP_SPACES = "phi3", ("<unk>", "<s>", "<|endoftext|>")
 
 
 def has_tokenizer(metadata: Metadata) -> bool:
-    """Return whether a file has a tokenizer: some have sizes and weights alone."""
+    """Return True if a file has a tokenizer; some have sizes and weights alone."""
     return f"{_KEY}model" in metadata and metadata.text(f"{_KEY}model") not in ("none", "no_vocab")
 
 
 def end_token_ids(metadata: Metadata) -> list[int]:
-    """Return the tokens that end an answer: the end of a text, of a turn and of a message, the first one first."""
+    """Return the end-of-generation tokens: of a text first, then of a turn and of a message."""
     if not has_tokenizer(metadata):
         return []
     named = [token_id(metadata, name) for name in ("eos", "eot", "eom")]
@@ -47,7 +47,7 @@ def end_token_ids(metadata: Metadata) -> list[int]:
 
 
 def token_id(metadata: Metadata, name: str) -> int | None:
-    """Return the id of a special token, such as ``"bos"``, or None if there is none; one beyond the vocabulary is none."""
+    """Return the id of a special token such as ``"bos"``; None if there is none in the vocabulary."""
     key = f"{_KEY}{name}_token_id"
     if key not in metadata:
         return None
@@ -121,7 +121,7 @@ def _sentencepiece(metadata: Metadata, vocab: Mapping[str, int], types: list[int
     }
 
 
-#: How a tokenizer is made, by ``tokenizer.ggml.model``.
+#: Builders of tokenizers by ``tokenizer.ggml.model``.
 _KINDS: Mapping[str, Callable[[Metadata, Mapping[str, int], list[int]], dict[str, Any]]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
@@ -155,7 +155,7 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 def _added(vocab: Mapping[str, int], types: list[int]) -> list[dict[str, Any]]:
-    """Return the tokens that are found in a text before it is cut: special ones, and those that a user of the tokenizer defined."""
+    """Return the added tokens, matched before the text is split: special and user-defined ones."""
     wanted = {_UNKNOWN, _CONTROL, _USER_DEFINED}
     shape = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
@@ -166,12 +166,12 @@ def _added(vocab: Mapping[str, int], types: list[int]) -> list[dict[str, Any]]:
 
 
 def _takes_spaces(token: Mapping[str, Any]) -> bool:
-    """Return whether a special token of Phi-3 takes the spaces behind it, which no field says."""
+    """Return True if a special token of Phi-3 strips the spaces after it, which no field says."""
     return bool(token["special"]) and token["content"] not in _KEEP_SPACES
 
 
 def _post_processor(metadata: Metadata, *, add_bos: bool) -> dict[str, Any] | None:
-    """Return what puts special tokens around a text, or None if there are none."""
+    """Return the post-processor that adds special tokens to a text, or None."""
     tokens = metadata.texts(f"{_KEY}tokens")
     wanted = {
         "bos": metadata.flag(f"{_KEY}add_bos_token", add_bos),
@@ -208,7 +208,7 @@ def _given_merges(metadata: Metadata, vocab: Mapping[str, int]) -> list[tuple[st
 
 
 def _merges_of_scores(metadata: Metadata, vocab: Mapping[str, int], types: list[int]) -> list[tuple[str, str]]:
-    """Return the merges that a SentencePiece vocabulary stands for: all pairs of pieces that make a piece, the best piece first."""
+    """Return the merges of a SentencePiece vocabulary: all pairs of pieces that form a piece, by its score, the best first."""
     key = f"{_KEY}scores"
     scores = metadata.numbers(key)
     if len(scores) != len(vocab):

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file: its tensors under their names and in the order of transformers, over memory mappings."""
+"""The weights of GGUF files over memory mappings, under the names and in the row order of transformers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trt_kvcache.checkpoint.quantized.gguf import TYPES
 from trt_kvcache.checkpoint.safetensors_file import StoredTensor
 from trt_kvcache.errors import CheckpointError
 
-#: Factors of RoPE, which are in the configuration.
+#: RoPE factors, which are a part of the configuration.
 _IGNORED = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 _ARRAYS = {"F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype("<f4")}
 
-#: Types that are no weights, or that no library dequantizes.
+#: Types that are not weights, or that no library dequantizes.
 _NOT_READ = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0"})
 
 _A, _CONVOLUTIONS, _FLAT = "ssm_a", ("ssm_conv1d", "shortconv.conv"), ("ssm_a", "ssm_d", "ssm_norm")
@@ -35,7 +35,7 @@ _A, _CONVOLUTIONS, _FLAT = "ssm_a", ("ssm_conv1d", "shortconv.conv"), ("ssm_a", 
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """What a tensor of transformers is made of."""
+    """Source of a tensor of transformers: stored tensors and the changes to them."""
 
     part: str
     names: tuple[str, ...]
@@ -47,14 +47,17 @@ class _Source:
 
     @property
     def changes_values(self) -> bool:
-        """Whether blocks have to be dequantized for it."""
+        """True if blocks must be dequantized for it."""
         return self.is_plus_one or self.part == _A or self.columns is not None or len({one.kind for one in self.blocks}) > 1
 
 
 class GGUFWeights:
-    """Tensors of one GGUF file, or of the files of a split model, as arrays over memory mappings."""
+    """A :class:`~trt_kvcache.checkpoint.weight_file.WeightFile` of GGUF files.
 
-    #: Values are rounded by whoever computes with them, and not to the dtype of the model before: norms are in float32 in all files.
+    Blocks that engines keep packed are uint8 ``[out, bytes]``; other block types are dequantized to float32 when read.
+    """
+
+    #: Not rounded to the dtype of the model before use: norms are float32 in all files.
     keeps_values = True
 
     def __init__(self, model: GGUFModel) -> None:
@@ -74,7 +77,7 @@ class GGUFWeights:
             self.tensors[name] = StoredTensor(dtype=dtype, shape=source.shape, offset=first.offset, nbytes=nbytes)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor as a read-only array."""
+        """See :meth:`WeightFile.array <trt_kvcache.checkpoint.weight_file.WeightFile.array>`."""
         source, stored = self._sources[name], self.tensors[name]
         keeps_blocks = stored.dtype not in _ARRAYS.keys() | set(_FLOATS.values())
         parts = [_stored(one) if keeps_blocks or one.kind in _FLOATS else _dequantized(one) for one in source.blocks]
@@ -98,19 +101,19 @@ class GGUFWeights:
         return found
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Give tensors other names."""
+        """See :meth:`WeightFile.rename <trt_kvcache.checkpoint.weight_file.WeightFile.rename>`."""
         self.tensors = {names.get(name, name): value for name, value in self.tensors.items()}
         self.dequantized = {names.get(name, name): value for name, value in self.dequantized.items()}
         self._sources = {names.get(name, name): value for name, value in self._sources.items()}
 
     def release(self, name: str) -> None:
-        """Let the operating system take the memory of a tensor. Arrays of it stay valid: they are read from the file again."""
+        """See :meth:`WeightFile.release <trt_kvcache.checkpoint.weight_file.WeightFile.release>`."""
         for one in self._sources[name].blocks:
             release_pages(one.mapping, one.offset, one.nbytes)
 
 
 def _stored(blocks: StoredBlocks) -> npt.NDArray[Any]:
-    """Return floats, or blocks as uint8 with rows of bytes."""
+    """Return a stored tensor: floats, or blocks as uint8 with rows of bytes."""
     dtype = _ARRAYS.get(blocks.kind, np.dtype(np.uint8))
     array = np.frombuffer(blocks.mapping, dtype=dtype, count=blocks.nbytes // dtype.itemsize, offset=blocks.offset)
     return array.reshape(*blocks.shape[:-1], -1)
@@ -124,7 +127,7 @@ def _dequantized(blocks: StoredBlocks) -> npt.NDArray[np.float32]:
 
 
 def _sources(model: GGUFModel) -> dict[str, _Source]:
-    """Return what each tensor of transformers is made of. One whose name is not known keeps it, and is refused under it."""
+    """Return the source of each tensor of transformers. An unknown tensor keeps its name, and is refused under it."""
     architecture, metadata = model.architecture, model.metadata
     has_drafts = metadata.integer(metadata.own("nextn_predict_layers"), 0) > 0
     found: dict[str, list[tuple[str, str]]] = {}
@@ -171,11 +174,11 @@ def _unless_identity(order: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int6
 
 
 def _name(name: str, architecture: Architecture) -> tuple[str, str]:
-    """Return what transformers calls a tensor, and which part of a layer it is."""
+    """Return the transformers name of a tensor, and the name of its role in a layer."""
     layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     names = architecture.layer_names if layer else architecture.names
     tail, prefix = (layer[2], f"{architecture.layers}.{layer[1]}.") if layer else (name, "")
     stem, dot, kind = tail.rpartition(".")
-    if tail in names:  # those without an ending, and a bias that is no bias in transformers
+    if tail in names:  # tensors without a suffix, and a bias that is none in transformers
         return f"{prefix}{names[tail]}", stem or tail
     return (f"{prefix}{names[stem]}{dot}{kind}", stem) if stem in names else (name, stem or tail)

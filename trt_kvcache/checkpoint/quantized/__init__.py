@@ -1,4 +1,4 @@
-"""Quantized checkpoints: what is stored for a weight, by format, and the values that it stands for.
+"""Formats of quantized checkpoints: their tensors, and the values of a weight.
 
-One file a format. :mod:`~trt_kvcache.checkpoint.quantized.registry` chooses by ``config.json``.
+One file per format. :mod:`~trt_kvcache.checkpoint.quantized.registry` chooses by ``config.json``.
 """

@@ -11,7 +11,7 @@ from trt_kvcache.checkpoint.quantized.group_size import group_size_of
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.model.config_fields import ConfigFields
 
-#: Where in an int32 each of eight neighbouring outputs is.
+#: Place in an int32 of each of eight neighbouring outputs.
 NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

@@ -1,4 +1,4 @@
-"""``Codes``: the integers or small floats of a quantized tensor, packed as a library stores them."""
+"""``Codes``: packed quantized values (integers or small floats) as a library stores them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-#: What one code is, and its bits.
+#: Bits of each kind of quantized value.
 CODE_BITS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "e4m3": 8, "e2m1": 4}
 
-#: The 16 values of e2m1, by code.
+#: The 16 values of e2m1, by their 4 bits.
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1_VALUES = np.concatenate([E2M1_VALUES, -E2M1_VALUES])
 E2M1_VALUES.flags.writeable = False
@@ -22,23 +22,23 @@ _UNSIGNED = {1: np.uint8, 4: np.uint32}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Codes:
-    """A matrix of codes ``[rows, columns]``, over the memory of a file."""
+    """A matrix of quantized values ``[rows, columns]``, over the memory of a file."""
 
-    stored: npt.NDArray[Any]
-    kind: str
-    shape: tuple[int, int]
-    is_transposed: bool = False
-    packed_axis: str = "columns"
-    order: tuple[int, ...] | None = None
-    added: int = 0
+    stored: npt.NDArray[Any]  # [rows, columns] or transposed, with one value or several in each element
+    kind: str  # a key of CODE_BITS
+    shape: tuple[int, int]  # rows and columns
+    is_transposed: bool = False  # `stored` is [columns, rows]
+    packed_axis: str = "columns"  # the values of an element are neighbours along it
+    order: tuple[int, ...] | None = None  # place of each neighbour in its element, from the lowest bits; None: in order
+    added: int = 0  # to each stored integer, modulo the range of its bits
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored."""
+        """Stored size in bytes."""
         return self.stored.nbytes
 
     def unpacked(self, rows: slice = slice(None)) -> npt.NDArray[Any]:
-        """Return codes, one an element."""
+        """Return rows ``[rows, columns]``, one value an element: int8 or uint8; e4m3 of ml_dtypes; bits of e2m1 as uint8."""
         start, stop, _ = rows.indices(self.shape[0])
         bits = CODE_BITS[self.kind]
         together = self.stored.dtype.itemsize * 8 // bits
@@ -54,7 +54,7 @@ class Codes:
         return codes[first : first + stop - start, : self.shape[1]]
 
     def _separate(self, words: npt.NDArray[Any], bits: int, together: int, axis: int) -> npt.NDArray[Any]:
-        """Return the codes of each word beside each other along ``axis``, as integers of their sign."""
+        """Return the values of each word next to each other along ``axis``, as integers of their signedness."""
         places = np.arange(together) if self.order is None else np.array(self.order)
         shifts = (places * bits).astype(words.dtype)
         spread = (words[:, None, :] >> shifts[:, None]) if axis == 0 else (words[:, :, None] >> shifts)
@@ -67,6 +67,6 @@ class Codes:
         return codes
 
     def values(self, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
-        """Return what the codes stand for, before they are scaled."""
+        """Return rows as float32 ``[rows, columns]`` before scaling, in new memory."""
         codes = self.unpacked(rows)
         return E2M1_VALUES[codes] if self.kind == "e2m1" else codes.astype(np.float32, order="C")

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.quantized.codes import CODE_BITS, Codes
 from trt_kvcache.checkpoint.quantized.format import (
     FLOATS,
@@ -36,18 +36,18 @@ _FP4_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the weights of a group of modules are stored."""
+    """Quantization scheme of a group of modules."""
 
-    packing: str
-    kind: str
-    targets: tuple[str, ...]
-    block: tuple[int | None, int | None]
+    packing: str  # `format` of the group
+    kind: str  # of quantized values, a key of CODE_BITS
+    targets: tuple[str, ...]  # module names, suffixes of them, "re:" and an expression, or "Linear" for all
+    block: tuple[int | None, int | None]  # rows and columns that share a scale; None: all
     has_zero_points: bool
-    has_order: bool
+    has_order: bool  # groups are not contiguous (act-order)
 
     @property
     def title(self) -> str:
-        """The packing, and what shares a scale."""
+        """The packing, and the block that shares a scale."""
         rows, columns = self.block
         if rows is None:
             return f"{self.kind} ({self.packing}), one scale a matrix"
@@ -56,7 +56,7 @@ class Scheme:
         return f"{self.kind} ({self.packing}) in groups of {columns}" if rows == 1 else f"{self.kind} in blocks of {rows} x {columns}"
 
     def targets_module(self, module: str) -> bool:
-        """Return whether a linear module is of the group."""
+        """Return True if a linear module belongs to the group."""
         for target in self.targets:
             if target.startswith("re:"):
                 if re.match(target[3:], module):
@@ -67,14 +67,14 @@ class Scheme:
 
 
 def kv_dtype_of_scheme(scheme: object) -> str | None:
-    """Return the dtype of K and V that a ``kv_cache_scheme`` has static scales for; None if it has none that are read."""
+    """Return the dtype of K and V for the static scales of a ``kv_cache_scheme``; None without any."""
     if not isinstance(scheme, Mapping) or scheme.get("num_bits") != 8 or scheme.get("dynamic") or not scheme.get("symmetric", True):
         return None
     return {"float": "float8_e4m3fn", "int": "int8"}.get(str(scheme.get("type")))
 
 
 class CompressedTensors(QuantizedFormat):
-    """Codes in ``weight`` or ``weight_packed``, with ``weight_scale``, and what the packing has beside them."""
+    """Quantized values in ``weight`` or ``weight_packed``, scales in ``weight_scale``; further tensors depend on the packing."""
 
     name = "compressed-tensors"
     kinds = ("int4", "int8", "e4m3", "e2m1")
@@ -94,10 +94,10 @@ class CompressedTensors(QuantizedFormat):
         for name in ("sparsity_config", "transform_config"):
             value = config.get(name)
             if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-                raise ConfigError(f"quantization_config.{name}: expected nothing, got {shown(value)}.")
+                raise ConfigError(f"quantization_config.{name}: expected nothing, got {short_repr(value)}.")
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
-            raise ConfigError(f"quantization_config.config_groups: expected an object of groups, got {shown(groups)}.")
+            raise ConfigError(f"quantization_config.config_groups: expected an object of groups, got {short_repr(groups)}.")
         self.schemes = tuple(_scheme(f"config_groups.{name}", group, config.get("format")) for name, group in groups.items())
         self.title = "compressed-tensors " + " and ".join(sorted({scheme.title for scheme in self.schemes}))
         self.notes = (WEIGHT_ONLY,) if any(group.get("input_activations") for group in groups.values()) else ()
@@ -157,7 +157,7 @@ class CompressedTensors(QuantizedFormat):
         return {"format": "compressed-tensors", "schemes": [asdict(scheme) for scheme in self.schemes]}
 
     def _scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of a module: one that names it goes before one of all linear modules."""
+        """Return the scheme of a module: one that names it comes before one of all linear modules."""
         named = [scheme for scheme in self.schemes if scheme.targets_module(module)]
         return min(named, key=lambda scheme: "Linear" in scheme.targets, default=None)
 
@@ -169,13 +169,13 @@ class CompressedTensors(QuantizedFormat):
 
 
 def _scheme(name: str, group: Any, packing: Any) -> Scheme:
-    """Read a group of modules."""
+    """Return the scheme of a group in ``config_groups``."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        raise ConfigError(f"quantization_config.{name}.weights: expected an object, got {shown(weights)}.")
+        raise ConfigError(f"quantization_config.{name}.weights: expected an object, got {short_repr(weights)}.")
     targets = group.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise ConfigError(f"quantization_config.{name}.targets: expected a list of names, got {shown(targets)}.")
+        raise ConfigError(f"quantization_config.{name}.targets: expected a list of names, got {short_repr(targets)}.")
     for target in targets:
         if target.startswith("re:"):
             checked_expression(f"quantization_config.{name}.targets", target.removeprefix("re:"))
@@ -184,7 +184,7 @@ def _scheme(name: str, group: Any, packing: Any) -> Scheme:
     is_fp4 = packing in _FP4_GROUPS
     bits = one_of_field(f"{name}.weights.num_bits", weights.get("num_bits", 8), (4,) if is_fp4 else (4, 8) if "pack" in packing else (8,))
     if is_float is not (is_fp4 or packing == "float-quantized" or (packing == "naive-quantized" and is_float)):
-        raise ConfigError(f"quantization_config.{name}.weights.type: expected the one of {packing}, got {shown(weights.get('type'))}.")
+        raise ConfigError(f"quantization_config.{name}.weights.type: expected the one of {packing}, got {short_repr(weights.get('type'))}.")
     fields = ConfigFields(weights, f"quantization_config.{name}.weights.")
     symmetric = fields.flag("symmetric", True)
     if is_float:
@@ -203,7 +203,7 @@ def _scheme(name: str, group: Any, packing: Any) -> Scheme:
 
 
 def _block(name: str, weights: Mapping[str, Any], fields: ConfigFields) -> tuple[int | None, int | None]:
-    """Return how many rows and columns share a scale."""
+    """Return the rows and columns that share a scale."""
     implied = "group" if (weights.get("group_size") or -1) > 0 else "channel" if weights.get("group_size") == -1 else "tensor"
     strategy = one_of_field(f"{name}.weights.strategy", weights.get("strategy") or implied, ("tensor", "channel", "group", "block"))
     if strategy == "tensor":
@@ -214,19 +214,21 @@ def _block(name: str, weights: Mapping[str, Any], fields: ConfigFields) -> tuple
         return 1, group_size_of(fields)
     block = weights.get("block_structure")
     if not isinstance(block, list) or len(block) != 2:
-        raise ConfigError(f"quantization_config.{name}.weights.block_structure: expected two sizes, as [128, 128], got {shown(block)}.")
+        raise ConfigError(
+            f"quantization_config.{name}.weights.block_structure: expected two sizes, as [128, 128], got {short_repr(block)}."
+        )
     sizes = ConfigFields({"rows": block[0], "columns": block[1]}, f"quantization_config.{name}.weights.block_structure.")
     return sizes.integer("rows"), sizes.integer("columns")
 
 
 def _shapes_of_scales(scheme: Scheme, shape: tuple[int, int]) -> tuple[Any, ...]:
-    """Return the shapes that scales may have; the first one is that of the blocks."""
+    """Return the allowed shapes of scales, first the shape of the blocks."""
     rows, columns = scheme.block
     if rows is None:
         return ((1, 1), (1,), ())
     if columns is None:
         return ((shape[0], 1), (shape[0],))
-    return ((-(-shape[0] // rows), -(-shape[1] // columns)),)  # the last ones may be smaller
+    return ((-(-shape[0] // rows), -(-shape[1] // columns)),)  # the last blocks may be smaller
 
 
 def _fp4_scales(module: str, scheme: Scheme, arrays: Arrays) -> Scales:
@@ -241,7 +243,7 @@ def _fp4_scales(module: str, scheme: Scheme, arrays: Arrays) -> Scales:
 
 
 def _group_index(module: str, arrays: Arrays, group_size: int) -> Any:
-    """Return the group of each input, or None if groups lie one after another: -1 says so too."""
+    """Return the group of each input; None for contiguous groups, for which -1 is stored too."""
     found = arrays.get("weight_g_idx")
     if found is None or (found == -1).any():
         return None

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, one_of_field
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 
-#: What is said of formats that quantize activations too.
+#: Note on formats that quantize activations too.
 WEIGHT_ONLY = "activations are not quantized, only weights are"
 
 
@@ -59,11 +59,11 @@ class FP8Blocks(QuantizedFormat):
 
 
 def _block(block: object) -> tuple[int, int] | None:
-    """Return the rows and columns of a block, or None where a matrix has one scale."""
+    """Return the rows and columns of a block; None for one scale per matrix."""
     if block is None:
         return None
     if not isinstance(block, list) or len(block) != 2:
-        raise ConfigError(f"quantization_config.weight_block_size: expected two sizes, as [128, 128], got {shown(block)}.")
+        raise ConfigError(f"quantization_config.weight_block_size: expected two sizes, as [128, 128], got {short_repr(block)}.")
     rows, columns = (
         int_in_range(f"quantization_config.weight_block_size[{index}]", size, 1, MAX_DIMENSION, error=ConfigError)
         for index, size in enumerate(block)

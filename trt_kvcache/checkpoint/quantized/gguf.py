@@ -1,4 +1,4 @@
-"""GGUF: blocks of 32 inputs, each with its scale in front of its codes, as llama.cpp writes them."""
+"""GGUF: blocks of 32 inputs, a scale and then the quantized values, as llama.cpp writes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 
 BLOCK = 32
 
-#: The types that are read, and what one code is.
+#: Supported types, and their kind of quantized value.
 TYPES = {"Q8_0": "int8", "Q4_0": "int4"}
 
 _SCALE_BYTES = 2
@@ -23,10 +23,10 @@ _SCALE_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockCodes(Codes):
-    """Codes behind the scales of their blocks: int8 one after another; of int4 the first 16 in low nibbles, the others in high ones."""
+    """Quantized values after the scale of each block: int8 in order; int4 the first 16 in the low nibbles, then in the high ones."""
 
     def unpacked(self, rows: slice = slice(None)) -> npt.NDArray[Any]:
-        """Return codes, one an element: see :class:`Codes`."""
+        """Return one value an element: see :class:`Codes`."""
         stored = self.stored[rows]
         blocks = stored.reshape(len(stored), self.shape[1] // BLOCK, -1)[:, :, _SCALE_BYTES:]
         if self.kind == "int8":
@@ -37,7 +37,7 @@ class BlockCodes(Codes):
 
 
 class GGUF(QuantizedFormat):
-    """``weight`` as bytes ``[out, in / 32 * bytes of a block]``: a float16 scale, then 32 codes."""
+    """``weight`` as bytes ``[out, in / 32 * bytes of a block]``: a float16 scale, then 32 quantized values."""
 
     name = "GGUF"
     kinds = tuple(TYPES.values())
@@ -65,5 +65,5 @@ class GGUF(QuantizedFormat):
         return QuantizedWeight(codes=BlockCodes(stored=stored, kind=kind, shape=shape), scales=Scales(stored=scales, block=(1, BLOCK)))
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides how the tensors are read."""
+        """Return the fields that decide how the tensors are read."""
         return {"format": "gguf"}

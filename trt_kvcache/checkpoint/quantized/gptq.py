@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.format import (
     FLOATS,
@@ -30,12 +30,12 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How modules are stored."""
+    """Storage of a module's weight."""
 
-    bits: int
-    group_size: int | None
-    is_symmetric: bool
-    has_order: bool
+    bits: int  # 4 or 8
+    group_size: int | None  # inputs that share a scale; None: all
+    is_symmetric: bool  # all zero points are the middle of the range
+    has_order: bool  # `g_idx` has the group of each input (act-order)
 
     @property
     def title(self) -> str:
@@ -47,7 +47,7 @@ class Settings:
 class GPTQ(QuantizedFormat):
     """``qweight`` int32 ``[in / n, out]``, ``qzeros`` int32 ``[groups, out / n]``, ``scales`` ``[groups, out]``, ``g_idx`` int32 ``[in]``.
 
-    The first version of the format (``checkpoint_format: gptq``) stores each zero point less one, the second as it is.
+    Version 1 of the format (``checkpoint_format: gptq``) stores zero points minus 1, version 2 as they are.
     """
 
     name = "GPTQ"
@@ -70,7 +70,7 @@ class GPTQ(QuantizedFormat):
         """Return the tensors of a weight: see :class:`QuantizedFormat`."""
         (outputs, inputs), settings = shape, self._of(module)
         together = _WORD_BITS // settings.bits
-        groups = -(-inputs // (settings.group_size or inputs))  # the last one may be smaller
+        groups = -(-inputs // (settings.group_size or inputs))  # the last group may be smaller
         columns = divided(module, "outputs", outputs, together)
         return {
             "qweight": StoredPart(((divided(module, "inputs", inputs, together), outputs),), ("I32",)),
@@ -101,11 +101,11 @@ class GPTQ(QuantizedFormat):
         return {**said, "others": {name: [one.bits, one.group_size] for name, one in self.others.items()}} if self.others else said
 
     def _of(self, module: str) -> Settings:
-        """Return the settings of a module: of the first expression that matches its name from the beginning."""
+        """Return the settings of a module: of the first expression in ``dynamic`` that matches its name from the start."""
         return next((one for expression, one in self.others.items() if re.match(expression, module)), self.default)
 
     def _check_zero_points(self, module: str, zero_points: Codes, *, middle: int) -> None:
-        """Refuse zero points of a symmetric checkpoint that are those of the other version of the format."""
+        """Refuse a symmetric checkpoint whose zero points belong to the other version of the format."""
         found = zero_points.unpacked()
         others = {"gptq": ("gptq_v2", middle + 1), "gptq_v2": ("gptq", middle - 1)}
         other, value = others[self.version]
@@ -117,7 +117,7 @@ class GPTQ(QuantizedFormat):
 
 
 def _settings(config: Mapping[str, Any], where: str) -> Settings:
-    """Read what all modules have, or those of an expression."""
+    """Return the settings of all modules, or of an expression in ``dynamic``."""
     fields = ConfigFields(config, where)
     return Settings(
         bits=one_of_field("bits", config.get("bits"), (4, 8)),
@@ -128,10 +128,10 @@ def _settings(config: Mapping[str, Any], where: str) -> Settings:
 
 
 def _other_settings(config: Mapping[str, Any]) -> dict[str, Settings]:
-    """Return the settings of modules that ``dynamic`` names, by expression. What it says is not quantized (``-:``) has a plain weight."""
+    """Return the settings in ``dynamic`` by expression. Modules that it excludes (``-:``) have a plain weight."""
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(isinstance(changes, Mapping) for changes in dynamic.values()):
-        raise ConfigError(f"quantization_config.dynamic: expected an object of objects, got {shown(dynamic)}.")
+        raise ConfigError(f"quantization_config.dynamic: expected an object of objects, got {short_repr(dynamic)}.")
     found = {}
     for expression, changes in dynamic.items():
         if not expression.startswith("-:"):
@@ -141,7 +141,7 @@ def _other_settings(config: Mapping[str, Any]) -> dict[str, Settings]:
 
 
 def _group_index(module: str, arrays: Arrays, inputs: int, group_size: int) -> Any:
-    """Return the group of each input, or None if groups lie one after another."""
+    """Return the group of each input, or None for contiguous groups."""
     if "g_idx" not in arrays:
         return None
     found, last = arrays["g_idx"], (inputs - 1) // group_size

@@ -1,4 +1,4 @@
-"""The field ``group_size``, which several formats have."""
+"""The field ``group_size`` of several formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trt_kvcache.model.config_fields import ConfigFields
 
 
 def group_size_of(fields: ConfigFields) -> int | None:
-    """Return how many inputs share a scale, or None if all do, which is written -1."""
+    """Return the number of inputs that share a scale; None for all, written as -1."""
     if "group_size" not in fields:
         raise ConfigError("quantization_config.group_size: expected a positive integer, or -1 for one group, got none.")
     size = fields.get("group_size")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.compressed_tensors import kv_dtype_of_scheme
 from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, constant, divided, groups_of
@@ -15,7 +15,7 @@ from trt_kvcache.checkpoint.quantized.fp8_blocks import WEIGHT_ONLY
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import ConfigError
 
-#: What is read, and what people call it.
+#: Titles of the supported algorithms.
 ALGORITHMS = {
     "FP8": "FP8 (e4m3), one scale a matrix",
     "NVFP4": "NVFP4",
@@ -28,7 +28,7 @@ _NVFP4_GROUP = 16
 
 
 class ModelOpt(QuantizedFormat):
-    """Codes in ``weight``, with ``weight_scale``; ``weight_scale_2`` of NVFP4; ``pre_quant_scale`` of AWQ."""
+    """Quantized values in ``weight``, scales in ``weight_scale``; ``weight_scale_2`` of NVFP4; ``pre_quant_scale`` of AWQ."""
 
     name = "ModelOpt"
     kinds = ("int4", "e4m3", "e2m1")
@@ -39,7 +39,7 @@ class ModelOpt(QuantizedFormat):
         layers = config.get("quantized_layers") or {}
         if self.algorithm == "MIXED_PRECISION":
             if not isinstance(layers, Mapping) or not layers or not all(isinstance(layer, Mapping) for layer in layers.values()):
-                raise ConfigError(f"quantization.quantized_layers: expected an object for each module, got {shown(layers)}.")
+                raise ConfigError(f"quantization.quantized_layers: expected an object for each module, got {short_repr(layers)}.")
             self.modules = {name: (_algorithm(layer.get("quant_algo")), _group_size(layer)) for name, layer in layers.items()}
         else:
             self.modules = {}
@@ -100,7 +100,7 @@ class ModelOpt(QuantizedFormat):
         return {"format": "modelopt", "algorithm": self.algorithm, "modules": self.modules or self.group_size}
 
     def _of(self, module: str) -> tuple[str, int | None]:
-        """Return the algorithm of a module, and its group size."""
+        """Return the algorithm and the group size of a module."""
         if not self.modules:
             return str(self.algorithm), self.group_size
         if module not in self.modules:
@@ -115,17 +115,17 @@ class ModelOpt(QuantizedFormat):
 
 def _algorithm(name: object) -> str:
     if not isinstance(name, str) or name not in ALGORITHMS:
-        raise ConfigError(f"quantization.quant_algo: expected one of {', '.join(ALGORITHMS)}, MIXED_PRECISION, got {shown(name)}.")
+        raise ConfigError(f"quantization.quant_algo: expected one of {', '.join(ALGORITHMS)}, MIXED_PRECISION, got {short_repr(name)}.")
     return name
 
 
 def _group_size(config: Mapping[str, Any]) -> int | None:
-    """Return the group size, which ``config.json`` has inside of its groups."""
+    """Return the group size, which ``config.json`` has inside its groups."""
     size = config.get("group_size")
     groups = config.get("config_groups")
     if size is None and isinstance(groups, Mapping):
         weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
         size = next((found["group_size"] for found in weights if isinstance(found, Mapping) and found.get("group_size")), None)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-        raise ConfigError(f"quantization.group_size: expected a positive integer, got {shown(size)}.")
+        raise ConfigError(f"quantization.group_size: expected a positive integer, got {short_repr(size)}.")
     return size

@@ -1,4 +1,4 @@
-"""Weights that are rounded when they are read: which ones, what they take, and what they are."""
+"""Weights that are rounded when they are read: selection, size and result."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from trt_kvcache.model.weight_parts import layer_parts
 
 @dataclass(frozen=True)
 class RoundToNearest:
-    """How a weight is rounded, said as a :class:`~trt_kvcache.checkpoint.quantized.format.QuantizedFormat` says how it is stored."""
+    """Rounding of a weight, with the members of a :class:`~trt_kvcache.checkpoint.quantized.format.QuantizedFormat` that describe it."""
 
-    scheme: str
-    dtype: str
+    scheme: str  # a key of SCHEMES
+    dtype: str  # of the scales
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """Common name."""
         bits, group = SCHEMES[self.scheme]
         return f"int{bits} {'by output' if group is None else f'in groups of {group}'} (rounded to nearest)"
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the codes, as plain JSON values."""
+        """Return the fields that decide the quantized values, as plain JSON values."""
         bits, _ = SCHEMES[self.scheme]
         return {"rounded": self.scheme, "scales": self.dtype, "divisors": DIVISORS[bits]}
 
@@ -48,19 +48,19 @@ class RoundedWeight:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Names of the tensors that it is made of: its own."""
+        """Names of its stored tensors: its own alone."""
         return (self.name,)
 
     def code_kind(self, files: Mapping[str, WeightFile]) -> str:
-        """Return what one code is."""
+        """Return the kind of its quantized values."""
         return f"int{SCHEMES[self.quantized.scheme][0]}"
 
     def nbytes(self, files: Mapping[str, WeightFile]) -> int:
-        """Return the bytes of codes and scales."""
+        """Return the size of quantized values and scales in bytes."""
         return rounded_nbytes(self.shape, self.quantized.scheme, self.quantized.dtype)
 
     def read(self, files: Mapping[str, WeightFile]) -> QuantizedWeight:
-        """Round the weight."""
+        """Return the rounded weight in new memory. Raises CheckpointError for a value that is not finite."""
         file = files[self.name]
         weight = rounded_to_nearest(file.array(self.name), self.quantized.scheme, self.quantized.dtype)
         file.release(self.name)
@@ -70,13 +70,13 @@ class RoundedWeight:
 
 
 def rounded_nbytes(shape: tuple[int, int], scheme: str, dtype: str) -> int:
-    """Return the bytes of codes and scales of a matrix ``[out, in]`` whose scales have a dtype."""
+    """Return the size in bytes of a rounded matrix ``[out, in]`` with scales of a dtype."""
     (outputs, inputs), (bits, group) = shape, SCHEMES[scheme]
     return outputs * (-(-inputs * bits // 8) + -(-inputs // (group or inputs)) * itemsize(dtype))
 
 
 def rounding_schemes(config: ModelConfig, quantization: Quantization) -> dict[str, str]:
-    """Return how the weights of a model are rounded."""
+    """Return the scheme of each weight to round, by name. Raises ConfigError for ``head=...`` if the head is tied to the embedding."""
     parts = (part for index in range(config.num_layers) for role, part in layer_parts(config, index).items() if role.endswith(".weight"))
     schemes = {part.tensor: quantization.weights for part in parts if len(part.shape) == 2}
     if quantization.embedding is not None:
@@ -89,7 +89,7 @@ def rounding_schemes(config: ModelConfig, quantization: Quantization) -> dict[st
 
 
 def rounded_weights(config: ModelConfig, quantization: Quantization, packed: Mapping[str, Any]) -> dict[str, RoundedWeight]:
-    """Return the weights of a checkpoint that are to be rounded, by name."""
+    """Return the weights to round, by name. Raises CheckpointError if the checkpoint is quantized already (``packed``)."""
     if packed:
         title = next(iter(packed.values())).quantized.title
         raise CheckpointError(f"quantize: expected a checkpoint in 16 or 32 bits, got one in {title}. Leave the option out.")

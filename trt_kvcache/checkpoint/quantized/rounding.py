@@ -13,20 +13,20 @@ from trt_kvcache.checkpoint.quantized.quantization import SCHEMES
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.dtypes import numpy_dtype
 
-#: By the bits of codes: what the largest magnitude of a group is divided by for its scale. The first of the best is taken.
+#: Divisors of a group's largest magnitude for its scale, by bits. The first of the best is taken.
 DIVISORS: dict[int, tuple[float, ...]] = {8: (127,), 4: (8, 7, 7.5, 8.5, 9)}
 
-#: By the bits of codes: the least and the largest.
+#: Smallest and largest quantized value, by bits.
 _LIMITS = {8: (-127, 127), 4: (-8, 7)}
 
-#: Elements that are rounded together: few enough for the cache of a CPU core.
+#: Elements that are rounded at a time: few enough for the cache of a CPU core.
 _CHUNK = 1 << 18
 
 Float32 = npt.NDArray[np.float32]
 
 
 def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> QuantizedWeight:
-    """Round a matrix."""
+    """Round a matrix ``[out, in]`` to packed values in new memory. Scales are infinite or NaN where values are."""
     bits, group = SCHEMES[scheme]
     outputs, inputs = values.shape
     width = group or inputs
@@ -35,7 +35,7 @@ def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> Qua
     scales = np.empty((outputs, blocks), numpy_dtype(dtype))
     for rows in _row_chunks(outputs, inputs):
         groups = _groups(values[rows], blocks, width)
-        with np.errstate(over="ignore", invalid="ignore"):  # of groups that are not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # groups with values that are not finite
             best = _best_scales(groups, bits, scales.dtype)
             nearest = _nearest(groups / _divisors(best)[:, None], bits)
             found = nearest.astype(np.int8).reshape(-1, blocks * width)
@@ -53,14 +53,14 @@ def _row_chunks(outputs: int, inputs: int) -> Iterator[slice]:
 
 
 def _groups(values: npt.NDArray[Any], blocks: int, width: int) -> Float32:
-    """Return the groups of rows, ``[groups, width]``, with zeros behind the last inputs."""
+    """Return the groups of rows, ``[groups, width]``, padded with zeros after the last input."""
     whole = np.zeros((len(values), blocks * width), np.float32)
     whole[:, : values.shape[1]] = values
     return whole.reshape(-1, width)
 
 
 def _best_scales(groups: Float32, bits: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the scale of each group, as it is stored, with the least squared error."""
+    """Return the scale of each group with the least squared error, rounded to ``dtype``."""
     if len(DIVISORS[bits]) > 1:
         groups = np.asfortranarray(groups)  # ufuncs are faster along many groups than along a short one
     peaks = np.abs(groups).max(axis=1)
@@ -73,7 +73,7 @@ def _best_scales(groups: Float32, bits: int, dtype: np.dtype[Any]) -> npt.NDArra
 
 
 def _candidates(peaks: Float32, bits: int, dtype: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yield scales of groups with these largest magnitudes, as they are stored."""
+    """Yield candidate scales, rounded to ``dtype``, of groups with these largest magnitudes."""
     most = -_LIMITS[bits][0]
     ends = np.finfo(np.float16 if dtype == np.float16 else np.float32)  # bfloat16 has the exponents of float32
     is_extreme = bool(((peaks < most * float(ends.tiny)) | (peaks > float(ends.max) / 2)).any())
@@ -87,7 +87,7 @@ def _candidates(peaks: Float32, bits: int, dtype: np.dtype[Any]) -> Iterator[npt
 
 
 def _in_range(scales: npt.NDArray[Any], peaks: Float32, most: int) -> npt.NDArray[Any]:
-    """Return scales that are neither 0, nor so large that a code times scale is infinite though the value of the group is not."""
+    """Return scales that are not 0, and with which no value overflows that was finite."""
     dtype = scales.dtype
     zero, one = dtype.type(0), dtype.type(1)
     scales = np.where((scales == zero) & (peaks > 0), np.nextafter(zero, one), scales)
@@ -99,7 +99,7 @@ def _in_range(scales: npt.NDArray[Any], peaks: Float32, most: int) -> npt.NDArra
 def _squared_errors(groups: Float32, peaks: Float32, scales: npt.NDArray[Any], bits: int) -> Float32:
     """Return the squared error of each group, relative to its largest magnitude.
 
-    The order of the sum, and with it what is chosen, is the same on every CPU.
+    The order of the sum, and so the choice of a scale, is the same on every CPU.
     """
     divisors = _divisors(scales)
     exact = groups / divisors[:, None]
@@ -112,19 +112,19 @@ def _squared_errors(groups: Float32, peaks: Float32, scales: npt.NDArray[Any], b
 
 
 def _divisors(scales: npt.NDArray[Any]) -> Float32:
-    """Return what values are divided by: 1 where a scale is 0, infinite or NaN."""
+    """Return divisors of the values: 1 for a scale of 0, infinity or NaN."""
     factors = scales.astype(np.float32)
     return np.where((factors > 0) & np.isfinite(factors), factors, np.float32(1))
 
 
 def _nearest(exact: Float32, bits: int) -> Float32:
-    """Return the nearest codes."""
+    """Return the nearest quantized values."""
     nearest = np.rint(exact)
     return np.clip(nearest, *_LIMITS[bits], out=nearest)
 
 
 def _packed(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    """Return two codes a byte, the first in the low bits."""
+    """Return two values a byte, the first in the low bits."""
     nibbles = codes.view(np.uint8) & np.uint8(15)
     packed: npt.NDArray[np.uint8] = nibbles[:, 0::2] | nibbles[:, 1::2] << np.uint8(4)
     return packed

@@ -1,4 +1,4 @@
-"""The tensors of a quantized weight in the files of a folder: found, checked, and read together."""
+"""Quantized weights in the files of a folder: found, checked, and read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StoredWeight:
     """A quantized weight in files."""
 
     quantized: QuantizedFormat
-    module: str
-    shape: tuple[int, int]
-    parts: tuple[tuple[str, str], ...]
+    module: str  # name of the weight without ".weight"
+    shape: tuple[int, int]  # [out, in]
+    parts: tuple[tuple[str, str], ...]  # of each tensor that is there: suffix in the format, and suffix in the files
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -29,15 +29,15 @@ class StoredWeight:
         return tuple(f"{self.module}.{stored}" for _, stored in self.parts)
 
     def nbytes(self, files: Files) -> int:
-        """Return the bytes that are stored."""
+        """Return the stored size in bytes."""
         return sum(files[name].tensors[name].nbytes for name in self.tensor_names)
 
     def code_kind(self, files: Files) -> str:
-        """Return what one code is: see ``CODE_BITS`` of ``trt_kvcache/checkpoint/quantized/codes.py``."""
+        """Return the kind of its quantized values: see ``CODE_BITS`` of ``trt_kvcache/checkpoint/quantized/codes.py``."""
         return self.read(files).codes.kind
 
     def read(self, files: Files) -> QuantizedWeight:
-        """Return the weight over the memory of the files."""
+        """Return the weight over the memory of the files. Raises CheckpointError if values contradict ``config.json``."""
         arrays = {part: files[name].array(name) for (part, _), name in zip(self.parts, self.tensor_names, strict=True)}
         try:
             return self.quantized.weight(self.module, arrays, self.shape)
@@ -46,7 +46,7 @@ class StoredWeight:
 
 
 def stored_weight(quantized: QuantizedFormat, name: str, shape: tuple[int, ...], files: Files) -> StoredWeight | None:
-    """Find a weight, and check its tensors."""
+    """Return a quantized weight after checking its tensors; None for a plain one. Raises CheckpointError for a wrong shape or dtype."""
     module, _, kind = name.rpartition(".")
     if kind != "weight" or len(shape) != 2:
         return None
@@ -65,7 +65,7 @@ def stored_weight(quantized: QuantizedFormat, name: str, shape: tuple[int, ...],
             found.append((part, stored))
         elif rule.is_required:
             raise CheckpointError(
-                f"{files[main].path}: expected {module}.{part} beside {main}, got nothing there. "
+                f"{files[main].path}: expected {module}.{part} next to {main}, got nothing there. "
                 f"Weights of {quantized.title} need it: fetch or convert the checkpoint again."
             )
     return StoredWeight(quantized=quantized, module=module, shape=(shape[0], shape[1]), parts=tuple(found))
@@ -80,5 +80,5 @@ def _check_part(name: str, rule: StoredPart, quantized: QuantizedFormat, files: 
     if stored.shape not in rule.shapes:
         raise CheckpointError(
             f"{files[name].path}: expected {name} of shape {' or '.join(map(str, rule.shapes))}, as {quantized.title} stores it by "
-            f"config.json, got {stored.shape}. Bits or group size of `quantization_config` may be those of another checkpoint."
+            f"config.json, got {stored.shape}. Bits or group size of `quantization_config` may belong to another checkpoint."
         )

@@ -1,4 +1,4 @@
-"""``QuantizedWeight``: what is stored for a weight, kept packed until its values are asked for."""
+"""``QuantizedWeight``: a quantized weight, kept packed until its values are asked for."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trt_kvcache.dtypes import numpy_dtype
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scales:
-    """What codes are multiplied with: one number for each block."""
+    """Scales of quantized values: one for each block."""
 
-    stored: npt.NDArray[Any]
-    block: tuple[int, int]
-    factor: float = 1.0
-    divisor: float = 1.0
+    stored: npt.NDArray[Any]  # [blocks of rows, blocks of columns], float16, bfloat16, float32, e4m3 or e8m0
+    block: tuple[int, int]  # rows and columns of a block; the last blocks may be smaller
+    factor: float = 1.0  # a float32 that multiplies each scale
+    divisor: float = 1.0  # a float32 that divides each scale first
 
     def blocks(self, rows: slice) -> slice:
-        """Return the blocks that rows of the weight lie in."""
+        """Return the blocks of rows that contain ``rows`` of the weight."""
         return slice(rows.start // self.block[0], -(-rows.stop // self.block[0]))
 
     def values(self, blocks: slice = slice(None)) -> npt.NDArray[np.float32]:
-        """Return the scales."""
+        """Return float32 scales ``[blocks of rows, blocks of columns]``, exact except for the rounding of factor and divisor."""
         scales: npt.NDArray[np.float32] = self.stored[blocks].astype(np.float32)
         if self.divisor != 1:
             scales /= np.float32(self.divisor)
@@ -38,34 +38,40 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeight:
-    """A matrix ``[out, in]``: ``(code - zero point) * scale``, with a scale and a zero point for each block."""
+    """A matrix ``[out, in]``: ``(quantized value - zero point) * scale``, with a scale and a zero point for each block.
 
-    codes: Codes
+    Its arrays are views of memory-mapped files; :meth:`dequantized` returns new memory.
+    """
+
+    codes: Codes  # [out, in]
     scales: Scales
-    zero_points: Codes | None = None
-    group_index: npt.NDArray[np.int32] | None = None
-    input_factor: npt.NDArray[np.float32] | None = None
-    first_row: int = 0
-    num_rows: int | None = None
+    zero_points: Codes | None = None  # one for each block
+    group_index: npt.NDArray[np.int32] | None = None  # [in]: block of columns of each input, if groups are not contiguous (act-order)
+    input_factor: npt.NDArray[np.float32] | None = None  # [in]: multiplies each input before the matrix
+    first_row: int = 0  # the rows of the stored matrix that this weight is
+    num_rows: int | None = None  # all by default
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Numbers of outputs and inputs."""
         rows = self._rows
         return rows.stop - rows.start, self.codes.shape[1]
 
     @cached_property
     def permutation(self) -> npt.NDArray[np.int64] | None:
-        """Inputs in the order in which those of a group lie beside each other, ``[in]``; None where they do so as stored."""
+        """Order of the inputs in which groups are contiguous, ``[in]``; None if they are so as stored."""
         return None if self.group_index is None else np.argsort(self.group_index, kind="stable")
 
     def rows(self, rows: slice) -> QuantizedWeight:
-        """Return a part of the weight, over the same memory."""
+        """Return some outputs (a slice without a step) over the same memory."""
         start, stop, _ = rows.indices(self.shape[0])
         return replace(self, first_row=self.first_row + start, num_rows=stop - start)
 
     def dequantized(self, dtype: str = "float32") -> npt.NDArray[Any]:
-        """Return the values of the weight."""
+        """Return the values in new memory, rounded once to ``dtype``: too large ones are infinite.
+
+        float32 is exact, unless scales are float32 or have a factor.
+        """
         values = self.codes.values(self._rows)
         zero_points = self.zero_points_of_rows()
         if zero_points is not None:
@@ -77,7 +83,7 @@ class QuantizedWeight:
             return values.astype(numpy_dtype(dtype), copy=False)
 
     def unpacked(self) -> npt.NDArray[Any]:
-        """Return the codes, one an element, ``[out, in]``: see :meth:`~trt_kvcache.checkpoint.quantized.codes.Codes.unpacked`."""
+        """Return the quantized values ``[out, in]``, one an element: see :meth:`~trt_kvcache.checkpoint.quantized.codes.Codes.unpacked`."""
         return self.codes.unpacked(self._rows)
 
     def scales_of_rows(self) -> npt.NDArray[np.float32]:
@@ -85,7 +91,7 @@ class QuantizedWeight:
         return self._by_row(self.scales.values(self.scales.blocks(self._rows)))
 
     def stored_scales(self) -> npt.NDArray[Any] | None:
-        """Return the scales of the weight as they are stored, one for each block; None where its rows are not whole blocks."""
+        """Return the stored scales, one for each block; None if the weight's rows are not whole blocks."""
         height, rows = self.scales.block[0], self._rows
         if rows.start % height or (rows.stop - rows.start) % height:
             return None
@@ -100,7 +106,7 @@ class QuantizedWeight:
         return slice(self.first_row, self.codes.shape[0] if self.num_rows is None else self.first_row + self.num_rows)
 
     def _by_row(self, of_blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return the numbers of its blocks for each row."""
+        """Return the values of the blocks for each row."""
         height, rows = self.scales.block[0], self._rows
         if height == 1:
             return of_blocks
@@ -108,7 +114,7 @@ class QuantizedWeight:
         return np.repeat(of_blocks, height, axis=0)[first : first + rows.stop - rows.start]
 
     def _spread(self, of_rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return the number of its block for each element."""
+        """Return the value of its block for each element."""
         if self.group_index is not None:
             return of_rows[:, self.group_index]
         return np.repeat(of_rows, self.scales.block[1], axis=1)[:, : self.codes.shape[1]]

@@ -1,1 +1,1 @@
-"""Families of Hugging Face models: how the fields of ``config.json`` map to a description, and what the weights are called."""
+"""Families of Hugging Face models: the meaning of their ``config.json``, and the names of their weights."""

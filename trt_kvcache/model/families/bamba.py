@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 in most layers, attention with RoPE of half of each head in the others."""
+"""Bamba: Mamba-2 in most layers, attention with partial RoPE (half of each head) in the others."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import LLAMA_NAMES, MAMBA_NAMES, Family

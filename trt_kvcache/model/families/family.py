@@ -1,4 +1,4 @@
-"""``Family``: what there is to know of one ``model_type`` of transformers."""
+"""``Family``: one ``model_type`` of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trt_kvcache.model.model_config import ModelConfig
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 
-#: Names of the weights of a layer, behind ``model.layers.<index>.`` and before ``.weight`` or ``.bias``, by what they are for.
+#: Names of the weights of a layer by role, between ``model.layers.<index>.`` and ``.weight`` or ``.bias``.
 LLAMA_NAMES: Mapping[str, str] = {
     "input_norm": "input_layernorm",
     "q": "self_attn.q_proj",
@@ -28,7 +28,7 @@ LLAMA_NAMES: Mapping[str, str] = {
 }
 
 
-#: Names of the weights of Mamba-2 in a layer that has them in ``mamba``.
+#: Names of the weights of Mamba-2 in layers that have a module ``mamba``.
 MAMBA_NAMES: Mapping[str, str] = {
     "mamba_in": "mamba.in_proj",
     "conv": "mamba.conv1d",
@@ -39,7 +39,7 @@ MAMBA_NAMES: Mapping[str, str] = {
     "mamba_out": "mamba.out_proj",
 }
 
-#: How the names of heads begin that draft tokens behind the next one.
+#: Prefixes of multi-token prediction heads.
 DRAFT_HEADS = "mtp."
 
 
@@ -47,17 +47,19 @@ DRAFT_HEADS = "mtp."
 class Family:
     """One family of models."""
 
-    name: str
-    architecture: str
-    title: str
-    defaults: Mapping[str, Any]
-    read: Callable[[ConfigFields], ModelConfig]
+    name: str  # model_type of transformers
+    architecture: str  # class name in `architectures`
+    title: str  # common name
+    defaults: Mapping[str, Any]  # defaults in transformers that are not null; a field that is null in the file is not absent
+    read: Callable[[ConfigFields], ModelConfig]  # fields with defaults -> the model
     embedding: str = EMBEDDING
-    final_norm: str = FINAL_NORM
-    layers: str = "model.layers"
+    final_norm: str = FINAL_NORM  # the head is lm_head.weight in all families
+    layers: str = "model.layers"  # prefix of a layer's index
+    # Names of a layer's weights by role, like LLAMA_NAMES. Roles of equal name are the rows of one tensor, in the order of layer_parts.
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    # Names of tensors that hold all parts of the first head (of queries; in a gated delta net of keys), then of the next one.
     head_by_head: frozenset[str] = frozenset()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    uses: frozenset[str] = frozenset()
-    code: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)  # prefixes of older files and of models that contain this one, and ours
+    ignored: tuple[str, ...] = ()  # prefixes, after renaming, of tensors outside the decoder; transformers ignores them too
+    uses: frozenset[str] = frozenset()  # fields of registry's list of refused ones that this family reads
+    code: frozenset[str] = frozenset()  # custom code in `auto_map` that transformers has adopted

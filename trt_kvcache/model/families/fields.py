@@ -1,4 +1,4 @@
-"""How fields that most families share map to parts of a description."""
+"""Fields of ``config.json`` that most families share, as parts of a description."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
@@ -17,7 +17,7 @@ from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import Mamba2Config
 from trt_kvcache.model.rope import RopeConfig
 
-#: What configurations call the activations that are computed.
+#: Activations by their names in configurations.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -46,7 +46,7 @@ def rope(fields: ConfigFields, **options: Any) -> RopeConfig:
 
 
 def attention(fields: ConfigFields, **options: Any) -> AttentionConfig:
-    """Return attention of the usual sizes: a null ``num_key_value_heads`` means as many as there are query heads."""
+    """Return attention with the usual fields: a null ``num_key_value_heads`` means as many K/V heads as query heads."""
     heads = fields.integer("num_attention_heads")
     return AttentionConfig(
         num_heads=heads, num_kv_heads=fields.integer("num_key_value_heads", heads), head_dim=_head_dim(fields, heads), **options
@@ -57,18 +57,18 @@ def mlp(fields: ConfigFields, *, activation_field: str = "hidden_act", size_fiel
     """Return an MLP: a gated one without biases unless the options say otherwise."""
     activation = fields.get(activation_field)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise ConfigError(f"{activation_field}: {shown(activation)} is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
+        raise ConfigError(f"{activation_field}: {short_repr(activation)} is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
     return MlpConfig(intermediate_size=fields.integer(size_field), activation=_ACTIVATIONS[activation], **options)
 
 
 def silu_convolution(fields: ConfigFields, name: str = "hidden_act") -> None:
-    """Refuse a convolution of a layer with states that has another activation than SiLU."""
+    """Refuse a convolution of a recurrent layer with another activation than SiLU."""
     if fields.get(name) not in ("silu", "swish"):
         raise fields.refusal(name, "silu, the activation of the convolutions of layers with states")
 
 
 def mamba2(fields: ConfigFields) -> Mamba2Config:
-    """Return the Mamba-2 of all layers, of fields whose names begin with ``mamba_``: ``mamba_d_head`` may be ``"auto"``."""
+    """Return the Mamba-2 of all layers from the fields ``mamba_*``; ``mamba_d_head`` may be ``"auto"``."""
     silu_convolution(fields)
     inner, heads = fields.integer("mamba_expand") * fields.integer("hidden_size"), fields.integer("mamba_n_heads")
     if inner % heads:
@@ -89,7 +89,7 @@ def mamba2(fields: ConfigFields) -> Mamba2Config:
 
 
 def dt_limits(fields: ConfigFields) -> dict[str, Any]:
-    """Return the smallest and the largest time step of Mamba-2, from ``time_step_limit``: a null or infinite one is no limit."""
+    """Return the limits of Mamba-2's time step, from ``time_step_limit``; null or infinity is no limit."""
     given = fields.get("time_step_limit")
     if given is None:
         return {"dt_min": 0.0, "dt_max": None}
@@ -101,7 +101,7 @@ def dt_limits(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _float_of_transformers(value: Any) -> Any:
-    """Return a number that JSON does not have, such as infinity, from what transformers 5 writes for it; any other value as it is."""
+    """Return infinity or NaN for the text that transformers 5 writes for it; any other value unchanged."""
     if isinstance(value, dict) and value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(value["__float__"])
     return value
@@ -113,20 +113,20 @@ def softcap(fields: ConfigFields, name: str) -> float | None:
 
 
 def layer_types(fields: ConfigFields, default: Sequence[str], *, known: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...]:
-    """Return the kind of each layer, such as full attention or a window, from ``layer_types`` or, without it, the default."""
+    """Return the type of each layer, such as full attention or sliding window, from ``layer_types`` or the default."""
     given = fields.get("layer_types") or list(default)
     if not isinstance(given, list):
         raise fields.refusal("layer_types", "a list of names")
     other = [kind for kind in given if kind not in known]
     if other:
-        raise ConfigError(f"layer_types: {other[0] if isinstance(other[0], str) else shown(other[0])} is not supported.")
+        raise ConfigError(f"layer_types: {other[0] if isinstance(other[0], str) else short_repr(other[0])} is not supported.")
     if len(given) != len(default):
         raise ConfigError(f"layer_types: expected {len(default)} as num_hidden_layers says, got {len(given)}.")
     return tuple(given)
 
 
 def layer_indices(fields: ConfigFields, name: str) -> tuple[int, ...] | None:
-    """Return the layers that a field lists by their indices, or None where it is absent."""
+    """Return the layers whose indices a field lists; None if it is absent."""
     count, given = num_layers(fields), fields.get(name)
     if given is None:
         return None
@@ -137,23 +137,23 @@ def layer_indices(fields: ConfigFields, name: str) -> tuple[int, ...] | None:
 
 
 def windows_from_layer(fields: ConfigFields) -> list[int | None]:
-    """Return the window of each layer, where ``use_sliding_window`` switches windows on from ``max_window_layers`` on."""
+    """Return the window of each layer: from ``max_window_layers`` on, if ``use_sliding_window`` is true."""
     first = fields.count("max_window_layers", 0)
     return windows(fields, [layer >= first for layer in range(num_layers(fields))])
 
 
 def windows(fields: ConfigFields, has_window: Sequence[bool]) -> list[int | None]:
-    """Return the window of each layer, where ``use_sliding_window`` switches on those of ``layer_types``, or else of ``has_window``."""
+    """Return the window of each layer by ``layer_types``, or else by ``has_window``, if ``use_sliding_window`` is true."""
     window = fields.integer("sliding_window") if fields.flag("use_sliding_window", False) and "sliding_window" in fields else None
     kinds = layer_types(fields, [SLIDING if window is not None and has else FULL for has in has_window])
-    if window is None and SLIDING in kinds:  # what transformers makes of it depends on its implementation of attention
-        given = ", ".join(f"{name} {shown(fields.get(name))}" for name in ("use_sliding_window", "sliding_window"))
+    if window is None and SLIDING in kinds:  # in transformers the result depends on the implementation of attention
+        given = ", ".join(f"{name} {short_repr(fields.get(name))}" for name in ("use_sliding_window", "sliding_window"))
         raise ConfigError(f"layer_types: expected {FULL} everywhere with {given}, got {SLIDING} in layer {kinds.index(SLIDING)}.")
     return [window if kind == SLIDING else None for kind in kinds]
 
 
 def window_of_all(fields: ConfigFields) -> int | None:
-    """Return the window that all layers have, or None. Refuse ``layer_types`` that say anything else."""
+    """Return the window of all layers, or None. Refuse ``layer_types`` that differ."""
     window = fields.integer("sliding_window") if "sliding_window" in fields else None
     kind = FULL if window is None else SLIDING
     if set(layer_types(fields, [kind] * num_layers(fields))) != {kind}:
@@ -162,19 +162,19 @@ def window_of_all(fields: ConfigFields) -> int | None:
 
 
 def full_attention_only(fields: ConfigFields) -> None:
-    """Refuse ``layer_types`` that name anything but full attention, for families that have nothing else."""
+    """Refuse ``layer_types`` other than full attention, for families that have nothing else."""
     if SLIDING in layer_types(fields, [FULL] * num_layers(fields)):
         raise ConfigError(f"layer_types: {SLIDING} is not supported for model_type {fields.get('model_type')!r}.")
 
 
 def pre_norm_layer(fields: ConfigFields, mixer: Mixer, mlp: MlpConfig, *, before: NormConfig | None = None, **options: Any) -> LayerConfig:
-    """Return a layer with a norm before the mixer and one before the MLP: :func:`norm` unless another is given."""
+    """Return a layer with pre-norms of mixer and MLP: :func:`norm`, unless ``before`` is another one."""
     before = before or norm(fields)
     return LayerConfig(mixer=mixer, mlp=mlp, input_norm=before, mlp_norm=before, **options)
 
 
 def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], *, tied: bool | None = None, **options: Any) -> ModelConfig:
-    """Return a model of these layers, with the fields that all families have."""
+    """Return a model of these layers, with the fields that all families share."""
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -191,7 +191,7 @@ def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], *, t
 
 
 def _head_dim(fields: ConfigFields, heads: int) -> int:
-    """Return the field; where it is null or absent, ``hidden_size / num_attention_heads``."""
+    """Return ``head_dim``; ``hidden_size / num_attention_heads`` if it is null or absent."""
     if "head_dim" in fields:
         return fields.integer("head_dim")
     hidden = fields.integer("hidden_size")
@@ -201,7 +201,7 @@ def _head_dim(fields: ConfigFields, heads: int) -> int:
 
 
 def _max_positions(fields: ConfigFields, layers: Sequence[LayerConfig]) -> int:
-    """Return the context length: the field, or what dynamic NTK or YaRN stretch the original context to, if that is more."""
+    """Return the context length: the field, or the larger context of dynamic NTK or YaRN."""
     positions = fields.integer("max_position_embeddings")
     ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionConfig)}
     scaled = [rope for rope in ropes if rope is not None and rope.kind in ("dynamic", "yarn")]
@@ -214,10 +214,10 @@ def _max_positions(fields: ConfigFields, layers: Sequence[LayerConfig]) -> int:
 def _dtype(fields: ConfigFields) -> str:
     given = [fields.get(name) for name in ("dtype", "torch_dtype") if name in fields]
     if len(given) > 1 and given[0] != given[1]:
-        raise ConfigError(f"dtype and torch_dtype: expected one value, got {shown(given[0])} and {shown(given[1])}.")
+        raise ConfigError(f"dtype and torch_dtype: expected one value, got {short_repr(given[0])} and {short_repr(given[1])}.")
     dtype = given[0] if given else None
     if dtype not in MODEL_DTYPES:
-        raise ConfigError(f"dtype: {shown(dtype)} is not supported. Supported: weights in {', '.join(MODEL_DTYPES)}.")
+        raise ConfigError(f"dtype: {short_repr(dtype)} is not supported. Supported: weights in {', '.join(MODEL_DTYPES)}.")
     return str(dtype)
 
 

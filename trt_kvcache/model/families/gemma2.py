@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after attention and MLP, soft caps, a scaled embedding, GELU, and a window in every other layer."""
+"""Gemma 2: pre- and post-norms, soft caps, a scaled embedding, GELU, and sliding-window attention in every other layer."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
 
-#: Where the norms are stored.
+#: Names of the norms.
 GEMMA_NAMES = {
     **LLAMA_NAMES,
     "mixer_output_norm": "post_attention_layernorm",
@@ -33,18 +33,18 @@ def window(fields: ConfigFields, kind: str) -> int | None:
 
 
 def attention_options(fields: ConfigFields) -> dict[str, bool | float]:
-    """Return what the attention of all layers has in common."""
+    """Return the attention options that all layers share."""
     bias = fields.flag("attention_bias", False)
     return {"qkv_bias": bias, "o_bias": bias, "scale": fields.number("query_pre_attn_scalar") ** -0.5}
 
 
 def gemma_norm(fields: ConfigFields) -> NormConfig:
-    """Return RMSNorm with a factor of 1 + weight, in float32."""
+    """Return RMSNorm with the weight 1 + ``weight``, in float32."""
     return norm(fields, weight_offset=1.0, rounds_before_weight=False)
 
 
 def gemma(fields: ConfigFields, family: str, mixers: list[AttentionConfig]) -> ModelConfig:
-    """Return a model with these mixers and what Gemma has around them."""
+    """Return a model with these mixers and the other parts of Gemma."""
     found, shared = gemma_norm(fields), mlp(fields, activation_field="hidden_activation")
     norms: dict[str, Any] = dict.fromkeys(("input_norm", "mixer_output_norm", "mlp_norm", "mlp_output_norm"), found)
     return model(

@@ -1,4 +1,4 @@
-"""Gemma 3, the text decoder: Gemma 2 with norms of q and k, five layers with a window for each without, and a RoPE for each kind."""
+"""Gemma 3, text decoder: Gemma 2 with norms of q and k, five sliding-window layers for each full one, and a RoPE for each type."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ def read(fields: ConfigFields) -> ModelConfig:
 
 
 def _rope(fields: ConfigFields, kind: str) -> RopeConfig:
-    """Return the RoPE of a type of layers. Older files have fields for both; their scaling is that of layers without a window."""
+    """Return the RoPE of a layer type. Older files have fields for both; their scaling belongs to full attention."""
     theta = fields.number("rope_theta" if kind == FULL else "rope_local_base_freq")
     given = fields.get("rope_parameters")
     if given and not (isinstance(given, Mapping) and set(given) <= {FULL, SLIDING}):

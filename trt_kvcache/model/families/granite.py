@@ -1,4 +1,4 @@
-"""Granite: Llama with multipliers of the embedding, the scores, the residual connections and the logits."""
+"""Granite: Llama with multipliers of the embedding, the attention scores, the residual stream and the logits."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import Family

@@ -1,4 +1,4 @@
-"""Granite 4 with states: Granite with Mamba-2 in most layers, and an MLP that is shared beside experts. Experts are refused."""
+"""Granite 4 hybrids: Granite with Mamba-2 in most layers and a shared MLP. Experts are refused."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import granite
@@ -8,7 +8,7 @@ from trt_kvcache.model.families.refusals import EXPERTS, unsupported
 from trt_kvcache.model.layer_config import AttentionConfig, Mixer
 from trt_kvcache.model.model_config import ModelConfig
 
-#: Names of the kinds of layers, and those that they had before.
+#: Layer types by name; older files have other names.
 _MAMBA, _ATTENTION = ("linear_attention", "mamba"), (FULL, "attention")
 
 
@@ -33,7 +33,7 @@ def read(fields: ConfigFields) -> ModelConfig:
 
 
 def _attention(fields: ConfigFields) -> AttentionConfig:
-    """Return the attention, which has no RoPE unless the file asks for it."""
+    """Return the attention, without RoPE unless the file asks for it."""
     kind, bias = fields.get("position_embedding_type"), fields.flag("attention_bias", False)
     if kind not in (None, "nope", "rope"):
         raise fields.refusal("position_embedding_type", "rope, nope or null")

@@ -28,13 +28,13 @@ def read(fields: ConfigFields) -> ModelConfig:
 
 
 def _layers_of_indices(fields: ConfigFields) -> list[str]:
-    """Return the kinds of layers of files without ``layer_types``: attention in those of ``full_attn_idxs``, without it in all."""
+    """Return the layer types of files without ``layer_types``: attention in ``full_attn_idxs``, or in all layers without that field."""
     indices = layer_indices(fields, "full_attn_idxs")
     return [FULL if indices is None or index in indices else CONV for index in range(num_layers(fields))]
 
 
 def _intermediate_size(fields: ConfigFields) -> int:
-    """Return the width inside the MLP: two thirds of the field, scaled and rounded up, unless the file says that it is meant as it is."""
+    """Return the intermediate size: two thirds of the field, scaled and rounded up, unless the file switches that off."""
     size = fields.integer("block_ff_dim" if "block_ff_dim" in fields else "intermediate_size")
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return size

@@ -1,4 +1,4 @@
-"""Llama: RMSNorm before attention and MLP, grouped-query attention, a gated MLP with SiLU."""
+"""Llama: pre-norm RMSNorm, grouped-query attention, a gated MLP with SiLU."""
 
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.model.config_fields import ConfigFields
@@ -18,7 +18,7 @@ def read(fields: ConfigFields) -> ModelConfig:
 
 
 def _warn_of_window(fields: ConfigFields) -> None:
-    """Warn of a window that the attention of Llama does not have, whatever the field says; transformers ignores it too."""
+    """Warn of a sliding window in the file: Llama's attention has none, and transformers ignores the field too."""
     window = fields.get("sliding_window")
     is_on = fields.flag("use_sliding_window", True) and isinstance(window, int)
     if is_on and 0 < window < fields.integer("max_position_embeddings"):

@@ -1,4 +1,4 @@
-"""Mamba-2 alone: every layer is one, without attention, MLP or positions."""
+"""Mamba-2, a pure state-space model: no attention, MLP or positions."""
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -9,7 +9,7 @@ from trt_kvcache.model.layer_config import LayerConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.recurrent_config import Mamba2Config
 
-#: Names of the weights of Mamba-2 in a layer that has nothing else.
+#: Names of the weights of Mamba-2 in layers with a module ``mixer``.
 MIXER_NAMES = {
     "mamba_in": "mixer.in_proj",
     "conv": "mixer.conv1d",
@@ -22,9 +22,9 @@ MIXER_NAMES = {
 
 
 def read(fields: ConfigFields) -> ModelConfig:
-    """Return the model of a ``config.json``. ``residual_in_fp32`` is left out: engines have one precision.
+    """Return the model of a ``config.json``. ``residual_in_fp32`` is ignored: engines have one precision.
 
-    So are ``rms_norm`` and ``norm_before_gate``, as in transformers, where the gate comes before the norm whatever they say.
+    ``rms_norm`` and ``norm_before_gate`` are ignored too, as in transformers: the gate always comes before the norm.
     """
     silu_convolution(fields)
     norms, heads, head_dim = norm(fields, field="layer_norm_epsilon"), fields.integer("num_heads"), fields.integer("head_dim")

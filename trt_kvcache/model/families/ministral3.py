@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with YaRN, and queries that are scaled by their position."""
+"""Ministral 3: Mistral with YaRN, and queries scaled by position."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import Family
@@ -8,7 +8,7 @@ from trt_kvcache.model.model_config import ModelConfig
 
 _BETA = "llama_4_scaling_beta"
 
-#: What ``rope_parameters`` are in files that do not have them.
+#: Default ``rope_parameters``.
 _ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -40,7 +40,7 @@ def read(fields: ConfigFields) -> ModelConfig:
 
 
 def _query_scaling(fields: ConfigFields) -> QueryScaling:
-    """Return the scaling, whose numbers stand among those of RoPE."""
+    """Return the query scaling, whose fields are in ``rope_parameters``."""
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters")
     assert isinstance(scaling, dict)  # RoPE has been read from it
     numbers = ConfigFields(scaling, "rope_parameters.")

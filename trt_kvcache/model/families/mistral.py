@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, with a window in all layers where ``sliding_window`` is not null."""
+"""Mistral: Llama without biases, with sliding-window attention if ``sliding_window`` is not null."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import Family

@@ -1,6 +1,6 @@
-"""Nemotron-H: layers of one part each, which is Mamba-2, attention without RoPE, or an MLP with squared ReLU and no gate."""
+"""Nemotron-H: each layer is only Mamba-2, attention without RoPE, or an MLP with squared ReLU and no gate."""
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_LAYERS
 from trt_kvcache.model.config_fields import ConfigFields
@@ -14,10 +14,10 @@ from trt_kvcache.model.recurrent_config import Mamba2Config
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 
-#: Other names of the kinds of layers: letters of a pattern, and names of older files.
+#: Layer types by pattern letters, and by names in older files.
 _KINDS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _EXPERTS, "mamba": _MAMBA, "attention": _ATTENTION}
 
-#: Fields that have another name in older files, where that name takes precedence.
+#: Names of fields in older files; these take precedence.
 _OLDER_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -47,13 +47,13 @@ def read(fields: ConfigFields) -> ModelConfig:
 
 
 def _kinds(fields: ConfigFields) -> list[str]:
-    """Return the kind of each layer, from a list of names or, without one, from a pattern of letters."""
+    """Return the type of each layer, from a list of names or else from a pattern of letters."""
     name = next((name for name in ("layers_block_type", "layer_types") if name in fields), "hybrid_override_pattern")
     given = fields.get(name)
     if not given or not isinstance(given, str if name == "hybrid_override_pattern" else list) or len(given) > MAX_LAYERS:
         raise ConfigError(
             f"{name}: expected from 1 to {MAX_LAYERS} kinds of layers, as a list layers_block_type or as a text hybrid_override_pattern, "
-            f"got {shown(given)}."
+            f"got {short_repr(given)}."
         )
     if fields.integer("num_hidden_layers", len(given)) != len(given):
         raise fields.refusal("num_hidden_layers", f"{len(given)} as {name} says")
@@ -62,12 +62,12 @@ def _kinds(fields: ConfigFields) -> list[str]:
         if kind == _EXPERTS:
             raise unsupported(fields, {name: EXPERTS}, where=f" in layer {index}")
         if kind not in (_MAMBA, _ATTENTION, _MLP):
-            raise ConfigError(f"{name}: {shown(given[index])} is not supported, got it in layer {index}.")
+            raise ConfigError(f"{name}: {short_repr(given[index])} is not supported, got it in layer {index}.")
     return kinds
 
 
 def _mamba(fields: ConfigFields) -> Mamba2Config:
-    """Return the Mamba-2 of all layers. Its time steps are at least ``time_step_min``, and nothing else limits them, as in transformers."""
+    """Return the Mamba-2 of all layers. As in transformers, ``time_step_min`` is the only limit of its time steps."""
     silu_convolution(fields, "mamba_hidden_act")
     return Mamba2Config(
         num_heads=fields.integer("mamba_num_heads"),

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP instead of before them, and norms over all heads of q and of k."""
+"""OLMo 2: post-norms instead of pre-norms, and norms over all heads of q and of k."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import LLAMA_NAMES, Family

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: Mistral with q, k and v in one tensor, gate and up in another, and LongRoPE of a part of each head."""
+"""Phi-3, Phi-3.5 and Phi-4-mini: Mistral with fused q, k and v, fused gate and up, LongRoPE and partial RoPE."""
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields

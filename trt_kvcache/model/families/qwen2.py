@@ -1,4 +1,4 @@
-"""Qwen2: Llama with biases of q, k and v, and a window in the layers from ``max_window_layers`` on, where it is switched on."""
+"""Qwen2: Llama with biases of q, k and v, and optional sliding-window attention from layer ``max_window_layers`` on."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import Family

@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 with a norm of each head of q and k, and biases of q, k, v and o only where ``attention_bias`` says so."""
+"""Qwen3: Qwen2 with norms of q and k per head, and biases of q, k, v and o only with ``attention_bias``."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import qwen2

@@ -1,11 +1,11 @@
-"""The text part of Qwen3.5: Qwen3-Next without experts, with other names of the projections of gated delta nets."""
+"""Qwen3.5, text decoder: Qwen3-Next without experts, with other names of the gated delta net's projections."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import qwen3_next
 from trt_kvcache.model.families.family import DRAFT_HEADS, Family
 from trt_kvcache.model.model_config import ModelConfig
 
-#: Fields of RoPE that say which frequencies belong to which axis of an image: all axes of a text have the same positions.
+#: RoPE fields that assign frequencies to the axes of an image: in a text all axes have the same positions.
 _IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
 
 

@@ -34,7 +34,7 @@ def read(fields: ConfigFields) -> ModelConfig:
 
 
 def read_hybrid(fields: ConfigFields, family: str, *, rope_fields: tuple[str, ...] = ()) -> ModelConfig:
-    """Return a model whose layers are gated delta nets, or attention with an output gate; ``rope_fields`` of RoPE change nothing."""
+    """Return a model of gated delta nets and attention with an output gate. ``rope_fields``: RoPE fields without effect on text."""
     norms = norm(fields, weight_offset=1.0, rounds_before_weight=False)
     interval = fields.integer("full_attention_interval")
     default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers(fields))]

@@ -1,11 +1,11 @@
-"""Why a model is refused, in a sentence: its name, what it has that nothing here computes, and the way out."""
+"""Error texts for refused models: name, unsupported features, and a way out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 
@@ -17,7 +17,7 @@ _MAX_NAME = 60
 
 
 def unsupported(fields: ConfigFields, found: Mapping[str, str], *, where: str = "", way_out: str = NO_WAY_OUT) -> ConfigError:
-    """Return the error for a model with features that nothing here computes, for the caller to raise."""
+    """Return the error for a model with unsupported features (``found``: by field), for the caller to raise. It shows no values."""
     features = list(dict.fromkeys(found.values()))
     listed = " and ".join([", ".join(features[:-1]), features[-1]] if len(features) > 1 else features)
     verb = "are" if len(features) > 1 else "is"
@@ -25,7 +25,7 @@ def unsupported(fields: ConfigFields, found: Mapping[str, str], *, where: str = 
 
 
 def named(fields: ConfigFields) -> str:
-    """Return a model as messages name it: ``Gemma3 (model_type gemma3)``."""
+    """Return the name of a model in messages: ``Gemma3 (model_type gemma3)``."""
     architectures, model_type = fields.get("architectures"), fields.get("model_type")
     first = architectures[0] if isinstance(architectures, list) and architectures else None
     name = first.split("For")[0] if isinstance(first, str) else ""
@@ -33,5 +33,5 @@ def named(fields: ConfigFields) -> str:
 
 
 def _short(value: Any) -> str:
-    text = value if isinstance(value, str) and value.isprintable() else shown(value)
+    text = value if isinstance(value, str) and value.isprintable() else short_repr(value)
     return text if len(text) <= _MAX_NAME else f"{text[:_MAX_NAME]}..."

@@ -1,6 +1,6 @@
-"""The families that this package knows, and which one a ``config.json`` belongs to.
+"""Registry of the supported families, and the choice of one by ``config.json``.
 
-Anything that is not supported is an error that names the field: a model is never run as if it were a different one.
+Anything unsupported is an error that names the field: a model is never run as if it were another one.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trt_kvcache._util.shown import shown
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import (
@@ -45,7 +45,7 @@ FAMILIES: Mapping[str, Family] = {
 
 SUPPORTED = f"Supported: {', '.join(FAMILIES)}."
 
-#: Fields that change what a model computes. A family that reads one of them says so.
+#: Fields that change the computation. A family that reads one of them lists it in ``uses``.
 _REFUSED_FIELDS = {
     "vision_config": "is a vision model",
     "audio_config": "is an audio model",
@@ -61,12 +61,12 @@ _REFUSED_FIELDS = {
     "final_logit_softcapping": "has final logit softcapping",
 }
 
-#: Refused too where none of these explains it: the text model is only a part.
+#: Fields of multimodal models, refused if no field above explains them: the text model is only a part.
 _TEXT_CONFIG = {"text_config": "is more than a text decoder"}
 
 
 def read_config(data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
-    """Read a ``config.json``: see :meth:`trt_kvcache.ModelConfig.from_dict`."""
+    """Return the model of a parsed ``config.json``. Raises ConfigError for an unsupported or incomplete one."""
     fields = ConfigFields(data)
     known = _known(fields.data)
     for features in (_REFUSED_FIELDS, _TEXT_CONFIG):
@@ -86,7 +86,7 @@ def _known(data: Mapping[str, Any]) -> Family | None:
 
 
 def _way_out(fields: ConfigFields) -> str:
-    """Return how to open a model in spite of what it has beside its text decoder."""
+    """Return the way to open only the text decoder of a model."""
     text = fields.get("text_config")
     family = _known(text) if isinstance(text, Mapping) else None
     if family is None:
@@ -97,7 +97,7 @@ def _way_out(fields: ConfigFields) -> str:
 
 
 def _family(fields: ConfigFields) -> Family:
-    """Choose the family by ``model_type``, or by ``architectures`` if there is no ``model_type``. If both are present, they must agree."""
+    """Return the family by ``model_type``, or else by ``architectures``. If both are present, they must agree."""
     model_type = fields.get("model_type")
     architectures = fields.get("architectures") or []
     if not isinstance(architectures, list):
@@ -106,17 +106,17 @@ def _family(fields: ConfigFields) -> Family:
         for family in FAMILIES.values():
             if family.architecture in architectures:
                 return family
-        raise ConfigError(f"architectures: {shown(architectures)} is not supported, and there is no model_type. {SUPPORTED}")
+        raise ConfigError(f"architectures: {short_repr(architectures)} is not supported, and there is no model_type. {SUPPORTED}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type: {shown(model_type)} is not supported. {SUPPORTED}")
+        raise ConfigError(f"model_type: {short_repr(model_type)} is not supported. {SUPPORTED}")
     family = FAMILIES[model_type]
     if architectures and family.architecture not in architectures:
-        raise ConfigError(f"architectures: expected {family.architecture} for model_type {model_type!r}, got {shown(architectures)}.")
+        raise ConfigError(f"architectures: expected {family.architecture} for model_type {model_type!r}, got {short_repr(architectures)}.")
     return family
 
 
 def _check_code(fields: ConfigFields, family: Family) -> None:
-    """Refuse code that comes with the model, except where transformers has taken it over."""
+    """Refuse custom code of a model, unless transformers has adopted it."""
     code = fields.get("auto_map")
     if code and not (isinstance(code, Mapping) and all(isinstance(name, str) and name in family.code for name in code.values())):
         raise unsupported(fields, {"auto_map": "needs code of its own (trust_remote_code)"})

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that have no RoPE, every fourth one where nothing else is said."""
+"""SmolLM3: Llama without RoPE in some layers, by default in every fourth."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import Family
@@ -19,7 +19,7 @@ def read(fields: ConfigFields) -> ModelConfig:
 
 
 def _layers_with_rope(fields: ConfigFields) -> list[bool]:
-    """Return which layers have RoPE: those with a 1 in ``no_rope_layers``, whatever its name says."""
+    """Return a flag for each layer: True with RoPE, a 1 in ``no_rope_layers`` despite its name."""
     count, given = num_layers(fields), fields.get("no_rope_layers")
     if given is None:
         interval = fields.integer("no_rope_layer_interval")

@@ -1,6 +1,6 @@
-"""Guided decoding: grammars are compiled, and masks of tokens computed, in processes of their own."""
+"""Guided decoding: worker processes compile grammars and compute token masks."""
 
 from trt_kvcache.server.guidance.guidance import Guidance, GuidedMask
-from trt_kvcache.server.guidance.options import GuidanceOptions
+from trt_kvcache.server.guidance.guidance_options import GuidanceOptions
 
 __all__ = ["Guidance", "GuidanceOptions", "GuidedMask"]

@@ -1,4 +1,4 @@
-"""``Grammar``: what a text must follow, as a worker takes it."""
+"""``Grammar``: the grammar of a guided text, in a format of llguidance."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trt_kvcache.errors import ConfigError, KVCacheError, ProcessorError
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
-#: Characters of a grammar that errors show.
+#: Most characters of a grammar in an error.
 _SHOWN = 60
 
 
 class Grammar:
-    """What a text must follow."""
+    """A JSON schema, a regular expression or a Lark grammar, from the ``guided_decoding`` of a request."""
 
     def __init__(self, guided: Mapping[str, Any]) -> None:
         given = [(name, value) for name, value in guided.items() if value is not None]
@@ -35,20 +35,20 @@ class Grammar:
         else:
             raise ConfigError(f"guided decoding: {kind}: expected a text, got {value!r:.80}.")
         shown = " ".join((text if kind != "choice" else ", ".join(map(repr, value))).split())
-        #: What errors call it.
+        #: Short form for errors.
         self.shown = f"{kind} {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'}"
         #: ``"json"``, ``"regex"`` or ``"grammar"``.
         self.kind = {"json_object": "json", "choice": "grammar"}.get(kind, kind)
-        #: A JSON schema, a regular expression, or a grammar in Lark.
+        #: Source, in UTF-8.
         self.text = text.encode("utf-8", "replace")
 
     @cached_property
     def key(self) -> bytes:
-        """What it has in common with equal ones."""
+        """Hash of kind and source: equal for equal grammars."""
         return hashlib.sha256(self.kind.encode() + b" " + self.text).digest()
 
     def refused(self, reason: str, *, first: bool) -> KVCacheError:
-        """Return the error for a grammar that is not taken, or in the middle of a text does not go on."""
+        """Return the error for a grammar: ``first`` if it fails before the first token, else in the middle of a text."""
         return (ConfigError if first else ProcessorError)(f"guided decoding: {self.shown}: {reason}.")
 
 

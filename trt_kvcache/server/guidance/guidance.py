@@ -1,4 +1,4 @@
-"""``Guidance``: text that follows a JSON schema or a grammar, by masks over the logits that worker processes compute."""
+"""``Guidance``: texts that follow a JSON schema or a grammar, by logit masks that worker processes compute."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from trt_kvcache.checkpoint.tokenizer import Tokenizer
 from trt_kvcache.errors import ConfigError, ProcessorError
 from trt_kvcache.generation.sampling import DeferredProcessor
 from trt_kvcache.server.guidance.grammar import Grammar
-from trt_kvcache.server.guidance.options import GuidanceOptions
+from trt_kvcache.server.guidance.guidance_options import GuidanceOptions
 from trt_kvcache.server.guidance.pool import GuidedText, Job, WorkerPool
 from trt_kvcache.server.guidance.process import Opening
 
 
 class Guidance(Closable):
-    """Makes logits processors that allow only what continues a text of a grammar. Of one model; from any thread.
+    """Makes logits processors that allow only tokens that a grammar allows, for one model. Any thread may use it.
 
     Parameters
     ----------
     tokenizer : Tokenizer
-        Of the model.
+        Tokenizer of the model.
     vocab_size : int
         Width of the logits.
     eos_token_ids : sequence of int
-        Tokens that end a text: at least one, because a text that is complete must be able to end.
+        Tokens that end a text: at least one, because a complete text must be able to end.
     options : GuidanceOptions, optional
-        What a grammar may cost.
+        Limits of a grammar.
     max_texts : int
-        Texts that may be written at a time: the slots of a session.
+        Most texts that are generated at a time: the slots of a session.
 
     Raises
     ------
     ConfigError
-        There is no such token.
+        There is no end token.
     ModuleNotFoundError
         llguidance is not installed.
 
     Notes
     -----
-    Grammars come from strangers, and some take minutes, gigabytes, or the process with them. So llguidance runs in worker processes,
-    which start with the first grammar, at a low priority.
+    Grammars come from clients, and some take minutes or gigabytes, or crash the process. So llguidance runs in worker processes of low
+    priority, which start with the first grammar.
 
     Examples
     --------
@@ -84,7 +84,7 @@ class Guidance(Closable):
 
     @property
     def worker_pids(self) -> list[int]:
-        """The worker processes that run now."""
+        """Process ids of the running workers."""
         return self._pool.pids
 
     def processor(self, guided: Mapping[str, Any], *, ignore_eos: bool = False) -> GuidedMask:
@@ -95,17 +95,17 @@ class Guidance(Closable):
         guided : mapping
             One of ``json`` (a JSON schema), ``json_object`` (True), ``regex``, ``choice`` (texts) and ``grammar`` (Lark).
         ignore_eos : bool
-            As for :meth:`begin`.
+            True: a text ends only where the grammar allows no further token.
 
         Returns
         -------
         GuidedMask
-            For ``SamplingParams.logits_processors``, of one request alone.
+            For ``SamplingParams.logits_processors`` of one request only.
 
         Raises
         ------
         ConfigError
-            Not one of these, or one that llguidance does not compile, or not within the limits.
+            None of these or several, or llguidance cannot compile it within the limits.
         """
         mask = self.begin(Grammar(guided), ignore_eos=ignore_eos)
         mask.compile().result()
@@ -117,11 +117,11 @@ class Guidance(Closable):
         Parameters
         ----------
         grammar : Grammar
-            What its text follows.
+            Grammar of the text.
         ignore_eos : bool
-            Let a text end only where its grammar does not go on.
+            True: the text ends only where the grammar allows no further token.
         client : str
-            Whose request it is: clients take turns.
+            Name of the client: clients take turns.
         """
         self._check_open()
         return GuidedMask(self._pool, GuidedText(grammar, client), self._vocab_size, self._eos_token_ids if ignore_eos else ())
@@ -131,18 +131,18 @@ class Guidance(Closable):
 
 
 class GuidedMask(DeferredProcessor):
-    """A logits processor that excludes what cannot continue the text so far. ``Guidance`` makes it.
+    """A logits processor that excludes tokens that cannot continue the text. ``Guidance`` makes it.
 
     Parameters
     ----------
     pool : WorkerPool
-        Computes what may come next.
+        Computes the masks.
     text : GuidedText
         The text of the request.
     vocab_size : int
         Width of the logits.
     late_token_ids : sequence of int
-        Tokens that are excluded as long as there are others.
+        Tokens that are allowed only if no other token is.
     """
 
     def __init__(self, pool: WorkerPool, text: GuidedText, vocab_size: int, late_token_ids: Sequence[int]) -> None:
@@ -157,11 +157,11 @@ class GuidedMask(DeferredProcessor):
         self._end.atexit = False
 
     def compile(self) -> Future[bytes]:
-        """Begin with the first mask, and return what has it, or an error, once it is there. If that is cancelled, the work ends."""
+        """Begin to compile the grammar; return a future of the first mask, or of an error. Cancelling it ends the work."""
         return self._begin(()).result
 
     def ready(self, tokens: Sequence[int], seconds: float = 0.0) -> bool:
-        """Begin with the mask behind these tokens, and tell whether it is there, or why there is none."""
+        """Begin with the mask after these tokens; return True if it, or an error, is available."""
         if self._closed:
             return False  # its request is about to end
         if self._start is None:
@@ -172,7 +172,7 @@ class GuidedMask(DeferredProcessor):
         return result.done()
 
     def __call__(self, tokens: Sequence[int], logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Exclude what cannot continue the text."""
+        """Set the logits of all other tokens to -inf."""
         self.ready(tokens)
         assert self._job is not None
         try:
@@ -188,13 +188,13 @@ class GuidedMask(DeferredProcessor):
         return logits
 
     def cancel(self) -> None:
-        """Say that its request is about to end: work that has begun ends, and it is never ready again."""
+        """End the work, as its request is about to end. It is never ready again."""
         self._closed = True
         if self._job is not None:
             self._pool.cancel(self._job)
 
     def close(self) -> None:
-        """Say that its request has ended."""
+        """End the work, as its request has ended."""
         self.cancel()
         self._end()
 

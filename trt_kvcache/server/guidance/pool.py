@@ -1,4 +1,9 @@
-"""``WorkerPool``: jobs of guided requests, and the worker processes that do them."""
+"""``WorkerPool``: mask jobs of guided requests, and the worker processes that run them.
+
+Short jobs share a worker. If one turns out to be long, the others move to another worker, which compiles their grammars again and
+consumes their tokens: masks do not depend on the worker. So a worker that ends fails only the request whose job it ran, and if the cause
+was outside, not even that one. The first worker starts with the first job; one is kept, the others end when they have no work.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +23,39 @@ from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.turns import Turns
 from trt_kvcache.errors import ClosedError, ConfigError, ProcessorError
 from trt_kvcache.server.guidance.grammar import Grammar
-from trt_kvcache.server.guidance.options import GuidanceOptions
+from trt_kvcache.server.guidance.guidance_options import GuidanceOptions
 from trt_kvcache.server.guidance.process import Opening, Usage, WorkerEndedError, WorkerProcess
 
-#: Seconds of a processor, and by the clock, after which a job is long: then its worker is for its text alone, and others move to another.
+#: Seconds of CPU time, and of wall-clock time, after which a job is long: its worker serves only its text, and others move away.
 _LONG, _LONG_BY_CLOCK = 0.1, 2.0
 
-#: Seconds of a processor after which even a grammar that is compiled, which happens once, gets the lowest priority.
+#: Seconds of CPU time after which even compiling a grammar, which happens once, gets the lowest priority.
 _VERY_LONG = 0.5
 
-#: Seconds between two looks at what the jobs use.
+#: Seconds between two checks of the usage of jobs.
 _TICK = 0.02
 
-#: Seconds by the clock that a second of a processor may last.
+#: Most seconds of wall-clock time for a second of CPU time.
 _STRETCH = 10.0
 
-#: Seconds that a worker may take to start, and that one without work is kept.
+#: Most seconds for the start of a worker, and seconds that an idle one is kept.
 _START, _IDLE = 60.0, 30.0
 
-#: Seconds after which a worker without work looks whether it is still needed.
+#: Seconds after which an idle worker checks whether it is still needed.
 _PAUSE = 1.0
 
-#: Seconds for which a grammar that took too much is refused at once, and how many of them.
+#: Seconds for which a grammar above a limit is refused immediately, and most such grammars.
 _REMEMBERED, _MOST_REMEMBERED = 60.0, 1024
 
-#: How often a job is tried whose worker something else has ended.
+#: Attempts at a job whose worker was ended from outside.
 _ATTEMPTS = 3
 
-#: Bytes that every worker may have, whatever its grammars may.
+#: Bytes that a worker may use apart from its grammars.
 _BASE = 4 << 30
 
 
 class GuidedText:
-    """A grammar, and the text that one request writes by it. Its state is where it is used last, and can be made again anywhere."""
+    """A grammar and the text of one request. Its matcher is in the worker that ran its last job; any worker can rebuild it."""
 
     _names = itertools.count()
 
@@ -62,62 +67,62 @@ class GuidedText:
 
 @dataclass(eq=False)
 class Job:
-    """The mask behind some tokens of a text."""
+    """Computation of the mask after some tokens of a text."""
 
     text: GuidedText
     tokens: tuple[int, ...]
-    result: Future[bytes] = field(default_factory=Future)
-    attempts: int = 0
+    result: Future[bytes] = field(default_factory=Future)  # one bit for each token
+    attempts: int = 0  # workers that have ended during the job
 
     @cached_property
     def is_first(self) -> bool:
-        """Whether nothing is known of its grammar."""
+        """True for the first mask of a text: its grammar may not be compiled yet."""
         return not self.tokens
 
     def finish(self, mask: bytes) -> None:
-        """End it with its mask, unless nobody waits for it any more."""
+        """Set its mask, unless it was cancelled."""
         with suppress(InvalidStateError):
             self.result.set_result(mask)
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, unless nobody waits for it any more."""
+        """Set its error, unless it was cancelled."""
         with suppress(InvalidStateError):
             self.result.set_exception(error)
 
 
 class _Lane:
-    """A worker process, and the job that it does."""
+    """A worker process and its current job."""
 
     def __init__(self, process: WorkerProcess) -> None:
         self.process = process
         self.opened = False
         self.job: Job | None = None
         self.began = time.monotonic()
-        #: What it used before its first job, and the seconds before this one.
+        #: Usage before its first job, and seconds of CPU time before the current one.
         self.base = Usage(0.0, 0)
         self.before = 0.0
-        #: The texts that it knows, with the tokens that they have there.
+        #: Tokens that its matchers have consumed, by text.
         self.held: dict[int, tuple[int, ...]] = {}
         self.dropped: list[int] = []
-        #: Whether it has a long job, or had one that computed a mask: then it is for one text alone.
+        #: True if it has a long job, or had one that computed a mask: it serves one text only.
         self.is_slow = False
-        #: Whether it has the lowest priority, which cannot be raised again.
+        #: True if it has the lowest priority, which cannot be raised again.
         self.is_lowest = False
-        #: Why it was ended, for its job; empty if that is not to blame.
+        #: Reason why it was killed, for the error of its job; empty if the job was not the cause.
         self.reason: str | None = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can take a job."""
+        """True if it can take a job."""
         return self.opened and self.job is None
 
     @property
     def is_long(self) -> bool:
-        """Whether it does a job that others should not wait for."""
+        """True if other jobs should not wait for its current one."""
         return self.job is not None and self.is_slow
 
     def set_slow(self, job: Job) -> None:
-        """Keep it for the text of a job; the others go elsewhere."""
+        """Reserve it for the text of a job; other texts move away."""
         self.is_slow = True
         for name in [name for name in self.held if name != job.text.name]:
             del self.held[name]
@@ -129,7 +134,7 @@ class _Lane:
 
 
 class WorkerPool:
-    """Does jobs in worker processes, each of which ends with the job that takes too much."""
+    """Runs jobs in worker processes. A job above a limit ends its worker."""
 
     def __init__(self, opening: Opening, options: GuidanceOptions, *, max_texts: int) -> None:
         self._opening = opening._replace(memory=_BASE + 2 * (options.memory_mib << 20))
@@ -139,26 +144,26 @@ class WorkerPool:
         self._waiting: Turns[Job] = Turns()
         self._lanes: list[_Lane] = []
         self._ended: deque[int] = deque()
-        #: Grammars that took too much: until when they are refused, and why.
-        self._hurtful: dict[bytes, tuple[float, str]] = {}
+        #: Grammars above a limit, by key: the time until which they are refused, and the reason.
+        self._expensive: dict[bytes, tuple[float, str]] = {}
         self._watcher: threading.Thread | None = None
         self._failed_starts = 0
         self._closed = False
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run."""
+        """Process ids of the running workers."""
         with self._change:
             return [lane.process.pid for lane in self._lanes if lane.process.pid is not None]
 
     def submit(self, job: Job) -> None:
-        """Put a job at the end of the queue. Does not wait."""
+        """Queue a job. Does not wait."""
         with self._change:
             if self._closed:
                 job.fail(ClosedError("guided decoding: the workers have ended."))
                 return
             self._waiting.add(job.text.client, job)
-            self._refuse_what_has_hurt()
+            self._refuse_expensive()
             self._start_a_lane_if_needed()
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="trt_kvcache guidance", daemon=True)
@@ -166,13 +171,13 @@ class WorkerPool:
             self._change.notify_all()
 
     def cancel(self, job: Job) -> None:
-        """Say that nobody waits for a job: it leaves the queue, or its worker is ended once it turns out to be long."""
+        """Cancel a job: it leaves the queue, or its worker is killed if the job turns out to be long."""
         job.result.cancel()
         with self._change:
             self._waiting.discard(job.text.client, job)
 
     def forget(self, text: GuidedText) -> None:
-        """Say that a text has ended. Takes no lock: a text that nobody uses any more may end anywhere."""
+        """Drop a text that has ended. Takes no lock, as a finalizer calls it in any thread."""
         self._ended.append(text.name)
 
     def close(self) -> None:
@@ -190,18 +195,18 @@ class WorkerPool:
     # --- with the lock held ---
 
     def _in_turn(self) -> list[Job]:
-        """Return the jobs that wait, in the order of their turns."""
+        """Return the queued jobs in the order of their turns."""
         return self._waiting.first(len(self._waiting), Counter(lane.job.text.client for lane in self._lanes if lane.job is not None))
 
     def _take_all(self) -> list[Job]:
-        """Take all jobs out of the queue."""
+        """Empty the queue, and return its jobs."""
         jobs = self._in_turn()
         for job in jobs:
             self._waiting.discard(job.text.client, job)
         return jobs
 
     def _start_a_lane_if_needed(self) -> None:
-        """Start a worker if a job can be begun, and no worker is about to have time for it."""
+        """Start a worker if a job can begin and all workers are busy with long jobs."""
         if not any(map(self._may_begin, self._in_turn())) or not all(lane.is_long or lane.is_slow for lane in self._lanes):
             return
         if len(self._lanes) < self._max_lanes:
@@ -214,36 +219,36 @@ class WorkerPool:
             threading.Thread(target=self._run, args=(lane,), name="trt_kvcache guidance worker", daemon=True).start()
 
     def _has_another(self, lane: _Lane) -> bool:
-        """Tell whether there is another worker for all."""
+        """Tell whether there is another shared worker."""
         return any(other is not lane and not other.is_slow for other in self._lanes)
 
     def _may_begin(self, job: Job) -> bool:
-        """Tell whether a job is not one of too many first ones."""
+        """Tell whether a job may begin: the number of first jobs at a time is limited."""
         firsts = sum(lane.job is not None and lane.job.is_first for lane in self._lanes)
         return not job.is_first or firsts < self._options.max_compiles
 
     def _drop(self, name: int) -> None:
-        """Have all workers forget a text."""
+        """Drop a text in all workers."""
         for lane in self._lanes:
             if lane.held.pop(name, None) is not None:
                 lane.dropped.append(name)
 
-    def _refuse_what_has_hurt(self) -> None:
-        """Fail jobs of grammars that took too much a moment ago: a client that sends one again and again costs no more than once."""
-        if not self._hurtful:
+    def _refuse_expensive(self) -> None:
+        """Fail jobs of grammars that were recently above a limit: repeating one costs nothing more."""
+        if not self._expensive:
             return
         now = time.monotonic()
         for job in filter(lambda one: one.is_first, self._in_turn()):
-            until, reason = self._hurtful.get(job.text.grammar.key, (0.0, ""))
+            until, reason = self._expensive.get(job.text.grammar.key, (0.0, ""))
             if until > now:
                 self._waiting.discard(job.text.client, job)
                 job.fail(job.text.grammar.refused(reason, first=True))
 
     def _next_job(self, lane: _Lane) -> Job | None:
-        """Return the first job in the queue that is for this lane."""
+        """Return the first job in the queue for this lane, and take it out."""
         while self._ended:
             self._drop(self._ended.popleft())
-        self._refuse_what_has_hurt()
+        self._refuse_expensive()
         homes = {name: other for other in self._lanes for name in other.held}
         is_first_idle = lane is next((other for other in self._lanes if other.is_idle and not other.is_slow), None)
         for job in self._in_turn():
@@ -259,11 +264,11 @@ class WorkerPool:
     # --- in the thread of a lane ---
 
     def _run(self, lane: _Lane) -> None:
-        """Do jobs in a worker until it ends."""
+        """Run jobs in a worker until it ends."""
         try:
             if self._open(lane):
                 while (job := self._await_job(lane)) is not None:
-                    self._do(lane, job)
+                    self._run_job(lane, job)
         except WorkerEndedError:
             pass
         code = lane.process.close()
@@ -279,7 +284,7 @@ class WorkerPool:
             self._change.notify_all()
 
     def _open(self, lane: _Lane) -> bool:
-        """Wait for a worker to start; if it cannot, nobody's job can be done."""
+        """Wait for a worker to start. If it cannot, fail all jobs."""
         said = lane.process.open()
         with self._change:
             if not said:
@@ -312,12 +317,12 @@ class WorkerPool:
                 self._change.wait(_TICK if self._waiting else _PAUSE)
         return None
 
-    def _do(self, lane: _Lane, job: Job) -> None:
+    def _run_job(self, lane: _Lane, job: Job) -> None:
         name = job.text.name
         with self._change:
             held = lane.held.get(name)
             dropped, lane.dropped = lane.dropped, []
-        kept = 0 if held is None else _common(held, job.tokens)
+        kept = 0 if held is None else _common_prefix(held, job.tokens)
         header: dict[str, Any] = {"name": name, "kept": kept, "tokens": job.tokens[kept:], "drop": dropped}
         payload = b""
         if held is None:
@@ -330,7 +335,7 @@ class WorkerPool:
             refused = answer.get("refused")
             lane.is_slow = lane.is_slow and (lane.is_lowest or not job.is_first)
             if refused is None:
-                if name not in lane.dropped:  # by a worker that went on with the text
+                if name not in lane.dropped:  # unless another worker has continued the text
                     lane.held[name] = job.tokens
                 job.finish(mask)
             else:
@@ -339,7 +344,7 @@ class WorkerPool:
             self._change.notify_all()
 
     def _after_end(self, lane: _Lane, job: Job, code: int) -> None:
-        """Say what became of the job of a worker that has ended: it failed, or it is done by another worker."""
+        """Fail the job of a worker that has ended, or queue it again if the cause was outside."""
         if job.result.done():
             return
         job.attempts += 1
@@ -351,15 +356,15 @@ class WorkerPool:
             return
         reason = lane.reason or f"expected a grammar that llguidance can take, but it has crashed ({_signal(code)})"
         if job.is_first:
-            self._hurtful[job.text.grammar.key] = time.monotonic() + _REMEMBERED, reason
-            while len(self._hurtful) > _MOST_REMEMBERED:
-                del self._hurtful[next(iter(self._hurtful))]
+            self._expensive[job.text.grammar.key] = time.monotonic() + _REMEMBERED, reason
+            while len(self._expensive) > _MOST_REMEMBERED:
+                del self._expensive[next(iter(self._expensive))]
         job.fail(job.text.grammar.refused(reason, first=job.is_first))
 
     # --- in the thread that watches ---
 
     def _watch(self) -> None:
-        """End workers whose jobs take too much, and start others when all have long ones."""
+        """Kill workers whose jobs exceed a limit, and start others if all have long ones."""
         with self._change:
             while not self._closed:
                 self._change.wait(_TICK if self._waiting or any(not lane.is_idle for lane in self._lanes) else None)
@@ -393,10 +398,10 @@ class WorkerPool:
             lane.process.kill()
 
     def _excess(self, lane: _Lane, job: Job, usage: Usage, lasted: float) -> str | None:
-        """Return what a job takes too much of, empty if others are to blame for it."""
+        """Return the limit that a job exceeds, as a reason; empty if other texts in its worker caused it; None if there is none."""
         options = self._options
         what, limit = ("compiles", options.compile_seconds) if job.is_first else ("has its next mask", options.mask_seconds)
-        # In another worker, a text is compiled and read again first.
+        # In a new worker, the grammar is compiled and the tokens are consumed again first.
         seconds = limit if job.is_first or job.text.name in lane.held else limit + 2 * options.compile_seconds
         if usage.seconds - lane.before > seconds or lasted > _STRETCH * seconds:
             return f"expected a grammar that {what} within {limit:g} seconds, got one that takes longer"
@@ -406,8 +411,8 @@ class WorkerPool:
         return None
 
 
-def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return how many tokens two texts have in common."""
+def _common_prefix(held: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
     if tokens[: len(held)] == held:
         return len(held)
     return next((index for index, (one, other) in enumerate(zip(held, tokens, strict=False)) if one != other), min(len(held), len(tokens)))

@@ -1,4 +1,4 @@
-"""``WorkerProcess``: a worker as the process that started it sees it."""
+"""``WorkerProcess``: starts, calls, watches and ends a worker process."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import psutil
 
 from trt_kvcache.server.guidance import worker
 
-#: Of Windows: a low priority, which elsewhere a worker gives itself, and no window.
+#: Flags on Windows: low priority (a worker sets it itself elsewhere), and no window.
 _FLAGS: int = getattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0) | getattr(subprocess, "CREATE_NO_WINDOW", 0)
 
 _LOWEST_PRIORITY: int = getattr(subprocess, "IDLE_PRIORITY_CLASS", 19)
 
 
-#: Bytes of an answer beyond its mask.
+#: Most bytes of an answer apart from its mask.
 _LONGEST_ANSWER = 1 << 16
 
 
 class Opening(NamedTuple):
-    """What a worker begins with."""
+    """Initial data of a worker."""
 
-    tokenizer: bytes
-    vocab_size: int
+    tokenizer: bytes  # tokenizer.json
+    vocab_size: int  # bits of a mask
     eos_token_ids: tuple[int, ...]
-    memory: int
+    memory: int  # limit in bytes
 
 
 class WorkerEndedError(Exception):
@@ -38,14 +38,14 @@ class WorkerEndedError(Exception):
 
 
 class Usage(NamedTuple):
-    """What a worker has used so far: seconds of a processor, and bytes of memory."""
+    """Usage of a worker so far: seconds of CPU time, and bytes of memory."""
 
     seconds: float
     nbytes: int
 
 
 class WorkerProcess:
-    """A process that runs :mod:`trt_kvcache.server.guidance.worker`, once it is opened."""
+    """A process that runs :mod:`trt_kvcache.server.guidance.worker`, from :meth:`open` on."""
 
     def __init__(self, opening: Opening) -> None:
         self._opening = opening
@@ -55,11 +55,11 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its number, once it has started."""
+        """Process id, once it has started."""
         return None if self._process is None else self._process.pid
 
     def open(self) -> dict[str, Any]:
-        """Start it, wait until it has opened the tokenizer, and return what it says: ``missing`` or ``refused`` if it cannot."""
+        """Start it and wait for its answer: empty, or with ``missing`` or ``refused`` if it cannot open the tokenizer."""
         try:
             self._process = subprocess.Popen(
                 [os.fsdecode(get_executable() or sys.executable), worker.__file__],
@@ -71,7 +71,7 @@ class WorkerProcess:
             self._watched = psutil.Process(self._process.pid)
         except (OSError, psutil.Error):
             raise WorkerEndedError from None
-        if self._killed:  # before there was a process to end
+        if self._killed:  # before the process had started
             self.kill()
         opening = self._opening
         header = {
@@ -83,7 +83,7 @@ class WorkerProcess:
         return self.exchange(header, opening.tokenizer)[0]
 
     def exchange(self, header: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
-        """Send a frame, and wait for the answer."""
+        """Send a frame, and wait for the answer. Raises WorkerEndedError, also after :meth:`kill`."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -98,7 +98,7 @@ class WorkerProcess:
         return answer
 
     def usage(self) -> Usage:
-        """Return what it has used; nothing if it has ended."""
+        """Return its usage; zeros if it has ended."""
         assert self._watched is not None
         try:
             with self._watched.oneshot():
@@ -108,20 +108,20 @@ class WorkerProcess:
             return Usage(0.0, 0)
 
     def lower_priority(self) -> None:
-        """Let everything else go first."""
+        """Set the lowest priority."""
         with suppress(psutil.Error, OSError):
             if self._watched is not None:
                 self._watched.nice(_LOWEST_PRIORITY)
 
     def kill(self) -> None:
-        """End it. Does not wait; from any thread."""
+        """Kill it without waiting. From any thread."""
         self._killed = True
         if self._process is not None:
             with suppress(OSError):
                 self._process.kill()
 
     def close(self) -> int:
-        """End it, wait until it has, and return its exit code."""
+        """Kill it, wait for its end, and return its exit code."""
         self.kill()
         if self._process is None:
             return 0

@@ -1,8 +1,8 @@
 """The program of a worker process: it compiles grammars and computes masks with llguidance.
 
-It runs as a script that imports nothing of this package, so that a worker starts quickly and stays small. It reads frames from its
-standard input and answers each on its standard output: a JSON object, and bytes behind it. It ends when its input does, whatever it does
-at that moment: so it never outlives the process that started it.
+It is a script that imports nothing of this package, so that a worker starts quickly and stays small. It reads frames from its
+standard input and answers each on its standard output: a frame is a JSON object followed by bytes. It exits as soon as its input ends,
+also in the middle of a job, so that it never outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import IO, Any, BinaryIO
 
 _SIZES = struct.Struct(">II")
 
-#: Compiled grammars that are kept for further requests.
+#: Compiled grammars that are cached for further requests.
 _KEPT_GRAMMARS = 8
 
-#: JSON in one line: whitespace without end would be valid too, and small models write it.
+#: JSON in one line: endless white space would be valid too, and small models generate it.
 _JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-#: What llguidance calls a grammar, or a text, that does not go on.
+#: Errors of llguidance about a grammar, or about a text that cannot continue.
 _REASONS = {
     "NoExtensionBias": "a grammar that a text fits, got one that no text fits",
     "NoExtension": "a grammar that a text fits, got one that no text fits",
@@ -37,14 +37,14 @@ _REASONS = {
 
 
 def write_frame(stream: BinaryIO | IO[bytes], header: dict[str, Any], payload: bytes = b"") -> None:
-    """Write a JSON object and bytes."""
+    """Write a frame: a JSON object and bytes."""
     text = json.dumps(header).encode()
     stream.write(_SIZES.pack(len(text), len(payload)) + text + payload)
     stream.flush()
 
 
 def read_frame(stream: BinaryIO | IO[bytes], *, limit: int = 1 << 32) -> tuple[dict[str, Any], bytes] | None:
-    """Read what :func:`write_frame` has written; None at the end of the stream, or for a frame of more bytes than ``limit``."""
+    """Read a frame; None at the end of the stream, or if the frame has more than ``limit`` bytes."""
     sizes = stream.read(_SIZES.size)
     if len(sizes) < _SIZES.size:
         return None
@@ -58,11 +58,11 @@ def read_frame(stream: BinaryIO | IO[bytes], *, limit: int = 1 << 32) -> tuple[d
 
 
 class _RefusedError(Exception):
-    """What is wrong with a grammar, or with the tokens behind it."""
+    """A grammar, or the tokens after it, are refused."""
 
 
 class _Matchers:
-    """The grammars of requests, each behind the tokens that it has consumed."""
+    """Matchers of llguidance by request, each with the number of tokens that it has consumed."""
 
     def __init__(self, library: Any, tokenizer: Any) -> None:
         self._library = library
@@ -71,7 +71,7 @@ class _Matchers:
         self._matchers: dict[int, tuple[Any, int]] = {}
 
     def drop(self, names: list[int]) -> None:
-        """Forget requests."""
+        """Drop requests."""
         for name in names:
             self._matchers.pop(name, None)
 
@@ -88,7 +88,7 @@ class _Matchers:
             try:
                 matcher = make(self._tokenizer, grammars[kind](text), log_level=0)
             except ValueError as error:
-                raise _RefusedError(_said("that compiles", str(error))) from None
+                raise _RefusedError(_refusal("that compiles", str(error))) from None
             _check("that compiles", matcher)
             self._compiled[key] = matcher
             while len(self._compiled) > _KEPT_GRAMMARS:
@@ -97,11 +97,11 @@ class _Matchers:
         self._matchers[name] = self._compiled[key].deep_copy(), 0
 
     def mask(self, name: int, kept: int, tokens: list[int]) -> bytes:
-        """Go back to the first tokens that a request has consumed, consume others, and return which may come next, a bit for each."""
+        """Roll a request back to its first ``kept`` tokens, consume ``tokens``, and return a bit for each token that may follow."""
         matcher, consumed = self._matchers.pop(name)
         if kept < consumed and not matcher.rollback(consumed - kept):
-            raise _RefusedError(_said("that can be followed", matcher.get_error()))
-        if tokens and not matcher.consume_tokens(tokens):  # only where the mask had nothing to allow but the end
+            raise _RefusedError(_refusal("that can be followed", matcher.get_error()))
+        if tokens and not matcher.consume_tokens(tokens):  # only if the mask allowed nothing but the end
             raise _RefusedError("a grammar of texts that the tokenizer can write, got one whose text cannot go on")
         mask: bytes = matcher.compute_bitmask()
         _check("that can be followed", matcher)
@@ -111,17 +111,17 @@ class _Matchers:
 
 def _check(expected: str, matcher: Any) -> None:
     if matcher.is_error():
-        raise _RefusedError(_said(expected, matcher.get_error()))
+        raise _RefusedError(_refusal(expected, matcher.get_error()))
 
 
-def _said(expected: str, text: str) -> str:
-    """Return what was expected and what came, from the text of an error of llguidance."""
+def _refusal(expected: str, text: str) -> str:
+    """Return the expected and the got part of an error, from an error text of llguidance."""
     line = text.splitlines()[0] if text else "unknown"
     return _REASONS.get(line, f"a grammar {expected}, got an error: {line[:300].rstrip('.')}")
 
 
 def _lower_priority() -> None:
-    """Let others go first, and leave them a processor alone. On Windows the process was started with a low priority."""
+    """Lower the priority, and leave one processor to others. On Windows the process was started with a low priority."""
     with suppress(AttributeError, OSError):
         os.nice(5)
     with suppress(AttributeError, OSError):
@@ -130,7 +130,7 @@ def _lower_priority() -> None:
 
 
 def _bound_memory(nbytes: int) -> None:
-    """Have the system end it where it asks for far too much; the process that started it watches more closely."""
+    """Set a coarse memory limit of the system; the process that started it enforces the exact one."""
     try:
         import resource
     except ImportError:
@@ -143,7 +143,7 @@ def _bound_memory(nbytes: int) -> None:
 def _read_all(stream: BinaryIO, frames: SimpleQueue[tuple[dict[str, Any], bytes]]) -> None:
     while (frame := read_frame(stream)) is not None:
         frames.put(frame)
-    os._exit(0)  # also in the middle of a grammar
+    os._exit(0)  # also in the middle of a job
 
 
 def _open(header: dict[str, Any], tokenizer: bytes) -> _Matchers:
@@ -159,8 +159,8 @@ def _open(header: dict[str, Any], tokenizer: bytes) -> _Matchers:
 def main() -> None:
     """Answer frames until there are no more."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal, or systemd, sends them to all processes; answers that have begun may end
+    os.dup2(2, 1)  # so that output of libraries is no answer
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal or systemd sends them to all processes; live answers may end
         signal.signal(ending, signal.SIG_IGN)
     frames: SimpleQueue[tuple[dict[str, Any], bytes]] = SimpleQueue()
     threading.Thread(target=_read_all, args=(sys.stdin.buffer, frames), daemon=True).start()
@@ -169,7 +169,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         write_frame(answers, {"missing": error.name})
         return
-    except Exception as error:  # noqa: BLE001 - whatever a tokenizer, or another version of the library, causes
+    except Exception as error:  # noqa: BLE001 - any error of a tokenizer, or of another version of the library
         write_frame(answers, {"refused": f"{type(error).__name__}: {str(error)[:300]}"})
         return
     write_frame(answers, {})
@@ -183,7 +183,7 @@ def main() -> None:
             mask = matchers.mask(job["name"], job["kept"], job["tokens"])
         except _RefusedError as error:
             write_frame(answers, {"refused": str(error)})
-        except Exception as error:  # noqa: BLE001 - whatever a grammar causes
+        except Exception as error:  # noqa: BLE001 - any error of a grammar
             write_frame(answers, {"refused": f"a grammar that llguidance takes, got {type(error).__name__}: {str(error)[:300]}"})
         else:
             write_frame(answers, {}, mask)

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's chats that clients send and that change no answer here."""
+"""Fields of OpenAI's chat API that are accepted and do not change the answer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 _Text = Annotated[str, Field(max_length=512)]
 
-#: Unknown fields of which it is said that they are.
+#: Most unknown fields that an error names.
 _SHOWN_UNKNOWN = 6
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Return what refuses an object with more members, before it looks at any of them."""
+    """Return a validator that refuses an object with more members, before any of them is validated."""
 
     def checked(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -25,14 +25,14 @@ def at_most(count: int) -> BeforeValidator:
 
 
 class Body(BaseModel):
-    """A body: unknown fields are errors, and ``"1"`` is no number."""
+    """A body: unknown fields are errors, and ``"1"`` is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _few_unknown(cls, found: Any) -> Any:
-        """Leave all unknown fields out but the first ones: of each there would be a complaint."""
+        """Drop all unknown fields but the first ones: each would make an error."""
         if not isinstance(found, dict) or len(found) <= len(cls.model_fields) or cls.model_config["extra"] != "forbid":
             return found
         known = {field.alias or name for name, field in cls.model_fields.items()} | set(cls.model_fields)
@@ -41,8 +41,9 @@ class Body(BaseModel):
 
 
 class AcceptedFields(Body):
-    """What a chat may have besides what it asks for. Values that would ask for something are refused."""
+    """Fields without effect on the answer. Values that would need an effect are refused."""
 
+    # About the caller, or hints for speed and storage.
     user: str | None = None
     safety_identifier: _Text | None = None
     metadata: Annotated[dict[str, str] | None, at_most(16)] = None
@@ -50,11 +51,13 @@ class AcceptedFields(Body):
     prompt_cache_key: _Text | None = None
     prompt_cache_retention: _Text | None = None
 
+    # Only the values that describe this server.
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=8, fail_fast=True)] | None = None
     verbosity: Literal["medium"] | None = None
 
+    # Unsupported.
     audio: Literal[None] = None
     functions: Literal[None] = None
     function_call: Literal[None] = None

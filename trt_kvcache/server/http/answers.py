@@ -1,4 +1,4 @@
-"""The answers of an engine to the prompts of one HTTP request, together."""
+"""Answers of an engine to the prompts of one HTTP request, merged into one stream."""
 
 from __future__ import annotations
 
@@ -8,44 +8,34 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from trt_kvcache.generation.prompt_score import PromptScore
-from trt_kvcache.server.engine import Engine
+from trt_kvcache.server.engine_client import EngineClient
 from trt_kvcache.server.generate_request import GenerateChunk
 
 
-@dataclass
-class Answer:
-    """One whole answer."""
+def extend(answer: GenerateChunk, chunk: GenerateChunk) -> None:
+    """Append the next chunk of an answer: a whole answer is one chunk of all its tokens."""
+    answer["text"] += chunk["text"]
+    answer["token_ids"] += chunk["token_ids"]
+    if "log_probs" in chunk:
+        answer.setdefault("log_probs", []).extend(chunk["log_probs"])
+        answer.setdefault("top_logprobs", []).extend(chunk["top_logprobs"])
+    if "prompt_logprobs" in chunk:
+        answer["prompt_logprobs"] = chunk["prompt_logprobs"]
+    if "finish_reason" in chunk:
+        answer["finish_reason"] = chunk["finish_reason"]
+        answer["completion_usage"] = chunk["completion_usage"]
 
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[dict[str, Any]]] = field(default_factory=list)
-    prompt_logprobs: PromptScore | None = None
-    finish_reason: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        """How many tokens and log-probabilities it has."""
-        score = self.prompt_logprobs
-        tops = [*self.top_logprobs, *(score.top_logprobs or () if score is not None else ())]
-        return len(self.token_ids) + (0 if score is None else len(score.tokens)) + sum(len(top or ()) for top in tops)
-
-    def add(self, chunk: GenerateChunk) -> None:
-        """Add the next part of it."""
-        self.text += chunk["text"]
-        self.token_ids += chunk["token_ids"]
-        self.log_probs += chunk.get("log_probs", [])
-        self.top_logprobs += chunk.get("top_logprobs", [])
-        self.prompt_logprobs = chunk.get("prompt_logprobs", self.prompt_logprobs)
-        self.finish_reason = chunk.get("finish_reason", self.finish_reason)
-        self.usage = chunk.get("completion_usage", self.usage)
+def size_of(chunk: GenerateChunk) -> int:
+    """Return the number of tokens and log-probabilities in a chunk: a measure of the work to write it as JSON."""
+    score = chunk.get("prompt_logprobs")
+    tops = [*chunk.get("top_logprobs", ()), *(score.top_logprobs or () if score is not None else ())]
+    return len(chunk["token_ids"]) + (0 if score is None else len(score.tokens)) + sum(len(top or ()) for top in tops)
 
 
 @dataclass
 class Usage:
-    """What the answers to some prompts cost together: a prompt counts once, however many answers it has, as it did where most of it ran."""
+    """Tokens of all answers to some prompts. A prompt counts once, with the fewest cached tokens of its answers."""
 
     prompts: dict[int, dict[str, Any]] = field(default_factory=dict)
     completion_tokens: int = 0
@@ -53,12 +43,12 @@ class Usage:
     def add(self, prompt: int, usage: Mapping[str, Any]) -> None:
         """Add one answer to the prompt of that number."""
         known = self.prompts.setdefault(prompt, dict(usage))
-        self.prompts[prompt] = min(known, dict(usage), key=_cached)
+        self.prompts[prompt] = min(known, dict(usage), key=_cached)  # the answer that ran most of the prompt
         self.completion_tokens += usage["completion_tokens"]
 
     @property
     def document(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """The ``usage`` object of OpenAI's API."""
         prompt = sum(usage["prompt_tokens"] for usage in self.prompts.values())
         cached = sum(map(_cached, self.prompts.values()))
         return {
@@ -73,8 +63,8 @@ def _cached(usage: Mapping[str, Any]) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-async def chunks_of(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
-    """Yield the chunks of the answers to all requests, each with the number of its request, as they come."""
+async def chunks_of(engine: EngineClient, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
+    """Yield the chunks of the answers to all requests, each with the number of its request. If one fails, the others are cancelled."""
     if len(requests) == 1:
         async with aclosing(engine.generate(requests[0])) as chunks:
             async for chunk in chunks:
@@ -85,7 +75,7 @@ async def chunks_of(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> As
             yield item
 
 
-async def _merged(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
+async def _merged(engine: EngineClient, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
     ready: asyncio.Queue[tuple[int, GenerateChunk] | None] = asyncio.Queue(maxsize=len(requests))
 
     async def pump(index: int) -> None:
@@ -110,13 +100,14 @@ async def _merged(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> Asyn
         await asyncio.gather(*tasks, ends, return_exceptions=True)
 
 
-async def whole_answers(engine: Engine, requests: Sequence[Mapping[str, Any]]) -> tuple[list[list[Answer]], Usage]:
-    """Wait for all answers."""
-    found: list[dict[int, Answer]] = [{} for _ in requests]
+async def whole_answers(engine: EngineClient, requests: Sequence[Mapping[str, Any]]) -> tuple[list[list[GenerateChunk]], Usage]:
+    """Wait for all answers; return the answers to each request."""
+    found: list[dict[int, GenerateChunk]] = [{} for _ in requests]
     usage = Usage()
     async with aclosing(chunks_of(engine, requests)) as chunks:
-        async for index, chunk in chunks:
-            found[index].setdefault(chunk["index"], Answer()).add(chunk)
+        async for number, chunk in chunks:
+            answer = found[number].setdefault(chunk["index"], GenerateChunk(index=chunk["index"], token_ids=[], text=""))
+            extend(answer, chunk)
             if "completion_usage" in chunk:
-                usage.add(index, chunk["completion_usage"])
-    return [[of[choice] for choice in sorted(of)] for of in found], usage
+                usage.add(number, chunk["completion_usage"])
+    return [[answers[index] for index in sorted(answers)] for answers in found], usage

@@ -1,4 +1,4 @@
-"""The bodies of requests. A field that is not listed here is an error, as is a value of another type."""
+"""Bodies of requests. Unknown fields and values of another type are errors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, mod
 
 from trt_kvcache.server.http.accepted import AcceptedFields, Body, at_most
 
-#: Most of the most likely tokens that can be asked for.
+#: Most alternatives per token that a request can ask for.
 MAX_TOP_LOGPROBS = 20
 
-#: Most messages of a conversation, tools, variables of its template, and token ids to be made text of, if a slot holds no more.
+#: Most messages of a conversation, tools, template variables, and token ids to detokenize (more if a slot holds more).
 MAX_MESSAGES, MAX_TOOLS, MAX_VARIABLES, MAX_DETOKENIZED = 4096, 512, 64, 65536
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -19,7 +19,7 @@ _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
-#: A ``top_p`` that keeps the most likely token only, as 0 does in OpenAI's API.
+#: A ``top_p`` that keeps only the most likely token, as 0 does in OpenAI's API.
 _LEAST_TOP_P = 2.0**-20
 
 
@@ -33,8 +33,8 @@ def _checked_content(content: Any) -> Any:
     raise ValueError("expected a text, or a list of parts")
 
 
-def _form_of(prompt: Any) -> str | None:
-    """Return which of the four forms a prompt has, judged by its first element."""
+def _prompt_tag(prompt: Any) -> str | None:
+    """Return the tag of a prompt in the union of four types, by its first element."""
     if isinstance(prompt, str):
         return "=text"
     first = prompt[0] if isinstance(prompt, list) and prompt else None
@@ -48,7 +48,7 @@ _Prompt = Annotated[
     | Annotated[_TokenIds, Tag("=tokens")]
     | Annotated[list[_TokenIds], Field(fail_fast=True), Tag("=lists of tokens")],
     Discriminator(
-        _form_of,
+        _prompt_tag,
         custom_error_type="prompt_form",
         custom_error_message="expected a text, texts, token ids or lists of token ids, at least one",
     ),
@@ -56,7 +56,7 @@ _Prompt = Annotated[
 
 
 class StreamOptions(Body):
-    """What a stream has besides the answer. Events are never padded, which ``include_obfuscation`` would say of them."""
+    """Options of a stream. ``include_obfuscation`` is accepted; events are never padded."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -74,7 +74,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the text of an answer must be: ``text``, ``json_object``, ``json_schema``, or one of ours, ``grammar`` (Lark) and ``regex``."""
+    """Format of the text of an answer. ``grammar`` (Lark) and ``regex`` are not part of OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
     json_schema: JsonSchema | None = None
@@ -82,7 +82,7 @@ class ResponseFormat(Body):
     regex: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
-    def _has_what_its_type_says(self) -> ResponseFormat:
+    def _fields_match_type(self) -> ResponseFormat:
         needed = {"json_schema": self.json_schema, "grammar": self.grammar, "regex": self.regex}
         for name, value in needed.items():
             if (value is not None) != (self.type == name):
@@ -91,7 +91,7 @@ class ResponseFormat(Body):
 
     @property
     def guided(self) -> dict[str, Any] | None:
-        """The ``guided_decoding`` of an engine's request."""
+        """The ``guided_decoding`` of a request to the engine."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -102,7 +102,7 @@ class ResponseFormat(Body):
 
 
 class Sampling(Body):
-    """What completions and chats have in common. The second group is no part of OpenAI's API."""
+    """Fields of completions and chats. The second group is not part of OpenAI's API."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -157,7 +157,7 @@ class Sampling(Body):
 
 
 class CompletionBody(Sampling):
-    """The body of ``/v1/completions``."""
+    """Body of ``/v1/completions``."""
 
     prompt: _Prompt
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 16
@@ -189,7 +189,7 @@ class CompletionBody(Sampling):
 
 
 class Message(Body):
-    """A message of a conversation. What else it has is for the chat template. Only the assistant may have no content: it may call tools."""
+    """A message of a conversation. Further fields are for the chat template. Only messages of the assistant may have no content."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -207,20 +207,20 @@ _Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES
 
 
 class NamedFunction(Body):
-    """The name of a tool."""
+    """Name of a tool."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class NamedTool(Body):
-    """The tool that is to be called."""
+    """The tool to call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class ChatBody(Sampling, AcceptedFields):
-    """The body of ``/v1/chat/completions``."""
+    """Body of ``/v1/chat/completions``."""
 
     messages: _Messages
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -248,18 +248,18 @@ class ChatBody(Sampling, AcceptedFields):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a call of a tool."""
+        """True if the answer must be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def template_args(self) -> dict[str, Any]:
-        """Further variables of the chat template."""
+        """Additional variables of the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
 
 
 class TokenizeBody(Body):
-    """The body of ``/tokenize``: a text, or a conversation."""
+    """Body of ``/tokenize``: a text, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -277,7 +277,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """The body of ``/detokenize``."""
+    """Body of ``/detokenize``."""
 
     model: str | None = None
     tokens: Annotated[list[_TokenId], Field(fail_fast=True)]

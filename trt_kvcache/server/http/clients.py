@@ -1,4 +1,4 @@
-"""``Clients``: the name of the client that a request comes from: its key, or its address."""
+"""``Clients``: the name of the client of a request: its key, or its address."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_netw
 
 from starlette.types import Scope
 
-from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.server_options import ServerOptions
 
-#: Bits of an IPv6 address that a provider gives to one client, who has all addresses behind them.
+#: Prefix of IPv6 addresses that a provider gives to one client.
 _IPV6_PREFIX = 64
 
-#: Proxies one behind another that are followed.
+#: Most proxies in a chain that are followed.
 _MOST_PROXIES = 16
 
 _FOR = re.compile(r'(?:^|;)\s*for="?([^;"]+)"?\s*(?:;|$)', re.IGNORECASE)
@@ -22,30 +22,30 @@ _Address = IPv4Address | IPv6Address
 
 
 class Clients:
-    """Names the clients of a server."""
+    """Names the clients of a server: by key if there are keys, else by address (IPv6: by its /64 prefix)."""
+
+    # Behind trusted proxies, the client is the last address in their header that is no trusted proxy. Headers of others are ignored.
 
     def __init__(self, options: ServerOptions) -> None:
         self._proxies = [ip_network(proxy) for proxy in options.trusted_proxies]
         self._header = options.proxy_header.encode()
 
     def name(self, scope: Scope, key: int | None = None) -> str:
-        """Return the name of the client of a connection, which has the key of that number if there are keys."""
+        """Return the name of the client of a request; ``key`` is the index of its API key."""
         if key is not None:
             return f"key {key}"
         address = parsed_address(scope["client"][0]) if scope.get("client") else None
         if address is None:  # a Unix socket, or a server that does not say
             return ""
         if self._trusts(address):
-            address = self._behind(address, scope)
+            address = self._client_of(address, scope)
         return named(address)
 
     def _trusts(self, address: _Address) -> bool:
         return any(address in network for network in self._proxies)
 
-    def _behind(self, proxy: _Address, scope: Scope) -> _Address:
-        """Return the client behind a proxy. Each proxy writes at the end, so the header is read from there; an entry that is no address
-        says nothing, and neither do those before it.
-        """
+    def _client_of(self, proxy: _Address, scope: Scope) -> _Address:
+        """Return the client of a trusted proxy. Each proxy appends to the header, so it is read from its end, up to an invalid entry."""
         for _, entry in zip(range(_MOST_PROXIES), self._entries(scope), strict=False):
             address = parsed_address(entry)
             if address is None:
@@ -56,7 +56,7 @@ class Clients:
         return proxy
 
     def _entries(self, scope: Scope) -> Iterator[str]:
-        """Yield what the header of proxies says of clients, the last one first."""
+        """Yield the entries of the header of proxies, the last one first."""
         lines = [value.decode("latin-1") for name, value in scope["headers"] if name == self._header]
         for line in reversed(lines):
             while line:
@@ -68,14 +68,14 @@ class Clients:
 
 
 def named(address: _Address) -> str:
-    """Return the name of a client that has an address."""
+    """Return the name of a client: an IPv4 address, or a network such as ``2001:db8::/64``."""
     if isinstance(address, IPv6Address):
         return str(IPv6Network((int(address), _IPV6_PREFIX), strict=False))
     return str(address)
 
 
 def parsed_address(text: str) -> _Address | None:
-    """Return an address as headers have it, with a port or without; None for anything else."""
+    """Parse an address in a header, with or without a port, such as ``[2001:db8::1]:80``; None if it is no address."""
     text = text.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]

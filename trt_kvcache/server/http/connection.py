@@ -1,4 +1,4 @@
-"""Clients that go away: what they asked for ends at once."""
+"""Disconnects: a request ends as soon as its client has disconnected."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trt_kvcache.server.http.errors import ApiError
+from trt_kvcache.server.http.api_errors import ApiError
 
 _T = TypeVar("_T")
 
-#: The status of an answer that nobody receives, in logs.
+#: Status in logs of an answer that nobody receives (as in nginx).
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -32,7 +32,7 @@ async def _ended(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for a result, as long as the client does."""
+    """Wait for a result; cancel the work if the client disconnects. The body of the request has been read."""
     working = asyncio.ensure_future(work)
     gone = asyncio.create_task(_disconnected(request.receive))
     try:
@@ -45,20 +45,20 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -
 
 
 class EventStream(Response):
-    """Server-sent events from a generator, which is closed when the client goes away or takes nothing for too long."""
+    """Server-sent events from a generator, which is closed if the client disconnects or stops reading."""
 
     media_type = "text/event-stream"
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], *, stalled_seconds: float) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first = first
+        self._first = first  # known before the status is sent, so an error before it has a status of its own
         self._events = events
-        self._stalled_seconds = stalled_seconds
+        self._stalled_seconds = stalled_seconds  # a client that reads nothing for so long is disconnected
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events as ASGI has it."""
+        """Send all events, as an ASGI application."""
         sender = asyncio.create_task(self._send_all(send))
         gone = asyncio.create_task(_disconnected(receive))
         watch = asyncio.create_task(self._watch())
@@ -81,13 +81,13 @@ class EventStream(Response):
         self._sending_since = None
 
     async def _watch(self) -> None:
-        """Return when one event could not be sent for too long."""
+        """Return when an event has waited too long to be sent."""
         while self._sending_since is None or time.monotonic() - self._sending_since < self._stalled_seconds:
             await asyncio.sleep(self._stalled_seconds / 4)
 
 
 async def event_stream(request: Request, events: AsyncGenerator[bytes, None], *, stalled_seconds: float) -> EventStream:
-    """Return a stream of events, once the first one is there."""
+    """Return a stream of events once the first event is there. Errors before it are raised."""
 
     async def first_event() -> bytes:
         return await anext(events)

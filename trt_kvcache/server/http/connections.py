@@ -1,4 +1,4 @@
-"""``Connections``: which connections a server keeps when there are too many."""
+"""``Connections``: the open connections of a server, and the choice of one to close if there are too many."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Protocol
 
 from trt_kvcache.server.http.clients import named, parsed_address
 
-#: Descriptors that a process keeps for what are no connections: files, pipes of its workers, connections that are about to be closed.
+#: File descriptors that are kept free of connections: for files, pipes of workers, connections that are being closed.
 _OTHER_DESCRIPTORS = 128
 
-#: Connections where the system has no limit that counts.
+#: Most connections, if the limit of file descriptors allows more.
 _MOST = 4096
 
 _LEAST = 16
 
 
 class Waits(Enum):
-    """What a connection waits for. When there are too many, those of the first kind are closed first."""
+    """State of a connection. If there are too many, connections of the first state are closed first."""
 
     NEXT = "for another request"
     LINGERING = "for its client to stop sending"
     HEADERS = "for the headers of a request"
     BODY = "for the body of a request"
-    FRESH = "for headers, of which nobody has looked yet whether they are there"
-    ANSWER = "for an answer, and is never closed for others"
+    FRESH = "for headers, just opened"
+    ANSWER = "for an answer; never closed for others"
 
 
 class Closable(Protocol):
@@ -33,11 +33,15 @@ class Closable(Protocol):
     address: str
 
     def make_room(self, reason: str, *, at_once: bool) -> None:
-        """Close it, for that reason. It has been forgotten."""
+        """Close it for this reason. It has been removed from the list."""
 
 
 class Connections:
-    """The open connections of a server, by what they wait for, in the order in which they began to."""
+    """The open connections of a server by state, the oldest first. A connection above the limits closes an older one."""
+
+    # most: at once. A further connection closes the oldest one of the first state in the order of Waits, or itself if all wait for answers.
+    # most_without_headers: of one address. A further one closes the oldest of them, never itself: nobody else at the same address, such
+    # as that of a proxy, is locked out.
 
     def __init__(self, most: int, most_without_headers: int) -> None:
         self._most = most
@@ -47,7 +51,7 @@ class Connections:
         self._kinds: dict[Closable, Waits] = {}
 
     def set(self, connection: Closable, kind: Waits) -> None:
-        """Note what a connection waits for from now on, and make room if it is a further one."""
+        """Set the state of a connection. A new one may close another."""
         is_known = connection in self._kinds
         self.discard(connection)
         if kind is Waits.HEADERS:
@@ -67,7 +71,7 @@ class Connections:
             self._without_headers.setdefault(_network(connection.address), {})[connection] = None
 
     def discard(self, connection: Closable) -> None:
-        """Forget a connection, if it is known."""
+        """Remove a connection, if it is known."""
         kind = self._kinds.pop(connection, None)
         if kind is None:
             return
@@ -83,18 +87,18 @@ class Connections:
         connection.make_room(f"connections: expected at most {most}, got one more. Try again later.", at_once=at_once)
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of open connections."""
         return len(self._kinds)
 
 
 def _network(address: str) -> str:
-    """Return what one client has: an address, or of IPv6 the first half of it."""
+    """Return the network of one client: an IPv4 address, or the /64 prefix of an IPv6 address."""
     found = parsed_address(address)
     return address if found is None else named(found)  # a socket of the file system has none
 
 
 def default_connections() -> int:
-    """Return how many connections the limit of descriptors of this process has room for."""
+    """Return the number of connections that the limit of file descriptors allows, less a reserve."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

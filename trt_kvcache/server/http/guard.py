@@ -1,4 +1,4 @@
-"""``Guard``: who may ask, and how much: keys, names of the host, size and time of bodies. An ASGI middleware."""
+"""``Guard``: an ASGI middleware that checks API keys, the Host header, and size and time of bodies."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import time
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.clients import Clients
-from trt_kvcache.server.http.errors import ApiError
-from trt_kvcache.server.http.options import ServerOptions, is_loopback
+from trt_kvcache.server.http.server_options import ServerOptions, is_loopback
 
-#: What needs no key: whether it is alive, and the page, which asks for one.
+#: Paths without a key: the health check, and the page, which asks for a key.
 _OPEN = ("/", "/health")
 
-#: A name or an address, and perhaps a port. Whatever else a parser of URLs finds a host in is none: the parser of a proxy may find another.
+#: A name or an address with an optional port. No URL parser is used: that of a proxy might find another host in the same text.
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.-]+)(?::[0-9]{1,5})?")
 
 
 class Guard:
-    """Lets a request through to an application, or answers it. Routes find the name of its client in ``request.state.client``."""
+    """Passes a request to the application, or refuses it. Sets ``request.state.client``, the name of the client."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
@@ -31,7 +31,7 @@ class Guard:
         self._clients = Clients(options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection as ASGI has it."""
+        """Handle one request, as an ASGI application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -58,7 +58,7 @@ class Guard:
         return None
 
     def _key_number(self, scope: Scope) -> int | None:
-        """Return which of the keys a request has brought."""
+        """Return the index of the API key in a request; None if there is no valid one."""
         kind, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer":
             return None
@@ -75,7 +75,7 @@ def _too_long(options: ServerOptions) -> ApiError:
 
 
 class _LimitedBody:
-    """Receives a body of limited size and time; what comes behind it has no limits."""
+    """Receives a body with limits of size and time. Later messages, such as a disconnect, have none."""
 
     def __init__(self, receive: Receive, options: ServerOptions) -> None:
         self._receive = receive

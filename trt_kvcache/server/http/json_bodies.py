@@ -1,4 +1,4 @@
-"""Bodies of requests, read within bounds and away from the event loop."""
+"""Reading the bodies of requests: with limits, and in a thread if they are long."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from trt_kvcache._util.returned_memory import return_memory
+from trt_kvcache._util.freed_memory import return_freed_memory
+from trt_kvcache.server.http.api_errors import ApiError, validation_error
 from trt_kvcache.server.http.connection import CLIENT_CLOSED_REQUEST
-from trt_kvcache.server.http.errors import ApiError, of_validation
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
-#: Bytes of a body that is read in the event loop; it takes a millisecond or two.
+#: Bytes of a body that is parsed in the event loop, in a millisecond or two.
 _SHORT = 16 << 10
 
-#: Lists and objects in one body, and members of all its objects. Each takes as long to read as twenty numbers.
+#: Most lists and objects in one body, and most members of all its objects. Each takes as long to parse as twenty numbers.
 MAX_CONTAINERS, MAX_MEMBERS = 16384, 32768
 
-#: Bytes of a body after which memory is given back to the system.
+#: Bytes of a body after which freed memory is returned to the system.
 _LARGE = 256 << 10
 
 _QUOTE = ord('"')
 
 
 class BodyReader:
-    """Reads bodies: short ones at once, longer ones one after the other in a thread of its own."""
+    """Reads bodies: short ones in the event loop, long ones one after the other in a thread."""
 
     def __init__(self, max_values: Callable[[], int]) -> None:
-        self._max_values = max_values
+        self._max_values = max_values  # most JSON values of a body; the engine knows it after its start
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trt_kvcache bodies")
 
     async def read(self, request: Request, kind: type[_Model]) -> _Model:
-        """Return the body of a request."""
+        """Read, parse and validate the body of a request."""
         _check_headers(request)
         parts = []
         try:
@@ -57,14 +57,14 @@ class BodyReader:
             return await loop.run_in_executor(self._thread, lambda: parsed(content, kind, max_values=self._max_values()))
         finally:
             if len(content) > _LARGE:
-                loop.call_later(0.05, self._thread.submit, return_memory)
+                loop.call_later(0.05, self._thread.submit, return_freed_memory)
 
     def route(self) -> type[APIRoute]:
-        """Return a class of routes whose bodies are read here."""
+        """Return a class of routes that read their bodies with this reader."""
         read = self.read
 
         class BodyRoute(APIRoute):
-            """A route with a body, which FastAPI gets as what it is to become: it would read it in the event loop."""
+            """A route whose body is validated before FastAPI gets it: FastAPI would parse it in the event loop."""
 
             def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
                 handle = super().get_route_handler()
@@ -80,7 +80,7 @@ class BodyReader:
 
 
 class _Read(Request):
-    """A request whose body has been read."""
+    """A request with a validated body."""
 
     def __init__(self, request: Request, found: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
@@ -88,7 +88,7 @@ class _Read(Request):
         self._found = found
 
     async def json(self) -> Any:
-        """Return what was read."""
+        """Return the validated body."""
         return self._found
 
 
@@ -109,7 +109,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def parsed(content: bytes, kind: type[_Model], *, max_values: int) -> _Model:
-    """Return a body that has been received."""
+    """Parse and validate a body."""
     if not content:
         raise ApiError(400, "body: expected a JSON object, got nothing.", code="invalid_json")
     for what, count, most in _sizes(content, max_values):
@@ -118,17 +118,17 @@ def parsed(content: bytes, kind: type[_Model], *, max_values: int) -> _Model:
     try:
         document = pydantic_core.from_json(content)
     except ValueError as error:
-        raise ApiError(400, f"body: expected JSON, got what is none: {error}.", code="invalid_json") from None
+        raise ApiError(400, f"body: expected JSON, got an error: {error}.", code="invalid_json") from None
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        raise of_validation(error.errors(include_url=False, include_input=False)) from None
+        raise validation_error(error.errors(include_url=False, include_input=False)) from None
 
 
 def _sizes(content: bytes, max_values: int) -> list[tuple[str, int, int]]:
-    """Return how many values, members, and lists and objects a document has at least, and how many it may have.
+    """Return ``(name, count, limit)`` of containers, members and values in a JSON document.
 
-    What stands in texts is told apart only if that matters.
+    The count of all bytes is an upper bound; characters in texts are excluded only if that exceeds a limit.
     """
 
     def sizes(count: Callable[[bytes], int]) -> list[tuple[str, int, int]]:
@@ -139,6 +139,6 @@ def _sizes(content: bytes, max_values: int) -> list[tuple[str, int, int]]:
     rough = sizes(content.count)
     if all(count <= most for _, count, most in rough):
         return rough
-    codes = np.frombuffer(content.replace(rb"\\", b"  ").replace(rb"\"", b"  "), np.uint8)
-    outside = ~np.logical_xor.accumulate(codes == _QUOTE)
-    return sizes(lambda byte: int(np.count_nonzero(outside & (codes == ord(byte)))))
+    characters = np.frombuffer(content.replace(rb"\\", b"  ").replace(rb"\"", b"  "), np.uint8)
+    outside = ~np.logical_xor.accumulate(characters == _QUOTE)
+    return sizes(lambda byte: int(np.count_nonzero(outside & (characters == ord(byte)))))

@@ -1,4 +1,4 @@
-"""``Metrics``: what Prometheus reads of an engine."""
+"""``Metrics``: the metrics of an engine for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHOLE = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 
 
 class Metrics:
-    """Counts and times of one server: an :class:`~trt_kvcache.server.engine_stats.EngineObserver`."""
+    """Counters and histograms of one server: an :class:`~trt_kvcache.server.engine_stats.EngineObserver`."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -33,7 +33,7 @@ class Metrics:
         self._now: tuple[EngineConfig, EngineStats] | None = None
 
     def ended(self, record: RequestRecord) -> None:
-        """Count an answer that has ended, and its times."""
+        """Count an answer that has ended, and observe its times."""
         self._requests.labels(record.finish_reason).inc()
         if record.started is not None:
             self._queue.observe(record.started - record.submitted)
@@ -45,16 +45,16 @@ class Metrics:
             self._between.observe(after - before)
 
     def refused(self) -> None:
-        """Count a request that found the queue full."""
+        """Count a request that was refused because the queue was full."""
         self._refused.inc()
 
     def text(self, config: EngineConfig | None, stats: EngineStats | None) -> bytes:
-        """Return all of it in Prometheus' text form."""
+        """Return all metrics in Prometheus' text format; without stats, those that are counted here."""
         self._now = None if config is None or stats is None else (config, stats)
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the engine does now, as Prometheus' registry asks for it."""
+        """Yield the current metrics of the engine. The registry calls it."""
         if self._now is None:
             return
         config, stats = self._now

@@ -1,4 +1,4 @@
-"""``Rendering``: conversations become texts, several side by side, in turns between clients."""
+"""``Rendering``: conversations are rendered by the chat template, several in parallel, in turns between clients."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from trt_kvcache.server.shares import room_for
 
 @dataclass(frozen=True, eq=False)
 class _Turn:
-    """A text that waits."""
+    """A text that waits to be rendered."""
 
     client: str
     comes: asyncio.Future[None]
 
 
 class Rendering:
-    """Calls functions that render a text in threads: as many at once as there are processes for it. Belongs to one event loop."""
+    """Calls functions that render a text in threads, as many at once as there are template processes. Belongs to one event loop."""
+
+    # A free thread goes to the client with the fewest. The last free one goes to a client that has none: a client with slow texts never
+    # has all threads, and the texts of others do not wait for them.
 
     def __init__(self, max_queue: int) -> None:
         self._places = MOST_PROCESSES + max_queue
         self._threads = ThreadPoolExecutor(MOST_PROCESSES, thread_name_prefix="chat template")
         self._running: Counter[str] = Counter()
         self._waiting: Turns[_Turn] = Turns()
-        self._taken: Counter[str] = Counter()  # those that run or wait
+        self._taken: Counter[str] = Counter()  # texts that run or wait, by client
         self._closed = False
 
     async def run(self, client: str, render: Callable[[], str]) -> str:
-        """Call a function when it is the client's turn."""
+        """Call a function in a thread, when it is the turn of its client. If cancelled, it keeps its thread until it returns."""
         if self._closed:
             raise _refusal()
         if not room_for(client, self._taken, self._places):
@@ -58,7 +61,7 @@ class Rendering:
         return await asyncio.wrap_future(rendered)
 
     def close(self) -> None:
-        """Refuse those that wait, and all later ones. Those that run end when their functions do. Idempotent."""
+        """Refuse waiting and later texts. Running functions end by themselves. Idempotent."""
         self._closed = True
         for turn in self._waiting.first(len(self._waiting), {}):
             if not turn.comes.done():
@@ -66,7 +69,7 @@ class Rendering:
         self._threads.shutdown(wait=False)
 
     def _begin_next(self) -> None:
-        """Give free places to those whose turn it is."""
+        """Give free threads to the texts whose turn it is."""
         while not self._closed and (free := MOST_PROCESSES - self._running.total()):
             turn = next(iter(self._waiting.first(1, self._running)), None)
             if turn is None or (free == 1 and self._running[turn.client]):
@@ -77,7 +80,7 @@ class Rendering:
             turn.comes.set_result(None)
 
     def _leave(self, client: str) -> None:
-        """Take a place back."""
+        """Take a thread back."""
         _subtract(self._running, client)
         _subtract(self._taken, client)
         self._waiting.end_turn(client)

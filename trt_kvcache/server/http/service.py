@@ -1,4 +1,4 @@
-"""``Service``: what all routes need: the engine, what is allowed, and prompts as token ids."""
+"""``Service``: the engine, the options and the tokenizer, for all routes."""
 
 from __future__ import annotations
 
@@ -10,45 +10,44 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
-from trt_kvcache._util.returned_memory import return_memory
+from trt_kvcache._util.freed_memory import return_freed_memory
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
-from trt_kvcache.server.engine import Engine
+from trt_kvcache.server.engine_client import EngineClient
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.bodies import MAX_DETOKENIZED, Message
-from trt_kvcache.server.http.errors import ApiError
 from trt_kvcache.server.http.json_bodies import BodyReader
-from trt_kvcache.server.http.options import ServerOptions
 from trt_kvcache.server.http.rendering import Rendering
+from trt_kvcache.server.http.server_options import ServerOptions
 from trt_kvcache.server.http.tool_formats import ToolFormat, tool_format
-from trt_kvcache.server.http.written import as_json, dumped
 
 _T = TypeVar("_T")
 
-#: Characters or tokens of a request, or log-probabilities of an answer, that are worked on in the event loop; more of them in a thread.
+#: Most characters or tokens of a request, or log-probabilities of an answer, that are processed in the event loop; more go to a thread.
 _SHORT = 2000
 
-#: As many of them are as much to do as a message.
+#: A message costs as much time as this number of characters.
 _MESSAGE = 50
 
-#: The same after which memory is given back to the system, once the answer is sent.
+#: Size above which freed memory is returned to the system, once the answer is sent.
 _LARGE = 100_000
 
-#: Tokens of which bytes and text are remembered.
+#: Tokens whose bytes and text are cached.
 _REMEMBERED = 1 << 16
 
-#: Values of a body beside its token ids, and the most token ids that are counted on.
+#: Most JSON values of a body apart from token ids, and most token ids.
 _OTHER_VALUES, _MOST_TOKENS = 1 << 16, 1 << 20
 
-#: Characters that may become one of a token: normal forms of Unicode make at most four one.
+#: Most characters that Unicode normalization composes into one.
 _NORMALIZED = 4
 
 
 @dataclass(frozen=True)
 class Service:
-    """One engine behind HTTP."""
+    """One engine that is served by HTTP. It is started before the first request."""
 
-    engine: Engine
+    engine: EngineClient
     options: ServerOptions
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -58,7 +57,7 @@ class Service:
         return self.engine.config.model
 
     def check_model(self, name: str | None) -> None:
-        """Check that a request is for this model; without a name it is."""
+        """Raise an error if a request names another model."""
         if name is not None and name != self.model:
             raise ApiError(404, f"model: expected {self.model!r}, got {name!r:.80}.", param="model", code="model_not_found")
 
@@ -71,12 +70,12 @@ class Service:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of tools, if that is known."""
+        """Format in which the model writes tool calls, if it is known."""
         return tool_format(self.options.tool_call_parser, self.tokenizer.chat_template or "")
 
     @cached_property
     def bodies(self) -> BodyReader:
-        """Reads the bodies of requests."""
+        """Reader of the bodies of requests."""
 
         def max_values() -> int:
             config = self.engine.config
@@ -86,11 +85,11 @@ class Service:
 
     @property
     def max_answers(self) -> int:
-        """Answers that can run or wait at once."""
+        """Most answers that can run or wait at once."""
         return self.engine.config.max_num_seqs + self.engine.config.max_queue
 
     def check_answers(self, prompts: int, choices: int | None) -> None:
-        """Check that the answers to prompts can ever run or wait at once."""
+        """Raise an error if the engine can never hold so many answers at once."""
         wanted = prompts * (choices or 1)
         if wanted > self.max_answers:
             field = "n" if prompts == 1 else "prompt"
@@ -98,7 +97,7 @@ class Service:
 
     @property
     def max_tokens(self) -> int:
-        """The longest prompt."""
+        """Most tokens of a prompt."""
         most = self.engine.config.context_length
         return min(self.options.max_prompt_tokens or most, most)
 
@@ -107,12 +106,12 @@ class Service:
         return ThreadPoolExecutor(2, thread_name_prefix="trt_kvcache texts")
 
     def prepare(self) -> None:
-        """Find out what takes long the first time, once the engine has started."""
+        """Compute slow properties of the tokenizer in advance, after the start of the engine."""
         if self.engine.tokenizer is not None:
             _ = self.engine.tokenizer.longest_token
 
-    async def away(self, size: int, work: Callable[[], _T]) -> _T:
-        """Return what a function returns: away from the event loop if there is much for it to do."""
+    async def off_loop(self, size: int, work: Callable[[], _T]) -> _T:
+        """Call a function, in a thread if its work is large, so that the event loop is not blocked."""
         if size <= _SHORT:
             return work()
         loop = asyncio.get_running_loop()
@@ -120,18 +119,16 @@ class Service:
             return await loop.run_in_executor(self._threads, work)
         finally:
             if size > _LARGE:
-                loop.call_later(1.0, self._threads.submit, return_memory)
+                loop.call_later(1.0, self._threads.submit, return_freed_memory)
 
     async def encoded(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of texts; long ones do not hold others up, and what cannot fit is refused before it is encoded.
-
-        White space that a tokenizer drops, and other texts of which it makes less than a token for so many characters, count as well.
-        """
+        """Return the token ids of texts. A text with too many characters for the longest prompt is refused before it is encoded."""
         if not texts:  # a model may have no tokenizer
             return []
         tokenizer, size = self.tokenizer, sum(map(len, texts))
         if size <= _SHORT:
             return [tokenizer.encode(text, add_special_tokens) for text in texts]
+        # An upper bound, except for texts that a tokenizer shortens, such as white space that it drops: they are refused too.
         most = self.max_tokens * tokenizer.longest_token * _NORMALIZED
         for text in texts:
             if len(text) > most:
@@ -141,7 +138,7 @@ class Service:
                     param="prompt",
                     code="context_length_exceeded",
                 )
-        return await self.away(size, lambda: tokenizer.encode_all(texts, add_special_tokens))
+        return await self.off_loop(size, lambda: tokenizer.encode_all(texts, add_special_tokens))
 
     async def conversation(
         self,
@@ -152,11 +149,11 @@ class Service:
         add_generation_prompt: bool = True,
         client: str,
     ) -> list[int]:
-        """Return the token ids of a conversation of a client, as the chat template of the model writes it."""
+        """Render a conversation with the chat template of the model, and return its token ids."""
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
             raise ConfigError("messages: expected a model with a chat template, got one without. Use /v1/completions.")
-        prompt = await self.away(
+        prompt = await self.off_loop(
             _MESSAGE * len(messages),
             lambda: ChatPrompt([one.model_dump(exclude_unset=True) for one in messages], tools, template_args or {}),
         )
@@ -168,25 +165,25 @@ class Service:
         return tokens
 
     async def decoded(self, token_ids: list[int]) -> str:
-        """Return the text of token ids, special tokens included; that of many does not hold others up."""
+        """Return the text of token ids, including special tokens."""
         tokenizer = self.tokenizer
         most = max(MAX_DETOKENIZED, self.engine.config.context_length)
         if len(token_ids) > most:
             raise ApiError(400, f"tokens: expected at most {most}, got {len(token_ids)}.", param="tokens")
-        return await self.away(len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+        return await self.off_loop(len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
 
     @cached_property
     def _rendering(self) -> Rendering:
         return Rendering(self.engine.config.max_queue)
 
     def close(self) -> None:
-        """Render no conversation any more: those that are being rendered, and later ones, are refused. Idempotent."""
+        """Refuse conversations that are being rendered, and later ones. Idempotent."""
         self._rendering.close()
         if self.engine.tokenizer is not None:
             self.engine.tokenizer.close_chat_template()
 
-    def checked(self, token_ids: list[int]) -> list[int]:
-        """Return a prompt that is not too long and has tokens of the model."""
+    def checked_prompt(self, token_ids: list[int]) -> list[int]:
+        """Return a prompt after checking its length and token ids."""
         most = self.max_tokens
         if len(token_ids) > most:
             raise ApiError(
@@ -208,7 +205,7 @@ class Service:
         return lru_cache(_REMEMBERED)(self._token)
 
     def _token(self, token: int) -> tuple[bytes | None, str]:
-        """Return bytes and text of one token."""
+        """Return bytes and text of a token."""
         found = self._token_bytes(token)
         try:
             return found, f"token_id:{token}" if found is None else found.decode()
@@ -225,19 +222,9 @@ class Service:
         return found or None
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of one token, if they are known."""
+        """Return the bytes of a token, if they are known."""
         return self._known_tokens(token)[0]
 
     def token_text(self, token: int) -> str:
-        """Return the text of one token for people and programs that compare them; bytes of a part of a character have none."""
+        """Return the text of a token; ``token_id:N`` if its bytes are only a part of a character."""
         return self._known_tokens(token)[1]
-
-
-def as_event(document: dict[str, Any], *, is_long: bool = False) -> bytes:
-    """Return a document as a server-sent event, written in pieces if it is long."""
-    text = as_json(document) if is_long else dumped(document).encode("utf-8", "replace")
-    return b"data: " + text + b"\n\n"
-
-
-#: The last event of a stream.
-DONE = b"data: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""Running the application: a socket, uvicorn, and an orderly end."""
+"""Running the application: a socket, uvicorn, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fastapi import FastAPI
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.async_engine import AsyncEngine
 from trt_kvcache.server.http.connections import Connections, default_connections
-from trt_kvcache.server.http.options import ServerOptions, is_loopback
-from trt_kvcache.server.http.protocol import CONNECTION_LOG, HttpProtocol
+from trt_kvcache.server.http.http_protocol import CONNECTION_LOG, HttpProtocol
+from trt_kvcache.server.http.server_options import ServerOptions, is_loopback
 from trt_kvcache.server.http.service import Service
 
-#: Connections that may wait to be accepted.
+#: Most connections that wait to be accepted.
 _BACKLOG = 2048
 
-#: Connections that are accepted before those before them are looked at: more would have descriptors that nobody has counted.
+#: Connections accepted in one turn of the event loop: their descriptors are counted only afterwards.
 _ACCEPTED_AT_ONCE = 16
 
-#: Seconds that an idle connection stays open for the next request.
+#: Seconds an idle connection stays open for the next request.
 _KEEP_ALIVE = 65
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server with an orderly end: the first signal drains, a second one ends at once."""
+    """A uvicorn server: the first signal drains it, a second one ends it immediately."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class Server(uvicorn.Server):
         on_drain: Callable[[], object] | None = None,
     ) -> None:
         allowed = options or ServerOptions()
-        others = Connections(allowed.max_connections or default_connections(), allowed.max_connections_without_headers)
-        protocol: Any = partial(HttpProtocol, options=allowed, others=others)
-        # One loop and one protocol, whatever else is installed: the limits of connections are those of these.
+        connections = Connections(allowed.max_connections or default_connections(), allowed.max_connections_without_headers)
+        protocol: Any = partial(HttpProtocol, options=allowed, connections=connections)
+        # Always this event loop and protocol, whatever else is installed: they enforce the limits of connections.
         config = uvicorn.Config(
             app,
             loop="asyncio",
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # it would trust every process of this machine; Clients reads the header of proxies
+            proxy_headers=False,  # uvicorn would trust every process of this machine; Clients reads the header of proxies
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
         )
@@ -77,10 +77,10 @@ class Server(uvicorn.Server):
             self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: SIGTERM or SIGINT."""
+        """Handle SIGTERM or SIGINT."""
         if self.should_exit:
             self.force_exit = True
-            for name in ("uvicorn.error", CONNECTION_LOG):  # that answers are cut off now is no error
+            for name in ("uvicorn.error", CONNECTION_LOG):  # answers that are cut off now are no errors
                 logging.getLogger(name).disabled = True
             return
         self.should_exit = True
@@ -88,16 +88,16 @@ class Server(uvicorn.Server):
             self._on_drain()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no new requests, and wait for those that were taken."""
+        """Refuse new requests, and wait for the live ones."""
         draining = asyncio.create_task(self._engine.drain())
-        await asyncio.sleep(0)  # from now on it refuses what comes
-        self._service.close()  # what is rendered would be refused afterwards
+        await asyncio.sleep(0)  # the engine refuses requests from now on
+        self._service.close()  # the engine would refuse conversations that are being rendered
         await super().shutdown(sockets)
         draining.cancel()
 
 
 def bound_socket(host: str, port: int, options: ServerOptions) -> socket.socket:
-    """Return a socket to serve at."""
+    """Return a listening socket. Raise ConfigError if other machines could reach a server without keys."""
     if not options.api_keys and not options.any_host and not is_loopback(host):
         raise ConfigError(
             f"host: expected an address of this machine alone, such as 127.0.0.1, for a server without API keys, got {host!r}. "
@@ -107,7 +107,7 @@ def bound_socket(host: str, port: int, options: ServerOptions) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise ConfigError(f"host: expected a name or an address, got {host!r}: {error.strerror}.") from None
-    # With the protocol, asyncio sets TCP_NODELAY: without that, small events wait 40 ms for one another.
+    # asyncio sets TCP_NODELAY only if the protocol is given: without it, small events are delayed by 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         if os.name == "posix":
@@ -133,5 +133,5 @@ def address_of(bound: socket.socket) -> str:
 
 
 def serve(server: Server, sockets: Sequence[socket.socket]) -> None:
-    """Serve until a signal."""
+    """Serve until a signal; close the sockets. In the main thread it handles SIGINT and SIGTERM."""
     server.run(sockets=list(sockets))

@@ -1,4 +1,4 @@
-"""What a server says of itself: its health, its models, its metrics, and the page that shows them."""
+"""Health, models, statistics and metrics of a server, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PAGE = Path(__file__).with_name("page.html")
 
-#: The page has its own styles and programs, and asks this server only.
+#: The page has inline styles and scripts, and connects to this server only.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'"
 
 
 def _readable(router: APIRouter, path: str) -> Callable[[_Function], _Function]:
-    """Return what makes a function the answer to GET and HEAD."""
+    """Return a decorator for a function that answers GET and HEAD."""
 
     def added(function: _Function) -> _Function:
         router.add_api_route(path, function, methods=["GET", "HEAD"], include_in_schema=False)
-        return router.get(path)(function)  # never reached: for the description of the API, where two methods would need two names
+        return router.get(path)(function)  # never reached: only for /openapi.json, where two methods would need two names
 
     return added
 
 
 def status_routes(service: Service, metrics: Metrics) -> APIRouter:
-    """Return the routes."""
+    """Return a router with ``/``, ``/health``, ``/stats``, ``/metrics`` and ``/v1/models``."""
     router = APIRouter()
 
     def described() -> dict[str, Any]:

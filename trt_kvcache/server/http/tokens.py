@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: what the model's tokenizer makes of a text, and back."""
+"""``/tokenize`` and ``/detokenize``: texts or conversations to token ids, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trt_kvcache.server.http.written import as_json
 
 
 def token_routes(service: Service) -> APIRouter:
-    """Return the routes."""
+    """Return a router with both routes."""
     router = APIRouter(route_class=service.bodies.route())
 
     @router.post("/tokenize")
@@ -32,7 +32,7 @@ def token_routes(service: Service) -> APIRouter:
         else:
             [tokens] = await service.encoded([body.prompt or ""], add_special_tokens=body.add_special_tokens)
         document = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.config.context_length}
-        return Response(await service.away(len(tokens), lambda: as_json(document)), media_type="application/json")
+        return Response(await service.off_loop(len(tokens), lambda: as_json(document)), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:

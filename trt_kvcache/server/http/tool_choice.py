@@ -1,4 +1,4 @@
-"""Which tools an answer may call, and the grammar of an answer that must call one."""
+"""Parameter types of tools, and the grammar of an answer that must call one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trt_kvcache.server.http.errors import ApiError
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.tool_formats import ToolFormat
 
-#: JSON in one line, as the templates write it.
+#: JSON in one line, as in the chat templates.
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the properties of the parameters of each tool, as far as its description has them."""
+    """Return the schemas of the parameters by tool and parameter; malformed descriptions are skipped."""
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function")
@@ -28,7 +28,8 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str
 def forced_calls(
     form: ToolFormat, tools: Sequence[Mapping[str, Any]], *, name: str | None, several: bool, tag_ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return what guides an answer that must be calls of tools."""
+    """Return ``guided_decoding`` of an answer that must be tool calls; ``name`` is the only allowed tool, if given."""
+    # tag_ids: tags that are tokens. llguidance accepts such a token only by its id.
     functions = [_function(index, tool) for index, tool in enumerate(tools)]
     wanted = [(tool, parameters) for tool, parameters in functions if name in (None, tool)]
     if not wanted:
@@ -48,7 +49,7 @@ def forced_calls(
             head, tail = _literal(f'{{"name": {written}, "{key}": '), _literal("}")
         rules.append(f"call{index}: {head} %json {json.dumps({**parameters, 'x-guidance': _JSON_FORM})} {tail}")
     rules.append(f"call: {' | '.join(names)}")
-    if form.name == "llama3_json":  # its template takes one call only
+    if form.name == "llama3_json":  # its chat template accepts one call only
         rules.append("start: call")
     elif form.name == "hermes":
         rules.append(f"one: {tag('<tool_call>')} {_literal(chr(10))} call {_literal(chr(10))} {tag('</tool_call>')}")
@@ -63,7 +64,7 @@ def forced_calls(
 
 
 def _literal(text: str) -> str:
-    """Return a text as Lark has it."""
+    """Return a text as a literal of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""The forms in which models write calls of tools: how to know a model's, and how to read one call.
+"""Formats of tool calls: detection of the format of a model, and a parser for each.
 
 Sources: the chat templates of Qwen 2.5 and 3 (which have it from Hermes), Qwen3-Coder, Llama 3.1 to 3.3, and Mistral.
 """
@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
-#: Names of the parsers, as vLLM has them.
+#: Names of the parsers, as in vLLM.
 ToolParserName = Literal["hermes", "llama3_json", "mistral"]
 
-#: What a template has whose model writes calls so; the first that fits.
+#: Texts in a chat template that identify a format; the first match counts.
 _MARKERS: tuple[tuple[str, ToolParserName], ...] = (
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
@@ -27,7 +27,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _PYTHON = "<|python_tag|>"
 
-#: Characters between the tag and the arguments of a call, at most.
+#: Most characters between the tag and the arguments of a call.
 _LONGEST_HEAD = 400
 
 _SIGN = re.compile(r"\S")
@@ -38,29 +38,29 @@ _NAME_BEFORE_OBJECT = re.compile(r"\s*([^\s\[\]{}\"<>]{1,256})(?:\[CALL_ID\][^\s
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a model wrote."""
+    """A tool call of a model. ``arguments`` is a JSON object."""
 
     name: str
     arguments: str
 
 
 class MalformedCallError(Exception):
-    """What began like a call is none."""
+    """A text begins like a tool call and is none."""
 
 
-#: Of each tool the types of its parameters, as far as its description says.
+#: JSON schemas of parameters, by tool and parameter.
 ParameterTypes = Mapping[str, Mapping[str, Any]]
 
 
 class Reader(Protocol):
-    """Reads what follows one tag."""
+    """Parses the text after one tag."""
 
     def read(self, text: str, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
-        """Return how many characters the calls take, and the calls; None until there is more of the text. It is the same text, grown."""
+        """Return the length of the calls and the calls; None if they are incomplete. Each text continues the previous one."""
 
 
 class _Json:
-    """The end of a JSON object or array in a text that grows."""
+    """Finds the end of a JSON object or array in a growing text, without reading any character twice."""
 
     def __init__(self, start: int) -> None:
         self.start = self._at = start
@@ -68,7 +68,7 @@ class _Json:
         self._end: int | None = None
 
     def end(self, text: str) -> int | None:
-        """Return the place after it; None if it is not there yet."""
+        """Return the index after the end; None if the text does not have it yet."""
         if self._end is not None:
             return self._end
         while (sign := (_STRING_SIGN if self._in_string else _JSON_SIGN).search(text, self._at)) is not None:
@@ -99,7 +99,7 @@ class _Hermes:
         self._seen = 0
 
     def read(self, text: str, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
-        start = _first_sign(text, 0)
+        start = _first_non_space(text, 0)
         if start == len(text):
             return None
         if text[start] == "{":
@@ -115,7 +115,7 @@ class _Hermes:
         end = self._json.end(text)
         if end is None:
             return None
-        closing = _first_sign(text, end)
+        closing = _first_non_space(text, end)
         if text.startswith(_CLOSE, closing):
             return closing + len(_CLOSE), [_call(_parsed(text[start:end]))]
         if _CLOSE.startswith(text[closing:]) and not ended:
@@ -133,7 +133,7 @@ class _Llama:
 
     def read(self, text: str, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
         del ended
-        start = _first_sign(text, 0)
+        start = _first_non_space(text, 0)
         if start == len(text):
             return None
         if text[start] != "{":
@@ -151,7 +151,7 @@ class _Mistral:
 
     def read(self, text: str, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
         del ended
-        start = _first_sign(text, 0)
+        start = _first_non_space(text, 0)
         if start == len(text):
             return None
         if self._json is None:
@@ -176,8 +176,8 @@ class _Mistral:
         return end, [_call(one) for one in value]
 
 
-def _first_sign(text: str, start: int) -> int:
-    """Return the place of the first character that is no white space."""
+def _first_non_space(text: str, start: int) -> int:
+    """Return the index of the first character that is no white space."""
     sign = _SIGN.search(text, start)
     return len(text) if sign is None else sign.start()
 
@@ -194,7 +194,7 @@ def _parsed(text: str) -> Any:
 
 
 def _call(value: Any, *, needs_arguments: bool = False) -> ToolCall:
-    """Return a call that is written as an object."""
+    """Return the call in a JSON object."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise MalformedCallError
     given: Any = next((value[key] for key in ("arguments", "parameters") if key in value), None if needs_arguments else {})
@@ -202,19 +202,19 @@ def _call(value: Any, *, needs_arguments: bool = False) -> ToolCall:
     if not isinstance(arguments, dict) or not _is_text(value["name"]):
         raise MalformedCallError
     try:
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 has no number
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 parses as infinity
         return ToolCall(value["name"], written if _is_text(written) else json.dumps(arguments))
     except (ValueError, RecursionError):
         raise MalformedCallError from None
 
 
 def _is_text(text: str) -> bool:
-    """Tell whether UTF-8 has all characters: not lone surrogates, which JSON can write."""
+    """Tell whether UTF-8 can encode the text: JSON can contain lone surrogates."""
     return text.encode("utf-8", "ignore").decode() == text
 
 
 def _call_in_tags(text: str, types: ParameterTypes) -> ToolCall:
-    """Return a call that is written in tags. A parameter is a text if its type is, else JSON where it can be."""
+    """Return the call in tags. A parameter with a string type is a text; another one is JSON, if it parses."""
     name, _, body = text.removeprefix("<function=").partition(">")
     if not text.startswith("<function=") or not body.rstrip().endswith("</function>"):
         raise MalformedCallError
@@ -230,7 +230,7 @@ def _call_in_tags(text: str, types: ParameterTypes) -> ToolCall:
         value = value.removeprefix("\n").removesuffix("\n")
         schema = types.get(name.strip(), {}).get(key.strip())
         if not (isinstance(schema, Mapping) and schema.get("type") == "string"):
-            with suppress(ValueError, RecursionError):  # then it is a text
+            with suppress(ValueError, RecursionError):  # a text
                 value = json.loads(value, parse_constant=_no_constant)
         arguments[key.strip()] = value
     return _call({"name": name.strip(), "arguments": arguments})
@@ -238,21 +238,21 @@ def _call_in_tags(text: str, types: ParameterTypes) -> ToolCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls of tools."""
+    """Format of the tool calls of a model."""
 
     name: ToolParserName
-    opening: str
-    tags: tuple[str, ...]
-    bare: bool = False
-    names_before_arguments: bool = False
+    opening: str  # tag in front of a call
+    tags: tuple[str, ...]  # all tags; some may be special tokens
+    bare: bool = False  # an answer may begin with a call without a tag
+    names_before_arguments: bool = False  # the newer of the two formats of Mistral
 
     def reader(self, types: ParameterTypes) -> Reader:
-        """Return what reads one call, behind its tag."""
+        """Return a parser for the text after a tag."""
         return _Hermes(types) if self.name == "hermes" else _Llama() if self.name == "llama3_json" else _Mistral()
 
 
 def tool_format(name: ToolParserName | None, template: str) -> ToolFormat | None:
-    """Return how a model writes calls of tools."""
+    """Return the format with a name, or else the one that a chat template uses; None if it is unknown."""
     name = name or next((name for marker, name in _MARKERS if marker in template), None)
     if name == "hermes":
         return ToolFormat(name, _OPEN, (_OPEN, _CLOSE))

@@ -1,4 +1,4 @@
-"""``ToolStream``: the text of an answer, taken apart into content and calls of tools as it comes."""
+"""``ToolStream``: splits the text of an answer into content and tool calls, as it is generated."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from trt_kvcache.server.http.text_places import TextPlaces
 from trt_kvcache.server.http.tool_formats import MalformedCallError, ParameterTypes, Reader, ToolCall, ToolFormat
 
-#: A part of an answer: text, or a call.
+#: A part of an answer: content, or a tool call.
 Part = str | ToolCall
 
 
-#: What begins like a call and is none is read once more behind its tag: so often at most, because each time may read to the end.
+#: Most parsing failures of one answer. Text after a failed call is parsed again from its tag on, which may reach the end each time.
 _MOST_FAILURES = 64
 
 
 class ToolStream:
-    """Takes an answer apart. White space around calls is no content. What only begins like a call is content."""
+    """Splits an answer. White space around calls is dropped. Text that only begins like a call is content."""
+
+    # only_one: calls after the first are dropped. hidden: tags that are special tokens, which are never content.
 
     def __init__(
         self, form: ToolFormat, types: ParameterTypes | None = None, *, only_one: bool = False, hidden: Sequence[str] = ()
@@ -31,12 +33,12 @@ class ToolStream:
         self._may_be_bare = form.bare
 
     def push(self, text: str) -> list[Part]:
-        """Add the next part of the text, and return what is certain with it."""
+        """Add the next part of the text, and return the parts that have become certain."""
         self._text += text
         return self._parts(ended=False)
 
     def end(self) -> list[Part]:
-        """Return what is left."""
+        """Return the remaining parts."""
         parts = self._parts(ended=True)
         if self._space and not self._calls:
             parts.append(self._space)
@@ -50,7 +52,7 @@ class ToolStream:
         return parts
 
     def _step(self, parts: list[Part], *, ended: bool) -> bool:
-        """Take the next part of the text; False if there is none yet."""
+        """Parse the next part of the text; False if it is incomplete."""
         if self._reader is not None:
             return self._read_calls(parts, self._reader, ended=ended)
         if not self._text:
@@ -79,7 +81,7 @@ class ToolStream:
         return False
 
     def _begin(self, parts: list[Part], opening: str, before: str) -> None:
-        if before.strip():  # what stood between two calls
+        if before.strip():  # between two calls
             before = ""
         self._add(parts, before)
         self._opening, self._reader = opening, self._form.reader(self._types)
@@ -95,7 +97,7 @@ class ToolStream:
         self._reader = None
         if found is None:
             self._failures += 1
-            # The tag alone is content: what follows may have a call.
+            # The tag alone is content: the text after it may contain a call.
             self._may_be_bare = False
             whole, self._text = self._opening or self._text[:1], self._text if self._opening else self._text[1:]
             self._add(parts, whole)
@@ -109,7 +111,7 @@ class ToolStream:
         return True
 
     def _add(self, parts: list[Part], text: str) -> None:
-        """Add content. White space at its end waits for what follows."""
+        """Add content. White space at its end waits for the next part."""
         for tag in self._hidden:
             text = text.replace(tag, "")
         text = self._space + text
@@ -124,14 +126,14 @@ class ToolStream:
 
 
 def _held(text: str, tags: Sequence[str]) -> int:
-    """Return how many characters at the end may be the beginning of a tag."""
+    """Return the number of characters at the end that may be the beginning of a tag."""
     return next(
         (size for size in range(min(len(text), max(map(len, tags)) - 1), 0, -1) if any(tag.startswith(text[-size:]) for tag in tags)), 0
     )
 
 
 class TagTexts:
-    """Puts tags that are special tokens, which texts of answers leave out, into the text of one answer."""
+    """Inserts tags that are special tokens into the text of one answer, which does not have them."""
 
     def __init__(self, places: TextPlaces, tags: Mapping[int, str]) -> None:
         self._places, self._tags = places, tags
@@ -139,13 +141,13 @@ class TagTexts:
         self._waiting: deque[tuple[int, str]] = deque()
 
     def add(self, text: str, token_ids: Sequence[int]) -> str:
-        """Return the text of a chunk with its tags; one waits until the text in front of it is there."""
+        """Return the text of a chunk with its tags. A tag waits until the text in front of it is certain."""
         for token in token_ids:
             place = self._places.of(token)
             if token in self._tags:
                 self._waiting.append((place, self._tags[token]))
         parts, done, end = [], 0, self._length + len(text)
-        while self._waiting and self._waiting[0][0] <= end:  # what lies further on may be cut off by a stop text
+        while self._waiting and self._waiting[0][0] <= end:  # a later tag may be cut off by a stop text
             place, tag = self._waiting.popleft()
             split = max(done, place - self._length)
             parts += [text[done:split], tag]

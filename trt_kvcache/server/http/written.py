@@ -1,4 +1,4 @@
-"""Documents written as JSON, in pieces: the library that writes them lets no other thread run before it has ended."""
+"""JSON documents, encoded in pieces: one call of the encoder holds the GIL until it returns."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-#: Writes what is short at once: a text.
+#: Encodes a short document in one call.
 dumped = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
-#: Elements of a list that are written at once, and levels down to which a document is written member by member.
+#: Elements of a list per call of the encoder, and depth to which a document is encoded member by member.
 _AT_ONCE, _LEVELS = 32, 4
 
 
 def as_json(document: Any) -> bytes:
-    r"""Return a document as JSON."""
+    """Return a document as JSON in UTF-8, without spaces. Lone surrogates become ``?``."""
     return "".join(_pieces(document, _LEVELS)).encode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""Many engines behind one address, with Ray Serve. Importing this package imports Ray."""
+"""Several engines as one server, with Ray Serve. Importing this package imports Ray."""
 
 from trt_kvcache._util.extras import naming_the_extra
 

@@ -1,4 +1,4 @@
-"""The application: OpenAI's API in front, replicas of an engine behind it."""
+"""The Ray Serve application: a deployment with OpenAI's API, and a deployment of engine replicas."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.http import ServerOptions, make_app
 from trt_kvcache.server.http.metrics import Metrics
-from trt_kvcache.server.http.options import ProxyHeader
+from trt_kvcache.server.http.server_options import ProxyHeader
 from trt_kvcache.server.ray_serve.prefix_router import PrefixRouter
 from trt_kvcache.server.ray_serve.remote_engine import RemoteEngine
 from trt_kvcache.server.ray_serve.replica import EngineReplica
@@ -24,13 +24,13 @@ from trt_kvcache.session.model_location import locate_model
 from trt_kvcache.session.session_options import EngineChoice
 from trt_kvcache.session.session_source import SessionSource
 
-#: The environment variable with a key that clients must bring: that of the command ``serve``.
+#: Environment variable with the API key, as in the command ``serve``.
 KEY_VARIABLE = "TRT_KVCACHE_API_KEY"
 
-#: Slots of a model folder's sessions.
+#: Slots of a session of a model folder.
 _SLOTS = 8
 
-#: The API in front only passes on: the bounds are those of the engines.
+#: Most requests of the API deployment, which forwards them: the engines have the limits.
 _UNBOUNDED = 1 << 20
 
 
@@ -48,6 +48,10 @@ def make_application(
     block_tokens: int = 16,
 ) -> Application:
     """Return an application for ``ray.serve.run``."""
+    # source: its folder must exist on each machine. replicas: the fewest if max_replicas is given; Ray scales between them, aiming at
+    # target_requests per replica. max_requests: running and waiting requests of a replica; further ones go to another replica, wait for
+    # one in the router, or are refused with status 429 if as many wait. actor: ray_actor_options of a replica, such as {"num_gpus": 1};
+    # without num_gpus Ray hides the GPUs. block_tokens: see PrefixRouting.
     most = int_in_range("replicas", replicas, 1) if max_replicas is None else int_in_range("max_replicas", max_replicas, 1)
     if most < int_in_range("replicas", replicas, 1):
         raise ConfigError(f"max_replicas: expected at least {replicas}, as many as replicas, got {most}.")
@@ -69,7 +73,7 @@ def make_application(
     allowed = options or ServerOptions()
 
     def api() -> FastAPI:
-        """Make the API where it runs: it finds the engines in its own application."""
+        """Make the API in its replica, where it finds the engines of its own application."""
         metrics = Metrics()
         handle = serve.get_deployment_handle("engine", app_name=serve.get_replica_context().app_name)
         engine = RemoteEngine(handle, tokenizer=Tokenizer.open(locate_model(source.folder)), observer=metrics)
@@ -84,26 +88,26 @@ class Arguments(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str
-    name: str | None = None
+    model: str  # a Hugging Face folder, an engine folder, or a name of the Hugging Face Hub
+    name: str | None = None  # of the model for clients; else the name of its folder
     engine: EngineChoice = "auto"
-    slots: Annotated[int, Field(ge=1)] | None = None
-    context: Annotated[int, Field(ge=1)] | None = None
+    slots: Annotated[int, Field(ge=1)] | None = None  # of a replica; an engine folder has its own, like context
+    context: Annotated[int, Field(ge=1)] | None = None  # tokens of a slot
     replicas: Annotated[int, Field(ge=1)] = 1
     max_replicas: Annotated[int, Field(ge=1)] | None = None
-    gpus: Annotated[float, Field(ge=0)] = 0
+    gpus: Annotated[float, Field(ge=0)] = 0  # of a replica
     cpus: Annotated[float, Field(ge=0)] = 1
-    requests: Annotated[int, Field(ge=1)] = 64
+    requests: Annotated[int, Field(ge=1)] = 64  # of a replica, running and waiting
     max_seconds: Annotated[float, Field(gt=0)] = 600
-    prompt_cache: Annotated[int, Field(ge=0)] = 256
-    allow_anyone: bool = False
+    prompt_cache: Annotated[int, Field(ge=0)] = 256  # MiB of a replica
+    allow_anyone: bool = False  # serve other machines without a key
     trusted_proxies: list[str] = []
     proxy_header: ProxyHeader = "x-forwarded-for"
 
 
-# Ray makes the arguments what their annotation says, if that is a class: this module does without `from __future__ import annotations`.
+# Ray converts the arguments if their annotation is a class, so this module has no `from __future__ import annotations`.
 def application(arguments: Arguments) -> Application:
-    """Return the application that ``serve run`` and ``serve deploy`` make of arguments."""
+    """Return the application for ``serve run`` and ``serve deploy``. ``TRT_KVCACHE_API_KEY`` is the API key."""
     folder = Path(arguments.model)
     source = SessionSource(
         folder.resolve() if folder.is_dir() else arguments.model,

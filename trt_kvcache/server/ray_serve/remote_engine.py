@@ -1,4 +1,4 @@
-"""``RemoteEngine``: the replicas of a deployment, in the shape of one engine."""
+"""``RemoteEngine``: the replicas of a deployment as one engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trt_kvcache.errors import ClosedError, QueueFullError
 from trt_kvcache.server.engine_stats import EngineConfig, EngineObserver, EngineStats, RequestRecord
 from trt_kvcache.server.generate_request import GenerateChunk
 
-#: How often a request that has not begun to be answered is sent to another replica because one has died.
+#: Attempts at a request whose replica dies before its first chunk.
 _ATTEMPTS = 5
 
 _T = TypeVar("_T")
 
 
 class RemoteEngine:
-    """Has the replicas of a deployment answer requests, as one :class:`~trt_kvcache.server.async_engine.AsyncEngine`."""
+    """Sends requests to the replicas of a deployment: an :class:`~trt_kvcache.server.engine_client.EngineClient`."""
 
     def __init__(self, handle: DeploymentHandle, *, tokenizer: Tokenizer | None, observer: EngineObserver | None = None) -> None:
         self._handle = handle
@@ -33,14 +33,14 @@ class RemoteEngine:
         self._draining = False
 
     async def start(self) -> EngineConfig:
-        """Wait for a replica, and ask it what it is."""
-        self._config = await _alone(self._handle.config.remote)
+        """Wait for a replica, and return its configuration."""
+        self._config = await _in_new_context(self._handle.config.remote)
         assert self._config is not None
         return self._config
 
     @property
     def config(self) -> EngineConfig:
-        """What each of the engines is."""
+        """Configuration of each replica."""
         if self._config is None:
             raise ClosedError("this RemoteEngine: expected start() first.")
         return self._config
@@ -52,18 +52,18 @@ class RemoteEngine:
 
     @property
     def draining(self) -> bool:
-        """Whether it takes no new requests."""
+        """True if it takes no new requests."""
         return self._draining
 
     async def generate(self, request: Mapping[str, Any]) -> AsyncGenerator[GenerateChunk, None]:
-        """Have a replica answer a request. Leaving the iteration ends the request there."""
+        """Answer a request by a replica. If that dies before the first chunk, another one answers; later, raise ClosedError."""
         for attempt in range(_ATTEMPTS):
             answers = _Answers(len(request["token_ids"]))
-            response = _alone(lambda: self._handle.options(stream=True).generate.remote(dict(request)))
+            response = _in_new_context(lambda: self._handle.options(stream=True).generate.remote(dict(request)))
             try:
                 async for chunk in response:
                     if isinstance(chunk, Exception):
-                        raise self._seen(chunk)
+                        raise self._counted(chunk)
                     answers.add(chunk)
                     yield chunk
                 return
@@ -71,7 +71,7 @@ class RemoteEngine:
                 if answers.begun or attempt == _ATTEMPTS - 1:
                     raise ClosedError("engine: the replica that ran this request has ended. Send it again.") from None
             except BackPressureError:
-                raise self._seen(QueueFullError("queue: expected room in one of the replicas, got none. Try again later.")) from None
+                raise self._counted(QueueFullError("queue: expected room in one of the replicas, got none. Try again later.")) from None
             except DeploymentUnavailableError:
                 raise ClosedError("engine: no replica can be started.") from None
             finally:
@@ -81,22 +81,22 @@ class RemoteEngine:
                         self._observer.ended(record)
 
     async def stats(self) -> EngineStats:
-        """Return what all replicas do now, together."""
-        return EngineStats.together(await _alone(lambda: self._handle.broadcast("stats")).results_async())
+        """Return the statistics of all replicas: sums, and all slots."""
+        return EngineStats.together(await _in_new_context(lambda: self._handle.broadcast("stats")).results_async())
 
     async def cleanup(self) -> None:
-        """Take no new requests. The replicas end with the application."""
+        """Refuse new requests. The replicas end with the application."""
         self._draining = True
 
-    def _seen(self, error: Exception) -> Exception:
-        """Return an error, and count it if a queue was full."""
+    def _counted(self, error: Exception) -> Exception:
+        """Return an error, and count it if it is a full queue."""
         if isinstance(error, QueueFullError) and self._observer is not None:
             self._observer.refused()
         return error
 
 
 class _Answers:
-    """When the answers to one prompt came."""
+    """Times and ends of the answers to one prompt, for records."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
@@ -106,17 +106,17 @@ class _Answers:
 
     @property
     def begun(self) -> bool:
-        """Whether a part of one has come."""
+        """True after the first chunk."""
         return bool(self._times)
 
     def add(self, chunk: GenerateChunk) -> None:
-        """Take the next part of one."""
+        """Record a chunk."""
         self._times.setdefault(chunk["index"], []).extend([time.perf_counter()] * len(chunk["token_ids"]))
         if "finish_reason" in chunk:
             self._ends[chunk["index"]] = chunk
 
     def records(self) -> list[RequestRecord]:
-        """Return the record of each that has begun."""
+        """Return a record of each answer that has begun."""
         return [self._record(index, tuple(times)) for index, times in self._times.items()]
 
     def _record(self, index: int, times: tuple[float, ...]) -> RequestRecord:
@@ -132,6 +132,6 @@ class _Answers:
         )
 
 
-def _alone(call: Callable[[], _T]) -> _T:
-    """Call a deployment as a request of its own: Ray's router takes two calls of one HTTP request at a time for the same one."""
+def _in_new_context(call: Callable[[], _T]) -> _T:
+    """Call a deployment outside of the current request context: Ray's router confuses two concurrent calls of one HTTP request."""
     return Context().run(call)

@@ -1,4 +1,4 @@
-"""``EngineReplica``: what each replica runs: a session of its own, behind an engine."""
+"""``EngineReplica``: a replica with its own session."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from trt_kvcache.session.session import InferenceSession
 
 
 class EngineReplica:
-    """An :class:`~trt_kvcache.server.async_engine.AsyncEngine` as a class to be deployed."""
+    """An :class:`~trt_kvcache.server.async_engine.AsyncEngine` as a deployment class of Ray Serve."""
 
     async def __init__(self, source: Callable[[], InferenceSession], **options: Any) -> None:  # type: ignore[misc]
         self._engine = AsyncEngine(source, **options)
         await self._engine.start()
 
     async def config(self) -> EngineConfig:
-        """Return what the engine of this replica is."""
+        """Return the configuration of the engine: the same for all replicas."""
         return self._engine.config
 
     async def stats(self) -> EngineStats:
-        """Return what this replica does now."""
+        """Return the statistics of this replica."""
         return await self._engine.stats()
 
     async def generate(self, request: Mapping[str, Any]) -> AsyncGenerator[GenerateChunk | Exception, None]:
-        """Answer a request. A caller that cancels it ends it."""
+        """Answer a request; cancelling the call ends it. Errors of requests are yielded: Ray would log raised ones with their stack."""
         try:
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
@@ -38,9 +38,9 @@ class EngineReplica:
             yield error
 
     async def check_health(self) -> None:
-        """Ask the thread of the session; Ray replaces a replica that raises."""
+        """Call the thread of the session. Ray replaces a replica that raises."""
         await self._engine.stats()
 
     async def __del__(self) -> None:
-        """End all requests and close the session: Ray calls this when a replica is to end."""
+        """End all requests and close the session. Ray calls it at the end of a replica."""
         await self._engine.cleanup()

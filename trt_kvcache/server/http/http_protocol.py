@@ -1,4 +1,4 @@
-"""``HttpProtocol``: one connection of uvicorn, with limits of what it may send before anybody has looked at it."""
+"""``HttpProtocol``: one connection of uvicorn, with limits of what it may send before a request is complete."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from trt_kvcache.server.http.api_errors import ApiError
 from trt_kvcache.server.http.connections import Connections, Waits
-from trt_kvcache.server.http.errors import ApiError
-from trt_kvcache.server.http.options import ServerOptions
+from trt_kvcache.server.http.server_options import ServerOptions
 
-#: Lines of request line and headers: each takes as long to read as a kilobyte.
+#: Most lines of request line and headers: a line takes as long to parse as a kilobyte.
 _MOST_LINES = 500
 
-#: Seconds after which a connection without headers is one that does not send them.
+#: Seconds after which a new connection without headers counts as slow (``Waits.HEADERS`` instead of ``Waits.FRESH``).
 _FRESH = 0.05
 
-#: Seconds in which a client that has its answer may send the rest of a body that nobody reads, to go on with the same connection.
+#: Seconds for the rest of a body that is not needed, after the answer; then the connection can be used again.
 _REST = 5.0
 
-#: Seconds in which a client that was refused may read why, while what it sends is thrown away.
+#: Seconds for a refused client to read the reason, while its data is discarded.
 _LINGER = 1.0
 
-#: Seconds after which a client that has closed its sending side is first asked whether it still reads, and at most between two times.
+#: Seconds until the first probe of a client that has closed its sending side, and at most between two probes.
 _FIRST_PROBE, _LONGEST_PROBE = 0.02, 2.0
 
-#: The logger of uvicorn's connections. Faults of clients are no lines of the log.
+#: The logger of uvicorn's connections. Errors of clients are not logged.
 CONNECTION_LOG = "trt_kvcache.server.connection"
 _LOGGER = logging.getLogger(CONNECTION_LOG)
 _LOGGER.setLevel(logging.ERROR)
 
 
 class _Parser(h11.Connection):
-    """Reads requests, of which the headers have a limit to the byte."""
+    """Parses requests, with an exact limit of bytes for the headers."""
 
     def __init__(self, max_header_bytes: int) -> None:
         super().__init__(h11.SERVER, max_header_bytes)
@@ -62,21 +62,12 @@ class _Parser(h11.Connection):
 
 
 class HttpProtocol(H11Protocol):
-    """One connection.
+    """One connection."""
 
-    It is what uvicorn has for h11, which is there wherever uvicorn is, and does four things more: request line and headers have a limit of
-    bytes and of seconds, and connections one of their number; what is refused has a reason in the form of OpenAI's API; a client that
-    closes its sending side still gets its answer; and the rest of a body that nobody reads has a limit of seconds.
-
-    Parameters
-    ----------
-    config, server_state, app_state, _loop : object
-        As uvicorn has them.
-    options : ServerOptions
-        The limits.
-    others : Connections
-        All of this server.
-    """
+    # It adds to uvicorn's protocol for h11, which every installation of uvicorn has:
+    # - limits: bytes and seconds of request line and headers, seconds for the rest of an unneeded body, number of connections;
+    # - errors in the format of OpenAI's API;
+    # - the answer for a client that has closed its sending side.
 
     conn: _Parser
 
@@ -88,27 +79,27 @@ class HttpProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         options: ServerOptions,
-        others: Connections,
+        connections: Connections,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.conn = _Parser(options.max_header_bytes)
         self.logger = _LOGGER
         self.address = ""
         self._options = options
-        self._others = others
+        self._connections = connections
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
         self._fresh = True
         self._waits: Waits | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin."""
+        """Register the connection."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         self._update()
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come."""
+        """Parse received bytes."""
         if self._refused:
             return
         super().data_received(data)
@@ -116,9 +107,9 @@ class HttpProtocol(H11Protocol):
         self._update()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Take that no more will come; True keeps the connection open for the answer."""
+        """Handle the end of the sending side of the client. True keeps the connection open for the answer."""
         cycle = self.cycle
-        # In the middle of an answer it is taken for an end of both sides: an interim response cannot ask any more.
+        # In the middle of an answer no interim response can probe the client, so the connection is closed.
         waits = cycle is not None and not cycle.more_body and not cycle.response_started
         if self._refused or not waits or self.conn.their_http_version != b"1.1":
             return False
@@ -127,9 +118,9 @@ class HttpProtocol(H11Protocol):
         return True
 
     def _probe(self, seconds: float) -> None:
-        """Find out whether a client that sends no more still reads: a system without a reader answers that what it gets is for nobody.
+        """Probe whether a client that has closed its sending side still reads: if it does not, its system resets the connection.
 
-        HTTP/1.1 lets a server send any number of interim responses, and a client has to pass over them.
+        HTTP/1.1 allows any number of interim responses; clients ignore them.
         """
         if self.transport.is_closing() or self.cycle.response_started:
             return
@@ -137,37 +128,37 @@ class HttpProtocol(H11Protocol):
         self._timer = self.loop.call_later(seconds, self._probe, min(2 * seconds, _LONGEST_PROBE))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
+        """Remove the connection."""
         self._waits = None
         self._stop_timer()
-        self._others.discard(self)
+        self._connections.discard(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of this one."""
+        """Wait for the next request, or for the rest of the current one."""
         super().on_response_complete()
         self._update()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request."""
+        """Refuse a malformed request."""
         error = self.conn.error
         if error is not None and error.error_status_hint == 431:
             most = f"{self._options.max_header_bytes} bytes and {_MOST_LINES} lines"
             self._refuse(431, f"headers: expected at most {most} of request line and headers, got more.")
         else:
             reason = str(error or msg).partition(": bytearray")[0].removesuffix(".")
-            self._refuse(400, f"request: expected one of HTTP/1.1, got what is none: {reason:.200}.")
+            self._refuse(400, f"request: expected a request of HTTP/1.1, got an error: {reason:.200}.")
 
     def make_room(self, reason: str, *, at_once: bool) -> None:
-        """Close the connection, because there are too many; at once if its descriptor is needed."""
+        """Close the connection, because there are too many: immediately if its descriptor is needed."""
         if self._waits in (Waits.HEADERS, Waits.FRESH, Waits.BODY):
             self._refuse(503, reason, linger=not at_once)
         if at_once:
             self.transport.abort()
 
     def _update(self) -> None:
-        """Note what the connection waits for now, and for how long it may."""
-        waits = self._now()
+        """Update the state of the connection, and set its timeout."""
+        waits = self._state()
         if waits is self._waits or waits is None:
             return
         self._waits = waits
@@ -180,18 +171,18 @@ class HttpProtocol(H11Protocol):
             self._timer = self.loop.call_later(self.timeout_keep_alive, self._end_unless_read, self.transport.get_write_buffer_size())
         elif waits is Waits.LINGERING:
             self._timer = self.loop.call_later(_LINGER if self._refused else min(_REST, self._options.body_seconds), self.transport.abort)
-        self._others.set(self, waits)
+        self._connections.set(self, waits)
 
     def _end_unless_read(self, unsent: int) -> None:
-        """Close an idle connection. The end of a long answer may still be on its way, if the client takes something of it now and then."""
+        """Close an idle connection, unless its client has read some of the unsent bytes of its answer since the last call."""
         left = self.transport.get_write_buffer_size()
         if 0 < left < unsent:
             self._timer = self.loop.call_later(self._options.stalled_seconds, self._end_unless_read, left)
         else:
             self.transport.abort()
 
-    def _now(self) -> Waits | None:
-        """Return what the connection waits for; None if it is about to be closed."""
+    def _state(self) -> Waits | None:
+        """Return the state of the connection; None if it is closing."""
         if self._refused:
             return Waits.LINGERING
         if self.transport.is_closing():
@@ -218,7 +209,7 @@ class HttpProtocol(H11Protocol):
             self._timer = None
 
     def _refuse(self, status: int, message: str, *, linger: bool = True) -> None:
-        """Answer as well as a connection can be answered whose client is wrong, and read no more of it."""
+        """Send an error if no answer has begun, and read no more."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
@@ -236,6 +227,6 @@ class HttpProtocol(H11Protocol):
         if begun or not linger:
             self.transport.abort()
             return
-        # Closed at once, the answer would be lost with what the client has sent and nobody has read.
+        # If it were closed now, unread bytes of the client would make TCP reset the connection, and the answer would be lost.
         self.transport.write_eof()
         self._update()

@@ -9,7 +9,7 @@ _MAX_LENGTH = 200
 _MAX_OBJECT = 60
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the ``repr`` of a value for an error message."""
     try:
         text = repr(value)

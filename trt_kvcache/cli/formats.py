@@ -1,4 +1,4 @@
-"""What commands say of quantized weights, which they do not read."""
+"""Names of quantized formats for people: of the weights of a folder, and of K and V."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from trt_kvcache.errors import CheckpointError, ConfigError
 
 
 def weights_format(folder: Path) -> str | None:
-    """Return how the weights of a model folder are quantized, or None if they are not, or if it is an engine folder."""
+    """Return the format of quantized weights in a model folder, from ``config.json``. None if they are not quantized."""
     files = ModelFiles(folder)
     if is_engine_folder(folder) or not files.has(CONFIG_FILE):
         return None
@@ -18,3 +18,10 @@ def weights_format(folder: Path) -> str | None:
     except ConfigError as error:
         raise CheckpointError(f"{files.source(CONFIG_FILE)}: {error}") from error
     return None if found is None else found.title
+
+
+def kv_format(dtype: str, scales: str | None) -> str:
+    """Return the format of K and V; ``scales`` is None if they are not quantized."""
+    if scales is None:
+        return dtype
+    return f"{dtype}, {'scales by token' if scales == 'token' else f'static scales by {scales}'}"

@@ -1,4 +1,4 @@
-"""``GuidanceOptions``: what guided decoding may cost."""
+"""``GuidanceOptions``: limits of guided decoding."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from trt_kvcache.errors import RangeError
 
 @dataclass(frozen=True, kw_only=True)
 class GuidanceOptions:
-    """What a grammar may cost in its worker process. One that costs more ends its own request.
+    """Limits of a grammar in its worker process. A grammar above a limit ends its own request only.
 
     Parameters
     ----------
     compile_seconds : float
-        To compile it.
+        Time to compile it.
     mask_seconds : float
-        To compute which tokens may come next, once.
+        Time to compute one token mask.
     memory_mib : int
-        Memory that it takes, in MiB.
+        Memory in MiB.
     max_compiles : int
-        Grammars that are compiled at a time; further ones wait.
+        Grammars that are compiled at the same time; further ones wait.
 
     Raises
     ------
     RangeError
-        A number is not above 0.
+        A limit is not above 0.
 
     Notes
     -----
-    Seconds are those of a processor. Where workers get too little of one, they may last ten times as long by the clock.
+    Seconds are CPU time. The limit of wall-clock time is ten times as long, for busy machines.
 
     Examples
     --------

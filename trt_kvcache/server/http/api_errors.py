@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API has them: a status, and a body with message, type, param and code."""
+"""Errors of OpenAI's API: a status, and a body with message, type, param and code."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from trt_kvcache.errors import (
 
 _LOGGER = logging.getLogger("trt_kvcache.server")
 
-#: What is wrong with a request itself; anything else that the package raises is a failure of the server.
+#: Errors of the request itself. Any other error of the package is a failure of the server.
 _OF_REQUEST = (ConfigError, RangeError, ShapeError, CapacityError, ProcessorError)
 
-#: How errors of options begin whose names are those of fields.
+#: Beginning of errors about options with the name of a field.
 _OPTION = re.compile(r"SamplingParams\.(\w+)[:\[]")
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-#: Complaints about one body that are shown.
+#: Most validation errors of one body in an answer.
 _SHOWN = 5
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error answer. ``message`` is for people, ``code`` for programs, ``param`` is the field of the request."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        retry_after: float | None = None,
+        retry_after: float | None = None,  # seconds
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -62,13 +62,13 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """Body of the answer."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:
-        """The answer."""
+        """The answer, as a response."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after))
@@ -78,7 +78,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the answer to a request that has raised."""
+    """Return the error answer for an exception. Failures of the server are logged; their answer has no details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -102,8 +102,8 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed; its log says why.", code="internal_error")
 
 
-def of_validation(complaints: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return what a body has wrong, field by field: the first ones."""
+def validation_error(complaints: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Return the error answer for validation errors of pydantic, of which it shows the first ones."""
     found = [_complaint(one) for one in complaints[:_SHOWN]]
     said = [f"{place or 'body'}: {text}" for place, text in found] + ["and more"] * (len(complaints) > _SHOWN)
     unknown = any(one["type"] == "extra_forbidden" for one in complaints)
@@ -111,20 +111,20 @@ def of_validation(complaints: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _complaint(complaint: Mapping[str, Any]) -> tuple[str, str]:
-    """Return which field is wrong, empty for the whole body, and what is wrong with it."""
-    # "=..." is not a field but the form that a value was taken for.
+    """Return the path of the field (empty for the whole body) and the message of a validation error."""
+    # "=..." is not a field but the tag of a union (bodies._Prompt).
     parts = [f"{part!s:.80}" for part in complaint["loc"] if part not in ("body", "query", "path") and not str(part).startswith("=")]
     if complaint["type"] == "extra_forbidden":
         return ".".join(parts), "this field is not known"
     text = f"{complaint['msg']!s:.200}".removeprefix("Value error, ")
-    if complaint["type"] == "value_error" and not parts and ": " in text:  # of fields that do not fit each other
+    if complaint["type"] == "value_error" and not parts and ": " in text:  # from a validator of several fields
         field, _, text = text.partition(": ")
         return field, text
     return ".".join(parts), text
 
 
 def _of_route(request: Request, error: Exception) -> ApiError | None:
-    """Return what is wrong with method or path, if that is why there is no answer."""
+    """Return the error answer for an unknown path or method; None for any other error."""
     if not isinstance(error, HTTPException) or error.detail != HTTPStatus(error.status_code).phrase:
         return None
     asked = f"{request.method} {request.url.path[:80]}"
@@ -137,11 +137,11 @@ def _of_route(request: Request, error: Exception) -> ApiError | None:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Have an application answer with errors of this form, whatever raises."""
+    """Install exception handlers, so that every error has this form."""
 
     async def of_body(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return of_validation(error.errors()).response
+        return validation_error(error.errors()).response
 
     async def of_any(request: Request, error: Exception) -> JSONResponse:
         return (_of_route(request, error) or as_api_error(error)).response

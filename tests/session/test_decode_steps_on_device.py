@@ -64,7 +64,7 @@ def sessions(memory):
     """One that chooses on the host, and one that chooses on the device."""
     kv = kv_config(slots=3, limit=16)
     both = [InferenceSession(ReadingEngine(kv, memory), KVCacheManager(kv, memory=memory)) for _ in range(2)]
-    both[0]._token_steps.on_device = False
+    both[0]._decode_steps.on_device = False
     ahead(both[1])
     yield both
     for session in both:
@@ -74,7 +74,7 @@ def sessions(memory):
 def test_a_gpu_is_where_tokens_are_chosen(memory):
     kv = kv_config()
     with InferenceSession(ReadingEngine(kv, memory), KVCacheManager(kv, memory=memory)) as session:
-        assert session._token_steps.on_device == (not memory.is_host)
+        assert session._decode_steps.on_device == (not memory.is_host)
 
 
 def test_generate(sessions):

@@ -1,4 +1,4 @@
-"""``ServerOptions``: what a server allows, and to whom."""
+"""``ServerOptions``: limits of a server, and access to it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.http.tool_formats import ToolParserName
 
-#: Headers in which proxies say which client a request comes from.
+#: Headers in which proxies record the client of a request.
 ProxyHeader = Literal["x-forwarded-for", "forwarded"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What a server allows."""
+    """Limits of a server, and access to it."""
 
+    #: A request needs one of them as ``Authorization: Bearer KEY``. If empty, the Host header must name this machine, so that no page of
+    #: another site can send requests (DNS rebinding), unless ``any_host``.
     api_keys: tuple[str, ...] = ()
     any_host: bool = False
-    max_body_bytes: int = 4 << 20
-    max_prompt_tokens: int | None = None
-    body_seconds: float = 30.0
-    max_header_bytes: int = 64 << 10
-    header_seconds: float = 10.0
+    max_body_bytes: int = 4 << 20  # else status 413
+    max_prompt_tokens: int | None = None  # None: the tokens of a slot
+    body_seconds: float = 30.0  # until a body is complete, else status 408
+    max_header_bytes: int = 64 << 10  # of request line and headers, else status 431
+    header_seconds: float = 10.0  # until request line and headers are complete, else status 408
+    #: None: as the limit of file descriptors allows. A further one closes the oldest idle one, or the oldest without a complete request.
     max_connections: int | None = None
-    max_connections_without_headers: int = 64
-    stalled_seconds: float = 60.0
+    max_connections_without_headers: int = 64  # of one address; a further one closes the oldest of them
+    stalled_seconds: float = 60.0  # a client that reads nothing for so long is disconnected
+    #: Addresses and networks of proxies. Only they may name the client of a request, in ``proxy_header``; they must overwrite or extend it.
     trusted_proxies: tuple[str, ...] = ()
     proxy_header: ProxyHeader = "x-forwarded-for"
-    tool_call_parser: ToolParserName | None = None
+    tool_call_parser: ToolParserName | None = None  # None: found in the chat template
 
     def __post_init__(self) -> None:
         for key in self.api_keys:
@@ -56,7 +60,7 @@ def _check_proxy(text: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address is this machine, seen from itself."""
+    """Tell whether a host name or address is a loopback one. Of names only ``localhost`` is: others may change."""
     if host.lower() == "localhost":
         return True
     try:

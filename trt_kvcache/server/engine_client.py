@@ -1,4 +1,4 @@
-"""``Engine``: what an API needs of one engine, or of several that answer as one."""
+"""``EngineClient``: the engine that an API calls, in this process or elsewhere."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from trt_kvcache.server.engine_stats import EngineConfig, EngineStats
 from trt_kvcache.server.generate_request import GenerateChunk
 
 
-class Engine(Protocol):
-    """Answers requests: :class:`~trt_kvcache.server.async_engine.AsyncEngine` describes each member."""
+class EngineClient(Protocol):
+    """Answers requests. :class:`~trt_kvcache.server.async_engine.AsyncEngine` describes each member."""
 
     async def start(self) -> EngineConfig:
-        """Begin, and return what it is."""
+        """Start, and return the configuration."""
 
     @property
     def config(self) -> EngineConfig:
-        """What it is."""
+        """Configuration of the engine, or of each engine."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -26,13 +26,13 @@ class Engine(Protocol):
 
     @property
     def draining(self) -> bool:
-        """Whether it takes no new requests."""
+        """True if it takes no new requests."""
 
     def generate(self, request: Mapping[str, Any]) -> AsyncGenerator[GenerateChunk, None]:
         """Answer a request."""
 
     async def stats(self) -> EngineStats:
-        """Return what it does now."""
+        """Return the current statistics."""
 
     async def cleanup(self) -> None:
-        """End."""
+        """End all requests."""

@@ -1,4 +1,4 @@
-"""``StopText``: what comes out is the text up to the first stop text, however it came in pieces, and as early as can be."""
+"""``StopMatcher``: the text up to the first stop text is released as early as possible, however it came in pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,23 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from trt_kvcache.generation.stop_text import StopText
+from trt_kvcache.generation.stop_matcher import StopMatcher, StopState
+
+
+class Stream:
+    """A stream of text through a matcher."""
+
+    def __init__(self, stops: Sequence[str], state: StopState | None = None):
+        self.matcher = StopMatcher(stops)
+        self.state = state or StopState()
+
+    @property
+    def stopped(self) -> bool:
+        return self.state.stopped
+
+    def push(self, text: str) -> str:
+        released, self.state = self.matcher.push(self.state, text)
+        return released
 
 
 def naive(text: str, stops: Sequence[str]) -> tuple[str, bool]:
@@ -26,15 +42,15 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 @settings(max_examples=500)
 @given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS)
 def test_the_result_does_not_depend_on_the_pieces(pieces, stops):
-    stream = StopText(stops)
-    out = "".join(stream.push(piece) for piece in pieces) + stream.flush()
+    stream = Stream(stops)
+    out = "".join(stream.push(piece) for piece in pieces) + stream.state.held
     assert (out, stream.stopped) == naive("".join(pieces), stops)
 
 
 @settings(max_examples=500)
 @given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS)
 def test_only_what_could_become_a_stop_text_is_held_back(pieces, stops):
-    stream, told, taken = StopText(stops), "", ""
+    stream, told, taken = Stream(stops), "", ""
     for piece in pieces:
         told += stream.push(piece)
         taken += piece
@@ -48,46 +64,39 @@ def test_only_what_could_become_a_stop_text_is_held_back(pieces, stops):
 
 
 def test_without_stop_texts_nothing_is_held_back():
-    stream = StopText(())
-    assert (stream.push("one "), stream.push("two"), stream.flush(), stream.stopped) == ("one ", "two", "", False)
+    stream = Stream(())
+    assert (stream.push("one "), stream.push("two"), stream.state.held, stream.stopped) == ("one ", "two", "", False)
 
 
 def test_a_stop_text_over_several_pieces():
-    stream = StopText(["\n\nUser:"])
+    stream = Stream(["\n\nUser:"])
     assert [stream.push(piece) for piece in ["Hello", "\n", "\nUs", "er: hi"]] == ["Hello", "", "", ""]
     assert stream.stopped
-    assert (stream.push("more"), stream.flush()) == ("", "")
+    assert (stream.push("more"), stream.state.held) == ("", "")
 
 
 def test_text_that_turns_out_to_be_no_stop_text_comes_later():
-    stream = StopText(["</s>"])
+    stream = Stream(["</s>"])
     assert [stream.push(piece) for piece in ["a</", "b>", "</"]] == ["a", "</b>", ""]
-    assert (stream.flush(), stream.stopped) == ("</", False)
-    assert stream.flush() == ""
+    assert stream.state == StopState(held="</", stopped=False)
 
 
 @pytest.mark.parametrize("pieces", [["abcd"], ["abc", "d"], ["a", "b", "c", "d"]])
 def test_the_stop_text_that_is_complete_first_ends_the_text(pieces):
-    stream = StopText(["abcd", "bc"])
+    stream = Stream(["abcd", "bc"])
     assert "".join(map(stream.push, pieces)) == "a"
     assert stream.stopped
 
 
 def test_the_longest_text_that_could_become_a_stop_text_is_held_back():
-    stream = StopText(["abab", "bx"])
+    stream = Stream(["abab", "bx"])
     assert [stream.push(piece) for piece in ["xab", "y", "xb"]] == ["x", "aby", "x"]
 
 
-def test_a_copy_has_held_back_the_same_text_and_continues_on_its_own():
-    stream = StopText(["END"])
+def test_an_earlier_state_is_unchanged_by_the_text_after_it():
+    stream = Stream(["END"])
     assert stream.push("one E") == "one "
-    other = stream.copy()
-    assert (other.push("ND"), other.stopped) == ("", True)
-    assert (stream.stopped, stream.push("cho"), stream.flush()) == (False, "Echo", "")
-
-
-def test_a_copy_of_a_stream_that_was_stopped_lets_nothing_through():
-    stream = StopText(["END"])
-    stream.push("END")
-    other = stream.copy()
-    assert (other.stopped, other.push("more"), other.flush()) == (True, "", "")
+    earlier = stream.state
+    assert (stream.push("ND"), stream.stopped) == ("", True)
+    other = Stream(["END"], earlier)
+    assert (other.stopped, other.push("cho"), other.state.held) == (False, "Echo", "")

@@ -179,7 +179,7 @@ def test_random_programs_give_the_same_as_with_the_host_s_choice(seed, tokenizer
     for number, (expected, found) in enumerate(zip(host, device, strict=True)):
         assert found == expected, number
     assert logprobs[1] == pytest.approx(logprobs[0], rel=2e-6)
-    assert programs[1].session._token_steps._sampler is not None
+    assert programs[1].session._decode_steps._sampler is not None
     assert len(programs[1].session.engine.steps) >= len(programs[0].session.engine.steps)
 
 
@@ -328,9 +328,9 @@ def test_bias_that_leaves_no_token_names_the_request():
 
         session.engine._run = too_large
         session.engine.steps.clear()
-        params = session._queue._running[1].request._params
+        params = session._queue.scheduler.running[1].request._params
         object.__setattr__(params, "logit_bias", {0: 3.4028235e38})
-        session._queue._running[1].request._edits._bias[:] = 3.4028235e38
+        session._queue.scheduler.running[1].request._edits._bias[:] = 3.4028235e38
         with pytest.raises(ProcessorError, match=r"^request 1: ") as caught:
             ended(session, [])
         messages.append((str(caught.value), caught.value.request))
@@ -472,5 +472,5 @@ def test_close_releases_the_sampler():
     for _ in range(5):
         next(events)
     session.close()
-    assert session._token_steps._sampler is not None
+    assert session._decode_steps._sampler is not None
     assert session.cache.memory.live_nbytes == 0

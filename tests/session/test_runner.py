@@ -1,4 +1,4 @@
-"""``StepExecutor``: one enqueue and its commit, on one stream, over all slots or a run of them."""
+"""``Runner``: one enqueue and its commit, on one stream, over all slots or a run of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.helpers.fakes import VOCAB, Journal, RecordingCache, RecordingEngine,
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import BindingError, LayoutError
 from trt_kvcache.session.chunks import Chunk
-from trt_kvcache.session.step_executor import StepExecutor
+from trt_kvcache.session.runner import Runner
 
 
 def make(**options):
@@ -17,7 +17,7 @@ def make(**options):
     kv = kv_config(**options)
     cache = RecordingCache(kv, memory=memory)
     engine = RecordingEngine(kv, memory)
-    steps = StepExecutor(engine, cache)
+    steps = Runner(engine, cache)
     memory.journal.take()
     return steps, engine, cache, memory.journal
 
@@ -94,7 +94,7 @@ def test_a_plan_that_no_profile_takes_is_refused():
     memory = RecordingMemory(Journal())
     kv = kv_config()
     profiles = [EngineProfile(name="all", min_batch=3, max_batch=3, min_width=1, max_width=4)]
-    steps = StepExecutor(RecordingEngine(kv, memory, profiles=profiles), RecordingCache(kv, memory=memory))
+    steps = Runner(RecordingEngine(kv, memory, profiles=profiles), RecordingCache(kv, memory=memory))
     assert steps.plan_prefill([0, 0, 0], [1, 2, 3]) == [Chunk(0, (1, 2, 3))]
     with pytest.raises(
         BindingError, match=r"^no optimisation profile takes 2 slots of 3 new tokens\. The engine has all: batch 3-3, width 1-4\.$"
@@ -107,7 +107,7 @@ def test_logits_are_float32(dtype):
     memory = RecordingMemory(Journal())
     kv = kv_config()
     cache = RecordingCache(kv, memory=memory)
-    steps = StepExecutor(RecordingEngine(kv, memory, logits_dtype=dtype), cache)
+    steps = Runner(RecordingEngine(kv, memory, logits_dtype=dtype), cache)
     cache.reset_for_new_sequences([0], stream=steps.stream)
     steps.prefill(Chunk(0, (2,)), [[1, 2]])
     logits = steps.logits(1)

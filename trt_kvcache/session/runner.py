@@ -1,7 +1,13 @@
-"""``StepExecutor``: one enqueue over a contiguous range of slots, then the commit of what it wrote, on one stream."""
+"""``Runner``: device work on one stream, and the slots that the host says the cache holds.
 
-from collections.abc import Sequence
-from typing import Any
+Work on the device comes first, :meth:`Runner.apply` last. So a step that fails needs no record of what it has changed on the host: the
+cache returns to the lengths of the slots in force, and rows past a length are never read.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,13 +16,29 @@ from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.step_buffers import StepBuffers
-from trt_kvcache.errors import ConfigError
+from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.chunks import Chunk, plan_chunks
+from trt_kvcache.session.slots import Slot
 
 
-class StepExecutor:
-    """Feeds tokens to an engine and commits their lengths."""
+class _States(Enum):
+    """States that are current in the cache, seen from the slots in force. They cannot be shortened as K and V can."""
+
+    OF_SLOTS = auto()
+    #: Those after one more step; the other buffer still has those of the slots.
+    ONE_STEP_FURTHER = auto()
+    #: Those of the slots are overwritten.
+    OTHERS = auto()
+
+
+class _Held(NamedTuple):
+    slots: tuple[Slot, ...]
+    states: _States
+
+
+class Runner:
+    """Feeds tokens to an engine, commits their lengths, and holds the slots in force."""
 
     def __init__(self, engine: Engine, cache: Cache, *, names: TensorNames = DEFAULT_NAMES) -> None:
         if cache.mamba_config is not None and not cache.mamba_config.ping_pong:
@@ -26,11 +48,10 @@ class StepExecutor:
         self._recurrent = cache if cache.states is not None else None
         self.plan = BindingPlan(engine, cache, names=names)
         self.stream = cache.memory.create_stream()
-        #: Enqueues so far, failed ones included: whoever finds another number knows that rows behind the lengths may have been overwritten.
-        self.enqueues = 0
-        #: Grows when current states become others. Whoever finds another number knows that the earlier ones are gone.
-        self.state_changes = 0
-        self._can_swap_back = False
+        self._held = _Held((), _States.OF_SLOTS)
+        #: Rows past the lengths that a commit can still take: those of a verified draft, or of a step that was enqueued ahead. Any other
+        #: work on the device overwrites them.
+        self.uncommitted: object = None
         # First slot and new tokens of each slot of the last enqueue.
         self._ran: tuple[int, tuple[int, ...]] = (0, ())
         self._buffers = StepBuffers(
@@ -46,8 +67,68 @@ class StepExecutor:
 
     @property
     def has_states(self) -> bool:
-        """Whether slots hold states, which cannot return to an earlier token."""
+        """True if slots hold states, which cannot return to an earlier token."""
         return self._recurrent is not None
+
+    # --- slots in force ---
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The active slots. A new tuple after each change, so that ``is`` tells whether there was one."""
+        return self._held.slots
+
+    def apply(self, slots: Sequence[Slot]) -> None:
+        """Put slots in force: the cache holds their tokens. One assignment, so an interrupt comes before it or after it."""
+        self._held = _Held(tuple(slots), _States.OF_SLOTS)
+
+    def note(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
+        """Put slots in force that hold the same tokens as before, and return them. Pending tokens and samplers differ."""
+        self._held = _Held(tuple(slots), self._held.states)
+        return self._held.slots
+
+    @contextmanager
+    def work(self, *, continues: bool = False) -> Iterator[None]:
+        """Return a context manager around device work. If it raises, the cache returns to the slots in force.
+
+        With ``continues``, the work looks at :attr:`uncommitted` itself, and clears it before anything overwrites its rows.
+        """
+        if not continues:
+            self.uncommitted = None
+        try:
+            yield
+        except BaseException:
+            self.recover()
+            raise
+
+    def recover(self) -> None:
+        """Return the cache to the slots in force. If their states are overwritten, no slot is active."""
+        self.uncommitted = None
+        slots, states = self._held
+        if states is _States.ONE_STEP_FURTHER and self._recurrent is not None:
+            self._recurrent.swap()
+        if states is _States.OTHERS and any(slot.length for slot in slots):
+            slots = ()
+        self._held = _Held(slots, _States.OF_SLOTS)
+        if not self.cache.closed:
+            self.cache.reset_for_new_sequences([slot.length for slot in slots], stream=self.stream)
+
+    def overwrite_states(self) -> None:
+        """Say that states of the slots in force are about to be overwritten."""
+        if self._recurrent is not None:
+            self._held = self._held._replace(states=_States.OTHERS)
+
+    def checked_lengths(self) -> tuple[int, ...]:
+        """Return the lengths of the cache."""
+        lengths = self.cache.host_kv_cache_lengths
+        known = tuple([slot.length for slot in self._held.slots])
+        if known != lengths:
+            raise RangeError(
+                f"cache lengths: expected {known}, the tokens that this session has run, got {lengths}. "
+                "Change them through the session (rewind, append), or start new sequences with prefill."
+            )
+        return lengths
+
+    # --- enqueues ---
 
     def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int], *, every_logit: bool = False) -> list[Chunk]:
         """Cut new tokens into enqueues that the engine accepts."""
@@ -68,10 +149,10 @@ class StepExecutor:
             for width in (1, self.plan.max_width):
                 self.plan.profile_for(count, width)
 
-    def enqueue_one_each(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> None:
+    def enqueue_one_each(self, tokens: Sequence[int], active: Sequence[bool] | None = None) -> None:
         """Enqueue one token for every active slot; nothing is committed. Does not wait."""
         self._buffers.write_one_token_each(tokens, stream=self.stream)
-        self._take(0, [1] * len(tokens) if going is None else [int(goes) for goes in going])
+        self._take(0, [1] * len(tokens) if active is None else [int(takes_part) for takes_part in active])
         self.enqueue_next(len(tokens))
 
     def enqueue_next(self, count: int) -> None:
@@ -90,8 +171,9 @@ class StepExecutor:
             self._buffers.write_new_lengths(new_lengths, stream=self.stream)
 
     def _enqueue(self) -> None:
-        self.enqueues += 1
-        self._can_swap_back = False  # the states of before the last commit are overwritten
+        self.uncommitted = None
+        if self._held.states is _States.ONE_STEP_FURTHER:
+            self.overwrite_states()  # the engine writes into the buffer that still has them
         self.engine.enqueue(self.stream)
 
     def run(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool) -> None:
@@ -119,7 +201,8 @@ class StepExecutor:
         first, ran = self._ran
         active = cache.active_batch_size
         taken = [increments] * active if isinstance(increments, int) else increments
-        self.note_state_change()
+        is_first = self._held.states is _States.OF_SLOTS
+        self.overwrite_states()
         if first or len(ran) != active:
             cache.copy_back(first, len(ran), stream=self.stream)
             return
@@ -127,21 +210,8 @@ class StepExecutor:
             if run and not kept:
                 cache.keep_states(slot, stream=self.stream)
         cache.swap()
-        self._can_swap_back = True
-
-    def note_state_change(self) -> None:
-        """Say that current states are about to become others."""
-        self.state_changes += 1
-        self._can_swap_back = False
-
-    def restore_states(self, state_changes: int) -> bool:
-        """Return to the states of an earlier time, if they are still there."""
-        if self._recurrent is None:
-            return True
-        if self._can_swap_back and self.state_changes == state_changes + 1:
-            self._recurrent.swap()
-            self.state_changes, self._can_swap_back = state_changes, False
-        return self.state_changes == state_changes
+        if is_first:
+            self._held = self._held._replace(states=_States.ONE_STEP_FURTHER)
 
     def logits(self, count: int) -> np.ndarray[Any, Any]:
         """Wait for the last enqueue and return its logits."""

@@ -1,0 +1,172 @@
+"""``DecodeSteps``: run one token of each request and choose the next one, on the host, or on the device and one step ahead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import NamedTuple
+
+from trt_kvcache._util.nvtx_ranges import nvtx_range
+from trt_kvcache.errors import KVCacheError
+from trt_kvcache.generation.device_sampler import DeviceSampler, SampledTokens
+from trt_kvcache.generation.request import Choice, Request
+from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
+from trt_kvcache.session.batch import Batch, Logits
+from trt_kvcache.session.runner import Runner
+from trt_kvcache.session.slots import Slot
+
+
+class Cursor(NamedTuple):
+    """A request, and the number of its tokens so far."""
+
+    request: Request
+    num_tokens: int
+
+
+#: The request of each slot; None for an idle slot.
+Cursors = Sequence[Cursor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class _StepAhead:
+    """A step that was enqueued and is not committed, with the requests that it assumes."""
+
+    cursors: Cursors
+    sampled: SampledTokens | KVCacheError
+
+    def runs(self, cursors: Cursors) -> bool:
+        """Tell whether it has run the tokens of these requests. Requests that have ended since do not matter."""
+        return all(now is None or now == then for now, then in zip(cursors, self.cursors, strict=False))
+
+
+class DecodeSteps:
+    """Runs the last token of requests, and chooses their next ones."""
+
+    def __init__(self, runner: Runner, batch: Batch) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._sampler: DeviceSampler | None = None
+        # The requests whose history the sampler has, by slot; the step ahead included.
+        self._sampled: Mapping[int, Cursor | None] = {}
+        self._ahead: _StepAhead | None = None
+        #: True if tokens are chosen on the device.
+        self.on_device = not runner.cache.memory.is_host and self.can_be_on_device
+
+    @property
+    def can_be_on_device(self) -> bool:
+        """True if the engine has ids and logits that a :class:`DeviceSampler` takes."""
+        plan = self._runner.plan
+        return (plan.input_ids.dtype, plan.logits.dtype) == ("int32", "float32") and plan.vocab_size <= MAX_VOCAB_SIZE
+
+    def run(
+        self, slots: Sequence[Slot], requests: Sequence[Request], active: Sequence[bool], *, ahead: bool = False, waits: bool = True
+    ) -> tuple[list[Slot], dict[int, Choice]]:
+        """Run the last token of active requests in one enqueue, and return the slots and the choices, by slot, to be applied.
+
+        Inside ``Runner.work(continues=True)``. Unless it ``waits``, a request whose logits processors are not ready keeps its logits.
+        """
+        tokens = [request.last_token if takes_part else 0 for request, takes_part in zip(requests, active, strict=True)]
+        mask = None if all(active) else active
+        if mask is not None:
+            slots = self._batch.with_room_for_idle_rows(slots, mask)
+        if self.on_device and all(request.fits_device for request in compress(requests, active)):
+            return self._run_on_device(slots, requests, tokens, mask, ahead=ahead)
+        after, logits = self._run_on_host(slots, tokens, mask)
+        return after, self._choose(after, requests, mask, logits, Request.choose if waits else Request.choose_or_keep)
+
+    @nvtx_range("decode")
+    def _run_on_host(self, slots: Sequence[Slot], tokens: Sequence[int], mask: Sequence[bool] | None) -> tuple[list[Slot], Logits]:
+        started = time.perf_counter()
+        runner = self._runner
+        runner.enqueue_one_each(tokens, mask)
+        runner.commit(1 if mask is None else [int(takes_part) for takes_part in mask])
+        after = self._batch.decoded(slots, tokens, mask)
+        logits = runner.logits(len(tokens))
+        self._batch.count_step(len(tokens) if mask is None else sum(mask), started)
+        return after, logits
+
+    @nvtx_range("sampling")
+    def _choose(
+        self,
+        slots: Sequence[Slot],
+        requests: Sequence[Request],
+        mask: Sequence[bool] | None,
+        logits: Logits,
+        choose: Callable[..., Choice],
+    ) -> dict[int, Choice]:
+        taking_part = range(len(slots)) if mask is None else compress(range(len(slots)), mask)
+        return {slot: choose(requests[slot], logits[slot], full=self._batch.is_full(slots[slot])) for slot in taking_part}
+
+    @nvtx_range("decode")
+    def _run_on_device(
+        self, slots: Sequence[Slot], requests: Sequence[Request], tokens: Sequence[int], mask: Sequence[bool] | None, *, ahead: bool
+    ) -> tuple[list[Slot], dict[int, Choice]]:
+        started = time.perf_counter()
+        runner, batch = self._runner, self._batch
+        step, sampled = self._ahead, self._sampled
+        self._ahead, self._sampled = None, {}  # in case of an interrupt, nothing is known
+        is_in_flight = step is not None and runner.uncommitted is step
+        runner.uncommitted = None
+        cursors = [Cursor(one, one.num_tokens) if mask is None or mask[slot] else None for slot, one in enumerate(requests)]
+        if step is None or not is_in_flight or not step.runs(cursors):
+            runner.enqueue_one_each(tokens, mask)
+            # The sampler has counted the tokens of a step that is dropped.
+            step, sampled = self._sample(cursors, {} if step is not None else sampled)
+        if isinstance(step.sampled, KVCacheError):
+            raise step.sampled
+        runner.commit(1 if mask is None else [int(takes_part) for takes_part in mask])
+        after = batch.decoded(slots, tokens, mask)
+        following = None
+        if ahead and self._can_follow(cursors, after):
+            following, sampled = self._follow(cursors, sampled)
+        found = step.sampled.read()
+        batch.count_step(len(tokens) if mask is None else sum(mask), started)
+        choices = {
+            slot: cursor.request.receive(found[slot], full=batch.is_full(after[slot]))
+            for slot, cursor in enumerate(cursors)
+            if cursor is not None
+        }
+        self._ahead, self._sampled, runner.uncommitted = following, sampled, following
+        return after, choices
+
+    def _can_follow(self, cursors: Cursors, slots: Sequence[Slot]) -> bool:
+        """Tell whether a next step is sure to have room, and likely to have a request that needs it."""
+        taking_part = [(slot, cursor.request) for slot, cursor in zip(slots, cursors, strict=True) if cursor is not None]
+        return not any(self._batch.is_full(slot) for slot, _ in taking_part) and any(request.remaining > 1 for _, request in taking_part)
+
+    def _follow(self, cursors: Cursors, sampled: Mapping[int, Cursor | None]) -> tuple[_StepAhead, Mapping[int, Cursor | None]]:
+        """Enqueue the step after one whose tokens are only on the device. An error is raised when the turn of that step comes."""
+        after = [None if cursor is None else cursor._replace(num_tokens=cursor.num_tokens + 1) for cursor in cursors]
+        try:
+            self._runner.enqueue_next(len(after))
+            return self._sample(after, sampled)
+        except KVCacheError as error:
+            return _StepAhead(after, error), {}
+
+    @nvtx_range("sampling")
+    def _sample(self, cursors: Cursors, known: Mapping[int, Cursor | None]) -> tuple[_StepAhead, Mapping[int, Cursor | None]]:
+        """Choose the tokens after an enqueue, into the ids of the next one, and send them to the host. Does not wait."""
+        stream = self._runner.stream
+        if self._sampler is None:
+            cache = self._runner.cache
+            self._sampler = DeviceSampler(
+                cache.memory, max_batch_size=cache.max_batch_size, vocab_size=self._runner.plan.vocab_size, stream=stream
+            )
+        for slot, cursor in enumerate(cursors):
+            if slot not in known or known[slot] != cursor:
+                if cursor is None:
+                    self._sampler.clear_slot(slot, stream=stream)
+                else:
+                    cursor.request.enter(self._sampler, slot, stream=stream)
+        tokens, logits = self._runner.device_views(len(cursors))
+        self._sampler.sample(logits, tokens, stream=stream)
+        after = {slot: None if cursor is None else cursor._replace(num_tokens=cursor.num_tokens + 1) for slot, cursor in enumerate(cursors)}
+        return _StepAhead(cursors, self._sampler.download(len(cursors), stream=stream)), after
+
+    def close(self) -> None:
+        """Release the sampler. Idempotent."""
+        self._ahead, self._sampled = None, {}
+        if self._sampler is not None:
+            self._sampler.close()

@@ -1,0 +1,124 @@
+"""``Scheduler``: which requests have a slot, and what each slot runs in the next step. It plans, and touches neither device nor slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trt_kvcache._util.turns import Turns
+from trt_kvcache.session.batch import Batch
+from trt_kvcache.session.queued_request import QueuedRequest
+from trt_kvcache.session.runner import Runner
+from trt_kvcache.session.shared_prompts import SharedPrompts
+from trt_kvcache.session.step_draft import StepDraft
+
+
+class PrefillPlan(NamedTuple):
+    """The prompt tokens that each slot runs, and whether the logits of all of them are wanted or those of the last one."""
+
+    rows: list[Sequence[int]]
+    every_logit: bool
+
+
+class Scheduler:
+    """Requests that wait for a slot, and those that have one. Clients take turns; of one client, first in, first out."""
+
+    def __init__(self, runner: Runner, batch: Batch, shared_prompts: SharedPrompts) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._shared_prompts = shared_prompts
+        #: Requests that have not had a slot. Those that have got one leave by the end of the step.
+        self.waiting: Turns[QueuedRequest] = Turns()
+        #: Requests that had a slot when another call took the slots: first of all.
+        self.returning: list[QueuedRequest] = []
+        #: Requests that have a slot, by slot.
+        self.running: list[QueuedRequest] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a slot."""
+        return len(self.waiting) + sum(queued.state == "queued" for queued in self.returning)
+
+    # --- slots that become free ---
+
+    def take_back(self) -> None:
+        """Return all running requests to the queue: another call has taken their slots."""
+        again = sorted((queued for queued in self.running if not queued.finished), key=lambda queued: queued.index)
+        for queued in again:
+            queued.progress = queued.progress._replace(stage="queued")
+        self.returning = [*again, *(queued for queued in self.returning if queued not in again)]
+        self.running = []
+
+    def compaction(self) -> list[int] | None:
+        """Return the mapping that moves the last slots to the places of requests that have ended, or None if none has."""
+        keep = [not queued.finished for queued in self.running]
+        if all(keep):
+            return None
+        count = sum(keep)
+        holes = (slot for slot in range(count) if not keep[slot])
+        return [-1 if not kept else slot if slot < count else next(holes) for slot, kept in enumerate(keep)]
+
+    def compacted(self, mapping: Sequence[int]) -> None:
+        """Take note of a compaction. The clients of requests that have ended have had a turn."""
+        before = self.running
+        self.running = [before[slot] for _, slot in sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)]
+        for queued, new in zip(before, mapping, strict=True):
+            if new < 0:
+                self.waiting.end_turn(queued.client)
+
+    # --- slots that are filled ---
+
+    def next_waiting(self) -> list[QueuedRequest]:
+        """Return the requests that get a slot now. They stay in the queue until the step is done."""
+        first, limit = len(self.running), self._batch.max_sequence_length
+        filling = any(queued.state == "prefilling" and len(queued.row) == limit for queued in self.running)
+        if filling and not self._runner.plan.can_start_at(first):
+            return []  # its slot will be full, and then no aligned view could start at the slot after it
+        free = self._runner.cache.max_batch_size - first
+        self.returning = [queued for queued in self.returning if queued.state == "queued"]
+        found = self.returning[:free]
+        if not self.waiting or len(found) == free:
+            return found
+        held = Counter(queued.client for queued in (*self.running, *found))
+        new = self.waiting.first(free - len(found), held)
+        if any(queued.state != "queued" for queued in new):  # the last step, or cancel(), was interrupted before these had left
+            self.leave_queue([queued for queued in new if queued.state != "queued"])
+            return self.next_waiting()
+        return found + new
+
+    def leave_queue(self, requests: Sequence[QueuedRequest]) -> None:
+        """Take requests that have a slot now, or have ended, out of their lines. Their clients have had a turn."""
+        for queued in requests:
+            if self.waiting.discard(queued.client, queued):
+                self.waiting.end_turn(queued.client)
+
+    # --- tokens that run ---
+
+    def decodes(self) -> list[bool]:
+        """Return which slots run the last token of their request in the next step."""
+        return [queued.state == "decoding" and not queued.request.waits for queued in self.running]
+
+    def plan_prefill(self, draft: StepDraft) -> list[PrefillPlan]:
+        """Return the prompt tokens of the next step. Scored prompts run apart from the others where an enqueue may start at any slot."""
+        rows = [self._next_row(draft, slot) for slot in range(len(draft.slots))]
+        scored = [bool(row) and queued.is_scored for row, queued in zip(rows, draft.running, strict=True)]
+        if not any(scored):
+            plans = [PrefillPlan(rows, every_logit=False)]
+        elif not all(map(self._runner.plan.can_start_at, range(len(rows)))):
+            plans = [PrefillPlan(rows, every_logit=True)]
+        else:
+            alone = [row if is_scored else [] for row, is_scored in zip(rows, scored, strict=True)]
+            others = [[] if is_scored else row for row, is_scored in zip(rows, scored, strict=True)]
+            plans = [PrefillPlan(alone, every_logit=True), PrefillPlan(others, every_logit=False)]
+        return [plan for plan in plans if any(plan.rows)]
+
+    def _next_row(self, draft: StepDraft, slot: int) -> Sequence[int]:
+        """Return the next tokens of a prompt: all that its slot does not hold, or fewer where states are to be copied first."""
+        if draft.state(slot) != "prefilling" or draft.progress[slot].shared:
+            return []
+        row, held = draft.running[slot].row, draft.slots[slot].length
+        end = self._shared_prompts.stop(draft, slot)
+        if self._batch.caches_prompt_without_last_token and held < len(row) - 1:
+            end = min(end, len(row) - 1)
+        return row[held:end]

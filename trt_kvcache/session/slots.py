@@ -1,0 +1,60 @@
+"""``Slot``: one active slot of a session, as a value. A step makes new values, and :meth:`Runner.apply` puts them in force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trt_kvcache.generation.sampling import SamplerPosition
+
+
+class Slot(NamedTuple):
+    """Tokens of one sequence: those in the cache, those pending, and the position of the sampler that chose them.
+
+    ``row`` is append-only and shared by all values of a sequence, each of which reads its first ``length`` entries. So a step costs the
+    same for any number of tokens, and a value that was never put in force leaves the others as they are.
+    """
+
+    row: list[int]
+    length: int
+    #: Chosen, and not in the cache yet.
+    pending: tuple[int, ...] = ()
+    #: Tokens at the start of the row that were not run for its sequence.
+    reused: int = 0
+    sampler: SamplerPosition | None = None
+    #: Tokens at the end that its request has generated.
+    generated: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens in the cache."""
+        return self.row[: self.length]
+
+    def extended(self, tokens: Sequence[int]) -> Slot:
+        """Add tokens that were run, in place of the pending ones. If they are others, no request has generated them."""
+        generated = self.generated if tuple(tokens) == self.pending else 0
+        row = self._row_with(tokens)
+        return Slot(row, len(row), (), self.reused, self.sampler, generated)
+
+    def restored(self, tokens: Sequence[int]) -> Slot:
+        """Add tokens that are in the cache without having been run."""
+        row = self._row_with(tokens)
+        return Slot(row, len(row), self.pending, len(row), self.sampler, self.generated)
+
+    def shortened(self, length: int, pending: Sequence[int] = ()) -> Slot:
+        """Keep the first ``length`` tokens, with others pending."""
+        dropped = self.length + len(self.pending) - length - len(pending)
+        return Slot(self.row, length, tuple(pending), self.reused, self.sampler, max(0, self.generated - dropped))
+
+    def chosen(self, token: int, sampler: SamplerPosition | None, generated: int) -> Slot:
+        """Add a token that was chosen to the pending ones.
+
+        Others may be pending before it: those that a full slot has given back while its request waited.
+        """
+        return Slot(self.row, self.length, (*self.pending, token), self.reused, sampler, generated)
+
+    def _row_with(self, tokens: Sequence[int]) -> list[int]:
+        """Return a row of the tokens in the cache and others: the shared one, unless a value that is not in force has appended to it."""
+        row = self.row if len(self.row) == self.length else self.row[: self.length]
+        row.extend(tokens)
+        return row
