@@ -81,7 +81,7 @@ def test_import_time(tmp_path):
     results = measured("import_time.py", tmp_path / "import_time.json", "--runs", "1")["results"]
     assert set(results) == {
         "trt_kvcache",
-        "trt_kvcache.cache.kv_cache_manager",
+        "trt_kvcache.cache.edge_llm",
         "from trt_kvcache import InferenceSession",
         "numpy, ml_dtypes",
     }

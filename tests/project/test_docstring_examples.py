@@ -23,7 +23,7 @@ def test_examples_run(module, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "module", ["cache.config", "cache.estimate", "cache.kv_cache_manager", "cache.lengths", "memory.host_memory", "memory.tensor"]
+    "module", ["cache.config", "cache.estimate", "cache.edge_llm", "cache.lengths", "memory.host_memory", "memory.tensor"]
 )
 def test_what_users_start_with_has_an_example(module):
     assert f"trt_kvcache.{module}" in MODULES
