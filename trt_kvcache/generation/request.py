@@ -259,7 +259,8 @@ class Request:
 
     def _taken(self) -> list[int]:
         """Return the tokens generated so far, without a copy."""
-        del self._tokens[self.progress.num_tokens :]  # tokens after restored progress, and one whose take() was interrupted
+        if len(self._tokens) > self.progress.num_tokens:
+            del self._tokens[self.progress.num_tokens :]  # tokens after restored progress, and one whose take() was interrupted
         return self._tokens
 
     def _with_token(self, token: int, logprobs: TokenLogprobs | None, full: bool) -> Choice:
@@ -280,11 +281,13 @@ class Request:
                 reason = "stop"
         if reason is None and self._edits.is_deferred:
             self._edits.ready((*self._taken(), token))  # the work for the token after it begins before the model runs
-        top = (None, None) if logprobs is None else (logprobs.chosen, logprobs.top)
-        return Choice(GeneratedToken(self.index, token, text, reason, *top), RequestProgress(num_tokens, reason, text_state))
+        progress = RequestProgress(num_tokens, reason, text_state)
+        if logprobs is None:
+            return Choice(GeneratedToken(self.index, token, text, reason), progress)
+        return Choice(GeneratedToken(self.index, token, text, reason, logprobs.chosen, logprobs.top), progress)
 
     def _choose_token(self, logits: np.ndarray[Any, Any]) -> int:
-        _, counter = self.sampler
+        counter = self._params.counter + self.progress.num_tokens
         if not self._edits.active:
             return self._sampler.choose(logits, counter)
         try:

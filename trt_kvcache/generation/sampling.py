@@ -344,8 +344,8 @@ class Sampler:
 
 def check_logits(logits: np.ndarray[Any, Any]) -> int:
     """Return the most likely token, the first of equal ones. Raises EngineError if a logit is NaN, or none is finite."""
-    best = int(np.argmax(logits))  # NaN counts as the largest
-    if not np.isfinite(logits[best]):
+    best = int(logits.argmax())  # NaN counts as the largest
+    if not math.isfinite(logits[best]):
         raise bad_logits(logits[best], best)
     return best
 

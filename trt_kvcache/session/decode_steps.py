@@ -24,6 +24,10 @@ class Cursor(NamedTuple):
     request: Request
     num_tokens: int
 
+    def following(self) -> Cursor:
+        """Return the cursor after one more token."""
+        return Cursor(self.request, self.num_tokens + 1)
+
 
 #: The request of each slot; None for an idle slot.
 Cursors = Sequence[Cursor | None]
@@ -138,7 +142,7 @@ class DecodeSteps:
 
     def _follow(self, cursors: Cursors, sampled: Mapping[int, Cursor | None]) -> tuple[_StepAhead, Mapping[int, Cursor | None]]:
         """Enqueue the step after one whose tokens are only on the device. An error is raised when the turn of that step comes."""
-        after = [None if cursor is None else cursor._replace(num_tokens=cursor.num_tokens + 1) for cursor in cursors]
+        after = [None if cursor is None else cursor.following() for cursor in cursors]
         try:
             self._runner.enqueue_next(len(after))
             return self._sample(after, sampled)
@@ -162,7 +166,7 @@ class DecodeSteps:
                     cursor.request.enter(self._sampler, slot, stream=stream)
         tokens, logits = self._runner.device_views(len(cursors))
         self._sampler.sample(logits, tokens, stream=stream)
-        after = {slot: None if cursor is None else cursor._replace(num_tokens=cursor.num_tokens + 1) for slot, cursor in enumerate(cursors)}
+        after = {slot: None if cursor is None else cursor.following() for slot, cursor in enumerate(cursors)}
         return _StepAhead(cursors, self._sampler.download(len(cursors), stream=stream)), after
 
     def close(self) -> None:
