@@ -44,7 +44,7 @@ def test_a_path_that_differs_ends_with_1(tmp_path, monkeypatch, capsys):
     shutil.copytree(SHIPPED, other)
     config = json.loads((SHIPPED / "config.json").read_text(encoding="utf-8"))
     (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}), encoding="utf-8")
-    models = iter([SHIPPED, other])
+    models = iter([other, SHIPPED])  # the comparison, then what makes its inputs
     monkeypatch.setattr(trt_kvcache, "ReferenceRunner", lambda model, **options: ReferenceRunner(next(models), **options))
     assert run(monkeypatch, tmp_path / "out") == 1
     assert "the paths differ" in capsys.readouterr().out
