@@ -145,6 +145,38 @@ def test_pending_tokens_of_a_full_slot_that_waited_are_all_there():
         assert session.tokens(0) + session.pending_tokens(0) == (1, 2, 3, 4, 5, 6, *handle.tokens)
 
 
+def test_a_step_that_fails_beside_a_full_slot_that_waits_runs_nothing_again():
+    """The full slot gives its last token back before the step; the slots are still those of the queue."""
+    with make(slots=2, limit=S) as session:
+        full = session.submit(range(S), late(2, lambda count: 9))
+        for _ in range(4):
+            session.step()
+        other = session.submit([1], max_new_tokens=5)
+        session.step()
+        assert len(session.tokens(0)) == S
+        run = session.engine._run
+        session.engine._run = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            session.step()
+        session.engine._run = run
+        drain(session)
+        assert (len(other.tokens), full.finish_reason) == (5, "length")
+        assert session.statistics.prefill_tokens == S + 1
+
+
+def test_no_slot_is_given_behind_a_full_one_that_waits_and_cannot_be_skipped():
+    """No view that begins after the full slot is aligned."""
+    with make(slots=2, limit=6) as session:
+        full = session.submit([1, 2, 3, 4, 5, 6], late(2, lambda count: 9))
+        session.step()
+        session.step()
+        other = session.submit([1], max_new_tokens=5)
+        session.step()
+        assert other.state == "queued"
+        drain(session)
+        assert (len(other.tokens), full.finish_reason) == (5, "length")
+
+
 def test_generate_waits():
     processor = Late(lambda count: 99)
     with make() as session:

@@ -70,6 +70,7 @@ class RequestQueue:
         decodes = self.scheduler.decodes()
         if any(decodes):
             self._batch.make_room_for_idle_rows(decodes)
+            self._left = self._runner.slots
         with self._runner.work(continues=not admitted):
             draft = StepDraft(running, self._runner.slots)
             # First of all, so that one that fails here costs the others nothing.

@@ -72,9 +72,11 @@ class Scheduler:
     def next_waiting(self) -> list[QueuedRequest]:
         """Return the requests that get a slot now. They stay in the queue until the step is done."""
         first, limit = len(self.running), self._batch.max_sequence_length
-        filling = any(queued.state == "prefilling" and len(queued.row) == limit for queued in self.running)
-        if filling and not self._runner.plan.can_start_at(first):
-            return []  # its slot will be full, and then no aligned view could start at the slot after it
+        if not self.waiting and not self.returning:
+            return []
+        full = any((queued.state == "prefilling" or queued.request.waits) and len(queued.row) == limit for queued in self.running)
+        if full and not self._runner.plan.can_start_at(first):
+            return []  # its slot is full, or will be, and then no aligned view could start at the slot after it
         free = self._runner.cache.max_batch_size - first
         self.returning = [queued for queued in self.returning if queued.state == "queued"]
         found = self.returning[:free]
