@@ -22,7 +22,7 @@ LIMIT = "#b91c1c"
 
 IMAGE = "docs/images/end_to_end.svg"
 
-#: Tokens past in README; all of them are in benchmarks/README.md.
+#: Tokens before the measured steps, in README; all of them are in benchmarks/README.md.
 _SHOWN_PAST = 1024
 
 Shape = tuple[str, int, int]
@@ -64,14 +64,14 @@ def readme_block(content: dict[str, Any]) -> str:
     device = content["device"]
     speeds = [cell["copy_gb_per_second"] / 1e3 for cell in content["cells"].values() if "copy_gb_per_second" in cell]
     ends = list(dict.fromkeys(f"{speed:.2f}" for speed in (min(speeds), max(speeds)))) if speeds else []
-    copies = f"({' to '.join(ends)} TB/s when it was measured, once for each model)." if speeds else "of this GPU."
+    copies = f"({' to '.join(ends)} TB/s; the copy is measured once for each model)." if speeds else "of this GPU."
     lines = [
-        f"![Milliseconds per token of whole models on an {device}, beside the time that reading weights, K and V takes]({IMAGE})",
+        f"![Milliseconds per token of whole models on an {device}, with the time to read weights, K and V]({IMAGE})",
         "",
-        f"Milliseconds of a step, which gives every slot a token, after {_SHOWN_PAST} tokens. The models have random weights in bfloat16;",
+        f"Milliseconds per decode step (one token for every slot), after {_SHOWN_PAST} tokens. The models have random weights in bfloat16;",
         f'the GPU is an {device}. trt_kvcache is `InferenceSession.generate` with `engine="torch"`, top-p sampling, text and a stop text.',
         "The other columns are `generate` of transformers with sampling and text, with a static cache and `torch.compile`, and eager.",
-        "The limit is the time that reading weights, K and V takes at the speed of a copy",
+        "The limit is the time to read weights, K and V at the speed of a copy",
         copies,
         *_other_run(content),
         "",
@@ -91,7 +91,7 @@ def readme_sentence(content: dict[str, Any]) -> str:
     times = {side: f"{sides[side]['step_ms']['median']:.2f} ms" for side in ("ours", "compiled")}
     return (
         f"**Speed**: Llama-3-8B in bfloat16 takes {times['ours']} a token on an {content['device']} (PyTorch engine, batch 1,\n"
-        f"{_SHOWN_PAST} tokens past). transformers with a static cache and `torch.compile` takes {times['compiled']}. "
+        f"after {_SHOWN_PAST} tokens). transformers with a static cache and `torch.compile` takes {times['compiled']}. "
         "[All figures](#speed)."
     )
 
@@ -112,7 +112,7 @@ def picture(content: dict[str, Any]) -> str:
     longest = max(side["step_ms"]["median"] for _, _, sides in shown for side in sides.values())
     left, width, bar, gap = 160, 560, 16, 14
     height = 70 + sum(len(sides) * bar + gap for _, _, sides in shown)
-    drawn = Picture(800, height, f"Milliseconds per token, {_SHOWN_PAST} tokens past, on an {content['device']}")
+    drawn = Picture(800, height, f"Milliseconds per token, after {_SHOWN_PAST} tokens, on an {content['device']}")
     x = 20
     for name, fill in SIDES.values():
         drawn.box(x, 14, 14, 14, fill, rounded=3)

@@ -43,7 +43,7 @@ FACTS = {
     "kernel capabilities": "compute capability 8.0 and newer",
     "torch on a GPU": "yes: an H200",
     "rtx": "builds: yes, Linux on x86-64; runs: no",
-    "full TensorRT": "no; it builds against NVIDIA's Python bindings of 10.3 to 11.4, with a stand-in for the libraries",
+    "full TensorRT": "no; tested with NVIDIA's Python bindings of 10.3 to 11.4 and a stand-in for the libraries",
     "jetson": "no",
 }
 

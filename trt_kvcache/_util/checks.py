@@ -1,4 +1,4 @@
-"""Checks of arguments at the border. Messages have the form of :mod:`trt_kvcache.errors`; ``what`` names the argument in them."""
+"""Checks of the arguments of public functions. Messages follow :mod:`trt_kvcache.errors`; ``what`` names the argument in them."""
 
 import operator
 import sys

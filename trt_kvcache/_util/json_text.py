@@ -1,4 +1,4 @@
-"""Parsing JSON that came from elsewhere: all its faults are one error, a ``ValueError``."""
+"""Parsing JSON from untrusted sources: every fault is a ``ValueError``."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pages of memory-mapped files that are not needed for now."""
+"""Release of the resident pages of memory-mapped files."""
 
 import mmap
 

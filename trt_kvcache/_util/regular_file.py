@@ -1,4 +1,4 @@
-"""Opening files that came from elsewhere: only regular ones, and never more of them than expected."""
+"""Opening untrusted files: only regular files, and never more bytes than expected."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Values as error messages show them: never too long, and never an error of their own."""
+"""Short texts of values for error messages, also of values whose ``repr`` is long or raises an error."""
 
 from collections.abc import Mapping
 from typing import Any

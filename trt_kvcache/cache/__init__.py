@@ -1,1 +1,1 @@
-"""The KV cache: configurations, layouts, lengths and the managers of the seeds."""
+"""The KV cache: configurations, layouts, lengths and the cache managers."""

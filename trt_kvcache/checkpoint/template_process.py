@@ -1,7 +1,7 @@
 """``TemplateProcess``: renders a chat template in a separate process with limits of time and memory.
 
 A template is a program that came with a model. Jinja's sandbox keeps it away from files and from Python, but ``'%1000000000d' % 1`` or
-nested loops stop the process that evaluates them, some already when they are compiled.
+nested loops make the process hang or run out of memory, some already when they are compiled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes of single tokens: a token may be a part of a character, and has no text of its own then."""
+"""Bytes of single tokens: a token that is only a part of a character has bytes, but no text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``DecoderEngine``: base of the engines that run a checkpoint themselves, whatever they compute with."""
+"""``DecoderEngine``: base of the engines that run a checkpoint without a build, in NumPy or PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Request``: one prompt that is continued: token choice, text, and the end."""
+"""``Request``: the generation for one prompt: choice of tokens, text, and end conditions."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""``Kernel``: one kernel in NumPy and in CUDA. Each family file pairs them, under the functions that check arguments for users."""
+"""``Kernel``: the NumPy twin and the CUDA launch of one kernel. The public functions check the arguments, then call it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""``launch``: load and launch a kernel of ``plugins/*.cu``; and its arguments.
+"""``launch``: load and launch a kernel of ``plugins/*.cu``, and helpers for its arguments.
 
-The first launch of a process imports cuda-python, and the first of a kernel may compile it: importing this file does neither.
+The first launch of a process imports cuda-python. The first launch of a kernel may compile it. Importing this file does neither.
 """
 
 from __future__ import annotations

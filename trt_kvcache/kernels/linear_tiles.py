@@ -1,4 +1,4 @@
-"""Tile sizes of ``plugins/linear.cu``, which it is compiled with, and the blocks of its launches."""
+"""Compile-time tile sizes of ``plugins/linear.cu``, and the blocks of its launches."""
 
 from __future__ import annotations
 

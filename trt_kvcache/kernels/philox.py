@@ -1,4 +1,4 @@
-"""Random numbers by index: Philox (Salmon et al., 2011) is counter-based, so any number is computed at once."""
+"""Random numbers by index: Philox (Salmon et al., 2011) is counter-based, so any number is computed directly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Polygraphy loaders of sessions, engine folders and networks.
 
-Each loader has a function in ``snake_case`` that does it at once, as Polygraphy's own. Errors are ``PolygraphyException``, and warnings go
-through ``G_LOGGER``.
+Each loader has a function in ``snake_case`` that loads immediately, as Polygraphy's own loaders do. Errors are ``PolygraphyException``,
+and warnings go through ``G_LOGGER``.
 """
 
 from __future__ import annotations

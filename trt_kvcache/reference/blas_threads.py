@@ -1,7 +1,7 @@
 """``one_blas_thread``: small products of NumPy without BLAS threads.
 
-BLAS divides a product of a fraction of a millisecond among all cores and then waits for the slowest. On a busy machine that one waits
-for its turn, so that a prompt of a small model takes ten times as long as on one thread.
+BLAS divides even a product of a fraction of a millisecond among all cores, and then waits for the slowest thread. On a busy machine that
+thread may wait for a core, so a prompt of a small model takes ten times as long as on one thread.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Keeping the contents of slots outside their slots: sequence handles with swapping, the prompt cache, snapshots."""
+"""Copies of the contents of slots: for swapping, for prefix caching, and for snapshots."""

@@ -5,7 +5,7 @@
     tensors       larger elements first, so that all are aligned
     sha256        the last tensor, uint8 [32]: the hash of every byte before it
 
-Every reader of safetensors can open it. The hash is there because safetensors itself loads a flipped bit without an error.
+Every reader of safetensors can open it. The hash detects damage such as a flipped bit, which safetensors itself does not check.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``load``: a session from whatever names a model."""
+"""``load``: a session from a folder, a file or a Hugging Face Hub id of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Runner``: device work on one stream, and the slots that the host says the cache holds.
+"""``Runner``: device work on one stream, and the host's record of the slots of the cache.
 
 Work on the device comes first, :meth:`Runner.apply` last. So a step that fails needs no record of what it has changed on the host: the
 cache returns to the lengths of the slots in force, and rows past a length are never read.

@@ -1,4 +1,4 @@
-"""Scoring prompts: how likely the model finds each of their tokens, from the logits of a prefill."""
+"""Scoring prompts: the log-probability of each of their tokens, from the logits of a prefill."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""``SharedPrompts``: the common prefix of prompts that run at the same time runs once, and is copied to the other slots."""
+"""``SharedPrompts``: runs the common prefix of concurrent prompts once, and copies it to the other slots."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""``StepDraft``: the slots and requests as a step will leave them. Nothing of it counts before it is applied."""
+"""``StepDraft``: the slots and requests after a step. It has no effect before it is applied."""
 
 from __future__ import annotations
 

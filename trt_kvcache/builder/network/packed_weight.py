@@ -1,4 +1,4 @@
-"""``PackedWeight``: a quantized matrix as TensorRT dequantizes it, whatever format it was stored in."""
+"""``PackedWeight``: a quantized matrix in the format that TensorRT dequantizes, converted from any format of a checkpoint."""
 
 from __future__ import annotations
 

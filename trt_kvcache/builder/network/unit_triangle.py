@@ -1,8 +1,8 @@
-"""The inverse of ``I + a`` for strictly lower triangular matrices, of a row and a column for each new token.
+"""The inverse of ``I + a`` for strictly lower triangular matrices ``a``, with a row and a column for each new token.
 
-Beginning with blocks of one token, neighbouring blocks of the diagonal are joined: with ``b`` the block of ``a`` between the two,
-their inverses ``x`` and ``y`` become ``[[x, 0], [-y b x, y]]``. That is substitution block by block, which keeps the digits that powers
-of ``a`` would lose where tokens repeat.
+The first diagonal blocks have one token. Each step joins two adjacent diagonal blocks: with ``b`` the block of ``a`` between them,
+their inverses ``x`` and ``y`` become ``[[x, 0], [-y b x, y]]``. This is block substitution. It keeps the precision that a series of
+powers of ``a`` would lose for repeated tokens.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: its metadata, and where its tensors are.
+"""The header of a GGUF file: its metadata, and the locations of its tensors.
 
-The reader of the ``gguf`` package makes several arrays for every element of an array and believes all counts: a vocabulary takes it
-seconds, and a damaged file minutes or all memory. So the header is read here, in one pass that never leaves the file. The package is asked
-for the sizes of blocks, and dequantizes them.
+The reader of the ``gguf`` package makes several arrays for every element of an array, and trusts all counts. It takes seconds for a
+vocabulary, and minutes or all memory for a damaged file. So this module reads the header itself, in one pass within the bounds of the
+file. The package is used for the sizes of blocks, and to dequantize them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 r"""Pre-tokenizers of byte-level BPE by their names in ``tokenizer.ggml.pre``.
 
 A name stands for the tokenizer of one published model. llama.cpp approximates it with its own regular expressions; the ones here are from
-the published ``tokenizer.json``, so that the token ids are the ones of the training.
+the published ``tokenizer.json``, so that the token ids equal those of the training.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Formats of tool calls: detection of the format of a model, and a parser for each.
 
-Sources: the chat templates of Qwen 2.5 and 3 (which have it from Hermes), Qwen3-Coder, Llama 3.1 to 3.3, and Mistral.
+Sources: the chat templates of Qwen 2.5 and 3 (whose format is that of Hermes), Qwen3-Coder, Llama 3.1 to 3.3, and Mistral.
 """
 
 from __future__ import annotations
