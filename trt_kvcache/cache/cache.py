@@ -63,7 +63,8 @@ class Cache(Closable):
     graph holds the addresses of one :attr:`parity`. Without ``ping_pong`` the next states are the current ones.
     """
 
-    #: False for a cache whose slots hold one part of a sequence only; handles, prefix caching and snapshots refuse it.
+    #: False for a cache whose slots may hold states without the K and V of their sequences. Handles, prefix caching and snapshots
+    #: refuse it.
     holds_whole_sequences = True
 
     def __init__(self, config: DecoderCacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Deferring Ctrl-C during code that would lose the ``KeyboardInterrupt``: imports (ImportError), and callbacks of TensorRT."""
+"""Deferring Ctrl-C during code that would lose the ``KeyboardInterrupt``.
+
+Such code is an import, which may raise ``ImportError`` instead, or a callback of TensorRT.
+"""
 
 import signal
 import threading

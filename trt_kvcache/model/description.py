@@ -1,6 +1,6 @@
 """Frozen dataclasses as plain JSON values and back. Fields with default values are left out.
 
-A class with a ``kind`` stores it, to be found among the classes that a field may have.
+If a field may have one of several classes, each of them has a ``kind``. It is stored, so that reading finds the class again.
 """
 
 from __future__ import annotations

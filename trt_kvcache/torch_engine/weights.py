@@ -1,4 +1,4 @@
-"""The weights of a decoder as torch tensors, block by block of the residual stream."""
+"""The weights of a decoder as torch tensors, in blocks: a mixer or an MLP, with the norms around it."""
 
 from __future__ import annotations
 

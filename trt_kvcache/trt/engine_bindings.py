@@ -1,4 +1,6 @@
-"""The bindings of an engine: the address of each tensor and the shape of each input, per optimisation profile and set.
+"""The bindings of an engine: the address of each tensor and the shape of each input, for each optimisation profile.
+
+Double-buffered states have two sets of bindings, one for each order of the two buffers.
 
 Used by ``TensorRTEngine`` and ``SegmentedEngine``.
 """
