@@ -1,4 +1,4 @@
-// What a decoder layer does between its matrix products. Launched by trt_kvcache/kernels/decoder_layer_kernels.py.
+// Operations of a decoder layer between its matrix products. Launched by trt_kvcache/kernels/decoder_layer_kernels.py.
 // Elements have 16 bits; a thread handles words of two. Sums are float32.
 
 #include "attention/element.cuh"

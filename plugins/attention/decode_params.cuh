@@ -1,4 +1,4 @@
-// What the decode kernel is told, and the sizes that it is compiled for.
+// Parameters of the decode kernel, and the sizes that it is compiled for.
 #pragma once
 
 #include "attention/config.cuh"
@@ -60,7 +60,7 @@ struct DecodeParams {
     }
 };
 
-// What the kernels for caches with scales are told in addition.
+// Further parameters of the kernels for caches with scales.
 #ifdef STORED
 #define SCALE_PARAMETERS \
     , float *scales, long long scale_slot_stride, long long scale_kv_stride, long long scale_head_stride, long long scale_token_stride

@@ -1,4 +1,4 @@
-// Which tokens of a slot are new.
+// New tokens of a slot.
 #pragma once
 
 // New tokens of a slot that fit into the cache. new_lengths may be null: `width` for all.

@@ -1,4 +1,4 @@
-// What the prefill kernels are told.
+// Parameters of the prefill kernels.
 #pragma once
 
 #include "attention/config.cuh"

@@ -1,4 +1,4 @@
-// What the host says about single rows. Launched by trt_kvcache/kernels/sampling_kernels.py.
+// Host updates of single rows of the sampler. Launched by trt_kvcache/kernels/sampling_kernels.py.
 
 #include "argument_lists.cuh"
 #include "sampling/rows.cuh"

@@ -28,7 +28,7 @@ from trt_kvcache.trt.plugin import can_add_plugins
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: Stages that ``progress`` is told.
+#: Names of the stages, the first argument of ``progress``.
 READING, DEFINING, BUILDING, WRITING = "read checkpoint", "define network", "build engine", "write engine folder"
 
 
