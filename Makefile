@@ -15,6 +15,7 @@ FAST := not trt and not gpu and not slow and not long and not real
 JOBS ?= auto
 # A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
 WORKERS := -n $(JOBS) --dist worksteal
+CXX_SOURCES = $(shell find plugins tests/simt -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 # Where sums decide: some for each change, all of them for `make test-all`. Left out are files that take long and hand no sum to OpenBLAS.
 SUMS := tests/reference tests/generation
 ALL_SUMS := tests/builder/network tests/checkpoint/quantized tests/end_to_end tests/kernels tests/ops tests/polygraphy tests/reference tests/session \
@@ -35,9 +36,10 @@ demo: $(DEMO_READY)  ## Build an engine from the shipped model, generate text, c
 	@$(BIN)/python examples/demo.py
 
 .PHONY: check
-check: $(READY)  ## Lint and type-check
+check: $(READY)  ## Formatting of Python, C++ and CUDA; lint; types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	@$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(BIN)/mypy
 
 # The second half runs after a failure of the first too, and the target fails if either does.

@@ -1,8 +1,9 @@
 // Compaction in place: moving the contents of batch slots to other slots.
 //
-// The host turns a batch mapping into moves (source, destination, tokens); a cycle is opened by a move into a register and closed by one out
-// of it (trt_kvcache/kernels/compaction_moves.py). A thread owns a column, vectors at the same place in every slot, and carries out all moves
-// for it, in order. No two threads touch the same bytes, so threads never wait for each other, and no scratch memory is needed.
+// The host turns a batch mapping into moves (source, destination, tokens); a cycle is opened by a move into a register
+// and closed by one out of it (trt_kvcache/kernels/compaction_moves.py). A thread owns a column, vectors at the same
+// place in every slot, and carries out all moves for it, in order. No two threads touch the same bytes, so threads
+// never wait for each other, and no scratch memory is needed.
 #pragma once
 
 #include "argument_lists.cuh"
@@ -18,7 +19,8 @@ struct Move {
     long long tokens;
 };
 
-// A move in 64 bits: from bit 47 the source (16 bits), from bit 31 the destination (16 bits), below it the tokens (31 bits).
+// A move in 64 bits: from bit 47 the source (16 bits), from bit 31 the destination (16 bits), below it the tokens (31
+// bits).
 __device__ __forceinline__ Move unpack_move(long long move) {
     return {static_cast<int>(move >> 47), static_cast<int>(move >> 31 & 0xFFFF), move & 0x7FFFFFFF};
 }
@@ -34,13 +36,15 @@ struct ListedMoves {
 
 // Stores the list in shared memory, for all threads of the block, with a barrier behind it.
 template <int kCount>
-__device__ __forceinline__ ListedMoves share_moves(long long* shared, const long long (&packed)[kCount], long long count, long long max_tokens) {
+__device__ __forceinline__ ListedMoves share_moves(long long* shared, const long long (&packed)[kCount],
+                                                   long long count, long long max_tokens) {
     if (threadIdx.x < kCount) shared[threadIdx.x] = select_value(packed, threadIdx.x);
     __syncthreads();
     return {shared, static_cast<int>(count), max_tokens};
 }
 
-// Moves of a mapping on the device that keeps the order: slot i goes to slot mapping[i] < i. Any other entry moves nothing.
+// Moves of a mapping on the device that keeps the order: slot i goes to slot mapping[i] < i. Any other entry moves
+// nothing.
 struct MappedMoves {
     const int *mapping, *lengths;
     int count;
@@ -56,8 +60,8 @@ struct MappedMoves {
     }
 };
 
-__device__ __forceinline__ MappedMoves read_mapping(const int* mapping, const int* lengths, long long count, long long max_sequence_length,
-                                                    long long tokens_per_row = 1) {
+__device__ __forceinline__ MappedMoves read_mapping(const int* mapping, const int* lengths, long long count,
+                                                    long long max_sequence_length, long long tokens_per_row = 1) {
     MappedMoves moves{mapping, lengths, static_cast<int>(count), max_sequence_length, tokens_per_row, 0};
     for (int i = 0; i < moves.count; i++) {
         const long long tokens = moves[i].tokens;
@@ -104,10 +108,11 @@ struct Columns {
     }
 };
 
-// Carries out all moves. What a move has loaded is stored while the next one loads: no move loads what the one before it stores, because every
-// slot is read before it is overwritten.
+// Carries out all moves. What a move has loaded is stored while the next one loads: no move loads what the one before
+// it stores, because every slot is read before it is overwritten.
 template <class Vector, class Moves>
-__device__ __forceinline__ void compact_columns(unsigned char* slots, long long slot_stride, const Moves& moves, Extent extent) {
+__device__ __forceinline__ void compact_columns(unsigned char* slots, long long slot_stride, const Moves& moves,
+                                                Extent extent) {
     const long long end = moves.count ? extent(moves.max_tokens) : 0;
     for (long long first = first_vector(); first < end; first += grid_vectors()) {
         Columns<Vector> columns{slots, slot_stride, first, {}};

@@ -7,7 +7,8 @@
 #include "shared_memory.cuh"
 
 constexpr int kMaxWarps = 32;
-constexpr int kHeldWords = 4;  // that a thread keeps in registers between the two passes over a row, or over a unit of it
+// that a thread keeps in registers between the two passes over a row, or over a unit of it
+constexpr int kHeldWords = 4;
 
 // The sum of a value over the block, through kMaxWarps places of shared memory that nobody reads any more.
 __device__ __forceinline__ float block_sum(float value, float* sums) {
@@ -41,9 +42,11 @@ __device__ __forceinline__ unsigned add_word(Element, unsigned hidden, unsigned 
 }
 
 template <class Element>
-__device__ __forceinline__ unsigned scale_word(Element, unsigned sum, unsigned weight, float weight_offset, float scale) {
+__device__ __forceinline__ unsigned scale_word(Element, unsigned sum, unsigned weight, float weight_offset,
+                                               float scale) {
     const float2 value = unpack(Element{}, sum), factor = unpack(Element{}, weight);
-    return pack(Element{}, {value.x * scale * (weight_offset + factor.x), value.y * scale * (weight_offset + factor.y)});
+    return pack(Element{},
+                {value.x * scale * (weight_offset + factor.x), value.y * scale * (weight_offset + factor.y)});
 }
 
 // What is added to the residual stream: a change as it is, or its norm, times a factor, each of them rounded.
@@ -52,18 +55,20 @@ struct ChangeParams {
     float factor;
 };
 template <class Element>
-__device__ __forceinline__ unsigned changed_word(Element, unsigned change, unsigned weight, const ChangeParams& params, float weight_offset, float scale) {
+__device__ __forceinline__ unsigned changed_word(Element, unsigned change, unsigned weight, const ChangeParams& params,
+                                                 float weight_offset, float scale) {
     if (params.weight) change = scale_word(Element{}, change, weight, weight_offset, scale);
     const float2 value = unpack(Element{}, change);
     return params.factor == 1.0f ? change : pack(Element{}, {value.x * params.factor, value.y * params.factor});
 }
 
-// hidden += change, rounded; out = hidden / sqrt(mean(hidden^2) + eps) * (weight_offset + weight), if there is `out`. Grid: a block for each row of
-// `words` words. The first kHeldWords words of a thread are loaded together; weights before the launch that makes `change` has ended. kPlain: the change is
-// added as it is, and there is `out`.
+// hidden += change, rounded; out = hidden / sqrt(mean(hidden^2) + eps) * (weight_offset + weight), if there is `out`.
+// Grid: a block for each row of `words` words. The first kHeldWords words of a thread are loaded together; weights
+// before the launch that makes `change` has ended. kPlain: the change is added as it is, and there is `out`.
 template <class Element, bool kPlain>
-__device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* change, const unsigned* weight, unsigned* out, long long words,
-                                             double eps, double weight_offset, ChangeParams params) {
+__device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* change, const unsigned* weight,
+                                             unsigned* out, long long words, double eps, double weight_offset,
+                                             ChangeParams params) {
     SHARED_ARRAY(float, sums, 2 * kMaxWarps);
     const float offset = static_cast<float>(weight_offset), epsilon = static_cast<float>(eps);
     const bool norms = kPlain || out, norms_change = !kPlain && params.weight;
@@ -71,7 +76,8 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
     change += blockIdx.x * words;
     if (norms) out += blockIdx.x * words;
     unsigned held[kHeldWords], added[kHeldWords], weights[kHeldWords], change_weights[kHeldWords] = {};
-    const long long behind = static_cast<long long>(kHeldWords) * blockDim.x + threadIdx.x;  // the first word that is not held
+    // the first word that is not held
+    const long long behind = static_cast<long long>(kHeldWords) * blockDim.x + threadIdx.x;
     const auto for_each_held = [&](auto use) {
 #pragma unroll
         for (int i = 0; i < kHeldWords; i++) {
@@ -105,7 +111,8 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
         if (live) hidden[word] = held[i];
     });
     for (long long word = behind; word < words; word += blockDim.x) {
-        hidden[word] = add_word(Element{}, hidden[word], changed(change[word], norms_change ? params.weight[word] : 0), squares);
+        hidden[word] =
+            add_word(Element{}, hidden[word], changed(change[word], norms_change ? params.weight[word] : 0), squares);
     }
     if (!norms) return;
     const float scale = norm_scale(block_sum(squares, sums), words, epsilon);
@@ -117,17 +124,19 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
     }
 }
 
-// q and k of a row of new tokens become x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in place. The mean is that of a unit: of a head, or of
-// all heads of q or of k. A row has q_units of q_words words, then k_units of k_words; what follows stays. Grid: x over units, a warp for each; y over
-// rows, which are row_words apart.
+// q and k of a row of new tokens become x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in place. The mean is
+// that of a unit: of a head, or of all heads of q or of k. A row has q_units of q_words words, then k_units of k_words;
+// what follows stays. Grid: x over units, a warp for each; y over rows, which are row_words apart.
 template <class Element>
-__device__ __forceinline__ void qk_rms_norm(unsigned* qkv, const unsigned* q_weight, const unsigned* k_weight, long long row_words, long long q_units,
-                                            long long k_units, long long q_words, long long k_words, double eps, double weight_offset) {
+__device__ __forceinline__ void qk_rms_norm(unsigned* qkv, const unsigned* q_weight, const unsigned* k_weight,
+                                            long long row_words, long long q_units, long long k_units,
+                                            long long q_words, long long k_words, double eps, double weight_offset) {
     const int lane = threadIdx.x % 32;
     const long long unit = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
     if (unit >= q_units + k_units) return;
     const bool is_q = unit < q_units;
-    const long long words = is_q ? q_words : k_words, first = is_q ? unit * q_words : q_units * q_words + (unit - q_units) * k_words;
+    const long long words = is_q ? q_words : k_words,
+                    first = is_q ? unit * q_words : q_units * q_words + (unit - q_units) * k_words;
     const unsigned* const weight = is_q ? q_weight : k_weight;
     unsigned* const row = qkv + blockIdx.y * row_words + first;
     const float offset = static_cast<float>(weight_offset);
@@ -148,21 +157,26 @@ __device__ __forceinline__ void qk_rms_norm(unsigned* qkv, const unsigned* q_wei
     for (int i = 0; i < kHeldWords; i++) {
         if (lane + 32 * i < words) row[lane + 32 * i] = scale_word(Element{}, values[i], weights[i], offset, scale);
     }
-    for (long long word = lane + 32 * kHeldWords; word < words; word += 32) row[word] = scale_word(Element{}, row[word], weight[word], offset, scale);
+    for (long long word = lane + 32 * kHeldWords; word < words; word += 32)
+        row[word] = scale_word(Element{}, row[word], weight[word], offset, scale);
 }
 
-// out = Activation(gate) * up. A row of gate_up is `words` words of gate, then as many of up. Grid: x along a row, y over rows.
+// out = Activation(gate) * up. A row of gate_up is `words` words of gate, then as many of up. Grid: x along a row, y
+// over rows.
 template <class Element, class Activation>
 __device__ __forceinline__ void gated_mul(const unsigned* gate_up, unsigned* out, long long words) {
     const long long word = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x, row = blockIdx.y;
     grid_dependents_may_launch();
     grid_dependency_wait();
     if (word >= words) return;
-    const float2 gate = unpack(Element{}, gate_up[2 * row * words + word]), up = unpack(Element{}, gate_up[(2 * row + 1) * words + word]);
+    const float2 gate = unpack(Element{}, gate_up[2 * row * words + word]),
+                 up = unpack(Element{}, gate_up[(2 * row + 1) * words + word]);
     out[row * words + word] = pack(Element{}, {Activation::of(gate.x) * up.x, Activation::of(gate.y) * up.y});
 }
 
-#define NORM_PARAMETERS unsigned *hidden, const unsigned *change, const unsigned *weight, unsigned *out, long long words, double eps, double weight_offset
+#define NORM_PARAMETERS \
+    unsigned *hidden, const unsigned *change, const unsigned *weight, unsigned *out, long long words, double eps, \
+        double weight_offset
 #define NORM_ARGUMENTS hidden, change, weight, out, words, eps, weight_offset
 #define CHANGE_PARAMETERS NORM_PARAMETERS, const unsigned *change_weight, double change_factor
 #define CHANGE_ARGUMENTS {change_weight, static_cast<float>(change_factor)}
@@ -171,13 +185,17 @@ extern "C" __global__ void add_rms_norm_float16(NORM_PARAMETERS) { add_rms_norm<
 
 extern "C" __global__ void add_rms_norm_bfloat16(NORM_PARAMETERS) { add_rms_norm<BFloat16, true>(NORM_ARGUMENTS, {}); }
 
-extern "C" __global__ void add_changed_rms_norm_float16(CHANGE_PARAMETERS) { add_rms_norm<Float16, false>(NORM_ARGUMENTS, CHANGE_ARGUMENTS); }
+extern "C" __global__ void add_changed_rms_norm_float16(CHANGE_PARAMETERS) {
+    add_rms_norm<Float16, false>(NORM_ARGUMENTS, CHANGE_ARGUMENTS);
+}
 
-extern "C" __global__ void add_changed_rms_norm_bfloat16(CHANGE_PARAMETERS) { add_rms_norm<BFloat16, false>(NORM_ARGUMENTS, CHANGE_ARGUMENTS); }
+extern "C" __global__ void add_changed_rms_norm_bfloat16(CHANGE_PARAMETERS) {
+    add_rms_norm<BFloat16, false>(NORM_ARGUMENTS, CHANGE_ARGUMENTS);
+}
 
-#define QK_PARAMETERS                                                                                                                 \
-    unsigned *qkv, const unsigned *q_weight, const unsigned *k_weight, long long row_words, long long q_units, long long k_units, \
-        long long q_words, long long k_words, double eps, double weight_offset
+#define QK_PARAMETERS \
+    unsigned *qkv, const unsigned *q_weight, const unsigned *k_weight, long long row_words, long long q_units, \
+        long long k_units, long long q_words, long long k_words, double eps, double weight_offset
 #define QK_ARGUMENTS qkv, q_weight, k_weight, row_words, q_units, k_units, q_words, k_words, eps, weight_offset
 
 extern "C" __global__ void qk_rms_norm_float16(QK_PARAMETERS) { qk_rms_norm<Float16>(QK_ARGUMENTS); }

@@ -4,8 +4,9 @@
 #include "vector_copy.cuh"
 
 // out[token] = table[ids[token]], rows of row_nbytes; zeros for an id that is not in the table.
-extern "C" __global__ void __launch_bounds__(kThreads) embed(const unsigned char* table, long long vocab_size, long long row_nbytes,
-                                                             const int* ids, unsigned char* out, long long num_tokens) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    embed(const unsigned char* table, long long vocab_size, long long row_nbytes, const int* ids, unsigned char* out,
+          long long num_tokens) {
     const long long token = static_cast<long long>(blockIdx.z) * gridDim.y + blockIdx.y;
     if (token >= num_tokens) return;
     const long long id = ids[token];

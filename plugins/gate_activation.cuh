@@ -7,5 +7,7 @@ struct Silu {
 
 // GELU as x / 2 * (1 + tanh(u)), u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x * sigmoid(2u).
 struct GeluTanh {
-    static __device__ __forceinline__ float of(float x) { return x / (1.0f + expf(-1.5957691f * (x + 0.044715f * x * x * x))); }
+    static __device__ __forceinline__ float of(float x) {
+        return x / (1.0f + expf(-1.5957691f * (x + 0.044715f * x * x * x)));
+    }
 };

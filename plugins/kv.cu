@@ -1,9 +1,9 @@
 // K/V of batch slots: save, instantiate and compact, for all layers of a head-dim group in one launch.
 // Launched by trt_kvcache/kernels/kv_kernels.py.
 //
-// Rows (one token of one head, or the scales of four) are multiples of 16 bytes and start at multiples of 16 bytes, so whatever the dtype,
-// vectors of 16 bytes are moved. Grid: x along the rows of a head, y over K and V of all heads, z over layers. y is as large as the layer with the most heads
-// needs.
+// Rows (one token of one head, or the scales of four) are multiples of 16 bytes and start at multiples of 16 bytes, so
+// whatever the dtype, vectors of 16 bytes are moved. Grid: x along the rows of a head, y over K and V of all heads, z
+// over layers. y is as large as the layer with the most heads needs.
 
 #include "argument_lists.cuh"
 #include "compaction.cuh"
@@ -12,7 +12,7 @@
 // Written by kernels/layer_infos.py (KVLayerInfo).
 struct KVLayer {
     unsigned char* data;
-    long long slot_stride, kv_stride;  // bytes
+    long long slot_stride, kv_stride;             // bytes
     long long num_kv_heads, max_sequence_length;  // the latter in rows
 };
 
@@ -28,17 +28,20 @@ struct LayerHead {
     // False where the layer has fewer heads than the grid.
     __device__ __forceinline__ bool exists() const { return kv < 2; }
     __device__ __forceinline__ unsigned char* in_slot(long long slot, long long row_nbytes) const {
-        return layer.data + slot * layer.slot_stride + kv * layer.kv_stride + head * layer.max_sequence_length * row_nbytes;
+        return layer.data + slot * layer.slot_stride + kv * layer.kv_stride
+               + head * layer.max_sequence_length * row_nbytes;
     }
     // In a contiguous saved tensor [2, H, saved_tokens, D] at this address.
-    __device__ __forceinline__ unsigned char* in_saved(long long saved, long long saved_tokens, long long row_nbytes) const {
+    __device__ __forceinline__ unsigned char* in_saved(long long saved, long long saved_tokens,
+                                                       long long row_nbytes) const {
         return reinterpret_cast<unsigned char*>(saved) + (kv * layer.num_kv_heads + head) * saved_tokens * row_nbytes;
     }
 };
 
 // Copies the first `tokens` rows of a slot of each layer to the layer's saved tensor [2, H, saved_tokens, D].
-extern "C" __global__ void __launch_bounds__(kThreads) save_layers(const KVLayer* layers, long long row_nbytes, long long slot,
-                                                                  long long tokens, long long saved_tokens, LIST_64(long long saved)) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    save_layers(const KVLayer* layers, long long row_nbytes, long long slot, long long tokens, long long saved_tokens,
+                LIST_64(long long saved)) {
     const long long addresses[] = {LIST_64(saved)};
     const LayerHead head(layers);
     if (!head.exists()) return;
@@ -47,9 +50,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) save_layers(const KVLayer
 }
 
 // The opposite: from the saved tensors to the slot.
-extern "C" __global__ void __launch_bounds__(kThreads) instantiate_layers(const KVLayer* layers, long long row_nbytes, long long slot,
-                                                                         long long tokens, long long saved_tokens,
-                                                                         LIST_64(long long saved)) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    instantiate_layers(const KVLayer* layers, long long row_nbytes, long long slot, long long tokens,
+                       long long saved_tokens, LIST_64(long long saved)) {
     const long long addresses[] = {LIST_64(saved)};
     const LayerHead head(layers);
     if (!head.exists()) return;
@@ -58,9 +61,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) instantiate_layers(const 
 }
 
 // The single-layer form of both. Grid: y over heads, z over K and V. Strides in bytes.
-extern "C" __global__ void __launch_bounds__(kThreads) copy_layer(unsigned char* to, long long to_kv_stride, long long to_head_stride,
-                                                                 const unsigned char* from, long long from_kv_stride,
-                                                                 long long from_head_stride, long long nbytes) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    copy_layer(unsigned char* to, long long to_kv_stride, long long to_head_stride, const unsigned char* from,
+               long long from_kv_stride, long long from_head_stride, long long nbytes) {
     copy_bytes<uint4>(to + blockIdx.z * to_kv_stride + blockIdx.y * to_head_stride,
                       from + blockIdx.z * from_kv_stride + blockIdx.y * from_head_stride, nbytes);
 }
@@ -72,8 +75,8 @@ __device__ __forceinline__ void compact(const LayerHead& head, const Moves& move
 }
 
 template <int kCount>
-__device__ __forceinline__ void compact_listed(const KVLayer* layers, long long row_nbytes, long long max_tokens, long long count,
-                                              const long long (&packed)[kCount]) {
+__device__ __forceinline__ void compact_listed(const KVLayer* layers, long long row_nbytes, long long max_tokens,
+                                               long long count, const long long (&packed)[kCount]) {
     SHARED_ARRAY(long long, moves, kCount);
     const LayerHead head(layers);
     if (!head.exists()) return;  // the whole block
@@ -81,29 +84,34 @@ __device__ __forceinline__ void compact_listed(const KVLayer* layers, long long 
 }
 
 // Moves the live tokens of the slots of each layer by a list of up to 8, 32 or 96 moves: any permutation.
-extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_8(const KVLayer* layers, long long row_nbytes, long long max_tokens,
-                                                                       long long count, LIST_8(long long move)) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    compact_layers_8(const KVLayer* layers, long long row_nbytes, long long max_tokens, long long count,
+                     LIST_8(long long move)) {
     const long long packed[] = {LIST_8(move)};
     compact_listed(layers, row_nbytes, max_tokens, count, packed);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_32(const KVLayer* layers, long long row_nbytes, long long max_tokens,
-                                                                        long long count, LIST_32(long long move)) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    compact_layers_32(const KVLayer* layers, long long row_nbytes, long long max_tokens, long long count,
+                      LIST_32(long long move)) {
     const long long packed[] = {LIST_32(move)};
     compact_listed(layers, row_nbytes, max_tokens, count, packed);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_96(const KVLayer* layers, long long row_nbytes, long long max_tokens,
-                                                                        long long count, LIST_96(long long move)) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    compact_layers_96(const KVLayer* layers, long long row_nbytes, long long max_tokens, long long count,
+                      LIST_96(long long move)) {
     const long long packed[] = {LIST_96(move)};
     compact_listed(layers, row_nbytes, max_tokens, count, packed);
 }
 
-// The same by a mapping and lengths that are read on the device: int32 [old_batch] each. A row belongs to `tokens_per_row` tokens.
-extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_mapped(const KVLayer* layers, long long row_nbytes,
-                                                                            long long tokens_per_row, const int* mapping,
-                                                                            const int* lengths, long long old_batch) {
+// The same by a mapping and lengths that are read on the device: int32 [old_batch] each. A row belongs to
+// `tokens_per_row` tokens.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    compact_layers_mapped(const KVLayer* layers, long long row_nbytes, long long tokens_per_row, const int* mapping,
+                          const int* lengths, long long old_batch) {
     const LayerHead head(layers);
     if (!head.exists()) return;
-    compact(head, read_mapping(mapping, lengths, old_batch, head.layer.max_sequence_length, tokens_per_row), row_nbytes);
+    compact(head, read_mapping(mapping, lengths, old_batch, head.layer.max_sequence_length, tokens_per_row),
+            row_nbytes);
 }

@@ -51,9 +51,9 @@ extern "C" __global__ void compact_lengths_96(int* lengths, long long count, LIS
     compact_listed(lengths, count, packed);
 }
 
-// The same by a mapping that is read on the device, int32 [old_batch], and that keeps the order. One block takes blockDim.x slots at a time,
-// upwards. Slots only move down: so a later round reads nothing that an earlier one has written, and what it writes has been read by then, in
-// an earlier round or before its barrier.
+// The same by a mapping that is read on the device, int32 [old_batch], and that keeps the order. One block takes
+// blockDim.x slots at a time, upwards. Slots only move down: so a later round reads nothing that an earlier one has
+// written, and what it writes has been read by then, in an earlier round or before its barrier.
 extern "C" __global__ void compact_lengths_mapped(int* lengths, const int* mapping, long long old_batch) {
     for (long long first = 0; first < old_batch; first += blockDim.x) {
         const long long slot = first + threadIdx.x;

@@ -1,14 +1,17 @@
-// Products of a few rows with a matrix of weights: out = x W^T + bias. Launched by trt_kvcache/kernels/linear_kernels.py.
+// Products of a few rows with a matrix of weights: out = x W^T + bias. Launched by
+// trt_kvcache/kernels/linear_kernels.py.
 //
-// The time is that of reading W, once. So a thread loads W from global memory straight into registers, 16 bytes each time, with as many loads in
-// flight as registers have room for, over the end of a tile and into the next one. Until the launch before has ended, which makes x, a block
-// has begun to load: W is constant.
+// The time is that of reading W, once. So a thread loads W from global memory straight into registers, 16 bytes each
+// time, with as many loads in flight as registers have room for, over the end of a tile and into the next one. Until
+// the launch before has ended, which makes x, a block has begun to load: W is constant.
 //
-// W is the A of mma.m16n8k16 and x its B, so that up to 8 rows of x cost what one costs. A product does not depend on the order of the inputs, if
-// it is the same on both sides: the 8 neighbouring inputs that a lane loads take the places of inputs 2t, 2t+1, 2t+8 and 2t+9 of two products.
+// W is the A of mma.m16n8k16 and x its B, so that up to 8 rows of x cost what one costs. A product does not depend on
+// the order of the inputs, if it is the same on both sides: the 8 neighbouring inputs that a lane loads take the places
+// of inputs 2t, 2t+1, 2t+8 and 2t+9 of two products.
 //
-//     block   a tile of up to 16 outputs, or 32, after another: every gridDim.x'th one. With a gate, of 16 of the gate and the same of up. All tiles have
-//             tile_outputs of them, which are fewer where blocks then read about as much as each other
+//     block   a tile of up to 16 outputs, or 32, after another: every gridDim.x'th one. With a gate, of 16 of the gate
+//             and the same of up. All tiles have tile_outputs of them, which are fewer where blocks then read about as
+//             much as each other
 //     warp    every kWarps'th run of 64 inputs. The sums of the warps are added up in shared memory, in their order
 //     lane    in a run: of outputs g and g + 8 of each 16, inputs 8t to 8t+7 and 32 more. (g: lane / 4, t: lane % 4)
 
@@ -27,11 +30,11 @@ constexpr int kLoads = LOADS;         // of 16 bytes, that a thread has in fligh
 
 using Element = ELEMENT;
 constexpr int kElementBytes = 2;
-constexpr int kTileOutputs = 16;                     // of mma
+constexpr int kTileOutputs = 16;  // of mma
 constexpr int kTileRows = 8;
-constexpr int kRunInputs = 64;                       // of a warp: 128 bytes, a line, of each output
-constexpr int kHalfInputs = kRunInputs / 2;          // of a load of all its lanes
-constexpr int kStepInputs = kWarps * kRunInputs;     // of all warps
+constexpr int kRunInputs = 64;                    // of a warp: 128 bytes, a line, of each output
+constexpr int kHalfInputs = kRunInputs / 2;       // of a load of all its lanes
+constexpr int kStepInputs = kWarps * kRunInputs;  // of all warps
 
 struct LinearParams {
     const unsigned char *x, *weight;
@@ -44,29 +47,34 @@ struct LinearParams {
 
 // A value of `out`.
 __device__ __forceinline__ void store(float* to, float value) { *to = value; }
-__device__ __forceinline__ void store(unsigned short* to, float value) { *to = static_cast<unsigned short>(pack(Element{}, {value, 0.0f})); }
+__device__ __forceinline__ void store(unsigned short* to, float value) {
+    *to = static_cast<unsigned short>(pack(Element{}, {value, 0.0f}));
+}
 
 // The outputs that a block computes at once. With a gate, outputs n and `outputs` + n of W are gate and up of output n.
 template <int kTiles, bool kGated>
 struct OutputTile {
     static constexpr int kOutputs = kGated ? kTileOutputs : kTiles * kTileOutputs;  // that there is room for
 
-    // Row `row` of the kTiles * kTileOutputs rows of W of a tile, where it begins. What is behind the last one has that one in its place, so it asks
-    // for nothing that is not loaded anyway.
+    // Row `row` of the kTiles * kTileOutputs rows of W of a tile, where it begins. What is behind the last one has that
+    // one in its place, so it asks for nothing that is not loaded anyway.
     static __device__ __forceinline__ const unsigned char* weight_row(const LinearParams& params, int tile, int row) {
         const int column = min(row % kOutputs, params.tile_outputs - 1);
-        const int output = min(tile * params.tile_outputs + column, params.outputs - 1) + row / kOutputs * params.outputs;
+        const int output =
+            min(tile * params.tile_outputs + column, params.outputs - 1) + row / kOutputs * params.outputs;
         return params.weight + static_cast<long long>(output) * params.inputs * kElementBytes;
     }
 };
 
-// What a lane has of a run of inputs of kTiles * kTileOutputs rows of W: the first and the second half of rows g and g + 8 of each tile.
+// What a lane has of a run of inputs of kTiles * kTileOutputs rows of W: the first and the second half of rows g and g
+// + 8 of each tile.
 template <int kTiles>
 struct WeightRun {
     uint4 words[kTiles][2][2];
 };
 
-// Loads the runs of a warp, a group of kDepth of them after another: all those of a tile, then those of the block's next tile.
+// Loads the runs of a warp, a group of kDepth of them after another: all those of a tile, then those of the block's
+// next tile.
 template <int kTiles, bool kGated>
 class WeightStream {
     using Tile = OutputTile<kTiles, kGated>;
@@ -85,7 +93,8 @@ public:
             const int ahead = step * kStepInputs + half * kHalfInputs;
             const bool valid = input_ + ahead < params_.inputs;
 #pragma unroll
-            for (int x = 0; x < 2 * kTiles; x++) run.words[x / 2][x % 2][half] = load_once(rows_[x] + ahead * kElementBytes, valid, policy_);
+            for (int x = 0; x < 2 * kTiles; x++)
+                run.words[x / 2][x % 2][half] = load_once(rows_[x] + ahead * kElementBytes, valid, policy_);
         }
     }
 
@@ -108,7 +117,8 @@ public:
         const unsigned char* const row = Tile::weight_row(params_, tile_, lane % kRows);
         const int first = kGroupInputs + warp * kRunInputs;
 #pragma unroll 1
-        for (int step = lane / kRows; step < params_.prefetched_steps && first + step * kStepInputs < params_.inputs; step += kSteps) {
+        for (int step = lane / kRows; step < params_.prefetched_steps && first + step * kStepInputs < params_.inputs;
+             step += kSteps) {
             prefetch_l2_line(row + (first + step * kStepInputs) * kElementBytes);
         }
     }
@@ -122,7 +132,8 @@ private:
         input_ = first_input_;
 #pragma unroll
         for (int x = 0; x < 2 * kTiles; x++) {
-            rows_[x] = Tile::weight_row(params_, tile_, static_cast<int>(threadIdx.x) % 32 / 4 + 8 * x) + input_ * kElementBytes;
+            rows_[x] = Tile::weight_row(params_, tile_, static_cast<int>(threadIdx.x) % 32 / 4 + 8 * x)
+                       + input_ * kElementBytes;
         }
     }
 
@@ -144,14 +155,16 @@ struct InputRun {
             const int at = input + half * kHalfInputs;
 #pragma unroll
             for (int i = 0; i < kRowTiles; i++) {
-                words[i][half] = at < inputs ? *reinterpret_cast<const uint4*>(x_rows[i] + at * kElementBytes) : uint4{};
+                words[i][half] =
+                    at < inputs ? *reinterpret_cast<const uint4*>(x_rows[i] + at * kElementBytes) : uint4{};
             }
         }
     }
 };
 
 template <int kTiles>
-__device__ __forceinline__ void add_products(float (&sums)[kTiles][kRowTiles][4], const WeightRun<kTiles>& weights, const InputRun& x) {
+__device__ __forceinline__ void add_products(float (&sums)[kTiles][kRowTiles][4], const WeightRun<kTiles>& weights,
+                                             const InputRun& x) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
@@ -168,11 +181,13 @@ __device__ __forceinline__ void add_products(float (&sums)[kTiles][kRowTiles][4]
     }
 }
 
-// The sums of the warps over a tile of 8 rows, in shared memory: of a warp, rows of kStride floats, so that neither to write nor to read them
-// meets a bank conflict. There are two of these, so that one can be written while another is read.
+// The sums of the warps over a tile of 8 rows, in shared memory: of a warp, rows of kStride floats, so that neither to
+// write nor to read them meets a bank conflict. There are two of these, so that one can be written while another is
+// read.
 template <int kTiles>
 struct PartialSums {
-    static constexpr int kStride = kTiles * kTileOutputs + 4, kWarpFloats = kTileRows * kStride, kFloats = kWarps * kWarpFloats;
+    static constexpr int kStride = kTiles * kTileOutputs + 4, kWarpFloats = kTileRows * kStride,
+                         kFloats = kWarps * kWarpFloats;
     float* sums;
 
     __device__ __forceinline__ void put(const float (&sums_of_lane)[kTiles][kRowTiles][4], int row_tile) const {
@@ -181,7 +196,8 @@ struct PartialSums {
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) mine[i % 2 * kStride + tile * kTileOutputs + i / 2 * 8] = sums_of_lane[tile][row_tile][i];
+            for (int i = 0; i < 4; i++)
+                mine[i % 2 * kStride + tile * kTileOutputs + i / 2 * 8] = sums_of_lane[tile][row_tile][i];
         }
     }
     __device__ __forceinline__ float total(int row, int output) const {
@@ -221,7 +237,8 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
     }
     InputRun x[Stream::kDepth];
 #pragma unroll
-    for (int step = 0; step < Stream::kDepth; step++) x[step].load(x_rows, first_input + step * kStepInputs, params.inputs);
+    for (int step = 0; step < Stream::kDepth; step++)
+        x[step].load(x_rows, first_input + step * kStepInputs, params.inputs);
     int turn = 0;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
@@ -252,21 +269,32 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
                 if (column >= params.tile_outputs || output >= params.outputs) continue;
                 float value = partials.total(row, column) + bias_of(params, output);
                 if constexpr (kGated) {
-                    value = Activation::of(value) * (partials.total(row, kTileOutputs + column) + bias_of(params, params.outputs + output));
+                    value = Activation::of(value)
+                            * (partials.total(row, kTileOutputs + column) + bias_of(params, params.outputs + output));
                 }
-                store(static_cast<Out*>(params.out) + static_cast<long long>(row_tile * kTileRows + row) * params.outputs + output, value);
+                store(static_cast<Out*>(params.out)
+                          + static_cast<long long>(row_tile * kTileRows + row) * params.outputs + output,
+                      value);
             }
             turn ^= 1;
         }
     }
 }
 
-#define LINEAR_ARGUMENTS                                                                                                        \
-    const unsigned char *x, const unsigned char *weight, const unsigned short *bias, void *out, long long rows, long long outputs, \
-        long long inputs, long long tiles, long long tile_outputs, long long prefetched_steps
-#define LINEAR_PARAMS                                                                                                                \
-    {x, weight, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), static_cast<int>(tiles), \
-     static_cast<int>(tile_outputs), static_cast<int>(prefetched_steps)}
+#define LINEAR_ARGUMENTS \
+    const unsigned char *x, const unsigned char *weight, const unsigned short *bias, void *out, long long rows, \
+        long long outputs, long long inputs, long long tiles, long long tile_outputs, long long prefetched_steps
+#define LINEAR_PARAMS \
+    {x, \
+     weight, \
+     bias, \
+     out, \
+     static_cast<int>(rows), \
+     static_cast<int>(outputs), \
+     static_cast<int>(inputs), \
+     static_cast<int>(tiles), \
+     static_cast<int>(tile_outputs), \
+     static_cast<int>(prefetched_steps)}
 
 extern "C" __global__ void __launch_bounds__(kThreads) linear_16(LINEAR_ARGUMENTS) {
     linear<1, false, unsigned short>(LINEAR_PARAMS);

@@ -1,4 +1,5 @@
-// Shared memory of a block. The emulator of the tests (tests/simt) defines the same names: there every block gets its own, filled with NaN.
+// Shared memory of a block. The emulator of the tests (tests/simt) defines the same names: there every block gets its
+// own, filled with NaN.
 #pragma once
 
 #ifndef SHARED_ARRAY
@@ -8,7 +9,8 @@
 // The dynamic shared memory of the launch, aligned to 1024 bytes.
 #define DYNAMIC_SHARED(type, name) extern __shared__ __align__(1024) type name[]
 
-// An address in the shared state space, as cp.async and ldmatrix take it: 32 bits. Adding bytes to it gives another such address.
+// An address in the shared state space, as cp.async and ldmatrix take it: 32 bits. Adding bytes to it gives another
+// such address.
 using SharedAddress = unsigned;
 
 __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
@@ -18,10 +20,11 @@ __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
 // Adds to a word unless the value is 0; what it was, or 0.
 __device__ __forceinline__ unsigned fetch_add_shared(SharedAddress address, unsigned value) {
     unsigned before;
-    asm volatile("{.reg .pred is_any; setp.ne.u32 is_any, %2, 0; mov.u32 %0, 0; @is_any atom.shared.add.u32 %0, [%1], %2;}"
-                 : "=&r"(before)
-                 : "r"(address), "r"(value)
-                 : "memory");
+    asm volatile(
+        "{.reg .pred is_any; setp.ne.u32 is_any, %2, 0; mov.u32 %0, 0; @is_any atom.shared.add.u32 %0, [%1], %2;}"
+        : "=&r"(before)
+        : "r"(address), "r"(value)
+        : "memory");
     return before;
 }
 // Adds 1: of many lanes that meet in a word, in one go.

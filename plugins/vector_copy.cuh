@@ -1,14 +1,19 @@
-// Copying and zeroing runs of bytes, in vectors as wide as addresses and sizes allow, several loads in flight in each thread.
+// Copying and zeroing runs of bytes, in vectors as wide as addresses and sizes allow, several loads in flight in each
+// thread.
 #pragma once
 
 // Threads of a block, and loads that a thread has in flight. trt_kvcache/kernels/launch.py has the same numbers.
 constexpr int kThreads = 256;
 constexpr int kInFlight = 4;
 
-// How the blocks along x share a run of vectors. A block takes kInFlight * blockDim.x vectors that lie together; of these a thread takes
-// first_vector() and then every blockDim.x-th. Then the block goes on grid_vectors() further.
-__device__ __forceinline__ long long first_vector() { return static_cast<long long>(blockIdx.x) * kInFlight * blockDim.x + threadIdx.x; }
-__device__ __forceinline__ long long grid_vectors() { return static_cast<long long>(gridDim.x) * kInFlight * blockDim.x; }
+// How the blocks along x share a run of vectors. A block takes kInFlight * blockDim.x vectors that lie together; of
+// these a thread takes first_vector() and then every blockDim.x-th. Then the block goes on grid_vectors() further.
+__device__ __forceinline__ long long first_vector() {
+    return static_cast<long long>(blockIdx.x) * kInFlight * blockDim.x + threadIdx.x;
+}
+__device__ __forceinline__ long long grid_vectors() {
+    return static_cast<long long>(gridDim.x) * kInFlight * blockDim.x;
+}
 
 // `to` and `from` must not overlap.
 template <class Vector>
@@ -41,10 +46,12 @@ __device__ __forceinline__ void zero_bytes(unsigned char* to, long long nbytes) 
     }
 }
 
-__device__ __forceinline__ long long address_of(const unsigned char* pointer) { return reinterpret_cast<long long>(pointer); }
+__device__ __forceinline__ long long address_of(const unsigned char* pointer) {
+    return reinterpret_cast<long long>(pointer);
+}
 
-// Calls work(Vector{}) with the widest vector type, of up to 16 bytes, that everything is aligned to. `alignment` is the bitwise or of
-// addresses, strides and sizes: a power of 2 divides all of them exactly if it divides this.
+// Calls work(Vector{}) with the widest vector type, of up to 16 bytes, that everything is aligned to. `alignment` is
+// the bitwise or of addresses, strides and sizes: a power of 2 divides all of them exactly if it divides this.
 template <class Work>
 __device__ __forceinline__ void with_widest_vector(long long alignment, Work work) {
     if (alignment % 16 == 0) {

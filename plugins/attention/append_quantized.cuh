@@ -8,9 +8,11 @@
 constexpr int kWordsOfLane = (kRowWords + 31) / 32;
 using LaneWords = unsigned[kWordsOfLane];
 
-// Quantizes a row to `to`, with this scale; or, if the token has its own, with the one that the row gives, which is written there.
+// Quantizes a row to `to`, with this scale; or, if the token has its own, with the one that the row gives, which is
+// written there.
 template <class Codes>
-__device__ __forceinline__ void quantize_row(Codes, const LaneWords& row, unsigned char* to, float* scale, bool is_own) {
+__device__ __forceinline__ void quantize_row(Codes, const LaneWords& row, unsigned char* to, float* scale,
+                                             bool is_own) {
     const int lane = threadIdx.x % 32;
     float2 values[kWordsOfLane];
     float largest = 0, factor;
@@ -21,7 +23,8 @@ __device__ __forceinline__ void quantize_row(Codes, const LaneWords& row, unsign
     }
     if (is_own) {
 #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+        for (int distance = 16; distance > 0; distance /= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
         factor = scale_of_row(Codes{}, largest);
         if (lane == 0) *scale = factor;
     } else {
@@ -30,19 +33,22 @@ __device__ __forceinline__ void quantize_row(Codes, const LaneWords& row, unsign
 #pragma unroll
     for (int i = 0; i < kWordsOfLane; i++) {
         const unsigned codes = quantize(Codes{}, values[i].x, factor) | quantize(Codes{}, values[i].y, factor) << 8;
-        if (lane + 32 * i < kRowWords) reinterpret_cast<unsigned short*>(to)[lane + 32 * i] = static_cast<unsigned short>(codes);
+        if (lane + 32 * i < kRowWords)
+            reinterpret_cast<unsigned short*>(to)[lane + 32 * i] = static_cast<unsigned short>(codes);
     }
 }
 
 // A token of a K/V head: `key`, with RoPE, and `value` to the rows `keys` and `values` of the cache.
 template <class Codes>
-__device__ __forceinline__ void append_quantized(Codes, const unsigned char* key, const unsigned char* value, unsigned char* keys,
-                                                 unsigned char* values, const KVScales& scales, int slot, int kv_head, int position, RopeAngles angles) {
+__device__ __forceinline__ void append_quantized(Codes, const unsigned char* key, const unsigned char* value,
+                                                 unsigned char* keys, unsigned char* values, const KVScales& scales,
+                                                 int slot, int kv_head, int position, RopeAngles angles) {
     const int lane = threadIdx.x % 32;
     LaneWords k, v;
 #pragma unroll
     for (int i = 0; i < kWordsOfLane; i++) {
-        const int word = min(lane + 32 * i, kRowWords - 1);  // words behind the row are its last one, which changes nothing
+        // words behind the row are its last one, which changes nothing
+        const int word = min(lane + 32 * i, kRowWords - 1);
         k[i] = apply_rope(reinterpret_cast<const unsigned*>(key), word, angles);
         v[i] = reinterpret_cast<const unsigned*>(value)[word];
     }

@@ -1,5 +1,6 @@
-// What the attention kernels are compiled for: one element type, one head dim, and one type of what the cache stores. Each source is compiled once
-// for each of them; trt_kvcache/kernels/source_variants.py passes the macros, those of the tile sizes too.
+// What the attention kernels are compiled for: one element type, one head dim, and one type of what the cache stores.
+// Each source is compiled once for each of them; trt_kvcache/kernels/source_variants.py passes the macros, those of the
+// tile sizes too.
 #pragma once
 
 #include "attention/element.cuh"
@@ -7,15 +8,15 @@
 
 using Element = ELEMENT;  // Float16 or BFloat16
 #ifdef STORED
-using Stored = STORED;    // what the cache holds: Float8 or Int8, with scales
+using Stored = STORED;  // what the cache holds: Float8 or Int8, with scales
 #else
 using Stored = Element;
 #endif
 constexpr bool kQuantized = kHasScales<Stored>;
 constexpr int kHeadDim = HEAD_DIM;
 
-// A row is one token of one head. Its elements have 16 bits: two in a word, eight in a chunk of 16 bytes, which is what one cp.async
-// copies and what one lane addresses in an ldmatrix.
+// A row is one token of one head. Its elements have 16 bits: two in a word, eight in a chunk of 16 bytes, which is what
+// one cp.async copies and what one lane addresses in an ldmatrix.
 constexpr int kRowBytes = 2 * kHeadDim;
 constexpr int kRowWords = kHeadDim / 2;
 constexpr int kRowChunks = kHeadDim / 8;

@@ -1,15 +1,16 @@
-// Asynchronous copies of 16 bytes from global to shared memory (cp.async), L2 prefetches and cache policies: one thin wrapper for each
-// instruction.
+// Asynchronous copies of 16 bytes from global to shared memory (cp.async), L2 prefetches and cache policies: one thin
+// wrapper for each instruction.
 #pragma once
 
 #include "shared_memory.cuh"
 
 #ifndef EMULATED_PTX
 
-// Copies 16 bytes; they have arrived once the commit group that the copy belongs to has been waited for. If not `valid`, zeros are written
-// and `from` is not read.
+// Copies 16 bytes; they have arrived once the commit group that the copy belongs to has been waited for. If not
+// `valid`, zeros are written and `from` is not read.
 __device__ __forceinline__ void cp_async(SharedAddress to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 
 // The same for 4 bytes.
@@ -17,7 +18,8 @@ __device__ __forceinline__ void cp_async_word(SharedAddress to, const void* from
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
-// The same address, computed here: constants that are added to it go into the instructions, instead of into registers for each of them.
+// The same address, computed here: constants that are added to it go into the instructions, instead of into registers
+// for each of them.
 __device__ __forceinline__ const unsigned char* base_address(const unsigned char* address) {
     asm volatile("" : "+l"(address));
     return address;
@@ -31,11 +33,12 @@ __device__ __forceinline__ L2Policy evict_first_policy() {
     return policy;
 }
 __device__ __forceinline__ void cp_async_with_policy(SharedAddress to, const void* from, bool valid, L2Policy policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0), "l"(policy)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(valid ? 16 : 0), "l"(policy)
                  : "memory");
 }
-// The same for bytes that another block may be writing at the same time; in that case the result must not be used. It is a function of its
-// own because the emulator's race detection has to know.
+// The same for bytes that another block may be writing at the same time; in that case the result must not be used. It
+// is a function of its own because the emulator's race detection has to know.
 __device__ __forceinline__ void cp_async_speculative(SharedAddress to, const void* from, bool valid, L2Policy policy) {
     cp_async_with_policy(to, from, valid, policy);
 }
@@ -49,6 +52,8 @@ __device__ __forceinline__ void cp_async_wait_group() {
 }
 
 // Brings 128 bytes into the L2 and no further: a later read sees what is in memory by then.
-__device__ __forceinline__ void prefetch_l2_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+__device__ __forceinline__ void prefetch_l2_line(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 
 #endif

@@ -1,8 +1,10 @@
-// Attention of one new token per slot, or of a few, with RoPE and append, in one launch. kMaxNewTokens says which of the two a file compiles.
+// Attention of one new token per slot, or of a few, with RoPE and append, in one launch. kMaxNewTokens says which of
+// the two a file compiles.
 //
-// The query heads of a K/V head (for each new token) are the rows of one matrix, so K and V are read once for all of them. A step of the main loop handles kWarps
-// tiles of one head, one for each warp: scores on tensor cores, online softmax in registers, output on tensor cores. A head ends with
-// reduce_warps, and if other blocks share it with SplitKVReduce.
+// The query heads of a K/V head (for each new token) are the rows of one matrix, so K and V are read once for all of
+// them. A step of the main loop handles kWarps tiles of one head, one for each warp: scores on tensor cores, online
+// softmax in registers, output on tensor cores. A head ends with reduce_warps, and if other blocks share it with
+// SplitKVReduce.
 //
 //     schedule.cuh         which tiles this block has
 //     kv_pipeline.cuh      shared memory, and how it is filled
@@ -14,7 +16,8 @@
 //     decode_codes.cuh     what is different with codes and scales
 //     split_kv_reduce.cuh  how partial results become one
 //
-// The new token is in no tile: its key and value are read from `k` and `v`, and the last warp starts its softmax with them.
+// The new token is in no tile: its key and value are read from `k` and `v`, and the last warp starts its softmax with
+// them.
 #pragma once
 
 #include "attention/decode_codes.cuh"
@@ -28,11 +31,12 @@
 #include "attention/split_kv_reduce.cuh"
 #include "dependent_launch.cuh"
 
-// Applies RoPE to the head's q in its buffer, puts the new token's k and v into smem.new_token, and appends them to the cache if this block
-// has the head's last tile (with scales: does either only then). Ends with a barrier.
+// Applies RoPE to the head's q in its buffer, puts the new token's k and v into smem.new_token, and appends them to the
+// cache if this block has the head's last tile (with scales: does either only then). Ends with a barrier.
 template <int kRows>
-__device__ __forceinline__ void prepare_head(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem, const TileCoord& at,
-                                             unsigned char* head, float* new_scales, bool has_last_tile) {
+__device__ __forceinline__ void prepare_head(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem,
+                                             const TileCoord& at, unsigned char* head, float* new_scales,
+                                             bool has_last_tile) {
     const unsigned* key = reinterpret_cast<const unsigned*>(head + kRows * kRowBytes);
     const RopeAngles angles(reinterpret_cast<const float*>(head + (kRows + 2) * kRowBytes), params.rotary_dim, 0);
     const int half = params.rotary_dim / 4;  // words
@@ -50,8 +54,9 @@ __device__ __forceinline__ void prepare_head(const DecodeParams& params, const D
 #pragma unroll 1
         for (int x = kBlockThreads - 1 - threadIdx.x; x < kRowWords && at.position >= 0; x += kBlockThreads) {
             unsigned* new_token = reinterpret_cast<unsigned*>(smem.new_token) + x;
-            unsigned char* appended = params.cache + at.slot * params.slot_stride
-                                      + (static_cast<long long>(at.kv_head) * params.max_sequence_length + at.position) * kRowBytes + 4 * x;
+            unsigned char* appended =
+                params.cache + at.slot * params.slot_stride
+                + (static_cast<long long>(at.kv_head) * params.max_sequence_length + at.position) * kRowBytes + 4 * x;
             new_token[0] = apply_rope(key, x, angles);
             new_token[kRowWords] = key[kRowWords + x];
             if (!has_last_tile) continue;
@@ -66,17 +71,21 @@ __device__ __forceinline__ void prepare_head(const DecodeParams& params, const D
 constexpr int kHalves = kMaxNewTokens == 1 ? 1 : 2;
 constexpr int kRowStrips = kStripsPerRow<kHalves>;
 
-// Merges what the warps have of the `rows` rows of a head. Each writes its output to kFreeTiles ring tiles, from `free_tile` on, as strips of 16
-// columns, then every warp merges some strips and calls emit(strip, vector, PartialState, is_live), where `is_live` is false for lanes that have no
-// row, if strips are packed; else these do not call it. For all threads of the block.
+// Merges what the warps have of the `rows` rows of a head. Each writes its output to kFreeTiles ring tiles, from
+// `free_tile` on, as strips of 16 columns, then every warp merges some strips and calls emit(strip, vector,
+// PartialState, is_live), where `is_live` is false for lanes that have no row, if strips are packed; else these do not
+// call it. For all threads of the block.
 template <int kFreeTiles, int kRows, class Emit>
-__device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile, const typename DecodeLayout<kRows>::State& state, int rows,
-                                             float factor, const HeadScales& scales, Emit emit) {
+__device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile,
+                                             const typename DecodeLayout<kRows>::State& state, int rows, float factor,
+                                             const HeadScales& scales, Emit emit) {
     using Strips = typename DecodeLayout<kRows>::Strips;
-    constexpr int kFreeRows = kFreeTiles * kTileBytes / (4 * kHeadDim);            // that fit into these tiles, in float
+    // that fit into these tiles, in float
+    constexpr int kFreeRows = kFreeTiles * kTileBytes / (4 * kHeadDim);
     constexpr int kRoundRows = kRows < kFreeRows ? kRows : kFreeRows;
     static_assert(kRows % kRoundRows == 0, "rounds of equal size");
-    constexpr int kColumns = kStripsPerRow<1>, kRoundStrips = kColumns * kRoundRows / 8;  // of 8 rows and 16 columns each
+    // of 8 rows and 16 columns each
+    constexpr int kColumns = kStripsPerRow<1>, kRoundStrips = kColumns * kRoundRows / 8;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // A warp merges one strip of 8 rows at a time, or two where only 4 rows are in use and strips are more than warps.
     const int strips_at_once = kHalves == 1 && kColumns > kWarps && rows <= 4 ? 2 : 1;
@@ -90,24 +99,29 @@ __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& sm
         if constexpr (kHalves == 1) {
 #pragma unroll 1
             for (int x = warp; x * strips_at_once < kRoundStrips; x += kWarps) {
-                const int strip = x * strips_at_once + lane * strips_at_once / 32, vector = lane % (32 / strips_at_once);
+                const int strip = x * strips_at_once + lane * strips_at_once / 32,
+                          vector = lane % (32 / strips_at_once);
                 const int row = row0 + strip / kColumns * 8 + Strips::row_at(vector);
                 if (row >= rows) continue;
                 PartialState<1> merged;
                 merged.merge(smem.ring_tile(0, free_tile) + (32 * strip + vector) * 16, kRingTiles * kTileBytes, 0,
-                             reinterpret_cast<const unsigned char*>(smem.warp_totals + row), kRows * sizeof(float2), kWarps, factor);
+                             reinterpret_cast<const unsigned char*>(smem.warp_totals + row), kRows * sizeof(float2),
+                             kWarps, factor);
                 emit(row * kRowStrips + strip % kColumns, Strips::vector_at(vector), merged, true);
             }
         } else {
 #pragma unroll 1
             for (int x = warp; x < kRowStrips * kRoundRows / 8; x += kWarps) {
-                const int strip = x % kRowStrips, first_row = row0 + x / kRowStrips * 8, row = first_row + Strips::row_at(lane), column = 2 * strip;
+                const int strip = x % kRowStrips, first_row = row0 + x / kRowStrips * 8,
+                          row = first_row + Strips::row_at(lane), column = 2 * strip;
                 if (first_row >= rows) continue;
                 // Where the last strip of a row is a half one, that half comes twice.
                 const int half_bytes = column + 1 < kColumns ? 32 * 16 : 0;
                 PartialState<2> merged;
-                merged.merge(smem.ring_tile(0, free_tile) + (32 * (x / kRowStrips * kColumns + column) + lane) * 16, kRingTiles * kTileBytes, half_bytes,
-                             reinterpret_cast<const unsigned char*>(smem.warp_totals + min(row, rows - 1)), kRows * sizeof(float2), kWarps, factor);
+                merged.merge(smem.ring_tile(0, free_tile) + (32 * (x / kRowStrips * kColumns + column) + lane) * 16,
+                             kRingTiles * kTileBytes, half_bytes,
+                             reinterpret_cast<const unsigned char*>(smem.warp_totals + min(row, rows - 1)),
+                             kRows * sizeof(float2), kWarps, factor);
                 emit(row * kRowStrips + strip, Strips::vector_at(lane), merged, row < rows);
             }
         }
@@ -125,18 +139,21 @@ __device__ __forceinline__ long long output_token_stride(const DecodeParams& par
 
 // Writes one vector of a strip to `out`.
 template <int kRows>
-__device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int strip, int vector, const PartialState<kHalves>& state) {
+__device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int strip, int vector,
+                                             const PartialState<kHalves>& state) {
     const float inverse = reciprocal_approx(state.sum);
     unsigned* words = reinterpret_cast<unsigned*>(output_rows(params, at)) + (kQuantized ? 2 : 1) * vector;
     if constexpr (kMaxNewTokens == 1) {
         words += 8 * strip;
     } else {
         const int row = strip / kRowStrips, token = divide_small(row, params.group_size);
-        words += row * kRowWords + 16 * (strip % kRowStrips) + token * (output_token_stride(params) - params.group_size * kRowBytes) / 4;
+        words += row * kRowWords + 16 * (strip % kRowStrips)
+                 + token * (output_token_stride(params) - params.group_size * kRowBytes) / 4;
     }
 #pragma unroll
     for (int h = 0; h < kHalves; h++) {
-        if (h > 0 && kStripsPerRow<1> % 2 && strip % kRowStrips == kRowStrips - 1) break;  // the last strip of a row is a half one
+        // the last strip of a row is a half one
+        if (h > 0 && kStripsPerRow<1> % 2 && strip % kRowStrips == kRowStrips - 1) break;
         const float4 value = DecodeLayout<kRows>::Strips::columns(state.values[h]);
         words[8 * h] = pack(Element{}, {value.x * inverse, value.y * inverse});
         words[8 * h + (kQuantized ? 1 : 4)] = pack(Element{}, {value.z * inverse, value.w * inverse});
@@ -150,20 +167,32 @@ __device__ __forceinline__ void store_zeros(const DecodeParams& params, const Ti
         unsigned char* out = output_rows(params, at);
         if constexpr (kMaxNewTokens > 1) out += token * output_token_stride(params);
 #pragma unroll 1
-        for (int x = threadIdx.x; x < params.group_size * kRowChunks; x += kBlockThreads) reinterpret_cast<uint4*>(out)[x] = uint4{};
+        for (int x = threadIdx.x; x < params.group_size * kRowChunks; x += kBlockThreads)
+            reinterpret_cast<uint4*>(out)[x] = uint4{};
     }
 }
 
 // The reduction over the blocks of the head that this block begins with, if it merges anything of it.
 template <int kRows>
-__device__ __forceinline__ SplitKVReduce<kHalves> first_head_reduce(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem, const WorkRange& work) {
+__device__ __forceinline__ SplitKVReduce<kHalves> first_head_reduce(const DecodeParams& params,
+                                                                    const DecodeSharedMemory<kRows>& smem,
+                                                                    const WorkRange& work) {
     const int head_begin = work.begin - work.first.tile, block = static_cast<int>(blockIdx.x);
     const bool has_last_tile = work.first.tile > 0 && head_begin + work.first.num_tiles <= work.end;
-    const int first_block = work.is_even_split ? work.first_block : has_last_tile ? divide(head_begin, work.tiles_per_block) : block;
-    const int num_blocks = work.is_even_split ? min((work.first.num_tiles - 1) / kMinTilesPerBlock, params.splits_per_head - 1) + 1
-                                              : block - first_block + 1;
+    const int first_block = work.is_even_split ? work.first_block
+                            : has_last_tile    ? divide(head_begin, work.tiles_per_block)
+                                               : block;
+    const int num_blocks = work.is_even_split
+                               ? min((work.first.num_tiles - 1) / kMinTilesPerBlock, params.splits_per_head - 1) + 1
+                               : block - first_block + 1;
     float4* own = work.is_even_split ? reinterpret_cast<float4*>(smem.heads) : params.own_partials;
-    return {work.first.rows(params) * kRowStrips, params.width * params.group_size * kRowStrips, first_block, num_blocks, work.is_even_split, params.partials, own};
+    return {work.first.rows(params) * kRowStrips,
+            params.width * params.group_size * kRowStrips,
+            first_block,
+            num_blocks,
+            work.is_even_split,
+            params.partials,
+            own};
 }
 
 template <int kRows>
@@ -178,7 +207,8 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
     // Lengths take longest to arrive: whatever needs none of them is started before they are used.
     const EvenSplitStart start = even_split_start(params);
     prefetch_first_tiles(params, start);
-    grid_dependents_may_launch();  // most of the time here is latency, in which the next launch can begin to read its weights
+    // most of the time here is latency, in which the next launch can begin to read its weights
+    grid_dependents_may_launch();
     grid_dependency_wait();
     const EarlyLengths early = load_early_lengths(params, start.slot);
     load_speculative_keys(params, smem, start, policy);
@@ -238,7 +268,8 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
         if (has_tile) {
             const unsigned char* const tile = smem.ring_tile(warp, ring_tile);
             compute_scores<kRows>(scores, queries, tile);
-            if constexpr (kQuantized) scale_scores<kRows>(scales, params, scores, TileScales{smem.tile_scales(warp, ring_tile)});
+            if constexpr (kQuantized)
+                scale_scores<kRows>(scales, params, scores, TileScales{smem.tile_scales(warp, ring_tile)});
             update_softmax<kRows>(state, scores, params, at, at.first_token(warp), score);
         }
         ring_tile = next_ring_tile(ring_tile);
@@ -246,13 +277,16 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
         pipeline.fill_values();
         if (has_tile) {
             const unsigned char* const tile = smem.ring_tile(warp, ring_tile);
-            if constexpr (kQuantized) scale_probabilities<kRows>(scales, params, state, scores, TileScales{smem.tile_scales(warp, ring_tile)});
+            if constexpr (kQuantized)
+                scale_probabilities<kRows>(scales, params, state, scores,
+                                           TileScales{smem.tile_scales(warp, ring_tile)});
             accumulate_output<kRows>(state, scores, tile);
         }
         const int free_tile = ring_tile;
         ring_tile = next_ring_tile(ring_tile);
 
-        const bool ends_head = at.tile + count >= at.num_tiles || tiles.done + count >= work.end;  // or this block's part of it
+        // or this block's part of it
+        const bool ends_head = at.tile + count >= at.num_tiles || tiles.done + count >= work.end;
         if (!ends_head) continue;
         if (at.position < 0) {
             store_zeros(params, at, 0);
@@ -279,5 +313,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
     constexpr int kVectorsOfThread = (kRows * kRowStrips * kStripVectors + kBlockThreads - 1) / kBlockThreads;
     constexpr int kAtOnce = kMaxNewTokens == 1 ? kPolledAtOnce : kVectorsOfThread < 8 ? kVectorsOfThread : 8;
     reduce.collect<kAtOnce>(reinterpret_cast<float4*>(smem.ring), kWarps * kRingTiles * kTileBytes, score.factor,
-                   [&](int strip, int vector, const PartialState<kHalves>& merged) { store_output<kRows>(params, work.first, strip, vector, merged); });
+                            [&](int strip, int vector, const PartialState<kHalves>& merged) {
+                                store_output<kRows>(params, work.first, strip, vector, merged);
+                            });
 }

@@ -1,9 +1,9 @@
-// What is different in the decode kernels over a cache with scales: products of q and codes of K become scores, probabilities become factors of codes of
-// V, and a new token is quantized before anyone attends to it.
+// What is different in the decode kernels over a cache with scales: products of q and codes of K become scores,
+// probabilities become factors of codes of V, and a new token is quantized before anyone attends to it.
 //
-// One scale for all tokens of a head is a factor of its scores, and of its output. Scales of tokens are factors of single scores and probabilities.
-// The latter are rounded to elements, and a scale can be too small for Float16, so they are taken relative to a power of 2 by which the output of a
-// warp is multiplied in the end.
+// One scale for all tokens of a head is a factor of its scores, and of its output. Scales of tokens are factors of
+// single scores and probabilities. The latter are rounded to elements, and a scale can be too small for Float16, so
+// they are taken relative to a power of 2 by which the output of a warp is multiplied in the end.
 #pragma once
 
 #include "attention/decode_params.cuh"
@@ -28,9 +28,11 @@ struct HeadScales {
         return scale * inverse_of(value);
     }
 
-    // Scores of kFragments times 8 keys, which are products still, times the scales of the keys. token_scales(key): of that one and the next.
+    // Scores of kFragments times 8 keys, which are products still, times the scales of the keys. token_scales(key): of
+    // that one and the next.
     template <int kRows, int kFragments, class TokenScales>
-    __device__ __forceinline__ void scale_scores(const DecodeParams& params, float (&scores)[kRowTiles<kRows>][kFragments][4],
+    __device__ __forceinline__ void scale_scores(const DecodeParams& params,
+                                                 float (&scores)[kRowTiles<kRows>][kFragments][4],
                                                  TokenScales token_scales) const {
         const int place = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -44,10 +46,12 @@ struct HeadScales {
         }
     }
 
-    // Probabilities of kFragments times 8 tokens, which are in the sums of the softmax already, times the scales of their values.
+    // Probabilities of kFragments times 8 tokens, which are in the sums of the softmax already, times the scales of
+    // their values.
     template <int kRows, int kFragments, class TokenScales>
     __device__ __forceinline__ void scale_probabilities(const DecodeParams& params, RowStates<kRows>& state,
-                                                        float (&probabilities)[kRowTiles<kRows>][kFragments][4], TokenScales token_scales) {
+                                                        float (&probabilities)[kRowTiles<kRows>][kFragments][4],
+                                                        TokenScales token_scales) {
         if (!params.scales_per_token()) return;
         float2 scales[kFragments];
         float largest = 0;
@@ -74,7 +78,8 @@ struct HeadScales {
 #pragma unroll
             for (int m = 0; m < kRowTiles<kRows>; m++) {
 #pragma unroll
-                for (int e = 0; e < kRowsOfTile<kRows> / 4; e++) probabilities[m][n][e] *= (e % 2 ? scales[n].y : scales[n].x) * inverse;
+                for (int e = 0; e < kRowsOfTile<kRows> / 4; e++)
+                    probabilities[m][n][e] *= (e % 2 ? scales[n].y : scales[n].x) * inverse;
             }
         }
     }
@@ -85,14 +90,19 @@ struct HeadScales {
         value = power;
         return less;
     }
-    static __device__ __forceinline__ float power_below(float scale) { return __uint_as_float(__float_as_uint(scale) & 0x7F800000); }
+    static __device__ __forceinline__ float power_below(float scale) {
+        return __uint_as_float(__float_as_uint(scale) & 0x7F800000);
+    }
     // 1 / power, exactly; any number for 0.
-    static __device__ __forceinline__ float inverse_of(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
+    static __device__ __forceinline__ float inverse_of(float power) {
+        return __uint_as_float((254u << 23) - __float_as_uint(power));
+    }
 };
 
 // Products of q and the codes of the keys of a tile. See stored_kv.cuh.
 template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, const QueryFragments<kRows>& queries, const unsigned char* tile) {
+__device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, const QueryFragments<kRows>& queries,
+                                                   const unsigned char* tile) {
     const CodesAddress rows(shared_address(tile), threadIdx.x % 32);
 #pragma unroll
     for (int m = 0; m < kRowTiles<kRows>; m++) {
@@ -112,15 +122,18 @@ __device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, co
             for (int i = 0; i < 4; i++) {
                 const uint2 b = widen_keys(Element{}, Codes{}, codes[i]);
 #pragma unroll
-                for (int m = 0; m < kRowTiles<kRows>; m++) mma_m16n8k16(Element{}, scores[m][4 * j + i], a[m], b.x, b.y);
+                for (int m = 0; m < kRowTiles<kRows>; m++)
+                    mma_m16n8k16(Element{}, scores[m][4 * j + i], a[m], b.x, b.y);
             }
         }
     }
 }
 
-// Adds probabilities times the codes of the values of a tile to the output: of each 16 columns the even ones, then the odd ones.
+// Adds probabilities times the codes of the values of a tile to the output: of each 16 columns the even ones, then the
+// odd ones.
 template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void multiply_value_codes(RowStates<kRows>& state, const TileScores<kRows>& probabilities, const unsigned char* tile) {
+__device__ __forceinline__ void multiply_value_codes(RowStates<kRows>& state, const TileScores<kRows>& probabilities,
+                                                     const unsigned char* tile) {
     const CodesAddress rows(shared_address(tile), threadIdx.x % 32);
 #pragma unroll
     for (int j = 0; j < kTileTokens / 32; j++) {
@@ -129,7 +142,8 @@ __device__ __forceinline__ void multiply_value_codes(RowStates<kRows>& state, co
         for (int m = 0; m < kRowTiles<kRows>; m++) {
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                pack_a_fragment(Element{}, a[k][m], probabilities[m][4 * j + 2 * k], probabilities[m][4 * j + 2 * k + 1]);
+                pack_a_fragment(Element{}, a[k][m], probabilities[m][4 * j + 2 * k],
+                                probabilities[m][4 * j + 2 * k + 1]);
             }
         }
 #pragma unroll
@@ -138,7 +152,8 @@ __device__ __forceinline__ void multiply_value_codes(RowStates<kRows>& state, co
             ldmatrix_x4_trans(codes, rows(d, 32 * j));
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                const uint2 b0 = widen(Element{}, Codes{}, codes[2 * k]), b1 = widen(Element{}, Codes{}, codes[2 * k + 1]);
+                const uint2 b0 = widen(Element{}, Codes{}, codes[2 * k]),
+                            b1 = widen(Element{}, Codes{}, codes[2 * k + 1]);
 #pragma unroll
                 for (int m = 0; m < kRowTiles<kRows>; m++) {
                     mma_m16n8k16(Element{}, state[m].output[2 * d], a[k][m], b0.x, b1.x);
@@ -149,10 +164,11 @@ __device__ __forceinline__ void multiply_value_codes(RowStates<kRows>& state, co
     }
 }
 
-// The same with the new tokens, which are the 8 keys of one B fragment. `row`: where the codes of the row begin that this lane passes to ldmatrix; rows
-// are not swizzled. `odd`: sums of every other chunk, to be added to the scores.
+// The same with the new tokens, which are the 8 keys of one B fragment. `row`: where the codes of the row begin that
+// this lane passes to ldmatrix; rows are not swizzled. `odd`: sums of every other chunk, to be added to the scores.
 template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void multiply_new_key_codes(float (&scores)[kRowTiles<kRows>][1][4], float (&odd)[kRowTiles<kRows>][4],
+__device__ __forceinline__ void multiply_new_key_codes(float (&scores)[kRowTiles<kRows>][1][4],
+                                                       float (&odd)[kRowTiles<kRows>][4],
                                                        const QueryFragments<kRows>& queries, SharedAddress row) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -172,7 +188,9 @@ __device__ __forceinline__ void multiply_new_key_codes(float (&scores)[kRowTiles
     }
 }
 template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void multiply_new_value_codes(RowStates<kRows>& state, const float (&probabilities)[kRowTiles<kRows>][1][4], SharedAddress row) {
+__device__ __forceinline__ void multiply_new_value_codes(RowStates<kRows>& state,
+                                                         const float (&probabilities)[kRowTiles<kRows>][1][4],
+                                                         SharedAddress row) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int first = 0; first < kStoredRowChunks; first += 4) {
@@ -183,7 +201,7 @@ __device__ __forceinline__ void multiply_new_value_codes(RowStates<kRows>& state
             const uint2 b = widen(Element{}, Codes{}, codes[i]);
 #pragma unroll
             for (int m = 0; m < kRowTiles<kRows>; m++) {
-                const float(&p)[4] = probabilities[m][0];
+                const float (&p)[4] = probabilities[m][0];
                 const unsigned a[4] = {pack(Element{}, {p[0], p[1]}), pack(Element{}, {p[2], p[3]}), 0, 0};
                 mma_m16n8k16(Element{}, state[m].output[2 * (first + i)], a, b.x, 0);
                 mma_m16n8k16(Element{}, state[m].output[2 * (first + i) + 1], a, b.y, 0);
@@ -192,11 +210,12 @@ __device__ __forceinline__ void multiply_new_value_codes(RowStates<kRows>& state
     }
 }
 
-// Quantizes a row of K or (kv: 1) V of a new token: word_of(x) gives two elements. The codes are written to `codes`, and to the cache at `position`;
-// the scale is that in `scale`, or that of the row, which is written there and to the cache. For a whole warp.
+// Quantizes a row of K or (kv: 1) V of a new token: word_of(x) gives two elements. The codes are written to `codes`,
+// and to the cache at `position`; the scale is that in `scale`, or that of the row, which is written there and to the
+// cache. For a whole warp.
 template <class WordOf, class Codes = Stored>
-__device__ __forceinline__ void quantize_row(const DecodeParams& params, const TileCoord& at, int kv, int position, unsigned char* codes, float* scale,
-                                             WordOf word_of) {
+__device__ __forceinline__ void quantize_row(const DecodeParams& params, const TileCoord& at, int kv, int position,
+                                             unsigned char* codes, float* scale, WordOf word_of) {
     constexpr int kQuads = kHeadDim / 4, kLaneQuads = (kQuads + 31) / 32;
     const int lane = threadIdx.x % 32;
     float2 low[kLaneQuads], high[kLaneQuads];
@@ -208,13 +227,16 @@ __device__ __forceinline__ void quantize_row(const DecodeParams& params, const T
         if (quad >= kQuads) continue;
         low[i] = unpack(Element{}, word_of(2 * quad));
         high[i] = unpack(Element{}, word_of(2 * quad + 1));
-        largest = fmaxf(fmaxf(fmaxf(fabsf(low[i].x), fabsf(low[i].y)), fmaxf(fabsf(high[i].x), fabsf(high[i].y))), largest);
+        largest =
+            fmaxf(fmaxf(fmaxf(fabsf(low[i].x), fabsf(low[i].y)), fmaxf(fabsf(high[i].x), fabsf(high[i].y))), largest);
     }
     float used = *scale;
-    if (params.scales_per_token()) used = scale_of_row(Codes{}, __uint_as_float(warp_max(static_cast<int>(__float_as_uint(largest)))));
+    if (params.scales_per_token())
+        used = scale_of_row(Codes{}, __uint_as_float(warp_max(static_cast<int>(__float_as_uint(largest)))));
     __syncwarp();  // all have read what may lie where `codes` are
-    unsigned char* const appended = params.cache + at.slot * params.slot_stride + kv * params.kv_stride
-                                    + (static_cast<long long>(at.kv_head) * params.max_sequence_length + position) * kStoredRowBytes;
+    unsigned char* const appended =
+        params.cache + at.slot * params.slot_stride + kv * params.kv_stride
+        + (static_cast<long long>(at.kv_head) * params.max_sequence_length + position) * kStoredRowBytes;
 #pragma unroll
     for (int i = 0; i < kLaneQuads; i++) {
         const int quad = lane + 32 * i;

@@ -1,5 +1,6 @@
-// The decode kernel of up to 8 rows: keys, or columns of the head, are the rows of a fragment, and the rows of q its columns (mma.cuh). So nothing is
-// multiplied with rows that are not there, and the output takes half the registers. What is not here is as with more rows: decode.cuh.
+// The decode kernel of up to 8 rows: keys, or columns of the head, are the rows of a fragment, and the rows of q its
+// columns (mma.cuh). So nothing is multiplied with rows that are not there, and the output takes half the registers.
+// What is not here is as with more rows: decode.cuh.
 #pragma once
 
 #include "attention/decode_codes.cuh"
@@ -8,8 +9,8 @@
 #include "attention/schedule.cuh"
 #include "attention/swizzle.cuh"
 
-// B fragments of q: columns 2t, 2t+1 and 2t+8, 2t+9 of each 16. Beside codes, columns 4t and 4t+1 are in the place of the first two, and 4t+2 and 4t+3 in that
-// of the others (stored_kv.cuh).
+// B fragments of q: columns 2t, 2t+1 and 2t+8, 2t+9 of each 16. Beside codes, columns 4t and 4t+1 are in the place of
+// the first two, and 4t+2 and 4t+3 in that of the others (stored_kv.cuh).
 struct KeyQueries {
     static constexpr bool kInRegisters = true;
     unsigned words[kHeadDim / 16][2];
@@ -22,7 +23,8 @@ struct KeyQueries {
         if constexpr (kQuantized) {
 #pragma unroll
             for (int d = 0; d < kHeadDim / 16; d++) {
-                const uint2 four = *reinterpret_cast<const uint2*>(head + swizzled_offset(lane / 4, 2 * d + lane % 4 / 2) + lane % 2 * 8);
+                const uint2 four = *reinterpret_cast<const uint2*>(
+                    head + swizzled_offset(lane / 4, 2 * d + lane % 4 / 2) + lane % 2 * 8);
                 words[d][0] = four.x;
                 words[d][1] = four.y;
             }
@@ -31,7 +33,8 @@ struct KeyQueries {
             constexpr unsigned kOffset = kKeyOffset<Element, Codes>;
             constexpr unsigned key[4] = {kOffset, kOffset, kOffset, kOffset};
 #pragma unroll
-            for (int d = 0; d < kHeadDim / 16 && kOffset; d++) mma_m16n8k16(Element{}, offset, key, words[d][0], words[d][1]);
+            for (int d = 0; d < kHeadDim / 16 && kOffset; d++)
+                mma_m16n8k16(Element{}, offset, key, words[d][0], words[d][1]);
         } else {
             const SharedAddress rows = shared_address(head);
             unsigned loaded[4];
@@ -45,11 +48,12 @@ struct KeyQueries {
     }
 };
 
-// Scores, and then probabilities, of a tile: lane l has keys g (elements 0 and 1) and g + 8 (2 and 3) of each 16, and rows 2t and 2t + 1.
+// Scores, and then probabilities, of a tile: lane l has keys g (elements 0 and 1) and g + 8 (2 and 3) of each 16, and
+// rows 2t and 2t + 1.
 using KeyScores = float[kTileTokens / 16][4];
 
-// What a warp has computed so far of a head. Element e of a fragment of the output has row 2t + e % 2, and column g + 8 * (e / 2) of 16; beside codes, whose
-// columns come in pairs of neighbours, 2g + e / 2.
+// What a warp has computed so far of a head. Element e of a fragment of the output has row 2t + e % 2, and column g + 8
+// * (e / 2) of 16; beside codes, whose columns come in pairs of neighbours, 2g + e / 2.
 struct KeyState {
     float output[kHeadDim / 16][4];
     float maxima[2];  // of rows 2t and 2t + 1; the same in all lanes that have these
@@ -65,8 +69,9 @@ struct KeyState {
         }
     }
 
-    // Turns scores into probabilities, and adds them to the sums. The maximum of a row follows only when a score is kRescaleThreshold above it: mostly no lane
-    // asks the others for anything. No row depends on another one, for some are none: what lies in shared memory where there is no query head.
+    // Turns scores into probabilities, and adds them to the sums. The maximum of a row follows only when a score is
+    // kRescaleThreshold above it: mostly no lane asks the others for anything. No row depends on another one, for some
+    // are none: what lies in shared memory where there is no query head.
     template <int kFragments>
     __device__ __forceinline__ void update(float (&scores)[kFragments][4], float factor) {
         float highest[2];
@@ -110,15 +115,22 @@ private:
     }
 };
 
-// Where the vectors of a strip of 8 rows lie in a ring tile: rows with the lowest two bits of their numbers swapped, and in the last four of them vectors in
-// another order. The lanes of a warp, of which each has half a vector of two neighbouring rows, then write them without bank conflicts.
+// Where the vectors of a strip of 8 rows lie in a ring tile: rows with the lowest two bits of their numbers swapped,
+// and in the last four of them vectors in another order. The lanes of a warp, of which each has half a vector of two
+// neighbouring rows, then write them without bank conflicts.
 struct KeyStrips {
-    static __device__ __forceinline__ int swap_low_bits(int number) { return (number & ~3) | (number & 1) << 1 | (number >> 1 & 1); }
-    static __device__ __forceinline__ int place_of(int row, int vector) { return swap_low_bits(row) * 4 + (vector ^ row / 4 * 2); }
+    static __device__ __forceinline__ int swap_low_bits(int number) {
+        return (number & ~3) | (number & 1) << 1 | (number >> 1 & 1);
+    }
+    static __device__ __forceinline__ int place_of(int row, int vector) {
+        return swap_low_bits(row) * 4 + (vector ^ row / 4 * 2);
+    }
     static __device__ __forceinline__ int row_at(int place) { return swap_low_bits(place / 4); }
     static __device__ __forceinline__ int vector_at(int place) { return place % 4 ^ place / 16 * 2; }
     // Vector v has columns 2v, 2v + 8, 2v + 1, 2v + 9; beside codes 4v to 4v + 3.
-    static __device__ __forceinline__ float4 columns(float4 value) { return kQuantized ? value : float4{value.x, value.z, value.y, value.w}; }
+    static __device__ __forceinline__ float4 columns(float4 value) {
+        return kQuantized ? value : float4{value.x, value.z, value.y, value.w};
+    }
 };
 
 __device__ __forceinline__ void reset(KeyState& state) { state.reset(); }
@@ -131,13 +143,15 @@ struct DecodeLayout<8, true> {
     using Strips = KeyStrips;
 };
 
-// Starts the softmax of a warp with the new token alone. new_token: k and v. Every row of A is the key, so every lane gets the products of
-// its rows, and no shuffle is needed.
+// Starts the softmax of a warp with the new token alone. new_token: k and v. Every row of A is the key, so every lane
+// gets the products of its rows, and no shuffle is needed.
 template <class Codes = Stored>
-__device__ __forceinline__ void start_with_new_token(KeyState& state, const KeyQueries& queries, const unsigned char* new_token, const ScoreTransform& score,
+__device__ __forceinline__ void start_with_new_token(KeyState& state, const KeyQueries& queries,
+                                                     const unsigned char* new_token, const ScoreTransform& score,
                                                      float key_scale, float value_scale) {
     const int lane = threadIdx.x % 32;
-    const unsigned *key = reinterpret_cast<const unsigned*>(new_token) + lane % 4, *value = reinterpret_cast<const unsigned*>(new_token + kStoredRowBytes);
+    const unsigned *key = reinterpret_cast<const unsigned*>(new_token) + lane % 4,
+                   *value = reinterpret_cast<const unsigned*>(new_token + kStoredRowBytes);
     float products[2][4] = {};  // two sums that do not wait for each other
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; d++) {
@@ -158,7 +172,8 @@ __device__ __forceinline__ void start_with_new_token(KeyState& state, const KeyQ
             const uint2 words = widen_in_order(Element{}, Codes{}, value[4 * d + lane / 8]);
             columns = unpack(Element{}, lane / 4 % 2 ? words.y : words.x);
         } else {
-            const float2 low = unpack(Element{}, value[8 * d + lane / 8]), high = unpack(Element{}, value[8 * d + 4 + lane / 8]);
+            const float2 low = unpack(Element{}, value[8 * d + lane / 8]),
+                         high = unpack(Element{}, value[8 * d + 4 + lane / 8]);
             columns = lane / 4 % 2 ? float2{low.y, high.y} : float2{low.x, high.x};
         }
 #pragma unroll
@@ -168,7 +183,8 @@ __device__ __forceinline__ void start_with_new_token(KeyState& state, const KeyQ
 
 // The A fragments of keys are what ldmatrix reads of a tile of elements, or makes of a tile of codes.
 template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueries& queries, const unsigned char* tile) {
+__device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueries& queries,
+                                               const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
     constexpr int kKeys = kQuantized ? 32 : 16;  // of one ldmatrix
     const LdmatrixAddress keys(shared_address(tile), lane % 16, lane / 16);
@@ -186,9 +202,10 @@ __device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueri
             ldmatrix_x4(loaded, kQuantized ? codes_of(d, kKeys * j) : keys(d, kKeys * j));
 #pragma unroll
             for (int k = 0; k < kKeys / 16; k++) {
-                float(&sum)[4] = sums[d % kQKAccumulators][kKeys / 16 * j + k];
+                float (&sum)[4] = sums[d % kQKAccumulators][kKeys / 16 * j + k];
                 if constexpr (kQuantized) {
-                    const uint2 low = widen_keys(Element{}, Codes{}, loaded[2 * k]), high = widen_keys(Element{}, Codes{}, loaded[2 * k + 1]);
+                    const uint2 low = widen_keys(Element{}, Codes{}, loaded[2 * k]),
+                                high = widen_keys(Element{}, Codes{}, loaded[2 * k + 1]);
                     const unsigned a[4] = {low.x, high.x, low.y, high.y};
                     mma_m16n8k16(Element{}, sum, a, queries.words[d][0], queries.words[d][1]);
                 } else {
@@ -207,7 +224,8 @@ __device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueri
 
 // Scores, which are products of codes still, times the scales of the keys.
 template <int kRows>
-__device__ __forceinline__ void scale_scores(const HeadScales& scales, const DecodeParams& params, KeyScores& scores, const TileScales& token_scales) {
+__device__ __forceinline__ void scale_scores(const HeadScales& scales, const DecodeParams& params, KeyScores& scores,
+                                             const TileScales& token_scales) {
     const int place = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int x = 0; x < kTileTokens / 8; x++) {
@@ -219,8 +237,8 @@ __device__ __forceinline__ void scale_scores(const HeadScales& scales, const Dec
 
 // Applies softcap and mask, and turns scores into probabilities.
 template <int kRows>
-__device__ __forceinline__ void update_softmax(KeyState& state, KeyScores& scores, const DecodeParams& params, const TileCoord& at, int first_token,
-                                               const ScoreTransform& score) {
+__device__ __forceinline__ void update_softmax(KeyState& state, KeyScores& scores, const DecodeParams& params,
+                                               const TileCoord& at, int first_token, const ScoreTransform& score) {
     const int lane = threadIdx.x % 32;
     if (score.has_softcap()) {
 #pragma unroll
@@ -230,7 +248,8 @@ __device__ __forceinline__ void update_softmax(KeyState& state, KeyScores& score
         int first_keys[2] = {at.first_key, at.first_key};  // of this lane's rows
         if constexpr (kMaxNewTokens > 1) {
 #pragma unroll
-            for (int e = 0; e < 2; e++) first_keys[e] = at.first_key_of(params, divide_small(lane % 4 * 2 + e, params.group_size));
+            for (int e = 0; e < 2; e++)
+                first_keys[e] = at.first_key_of(params, divide_small(lane % 4 * 2 + e, params.group_size));
         }
 #pragma unroll
         for (int x = 0; x < kTileTokens / 4; x++) {
@@ -241,10 +260,11 @@ __device__ __forceinline__ void update_softmax(KeyState& state, KeyScores& score
     state.update(scores, score.factor);
 }
 
-// Probabilities, which are in the sums of the softmax already, times the scales of their values. scale_of(key): of one of the fragments' keys.
+// Probabilities, which are in the sums of the softmax already, times the scales of their values. scale_of(key): of one
+// of the fragments' keys.
 template <int kFragments, class ScaleOf>
-__device__ __forceinline__ void scale_fragments(HeadScales& scales, const DecodeParams& params, KeyState& state, float (&probabilities)[kFragments][4],
-                                                ScaleOf scale_of) {
+__device__ __forceinline__ void scale_fragments(HeadScales& scales, const DecodeParams& params, KeyState& state,
+                                                float (&probabilities)[kFragments][4], ScaleOf scale_of) {
     if (!params.scales_per_token()) return;
     const int place = threadIdx.x % 32 / 4;
     float of_token[2 * kFragments], largest = 0;
@@ -264,14 +284,16 @@ __device__ __forceinline__ void scale_fragments(HeadScales& scales, const Decode
     }
 }
 template <int kRows>
-__device__ __forceinline__ void scale_probabilities(HeadScales& scales, const DecodeParams& params, KeyState& state, KeyScores& probabilities,
-                                                    const TileScales& token_scales) {
+__device__ __forceinline__ void scale_probabilities(HeadScales& scales, const DecodeParams& params, KeyState& state,
+                                                    KeyScores& probabilities, const TileScales& token_scales) {
     scale_fragments(scales, params, state, probabilities, [&](int token) { return token_scales.of(token); });
 }
 
-// Adds probabilities times the values of a tile to the output. Of 16 columns of codes, the even ones are the first rows of a fragment, the odd ones the last.
+// Adds probabilities times the values of a tile to the output. Of 16 columns of codes, the even ones are the first rows
+// of a fragment, the odd ones the last.
 template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void accumulate_output(KeyState& state, const KeyScores& probabilities, const unsigned char* tile) {
+__device__ __forceinline__ void accumulate_output(KeyState& state, const KeyScores& probabilities,
+                                                  const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
     constexpr int kKeys = kQuantized ? 32 : 16;
     const LdmatrixAddress values(shared_address(tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -281,7 +303,7 @@ __device__ __forceinline__ void accumulate_output(KeyState& state, const KeyScor
         unsigned b[kKeys / 16][2];
 #pragma unroll
         for (int k = 0; k < kKeys / 16; k++) {
-            const float(&p)[4] = probabilities[kKeys / 16 * j + k];
+            const float (&p)[4] = probabilities[kKeys / 16 * j + k];
             b[k][0] = transpose_matrix(pack(Element{}, {p[0], p[1]}));
             b[k][1] = transpose_matrix(pack(Element{}, {p[2], p[3]}));
         }
@@ -292,7 +314,8 @@ __device__ __forceinline__ void accumulate_output(KeyState& state, const KeyScor
 #pragma unroll
             for (int k = 0; k < kKeys / 16; k++) {
                 if constexpr (kQuantized) {
-                    const uint2 low = widen(Element{}, Codes{}, loaded[2 * k]), high = widen(Element{}, Codes{}, loaded[2 * k + 1]);
+                    const uint2 low = widen(Element{}, Codes{}, loaded[2 * k]),
+                                high = widen(Element{}, Codes{}, loaded[2 * k + 1]);
                     const unsigned a[4] = {low.x, low.y, high.x, high.y};
                     mma_m16n8k16(Element{}, state.output[d], a, b[k][0], b[k][1]);
                 } else {
@@ -315,7 +338,8 @@ __device__ __forceinline__ void write_totals(float2* totals, const KeyState& sta
 }
 // Writes the output as strips of 16 columns: a lane has half a vector of each.
 template <int kRows, int kRoundRows>
-__device__ __forceinline__ void write_strips(unsigned char* tile, const KeyState& state, int, int, const HeadScales& scales) {
+__device__ __forceinline__ void write_strips(unsigned char* tile, const KeyState& state, int, int,
+                                             const HeadScales& scales) {
     const int lane = threadIdx.x % 32, next_row = KeyStrips::place_of(1, 0) * 2;
     float2* const to = reinterpret_cast<float2*>(tile) + KeyStrips::place_of(lane % 4 * 2, lane / 8) * 2 + lane / 4 % 2;
     const float scale = kQuantized ? scales.value : 1.0f;

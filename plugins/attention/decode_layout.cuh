@@ -1,4 +1,5 @@
-// How a decode kernel of so many rows lays out its products: by rows (decode_rows.cuh), or by keys (decode_keys.cuh), where 8 rows of 16 would be empty.
+// How a decode kernel of so many rows lays out its products: by rows (decode_rows.cuh), or by keys (decode_keys.cuh),
+// where 8 rows of 16 would be empty.
 #pragma once
 
 #include "attention/decode_params.cuh"
@@ -21,7 +22,9 @@ struct TileScales {
 
     __device__ __forceinline__ float of(int token) const { return scales[token]; }
     // Of an even token, and of the next one.
-    __device__ __forceinline__ float2 operator()(int token) const { return reinterpret_cast<const float2*>(scales)[token / 2]; }
+    __device__ __forceinline__ float2 operator()(int token) const {
+        return reinterpret_cast<const float2*>(scales)[token / 2];
+    }
 };
 
 // Both words that a lane has of 16 columns of a new key. `key`: its word at the lane's place in the quad.

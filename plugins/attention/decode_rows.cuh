@@ -1,4 +1,5 @@
-// The decode kernels of more than 8 rows, and of several new tokens: the rows of q are the rows of a fragment, as in prefill (mma.cuh).
+// The decode kernels of more than 8 rows, and of several new tokens: the rows of q are the rows of a fragment, as in
+// prefill (mma.cuh).
 #pragma once
 
 #include "attention/decode_codes.cuh"
@@ -7,7 +8,8 @@
 #include "attention/query_fragments.cuh"
 #include "attention/schedule.cuh"
 
-// Where the vectors of a strip of 8 rows lie in a ring tile: one row after another. Vector v has columns 2v, 2v + 1, 2v + 8, 2v + 9; beside codes 4v to 4v + 3.
+// Where the vectors of a strip of 8 rows lie in a ring tile: one row after another. Vector v has columns 2v, 2v + 1, 2v
+// + 8, 2v + 9; beside codes 4v to 4v + 3.
 struct RowStrips {
     static __device__ __forceinline__ int row_at(int place) { return place / 4; }
     static __device__ __forceinline__ int vector_at(int place) { return place % 4; }
@@ -22,11 +24,12 @@ struct DecodeLayout<kRows, false> {
     using Strips = RowStrips;
 };
 
-// Starts the softmax of a warp with the new token alone. new_token: k and v. Every column of B is the key, so every lane gets the products of
-// its rows, and no shuffle is needed.
+// Starts the softmax of a warp with the new token alone. new_token: k and v. Every column of B is the key, so every
+// lane gets the products of its rows, and no shuffle is needed.
 template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, const QueryFragments<kRows>& queries, const unsigned char* new_token,
-                                                     const ScoreTransform& score, float key_scale, float value_scale) {
+__device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, const QueryFragments<kRows>& queries,
+                                                     const unsigned char* new_token, const ScoreTransform& score,
+                                                     float key_scale, float value_scale) {
     const int lane = threadIdx.x % 32;
     auto& state = states[0];
     const unsigned *key = reinterpret_cast<const unsigned*>(new_token) + lane % 4, *value = key + kStoredRowBytes / 4;
@@ -67,7 +70,8 @@ __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, c
 
 // Products of q and the keys of a tile: [16 rows x 8 keys] in each fragment.
 template <int kRows>
-__device__ __forceinline__ void compute_scores(TileScores<kRows>& scores, const QueryFragments<kRows>& queries, const unsigned char* tile) {
+__device__ __forceinline__ void compute_scores(TileScores<kRows>& scores, const QueryFragments<kRows>& queries,
+                                               const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
     if constexpr (kQuantized) {
         multiply_key_codes<kRows>(scores, queries, tile);
@@ -96,15 +100,18 @@ __device__ __forceinline__ void compute_scores(TileScores<kRows>& scores, const 
         for (int x = 0; x < kTileTokens / 2; x++) {
             scores[m][x / 4][x % 4] = sums[0][m][x / 4][x % 4];
 #pragma unroll
-            for (int other = 1; other < kQKAccumulators; other++) scores[m][x / 4][x % 4] += sums[other][m][x / 4][x % 4];
+            for (int other = 1; other < kQKAccumulators; other++)
+                scores[m][x / 4][x % 4] += sums[other][m][x / 4][x % 4];
         }
     }
 }
 
-// Turns scores into probabilities, and adds them to the sums. The maximum of a row follows only when a score is kRescaleThreshold above it: mostly no lane asks
-// the others for anything. No row depends on another one, for some are none: what lies in shared memory where there is no query head.
+// Turns scores into probabilities, and adds them to the sums. The maximum of a row follows only when a score is
+// kRescaleThreshold above it: mostly no lane asks the others for anything. No row depends on another one, for some are
+// none: what lies in shared memory where there is no query head.
 template <int kRows, int kFragments>
-__device__ __forceinline__ void update(RowStates<kRows>& state, float (&scores)[kRowTiles<kRows>][kFragments][4], float factor) {
+__device__ __forceinline__ void update(RowStates<kRows>& state, float (&scores)[kRowTiles<kRows>][kFragments][4],
+                                       float factor) {
     float highest[kRowTiles<kRows>][2];
     bool is_far = false;
 #pragma unroll
@@ -128,8 +135,9 @@ __device__ __forceinline__ void update(RowStates<kRows>& state, float (&scores)[
 
 // Applies softcap and mask, and turns scores into probabilities.
 template <int kRows>
-__device__ __forceinline__ void update_softmax(RowStates<kRows>& state, TileScores<kRows>& scores, const DecodeParams& params, const TileCoord& at,
-                                               int first_token, const ScoreTransform& score) {
+__device__ __forceinline__ void update_softmax(RowStates<kRows>& state, TileScores<kRows>& scores,
+                                               const DecodeParams& params, const TileCoord& at, int first_token,
+                                               const ScoreTransform& score) {
     const int lane = threadIdx.x % 32;
     const bool needs_mask = first_token + kTileTokens > at.position || first_token < at.last_first_key(params);
 #pragma unroll
@@ -144,7 +152,8 @@ __device__ __forceinline__ void update_softmax(RowStates<kRows>& state, TileScor
             int first_keys[2] = {at.first_key, at.first_key};  // of this lane's rows
             if constexpr (kMaxNewTokens > 1) {
 #pragma unroll
-                for (int i = 0; i < 2; i++) first_keys[i] = at.first_key_of(params, divide_small(16 * m + 8 * i + lane / 4, params.group_size));
+                for (int i = 0; i < 2; i++)
+                    first_keys[i] = at.first_key_of(params, divide_small(16 * m + 8 * i + lane / 4, params.group_size));
             }
 #pragma unroll
             for (int x = 0; x < kTileTokens / 2; x++) {
@@ -158,7 +167,8 @@ __device__ __forceinline__ void update_softmax(RowStates<kRows>& state, TileScor
 
 // Adds probabilities times the values of a tile to the output.
 template <int kRows>
-__device__ __forceinline__ void accumulate_output(RowStates<kRows>& state, const TileScores<kRows>& probabilities, const unsigned char* tile) {
+__device__ __forceinline__ void accumulate_output(RowStates<kRows>& state, const TileScores<kRows>& probabilities,
+                                                  const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
     if constexpr (kQuantized) {
         multiply_value_codes<kRows>(state, probabilities, tile);
@@ -169,7 +179,8 @@ __device__ __forceinline__ void accumulate_output(RowStates<kRows>& state, const
     for (int j = 0; j < kTileTokens / 16; j++) {
         unsigned a[kRowTiles<kRows>][4];
 #pragma unroll
-        for (int m = 0; m < kRowTiles<kRows>; m++) pack_a_fragment(Element{}, a[m], probabilities[m][2 * j], probabilities[m][2 * j + 1]);
+        for (int m = 0; m < kRowTiles<kRows>; m++)
+            pack_a_fragment(Element{}, a[m], probabilities[m][2 * j], probabilities[m][2 * j + 1]);
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
             unsigned b[4];
@@ -185,11 +196,13 @@ __device__ __forceinline__ void accumulate_output(RowStates<kRows>& state, const
 
 // Of HeadScales, for a tile.
 template <int kRows>
-__device__ __forceinline__ void scale_scores(const HeadScales& scales, const DecodeParams& params, TileScores<kRows>& scores, const TileScales& token_scales) {
+__device__ __forceinline__ void scale_scores(const HeadScales& scales, const DecodeParams& params,
+                                             TileScores<kRows>& scores, const TileScales& token_scales) {
     scales.scale_scores<kRows>(params, scores, token_scales);
 }
 template <int kRows>
-__device__ __forceinline__ void scale_probabilities(HeadScales& scales, const DecodeParams& params, RowStates<kRows>& state, TileScores<kRows>& probabilities,
+__device__ __forceinline__ void scale_probabilities(HeadScales& scales, const DecodeParams& params,
+                                                    RowStates<kRows>& state, TileScores<kRows>& probabilities,
                                                     const TileScales& token_scales) {
     scales.scale_probabilities<kRows>(params, state, probabilities, token_scales);
 }
@@ -205,9 +218,11 @@ __device__ __forceinline__ void write_totals(float2* totals, const RowStates<kRo
         totals[lane / 4 + 8 * i] = {state[i / 2].maxima[i % 2], sum};
     }
 }
-// Writes the output of kRoundRows rows from `row0` on as strips of 16 columns, if they are among the first `rows`: a lane has a vector of each.
+// Writes the output of kRoundRows rows from `row0` on as strips of 16 columns, if they are among the first `rows`: a
+// lane has a vector of each.
 template <int kRows, int kRoundRows>
-__device__ __forceinline__ void write_strips(unsigned char* tile, const RowStates<kRows>& state, int row0, int rows, const HeadScales& scales) {
+__device__ __forceinline__ void write_strips(unsigned char* tile, const RowStates<kRows>& state, int row0, int rows,
+                                             const HeadScales& scales) {
     constexpr int kColumns = kHeadDim / 16;
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -217,7 +232,9 @@ __device__ __forceinline__ void write_strips(unsigned char* tile, const RowState
         const int e = 2 * (i % 2);
         if (lane / 4 + 8 * i >= rows) continue;
         float4 vector{low[e], low[e + 1], high[e], high[e + 1]};
-        if constexpr (kQuantized) vector = {low[e] * scales.value, high[e] * scales.value, low[e + 1] * scales.value, high[e + 1] * scales.value};
+        if constexpr (kQuantized)
+            vector = {low[e] * scales.value, high[e] * scales.value, low[e + 1] * scales.value,
+                      high[e + 1] * scales.value};
         reinterpret_cast<float4*>(tile)[32 * x + lane] = vector;
     }
 }

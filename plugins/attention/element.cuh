@@ -1,5 +1,6 @@
-// The element types, and conversions to and from float. A word (`unsigned`) holds two elements, the first one in its lower half.
-// Everything between #ifndef EMULATED_PTX and #endif, here and in the other headers, has a twin for the CPU in tests/simt/ptx.h.
+// The element types, and conversions to and from float. A word (`unsigned`) holds two elements, the first one in its
+// lower half. Everything between #ifndef EMULATED_PTX and #endif, here and in the other headers, has a twin for the CPU
+// in tests/simt/ptx.h.
 #pragma once
 
 #ifndef EMULATED_PTX
@@ -22,10 +23,14 @@ __device__ __forceinline__ unsigned pack(BFloat16, float2 values) {
 // A word to two floats; exact.
 __device__ __forceinline__ float2 unpack(Float16, unsigned word) {
     float2 values;
-    asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; cvt.f32.f16 %0, x; cvt.f32.f16 %1, y;}" : "=f"(values.x), "=f"(values.y) : "r"(word));
+    asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; cvt.f32.f16 %0, x; cvt.f32.f16 %1, y;}"
+        : "=f"(values.x), "=f"(values.y)
+        : "r"(word));
     return values;
 }
-__device__ __forceinline__ float2 unpack(BFloat16, unsigned word) { return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)}; }
+__device__ __forceinline__ float2 unpack(BFloat16, unsigned word) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
+}
 
 // a * b + c of two elements each, rounded once.
 __device__ __forceinline__ unsigned multiply_add(Float16, unsigned a, unsigned b, unsigned c) {

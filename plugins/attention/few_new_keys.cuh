@@ -1,4 +1,5 @@
-// The start of a head with several new tokens and up to 8 rows, which are the columns of a product (decode_keys.cuh). The rest is in few_new_tokens.cuh.
+// The start of a head with several new tokens and up to 8 rows, which are the columns of a product (decode_keys.cuh).
+// The rest is in few_new_tokens.cuh.
 #pragma once
 
 #include "attention/decode_codes.cuh"
@@ -8,17 +9,21 @@
 
 constexpr int kFewAtOnce = kQuantized ? 4 : 2;  // chunks of 16 columns in one ldmatrix
 
-// What this lane passes to ldmatrix for chunks from `first` on: an address in row `row` of the keys or values of the new tokens.
+// What this lane passes to ldmatrix for chunks from `first` on: an address in row `row` of the keys or values of the
+// new tokens.
 __device__ __forceinline__ SharedAddress few_address(SharedAddress tile, int row, int first) {
     const int lane = threadIdx.x % 32;
-    return tile + (kQuantized ? row * kRowBytes + 16 * min(first + lane / 8, kStoredRowChunks - 1)
-                              : swizzled_offset(row, min(2 * first + lane / 8, kRowChunks - 1)));
+    return tile
+           + (kQuantized ? row * kRowBytes + 16 * min(first + lane / 8, kStoredRowChunks - 1)
+                         : swizzled_offset(row, min(2 * first + lane / 8, kRowChunks - 1)));
 }
 
-// Products of q and the new tokens, which are the first 8 keys of an A fragment; those that are fewer have the last one in their place. `row`: where the row
-// begins that this lane passes to ldmatrix. `odd`: sums of every other chunk, to be added to the scores.
+// Products of q and the new tokens, which are the first 8 keys of an A fragment; those that are fewer have the last one
+// in their place. `row`: where the row begins that this lane passes to ldmatrix. `odd`: sums of every other chunk, to
+// be added to the scores.
 template <class Codes = Stored>
-__device__ __forceinline__ void multiply_few_keys(float (&scores)[4], float (&odd)[4], const KeyQueries& queries, SharedAddress keys, int row) {
+__device__ __forceinline__ void multiply_few_keys(float (&scores)[4], float (&odd)[4], const KeyQueries& queries,
+                                                  SharedAddress keys, int row) {
 #pragma unroll
     for (int first = 0; first < kHeadDim / 16; first += kFewAtOnce) {
         unsigned loaded[4];
@@ -39,7 +44,8 @@ __device__ __forceinline__ void multiply_few_keys(float (&scores)[4], float (&od
 
 // Adds probabilities, as a B fragment of 8 keys, times the values of the new tokens to the output.
 template <class Codes = Stored>
-__device__ __forceinline__ void accumulate_few_values(KeyState& state, unsigned probabilities, SharedAddress values, int row) {
+__device__ __forceinline__ void accumulate_few_values(KeyState& state, unsigned probabilities, SharedAddress values,
+                                                      int row) {
 #pragma unroll
     for (int first = 0; first < kHeadDim / 16; first += kFewAtOnce) {
         unsigned loaded[4];
@@ -59,8 +65,9 @@ __device__ __forceinline__ void accumulate_few_values(KeyState& state, unsigned 
 }
 
 // Starts the softmax of a warp with the new tokens: a causal mask, within the window.
-__device__ __forceinline__ void start_with_few(KeyState& state, const KeyQueries& queries, const DecodeParams& params, const TileCoord& at,
-                                               unsigned char* head, const float* new_scales, HeadScales& head_scales) {
+__device__ __forceinline__ void start_with_few(KeyState& state, const KeyQueries& queries, const DecodeParams& params,
+                                               const TileCoord& at, unsigned char* head, const float* new_scales,
+                                               HeadScales& head_scales) {
     static_assert(kMaxNewTokens <= 8, "the new tokens are half the keys of one fragment");
     using SharedMemory = DecodeSharedMemory<8>;
     const int lane = threadIdx.x % 32, row = min(lane % 8, at.count - 1), key = lane / 4;
@@ -78,7 +85,8 @@ __device__ __forceinline__ void start_with_few(KeyState& state, const KeyQueries
         scores[0][e + 2] = kMaskedScore;  // there are 8 keys
     }
     state.update(scores, params.score.factor);
-    if constexpr (kQuantized) scale_fragments(head_scales, params, state, scores, [&](int token) { return scale_of(1, token); });
+    if constexpr (kQuantized)
+        scale_fragments(head_scales, params, state, scores, [&](int token) { return scale_of(1, token); });
     const unsigned probabilities = transpose_matrix(pack(Element{}, {scores[0][0], scores[0][1]}));
     accumulate_few_values(state, probabilities, shared_address(head + SharedMemory::kValuesOffset), row);
 }

@@ -1,7 +1,8 @@
 // What is different in the decode kernel with several new tokens for each slot: their rows, and the start of a head.
 //
-// Row `token * group_size + head` of a K/V head is a query head of a new token. New tokens are in no tile: their keys and values lie in the buffer
-// of the head, and the last warp of the block that has the head's last tile begins with them. That block appends them.
+// Row `token * group_size + head` of a K/V head is a query head of a new token. New tokens are in no tile: their keys
+// and values lie in the buffer of the head, and the last warp of the block that has the head's last tile begins with
+// them. That block appends them.
 #pragma once
 
 #include "attention/decode_codes.cuh"
@@ -12,10 +13,12 @@
 #include "attention/rope.cuh"
 #include "attention/schedule.cuh"
 
-// Appends the new tokens, after RoPE, if this block has the head's last tile, and puts their codes where their rows begin. Where q stays in shared memory,
-// sorts the columns of each 16 of them, so that QueryFragments finds them where it wants them. Ends with a barrier.
+// Appends the new tokens, after RoPE, if this block has the head's last tile, and puts their codes where their rows
+// begin. Where q stays in shared memory, sorts the columns of each 16 of them, so that QueryFragments finds them where
+// it wants them. Ends with a barrier.
 template <int kRows>
-__device__ __forceinline__ void quantize_few(const DecodeParams& params, const TileCoord& at, unsigned char* head, float* new_scales, bool has_last_tile) {
+__device__ __forceinline__ void quantize_few(const DecodeParams& params, const TileCoord& at, unsigned char* head,
+                                             float* new_scales, bool has_last_tile) {
     using SharedMemory = DecodeSharedMemory<kRows>;
     if constexpr (!QueryFragments<kRows>::kInRegisters) {
 #pragma unroll 1
@@ -33,17 +36,19 @@ __device__ __forceinline__ void quantize_few(const DecodeParams& params, const T
     for (int row = threadIdx.x / 32; row < rows; row += kWarps) {
         const int kv = row & 1, token = row / 2;
         unsigned char* const tile = head + (kv ? SharedMemory::kValuesOffset : SharedMemory::kKeysOffset);
-        quantize_row(params, at, kv, at.position + token, tile + token * kRowBytes, new_scales + kv * kMaxNewTokens + token, [&](int word) {
-            return reinterpret_cast<const unsigned*>(tile + swizzled_offset(token, word / 4))[word % 4];
-        });
+        quantize_row(params, at, kv, at.position + token, tile + token * kRowBytes,
+                     new_scales + kv * kMaxNewTokens + token, [&](int word) {
+                         return reinterpret_cast<const unsigned*>(tile + swizzled_offset(token, word / 4))[word % 4];
+                     });
     }
     __syncthreads();
 }
 
-// Applies RoPE to q in the head's buffer, and if this block has the head's last tile to the new keys too, which it then appends with their values.
-// There is a barrier behind RoPE.
+// Applies RoPE to q in the head's buffer, and if this block has the head's last tile to the new keys too, which it then
+// appends with their values. There is a barrier behind RoPE.
 template <int kRows>
-__device__ __forceinline__ void prepare_few(const DecodeParams& params, const TileCoord& at, unsigned char* head, float* new_scales, bool has_last_tile) {
+__device__ __forceinline__ void prepare_few(const DecodeParams& params, const TileCoord& at, unsigned char* head,
+                                            float* new_scales, bool has_last_tile) {
     using SharedMemory = DecodeSharedMemory<kRows>;
     unsigned char* const keys = head + SharedMemory::kKeysOffset;
     const unsigned char* const values = head + SharedMemory::kValuesOffset;
@@ -53,7 +58,8 @@ __device__ __forceinline__ void prepare_few(const DecodeParams& params, const Ti
     const int rows = at.rows(params), rotated_rows = rows + (has_last_tile ? at.count : 0);
 #pragma unroll 1
     for (int x = threadIdx.x; x < rotated_rows * half; x += kBlockThreads) {
-        const int row = divide_small(x, half), place = x - row * half, token = row < rows ? divide_small(row, params.group_size) : row - rows;
+        const int row = divide_small(x, half), place = x - row * half,
+                  token = row < rows ? divide_small(row, params.group_size) : row - rows;
         unsigned char* const tile = row < rows ? head : keys;
         const int tile_row = row < rows ? row : token;
         const RopeAngles row_angles(angles, params.rotary_dim, token);
@@ -69,27 +75,31 @@ __device__ __forceinline__ void prepare_few(const DecodeParams& params, const Ti
         return;
     }
     if (!has_last_tile) return;
-    unsigned char* const appended = params.cache + at.slot * params.slot_stride
-                                    + (static_cast<long long>(at.kv_head) * params.max_sequence_length + at.position) * kRowBytes;
+    unsigned char* const appended =
+        params.cache + at.slot * params.slot_stride
+        + (static_cast<long long>(at.kv_head) * params.max_sequence_length + at.position) * kRowBytes;
 #pragma unroll 1
     for (int x = threadIdx.x; x < at.count * kRowChunks; x += kBlockThreads) {
         const unsigned from = swizzled_offset(x / kRowChunks, x % kRowChunks);
         *reinterpret_cast<uint4*>(appended + 16 * x) = *reinterpret_cast<const uint4*>(keys + from);
-        *reinterpret_cast<uint4*>(appended + params.kv_stride + 16 * x) = *reinterpret_cast<const uint4*>(values + from);
+        *reinterpret_cast<uint4*>(appended + params.kv_stride + 16 * x) =
+            *reinterpret_cast<const uint4*>(values + from);
     }
 }
 
-// Starts the softmax of a warp with the new tokens: a causal mask, within the window. They are the 8 keys of one B fragment; those that are fewer
-// have the last one in their place, whose value is live, and are masked.
+// Starts the softmax of a warp with the new tokens: a causal mask, within the window. They are the 8 keys of one B
+// fragment; those that are fewer have the last one in their place, whose value is live, and are masked.
 template <int kRows>
-__device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const QueryFragments<kRows>& queries, const DecodeParams& params,
-                                               const TileCoord& at, unsigned char* head, const float* new_scales,
-                                               HeadScales& head_scales) {
+__device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const QueryFragments<kRows>& queries,
+                                               const DecodeParams& params, const TileCoord& at, unsigned char* head,
+                                               const float* new_scales, HeadScales& head_scales) {
     static_assert(kMaxNewTokens <= 8, "the new tokens are the keys of one fragment");
     using SharedMemory = DecodeSharedMemory<kRows>;
     const int lane = threadIdx.x % 32, token_row = min(lane % 8, at.count - 1);
-    const SharedAddress keys = shared_address(head + SharedMemory::kKeysOffset), values = shared_address(head + SharedMemory::kValuesOffset);
-    float scores[kRowTiles<kRows>][1][4] = {}, odd[kRowTiles<kRows>][4] = {};  // two sums that do not wait for each other
+    const SharedAddress keys = shared_address(head + SharedMemory::kKeysOffset),
+                        values = shared_address(head + SharedMemory::kValuesOffset);
+    // two sums that do not wait for each other
+    float scores[kRowTiles<kRows>][1][4] = {}, odd[kRowTiles<kRows>][4] = {};
     // Of two neighbouring new tokens; beside those that are fewer, of the last one.
     const auto scales_of = [&](int kv, int token) {
         const float* const scales = new_scales + kv * kMaxNewTokens;
@@ -140,7 +150,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
         for (int i = 0; i < 4 && first + i < kRowChunks; i++) {
 #pragma unroll
             for (int m = 0; m < kRowTiles<kRows>; m++) {
-                const float(&p)[4] = scores[m][0];
+                const float (&p)[4] = scores[m][0];
                 const unsigned a[4] = {pack(Element{}, {p[0], p[1]}), pack(Element{}, {p[2], p[3]}), 0, 0};
                 mma_m16n8k16(Element{}, state[m].output[first + i], a, b[i], 0);
             }

@@ -1,6 +1,7 @@
-// How one block hands 16 bytes to another without a counter or a fence: the vector carries its own flag. It is written and read by one
-// instruction (st/ld.relaxed.gpu.b128, PTX ISA 8.3), so a reader sees all of it or nothing. Its last word, seen as bits, is 0 as long as nothing
-// has been published, and never 0 afterwards: the value 0 is published as -0.
+// How one block hands 16 bytes to another without a counter or a fence: the vector carries its own flag. It is written
+// and read by one instruction (st/ld.relaxed.gpu.b128, PTX ISA 8.3), so a reader sees all of it or nothing. Its last
+// word, seen as bits, is 0 as long as nothing has been published, and never 0 afterwards: the value 0 is published as
+// -0.
 #pragma once
 
 #ifndef EMULATED_PTX
@@ -8,7 +9,8 @@
 __device__ __forceinline__ void publish_vector(float4* address, float4 value) {
     if (__float_as_uint(value.w) == 0) value.w = -0.0f;  // by bits: they may be those of something else than a float
     asm volatile(
-        "{.reg .b128 all; .reg .b64 low, high; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 all, {low, high};"
+        "{.reg .b128 all; .reg .b64 low, high;"
+        " mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 all, {low, high};"
         "st.relaxed.gpu.global.b128 [%0], all;}" ::"l"(address),
         "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
         : "memory");

@@ -1,20 +1,26 @@
 // The decode kernel's shared memory, and the pipeline of asynchronous copies that fills it.
 //
-// Shared memory of a block, with R = kRows rows of q and T = kMaxNewTokens. trt_kvcache/kernels/attention_tiles.py computes the same size.
+// Shared memory of a block, with R = kRows rows of q and T = kMaxNewTokens. trt_kvcache/kernels/attention_tiles.py
+// computes the same size.
 //
-//     ring         [kWarps][kRingTiles] tiles of kTileBytes
-//                  K and V of consecutive tiles in turn: K0 V0 K1 V1 ... A warp's tiles are filled and read by that warp alone, so
-//                  __syncwarp is enough. At the end of a head the tile used last holds the warp's output (kernel: reduce_warps), and at
-//                  the end of the kernel the whole ring holds what other blocks published (SplitKVReduce::collect).
-//     heads        [kHeadBuffers] buffers of R + 4 T rows: R rows of q, T of k, T of v (all swizzled if T > 1), 2 T of cosines and sines
-//                  Filled by all threads, read by all warps after a barrier. At the end of the kernel: strips that this block merges.
-//     scales       if the cache has scales, [kWarps][kRingTiles] of those of a tile's tokens: filled and read with the tile
-//     new_scales   and [kHeadBuffers] of those of new tokens, T of k and T of v: filled with the head, or when they are quantized
-//     new_token    if T = 1, 2 rows: k after RoPE, and v, of the new token, as they are stored. Written by all threads at the start of a head; read by the last
-//                  warp.
-//     warp_totals  [kWarps][R] float2: maximum and sum of each row and warp. Written at the end of a head, read by all warps.
+//     ring         [kWarps][kRingTiles] tiles of kTileBytes K and V of consecutive tiles in turn: K0 V0 K1 V1 ... A
+//                  warp's tiles are filled and read by that warp alone, so __syncwarp is enough. At the end of a head
+//                  the tile used last holds the warp's output (kernel: reduce_warps), and at the end of the kernel the
+//                  whole ring holds what other blocks published (SplitKVReduce::collect).
+//     heads        [kHeadBuffers] buffers of R + 4 T rows: R rows of q, T of k, T of v (all swizzled if T > 1), 2 T of
+//                  cosines and sines Filled by all threads, read by all warps after a barrier. At the end of the
+//                  kernel: strips that this block merges.
+//     scales       if the cache has scales, [kWarps][kRingTiles] of those of a tile's tokens: filled and read with the
+//                  tile
+//     new_scales   and [kHeadBuffers] of those of new tokens, T of k and T of v: filled with the head, or when they are
+//                  quantized
+//     new_token    if T = 1, 2 rows: k after RoPE, and v, of the new token, as they are stored. Written by all threads
+//                  at the start of a head; read by the last warp.
+//     warp_totals  [kWarps][R] float2: maximum and sum of each row and warp. Written at the end of a head, read by all
+//                  warps.
 //
-// The pipeline. A step of the main loop is one tile for each warp; a stage is what a step needs. It is three commit groups:
+// The pipeline. A step of the main loop is one tile for each warp; a stage is what a step needs. It is three commit
+// groups:
 //
 //     H_i   head: q, k, v and angles, if step i starts a head of this block (else the group is empty)
 //     K_i   the tile of K
@@ -22,15 +28,15 @@
 //
 // kStages - 1 stages are in flight when a step starts. kStages = 3:
 //
-//                          in flight when it waits, oldest first        waits for   which leaves
-//     step i, head starts  H_i K_i V_i H_i+1 K_i+1 V_i+1                H_i         the 3 (kStages - 1) - 1 youngest
-//     step i, scores       K_i V_i H_i+1 K_i+1 V_i+1                    K_i         the 3 (kStages - 1) - 2 youngest
+//                          in flight when it waits, oldest first      waits for   which leaves
+//     step i, head starts  H_i K_i V_i H_i+1 K_i+1 V_i+1              H_i         the 3 (kStages - 1) - 1 youngest
+//     step i, scores       K_i V_i H_i+1 K_i+1 V_i+1                  K_i         the 3 (kStages - 1) - 2 youngest
 //             issue        H_i+2 K_i+2 (into the tile that V_i-1 had)
-//     step i, output       V_i H_i+1 K_i+1 V_i+1 H_i+2 K_i+2            V_i         the 3 (kStages - 1) - 3 + 2 youngest
+//     step i, output       V_i H_i+1 K_i+1 V_i+1 H_i+2 K_i+2          V_i         the 3 (kStages - 1) - 3 + 2 youngest
 //             issue        V_i+2 (into the tile that K_i had)
 //
-// So at most 2 (kStages - 1) tiles are in flight beside the one that is read: kRingTiles. Before all this there may be one more group: the
-// speculative part of K_0, which wait_for_keys covers, being older.
+// So at most 2 (kStages - 1) tiles are in flight beside the one that is read: kRingTiles. Before all this there may be
+// one more group: the speculative part of K_0, which wait_for_keys covers, being older.
 #pragma once
 
 #include "attention/cp_async.cuh"
@@ -65,12 +71,18 @@ struct DecodeSharedMemory {
         new_token = new_scales + kHeadBuffers * kNewScaleBytes;
         warp_totals = reinterpret_cast<float2*>(new_token + kNewTokenBytes);
     }
-    __device__ __forceinline__ unsigned char* ring_tile(int warp, int tile) const { return ring + (warp * kRingTiles + tile) * kTileBytes; }
+    __device__ __forceinline__ unsigned char* ring_tile(int warp, int tile) const {
+        return ring + (warp * kRingTiles + tile) * kTileBytes;
+    }
     __device__ __forceinline__ float* tile_scales(int warp, int tile) const {
         return reinterpret_cast<float*>(scales + (warp * kRingTiles + tile) * kTileScaleBytes);
     }
-    __device__ __forceinline__ float* scales_of_head(int number) const { return reinterpret_cast<float*>(new_scales + number * kNewScaleBytes); }
-    __device__ __forceinline__ unsigned char* head_buffer(int number) const { return heads + number * kHeadBufferBytes; }
+    __device__ __forceinline__ float* scales_of_head(int number) const {
+        return reinterpret_cast<float*>(new_scales + number * kNewScaleBytes);
+    }
+    __device__ __forceinline__ unsigned char* head_buffer(int number) const {
+        return heads + number * kHeadBufferBytes;
+    }
 };
 
 // Keys of this warp's tile, if the tile of warp 0 is `tile`, counted from the start of the cache.
@@ -80,7 +92,8 @@ __device__ __forceinline__ const unsigned char* key_rows(const DecodeParams& par
     return params.cache + slot * params.slot_stride + row * kStoredRowBytes;
 }
 
-// Calls copy(to, from, valid) for chunks kFirst to kEnd of this lane's part of a tile; only the first `tokens` rows of it are valid.
+// Calls copy(to, from, valid) for chunks kFirst to kEnd of this lane's part of a tile; only the first `tokens` rows of
+// it are valid.
 template <int kFirst, int kEnd, class Copy>
 __device__ __forceinline__ void copy_tile_chunks(SharedAddress tile, const unsigned char* rows, int tokens, Copy copy) {
     const int lane = threadIdx.x % 32;
@@ -103,8 +116,8 @@ __device__ __forceinline__ void copy_tile_chunks(SharedAddress tile, const unsig
     }
 }
 
-// Before the previous launch has ended: brings the first keys and values into the L2, if a block can have at least four times as many tokens
-// as it begins with. In short caches the prefetch costs more than it brings.
+// Before the previous launch has ended: brings the first keys and values into the L2, if a block can have at least four
+// times as many tokens as it begins with. In short caches the prefetch costs more than it brings.
 __device__ __forceinline__ void prefetch_first_tiles(const DecodeParams& params, const EvenSplitStart& start) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, offset = lane * 16 * kSpeculativeChunks;
     const bool can_be_long = static_cast<long long>(params.max_sequence_length) * params.heads_per_block
@@ -119,12 +132,14 @@ __device__ __forceinline__ void prefetch_first_tiles(const DecodeParams& params,
     }
 }
 
-// Before lengths are known: loads the first chunks of the keys that this warp begins with in the even split, into ring tile 0. With stream-K
-// or a sliding window they are the wrong ones, and are ignored: the pipeline then begins with ring tile 1.
+// Before lengths are known: loads the first chunks of the keys that this warp begins with in the even split, into ring
+// tile 0. With stream-K or a sliding window they are the wrong ones, and are ignored: the pipeline then begins with
+// ring tile 1.
 template <int kRows>
-__device__ __forceinline__ void load_speculative_keys(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem, const EvenSplitStart& start,
-                                                      L2Policy policy) {
-    const int warp = threadIdx.x / 32, tokens = start.is_certain ? params.max_sequence_length - (start.tile + warp) * kTileTokens : 0;
+__device__ __forceinline__ void load_speculative_keys(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem,
+                                                      const EvenSplitStart& start, L2Policy policy) {
+    const int warp = threadIdx.x / 32,
+              tokens = start.is_certain ? params.max_sequence_length - (start.tile + warp) * kTileTokens : 0;
     copy_tile_chunks<0, kSpeculativeChunks>(
         shared_address(smem.ring_tile(warp, 0)), key_rows(params, start.slot, start.kv_head, start.tile), tokens,
         [&](SharedAddress to, const void* from, bool valid) { cp_async_speculative(to, from, valid, policy); });
@@ -142,9 +157,10 @@ struct KVPipeline {
     bool has_first_chunks;  // the speculative chunks are the first ones of the tile that is filled next
     int fill_tile;          // of the ring, filled next
 
-    __device__ __forceinline__ KVPipeline(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem, const WorkRange& work, L2Policy policy,
-                                          bool speculated_right)
-        : params(params), smem(smem), work(work), policy(policy), ahead(work), has_first_chunks(speculated_right), fill_tile(!speculated_right) {}
+    __device__ __forceinline__ KVPipeline(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem,
+                                          const WorkRange& work, L2Policy policy, bool speculated_right)
+        : params(params), smem(smem), work(work), policy(policy), ahead(work), has_first_chunks(speculated_right),
+          fill_tile(!speculated_right) {}
 
     __device__ __forceinline__ void prefill() {
 #pragma unroll 1
@@ -154,7 +170,8 @@ struct KVPipeline {
         }
     }
 
-    // Issues H and K of the next step, if there is one. The groups are committed either way, so that counts stay what they are.
+    // Issues H and K of the next step, if there is one. The groups are committed either way, so that counts stay what
+    // they are.
     __device__ __forceinline__ void fill_keys() {
         if (ahead.count(work) > 0 && ahead.at.position >= 0 && ahead.starts_head(work)) {
             if constexpr (kMaxNewTokens == 1) {
@@ -197,14 +214,18 @@ private:
             const int row = x / kRowChunks, offset = x % kRowChunks * 16;
             if (row < group_size) {
                 cp_async(to + swizzled_offset(row, x % kRowChunks),
-                         params.q + at.slot * params.q_stride + (at.kv_head * group_size + row) * kRowBytes + offset, true);
+                         params.q + at.slot * params.q_stride + (at.kv_head * group_size + row) * kRowBytes + offset,
+                         true);
             } else if (row == group_size) {
-                cp_async(to + kRows * kRowBytes + offset, params.k + at.slot * params.k_stride + at.kv_head * kRowBytes + offset, true);
+                cp_async(to + kRows * kRowBytes + offset,
+                         params.k + at.slot * params.k_stride + at.kv_head * kRowBytes + offset, true);
             } else if (x < chunks) {
-                cp_async(to + (kRows + 1) * kRowBytes + offset, params.v + at.slot * params.v_stride + at.kv_head * kRowBytes + offset, true);
+                cp_async(to + (kRows + 1) * kRowBytes + offset,
+                         params.v + at.slot * params.v_stride + at.kv_head * kRowBytes + offset, true);
             } else {
                 cp_async(to + (kRows + 2) * kRowBytes + (x - chunks) * 16,
-                         params.cos_sin + static_cast<long long>(at.position) * params.rotary_dim + (x - chunks) * 4, true);
+                         params.cos_sin + static_cast<long long>(at.position) * params.rotary_dim + (x - chunks) * 4,
+                         true);
             }
         }
     }
@@ -215,11 +236,14 @@ private:
         const TileCoord& at = ahead.at;
         const SharedAddress to = shared_address(smem.head_buffer(ahead.head_buffer));
         const int group_size = params.group_size, new_chunks = ahead.has_last_tile(work) ? at.count * kRowChunks : 0;
-        const unsigned char* const queries = params.q + at.slot * params.q_stride + static_cast<long long>(at.kv_head) * group_size * kRowBytes;
+        const unsigned char* const queries =
+            params.q + at.slot * params.q_stride + static_cast<long long>(at.kv_head) * group_size * kRowBytes;
 #pragma unroll 1
         for (int x = threadIdx.x; x < at.rows(params) * kRowChunks; x += kBlockThreads) {
             const int row = x / kRowChunks, chunk = x % kRowChunks, token = divide_small(row, group_size);
-            cp_async(to + swizzled_offset(row, chunk), queries + token * params.q_token_stride + (row - token * group_size) * kRowBytes + chunk * 16, true);
+            cp_async(to + swizzled_offset(row, chunk),
+                     queries + token * params.q_token_stride + (row - token * group_size) * kRowBytes + chunk * 16,
+                     true);
         }
         const float* const angles = params.cos_sin + static_cast<long long>(at.position) * params.rotary_dim;
 #pragma unroll 1
@@ -231,8 +255,10 @@ private:
             const int token = x / kRowChunks, chunk = x % kRowChunks;
             const unsigned at_offset = swizzled_offset(token, chunk);
             const long long column = at.kv_head * kRowBytes + chunk * 16;
-            cp_async(to + SharedMemory::kKeysOffset + at_offset, params.k + at.slot * params.k_stride + token * params.k_token_stride + column, true);
-            cp_async(to + SharedMemory::kValuesOffset + at_offset, params.v + at.slot * params.v_stride + token * params.v_token_stride + column, true);
+            cp_async(to + SharedMemory::kKeysOffset + at_offset,
+                     params.k + at.slot * params.k_stride + token * params.k_token_stride + column, true);
+            cp_async(to + SharedMemory::kValuesOffset + at_offset,
+                     params.v + at.slot * params.v_stride + token * params.v_token_stride + column, true);
         }
     }
 
@@ -240,7 +266,8 @@ private:
     __device__ __forceinline__ void fill_head_scales() {
         const int x = kBlockThreads - 1 - static_cast<int>(threadIdx.x), kv = x / kMaxNewTokens;
         if (params.scales_per_token() || kv > 1) return;
-        cp_async_word(shared_address(smem.scales_of_head(ahead.head_buffer) + x), params.head_scales(ahead.at.slot, ahead.at.kv_head, kv), true);
+        cp_async_word(shared_address(smem.scales_of_head(ahead.head_buffer) + x),
+                      params.head_scales(ahead.at.slot, ahead.at.kv_head, kv), true);
     }
 
     // K or (kv: 1) V of this warp's tile, if it has one, and their scales. Rows from the first new token on are zeros.
@@ -249,9 +276,12 @@ private:
         const TileCoord& at = ahead.at;
         if (ahead.count(work) > warp && at.position >= 0) {
             const int tokens = at.position - at.first_token(warp);
-            const unsigned char* rows = key_rows(params, at.slot, at.kv_head, at.first_tile + at.tile) + (kv ? params.kv_stride : 0);
+            const unsigned char* rows =
+                key_rows(params, at.slot, at.kv_head, at.first_tile + at.tile) + (kv ? params.kv_stride : 0);
             const SharedAddress tile = shared_address(smem.ring_tile(warp, fill_tile));
-            const auto copy = [&](SharedAddress to, const void* from, bool valid) { cp_async_with_policy(to, from, valid, policy); };
+            const auto copy = [&](SharedAddress to, const void* from, bool valid) {
+                cp_async_with_policy(to, from, valid, policy);
+            };
             if (!has_first_chunks) copy_tile_chunks<0, kSpeculativeChunks>(tile, rows, tokens, copy);
             copy_tile_chunks<kSpeculativeChunks, kTileChunks / 32>(tile, rows, tokens, copy);
             if (kQuantized && params.scales_per_token()) {
@@ -259,7 +289,8 @@ private:
                 const float* const scales = params.head_scales(at.slot, at.kv_head, kv) + at.first_token(warp);
                 const SharedAddress to = shared_address(smem.tile_scales(warp, fill_tile));
 #pragma unroll
-                for (int token = lane; token < kTileTokens; token += 32) cp_async_word(to + 4 * token, scales + token, token < tokens);
+                for (int token = lane; token < kTileTokens; token += 32)
+                    cp_async_word(to + 4 * token, scales + token, token < tokens);
             }
         }
         has_first_chunks = false;

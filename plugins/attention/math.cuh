@@ -51,8 +51,8 @@ __device__ __forceinline__ float column_max(float value) {
     return fmaxf(value, __shfl_xor_sync(~0u, value, 16));
 }
 
-// a / b for a >= 0 and 0 < b < 2^20; `inverse` is the approximate reciprocal of b. Float arithmetic is several times as fast here as integer
-// division. The reciprocal leaves a small remainder, which the second quotient corrects.
+// a / b for a >= 0 and 0 < b < 2^20; `inverse` is the approximate reciprocal of b. Float arithmetic is several times as
+// fast here as integer division. The reciprocal leaves a small remainder, which the second quotient corrects.
 __device__ __forceinline__ int divide(int a, int b, float inverse) {
     const int estimate = static_cast<int>(static_cast<float>(a) * inverse);
     return estimate + static_cast<int>(floorf((static_cast<float>(a - estimate * b) + 0.5f) * inverse));
@@ -61,5 +61,9 @@ __device__ __forceinline__ int divide(int a, int b, float inverse) {
 __device__ __forceinline__ int divide(int a, int b) { return divide(a, b, reciprocal_approx(static_cast<float>(b))); }
 
 // The same for a < 2^21, in half the time: the quotient of a + 1/2 is farther from the next integer than it is wrong.
-__device__ __forceinline__ int divide_small(int a, float inverse) { return static_cast<int>((static_cast<float>(a) + 0.5f) * inverse); }
-__device__ __forceinline__ int divide_small(int a, int b) { return divide_small(a, reciprocal_approx(static_cast<float>(b))); }
+__device__ __forceinline__ int divide_small(int a, float inverse) {
+    return static_cast<int>((static_cast<float>(a) + 0.5f) * inverse);
+}
+__device__ __forceinline__ int divide_small(int a, int b) {
+    return divide_small(a, reciprocal_approx(static_cast<float>(b)));
+}

@@ -1,6 +1,7 @@
 // Tensor core products: ldmatrix and mma.m16n8k16, and which lane holds which element.
 //
-// Lane l is g = l / 4 (its group) and t = l % 4 (its place in the quad). Each register of an A or B fragment holds two neighbouring elements.
+// Lane l is g = l / 4 (its group) and t = l % 4 (its place in the quad). Each register of an A or B fragment holds two
+// neighbouring elements.
 //
 //     A [16 x 16], row major         B [16 x 8], column major        C and D [16 x 8], float
 //     a0: row g,     k 2t, 2t+1      b0: k 2t,   2t+1, column g      d0, d1: row g,     columns 2t, 2t+1
@@ -13,11 +14,12 @@
 //     S = Q K^T   A: Q [16 rows x 16 of the head dim]      ldmatrix_x4 of the tile of Q
 //                 B: K^T [16 of the head dim x 8 keys]     ldmatrix_x4 of the tile of K; one load gives B for 16 keys
 //                 D: scores of 8 keys: lane l has rows g and g + 8, keys 2t and 2t + 1
-//     O = P V     A: P [16 rows x 16 keys]                 the scores of two times 8 keys, already where A wants them (pack_a_fragment)
-//                 B: V [16 keys x 8 of the head dim]       ldmatrix_x4_trans of the tile of V; one load gives B for 16 columns
+//     O = P V     A: P [16 rows x 16 keys]                 two fragments of scores, as A (pack_a_fragment)
+//                 B: V [16 keys x 8 of the head dim]       ldmatrix_x4_trans of the tile of V: B for 16 columns
 //                 D: 8 columns of the output: lane l has rows g and g + 8, columns 2t and 2t + 1
 //
-// So the maximum or the sum of a row of scores is one over the registers of a lane and then over its quad (quad_max, quad_sum in math.cuh).
+// So the maximum or the sum of a row of scores is one over the registers of a lane and then over its quad (quad_max,
+// quad_sum in math.cuh).
 //
 // In decode the rows of q are few, so they are the 8 columns, and nothing is multiplied with rows that are not there:
 //
@@ -36,8 +38,8 @@
 
 #ifndef EMULATED_PTX
 
-// Loads four matrices of 8 rows of 16 bytes. Lane l passes the address of row l % 8 of matrix l / 8, and gets of each matrix the elements
-// 2t and 2t + 1 of row g.
+// Loads four matrices of 8 rows of 16 bytes. Lane l passes the address of row l % 8 of matrix l / 8, and gets of each
+// matrix the elements 2t and 2t + 1 of row g.
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&to)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -61,12 +63,15 @@ __device__ __forceinline__ unsigned transpose_matrix(unsigned words) {
 
 // d += a * b
 __device__ __forceinline__ void mma_m16n8k16(Float16, float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_m16n8k16(BFloat16, float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+__device__ __forceinline__ void mma_m16n8k16(BFloat16, float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                             unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -75,7 +80,8 @@ __device__ __forceinline__ void mma_m16n8k16(BFloat16, float (&d)[4], const unsi
 
 // Two D fragments side by side, [16 x 8] each, rounded to one A fragment [16 x 16]: every element stays in its lane.
 template <class Element>
-__device__ __forceinline__ void pack_a_fragment(Element, unsigned (&a)[4], const float (&low)[4], const float (&high)[4]) {
+__device__ __forceinline__ void pack_a_fragment(Element, unsigned (&a)[4], const float (&low)[4],
+                                                const float (&high)[4]) {
     a[0] = pack(Element{}, {low[0], low[1]});
     a[1] = pack(Element{}, {low[2], low[3]});
     a[2] = pack(Element{}, {high[0], high[1]});

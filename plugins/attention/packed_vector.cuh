@@ -1,5 +1,6 @@
-// Eight values of a row in 16 bytes, for partial results that blocks hand to each other: multiples of a unit, from -32767 to 32767, each plus
-// 32768 and so never 0. The unit is that of the largest value among those that share it, so what is lost is 2^-16 of that one.
+// Eight values of a row in 16 bytes, for partial results that blocks hand to each other: multiples of a unit, from
+// -32767 to 32767, each plus 32768 and so never 0. The unit is that of the largest value among those that share it, so
+// what is lost is 2^-16 of that one.
 #pragma once
 
 #include "attention/math.cuh"
@@ -16,11 +17,13 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 #endif
 
 constexpr float kPackedSteps = 32767, kSmallestPacked = 1e-30f;
-constexpr unsigned kPackedExponent = 0x4B400000;           // of a float whose lowest bit is 1, with room for a sign below it
-constexpr float kPackedZero = 12582912.0f + 32768.0f;      // such a float whose low 16 bits are those of 0
+// of a float whose lowest bit is 1, with room for a sign below it
+constexpr unsigned kPackedExponent = 0x4B400000;
+constexpr float kPackedZero = 12582912.0f + 32768.0f;  // such a float whose low 16 bits are those of 0
 
 __device__ __forceinline__ float largest_of(float4 values, float other) {
-    return max_or_nan(max_or_nan(max_or_nan(fabsf(values.x), fabsf(values.y)), max_or_nan(fabsf(values.z), fabsf(values.w))), other);
+    return max_or_nan(
+        max_or_nan(max_or_nan(fabsf(values.x), fabsf(values.y)), max_or_nan(fabsf(values.z), fabsf(values.w))), other);
 }
 // Over a quad, as quad_max.
 __device__ __forceinline__ float quad_max_or_nan(float value) {
@@ -28,17 +31,21 @@ __device__ __forceinline__ float quad_max_or_nan(float value) {
     return max_or_nan(value, __shfl_xor_sync(~0u, value, 2));
 }
 // With NaN or infinity among the values the unit is no number either, and so is nothing that is unpacked with it.
-__device__ __forceinline__ float packed_unit(float largest) { return max_or_nan(largest, kSmallestPacked) * (1 / kPackedSteps); }
+__device__ __forceinline__ float packed_unit(float largest) {
+    return max_or_nan(largest, kSmallestPacked) * (1 / kPackedSteps);
+}
 
 __device__ __forceinline__ float4 pack_vector(float4 low, float4 high, float unit) {
     const float inverse = reciprocal_approx(unit);
     const auto word = [&](float first, float second) {
-        const unsigned a = __float_as_uint(first * inverse + kPackedZero), b = __float_as_uint(second * inverse + kPackedZero);
+        const unsigned a = __float_as_uint(first * inverse + kPackedZero),
+                       b = __float_as_uint(second * inverse + kPackedZero);
         return __uint_as_float((a & 0xFFFF) | b << 16);
     };
     return {word(low.x, low.y), word(low.z, low.w), word(high.x, high.y), word(high.z, high.w)};
 }
-// Adds factor times the values of two words, where factor is the unit, times whatever the values shall be multiplied with.
+// Adds factor times the values of two words, where factor is the unit, times whatever the values shall be multiplied
+// with.
 __device__ __forceinline__ void add_packed(float4& to, float first, float second, float factor) {
     const unsigned a = __float_as_uint(first), b = __float_as_uint(second);
     to.x += factor * (__uint_as_float(kPackedExponent | (a & 0xFFFF)) - kPackedZero);

@@ -1,9 +1,9 @@
-// The prefill kernels: several new tokens per slot, over what the cache holds already. For few new tokens: attention_prefill_16 to _64, with
-// row blocks of so many rows; they append too, if the cache has 16 bits. For more, or if it is quantized, attention_append first writes keys and
-// values to the cache. Then, for more, attention_prefill_short
-// attends if there are few row blocks, attention_prefill_wide, or, where there is enough to do without splitting K and V, attention_prefill_whole.
-// Launched by
-// trt_kvcache/kernels/attention_kernels.py, as trt_kvcache/kernels/prefill_plan.py says.
+// The prefill kernels: several new tokens per slot, over what the cache holds already. For few new tokens:
+// attention_prefill_16 to _64, with row blocks of so many rows; they append too, if the cache has 16 bits. For more, or
+// if it is quantized, attention_append first writes keys and values to the cache. Then, for more,
+// attention_prefill_short attends if there are few row blocks, attention_prefill_wide, or, where there is enough to do
+// without splitting K and V, attention_prefill_whole. Launched by trt_kvcache/kernels/attention_kernels.py, as
+// trt_kvcache/kernels/prefill_plan.py says.
 
 #include "attention/append_quantized.cuh"
 #include "attention/prefill.cuh"
@@ -11,33 +11,38 @@
 // What the kernels are told of a quantized cache, beside all else.
 #ifdef STORED
 #define SCALE_PARAMETERS \
-    , float *scales, long long scales_slot_stride, long long scales_kv_stride, long long scales_head_stride, long long scales_per_token
+    , float *scales, long long scales_slot_stride, long long scales_kv_stride, long long scales_head_stride, \
+        long long scales_per_token
 #define SCALES {scales, scales_slot_stride, scales_kv_stride, scales_head_stride, scales_per_token != 0}
 #else
 #define SCALE_PARAMETERS
-#define SCALES {}
+#define SCALES \
+    { \
+    }
 #endif
 
 constexpr int kAppendThreads = 256;
 
-// Writes k, with RoPE, and v of the new tokens to the cache. Grid: x over chunks of the new rows of a slot, or over its new rows, each for a warp, if
-// the cache is quantized; y over slots. Strides in bytes.
+// Writes k, with RoPE, and v of the new tokens to the cache. Grid: x over chunks of the new rows of a slot, or over its
+// new rows, each for a warp, if the cache is quantized; y over slots. Strides in bytes.
 extern "C" __global__ void __launch_bounds__(kAppendThreads)
-    attention_append(const unsigned char* k, const unsigned char* v, long long k_stride, long long v_stride, long long k_token_stride,
-                     long long v_token_stride, unsigned char* cache, long long slot_stride, long long kv_stride, long long max_sequence_length,
-                     const int* lengths, const int* new_lengths, const float* cos_sin, long long rotary_dim, long long width,
+    attention_append(const unsigned char* k, const unsigned char* v, long long k_stride, long long v_stride,
+                     long long k_token_stride, long long v_token_stride, unsigned char* cache, long long slot_stride,
+                     long long kv_stride, long long max_sequence_length, const int* lengths, const int* new_lengths,
+                     const float* cos_sin, long long rotary_dim, long long width,
                      long long num_kv_heads SCALE_PARAMETERS) {
     grid_dependency_wait();
     if constexpr (kQuantized) {
-        const long long slot = blockIdx.y, row = (static_cast<long long>(blockIdx.x) * kAppendThreads + threadIdx.x) / 32;
+        const long long slot = blockIdx.y,
+                        row = (static_cast<long long>(blockIdx.x) * kAppendThreads + threadIdx.x) / 32;
         const int token = static_cast<int>(row / num_kv_heads), kv_head = static_cast<int>(row % num_kv_heads);
         if (token >= count_new_tokens(lengths, new_lengths, slot, width, max_sequence_length)) return;
         const int position = lengths[slot] + token;
         const unsigned char* const key = k + slot * k_stride + token * k_token_stride + kv_head * kRowBytes;
         const unsigned char* const value = v + slot * v_stride + token * v_token_stride + kv_head * kRowBytes;
         unsigned char* const to = cache + slot * slot_stride + (kv_head * max_sequence_length + position) * kHeadDim;
-        append_quantized(Stored{}, key, value, to, to + kv_stride, KVScales SCALES, static_cast<int>(slot), kv_head, position,
-                         RopeAngles(cos_sin, rotary_dim, position));
+        append_quantized(Stored{}, key, value, to, to + kv_stride, KVScales SCALES, static_cast<int>(slot), kv_head,
+                         position, RopeAngles(cos_sin, rotary_dim, position));
         grid_dependents_may_launch();
         return;
     }
@@ -48,42 +53,60 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
     const int position = lengths[slot] + token;
     const unsigned char* key = k + slot * k_stride + token * k_token_stride + kv_head * kRowBytes;
     const unsigned char* value = v + slot * v_stride + token * v_token_stride + kv_head * kRowBytes;
-    unsigned char* to = cache + slot * slot_stride + (kv_head * max_sequence_length + position) * kRowBytes + 16 * chunk;
+    unsigned char* to =
+        cache + slot * slot_stride + (kv_head * max_sequence_length + position) * kRowBytes + 16 * chunk;
     const int rotary = static_cast<int>(rotary_dim);
-    const uint4 rotated = rotated_chunk(reinterpret_cast<const uint4*>(key), chunk, rotary, RopeAngles(cos_sin, rotary, position));
+    const uint4 rotated =
+        rotated_chunk(reinterpret_cast<const uint4*>(key), chunk, rotary, RopeAngles(cos_sin, rotary, position));
     *reinterpret_cast<uint4*>(to) = rotated;
     *reinterpret_cast<uint4*>(to + kv_stride) = reinterpret_cast<const uint4*>(value)[chunk];
     grid_dependents_may_launch();  // at the end: its blocks would take the place of blocks of this launch
 }
 
-#define PARAMETERS                                                                                                                            \
-    const int *lengths, const int *new_lengths, long long max_sequence_length, long long window, long long batch_size,                        \
-        long long num_kv_heads, long long group_size, long long width, long long row_blocks, long long order, unsigned char *cache,         \
-        long long slot_stride, long long kv_stride, const unsigned char *q, long long q_stride, long long q_token_stride,                     \
-        const unsigned char *k, long long k_stride, long long k_token_stride, const unsigned char *v, long long v_stride,                     \
-        long long v_token_stride, const float *cos_sin, long long rotary_dim, double factor, double inverse_softcap, unsigned char *out,      \
-        float4 *partials SCALE_PARAMETERS
-#define ARGUMENTS                                                                                                                         \
-    {lengths, new_lengths, static_cast<int>(max_sequence_length), static_cast<int>(min(window, 0x7FFFFFFFLL)),                            \
-     static_cast<int>(batch_size), static_cast<int>(num_kv_heads), static_cast<int>(group_size), static_cast<int>(width),                 \
-     static_cast<int>(row_blocks), static_cast<int>(order), cache, slot_stride, kv_stride, q, q_stride, q_token_stride, k, k_stride,    \
-     k_token_stride, v, v_stride, v_token_stride, cos_sin, static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials, SCALES}
+// clang-format off
+#define PARAMETERS \
+    const int *lengths, const int *new_lengths, long long max_sequence_length, long long window, \
+    long long batch_size, long long num_kv_heads, long long group_size, long long width, long long row_blocks, \
+    long long order, unsigned char *cache, long long slot_stride, long long kv_stride, const unsigned char *q, \
+    long long q_stride, long long q_token_stride, const unsigned char *k, long long k_stride, \
+    long long k_token_stride, const unsigned char *v, long long v_stride, long long v_token_stride, \
+    const float *cos_sin, long long rotary_dim, double factor, double inverse_softcap, unsigned char *out, \
+    float4 *partials SCALE_PARAMETERS
+#define ARGUMENTS \
+    {lengths, new_lengths, static_cast<int>(max_sequence_length), static_cast<int>(min(window, 0x7FFFFFFFLL)), \
+     static_cast<int>(batch_size), static_cast<int>(num_kv_heads), static_cast<int>(group_size), \
+     static_cast<int>(width), static_cast<int>(row_blocks), static_cast<int>(order), cache, slot_stride, kv_stride, \
+     q, q_stride, q_token_stride, k, k_stride, k_token_stride, v, v_stride, v_token_stride, cos_sin, \
+     static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials, SCALES}
+// clang-format on
 
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_16 * KEY_WARPS_16, BLOCKS_PER_SM_16) attention_prefill_16(PARAMETERS) {
-    Prefill<!kQuantized, WARPGROUPS_16, ROW_WARPS_16, KEY_WARPS_16, ROW_TILES_16, TILE_KEYS_16, STAGES_16, MIN_TILES_16>::run<true>(ARGUMENTS);
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_16 * KEY_WARPS_16, BLOCKS_PER_SM_16)
+    attention_prefill_16(PARAMETERS) {
+    Prefill<!kQuantized, WARPGROUPS_16, ROW_WARPS_16, KEY_WARPS_16, ROW_TILES_16, TILE_KEYS_16, STAGES_16,
+            MIN_TILES_16>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_32 * KEY_WARPS_32, BLOCKS_PER_SM_32) attention_prefill_32(PARAMETERS) {
-    Prefill<!kQuantized, WARPGROUPS_32, ROW_WARPS_32, KEY_WARPS_32, ROW_TILES_32, TILE_KEYS_32, STAGES_32, MIN_TILES_32>::run<true>(ARGUMENTS);
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_32 * KEY_WARPS_32, BLOCKS_PER_SM_32)
+    attention_prefill_32(PARAMETERS) {
+    Prefill<!kQuantized, WARPGROUPS_32, ROW_WARPS_32, KEY_WARPS_32, ROW_TILES_32, TILE_KEYS_32, STAGES_32,
+            MIN_TILES_32>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_64 * KEY_WARPS_64, BLOCKS_PER_SM_64) attention_prefill_64(PARAMETERS) {
-    Prefill<!kQuantized, WARPGROUPS_64, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64, MIN_TILES_64>::run<true>(ARGUMENTS);
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_64 * KEY_WARPS_64, BLOCKS_PER_SM_64)
+    attention_prefill_64(PARAMETERS) {
+    Prefill<!kQuantized, WARPGROUPS_64, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64,
+            MIN_TILES_64>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_SHORT * KEY_WARPS_SHORT, BLOCKS_PER_SM_SHORT) attention_prefill_short(PARAMETERS) {
-    Prefill<false, WARPGROUPS_SHORT, ROW_WARPS_SHORT, KEY_WARPS_SHORT, ROW_TILES_SHORT, TILE_KEYS_SHORT, STAGES_SHORT, MIN_TILES_SHORT>::run<true>(ARGUMENTS);
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_SHORT * KEY_WARPS_SHORT, BLOCKS_PER_SM_SHORT)
+    attention_prefill_short(PARAMETERS) {
+    Prefill<false, WARPGROUPS_SHORT, ROW_WARPS_SHORT, KEY_WARPS_SHORT, ROW_TILES_SHORT, TILE_KEYS_SHORT, STAGES_SHORT,
+            MIN_TILES_SHORT>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_WIDE * KEY_WARPS_WIDE, BLOCKS_PER_SM_WIDE) attention_prefill_wide(PARAMETERS) {
-    Prefill<false, WARPGROUPS_WIDE, ROW_WARPS_WIDE, KEY_WARPS_WIDE, ROW_TILES_WIDE, TILE_KEYS_WIDE, STAGES_WIDE, MIN_TILES_WIDE>::run<true>(ARGUMENTS);
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_WIDE * KEY_WARPS_WIDE, BLOCKS_PER_SM_WIDE)
+    attention_prefill_wide(PARAMETERS) {
+    Prefill<false, WARPGROUPS_WIDE, ROW_WARPS_WIDE, KEY_WARPS_WIDE, ROW_TILES_WIDE, TILE_KEYS_WIDE, STAGES_WIDE,
+            MIN_TILES_WIDE>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_WHOLE * KEY_WARPS_WHOLE, BLOCKS_PER_SM_WHOLE) attention_prefill_whole(PARAMETERS) {
-    Prefill<false, WARPGROUPS_WHOLE, ROW_WARPS_WHOLE, KEY_WARPS_WHOLE, ROW_TILES_WHOLE, TILE_KEYS_WHOLE, STAGES_WHOLE, MIN_TILES_WHOLE>::run<false>(ARGUMENTS);
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_WHOLE * KEY_WARPS_WHOLE, BLOCKS_PER_SM_WHOLE)
+    attention_prefill_whole(PARAMETERS) {
+    Prefill<false, WARPGROUPS_WHOLE, ROW_WARPS_WHOLE, KEY_WARPS_WHOLE, ROW_TILES_WHOLE, TILE_KEYS_WHOLE, STAGES_WHOLE,
+            MIN_TILES_WHOLE>::run<false>(ARGUMENTS);
 }

@@ -1,7 +1,8 @@
 // Attention of several new tokens per slot over what the cache holds already, with RoPE and, for few tokens, append.
 //
-// Flash attention over row blocks (prefill_schedule.cuh): the rows are new tokens times query heads of a K/V head, so K and V are read once for
-// all of them. Tiles of kTileKeys keys and values pass by in a ring in shared memory; scores, probabilities and output stay in registers.
+// Flash attention over row blocks (prefill_schedule.cuh): the rows are new tokens times query heads of a K/V head, so K
+// and V are read once for all of them. Tiles of kTileKeys keys and values pass by in a ring in shared memory; scores,
+// probabilities and output stay in registers.
 //
 //     prefill_schedule.cuh   row blocks, and which tiles of them this block has
 //     prefill_tiles.cuh      how shared memory is filled with tiles of the cache
@@ -13,10 +14,12 @@
 //
 // Shared memory of a block; trt_kvcache/kernels/attention_tiles.py computes the same size:
 //
-//     queries   [kBlockRows] rows, swizzled. A warp reads its own rows; at the end they may hold its output, until it is stored.
-//     rings     one, or one for each of two warpgroups: tiles of kRingKeys rows, swizzled: keys, then values (prefill_ring.cuh;
-//               prefill_stored_ring.cuh). Filled and read by all threads of the ring. At the end of the kernel it holds the strips of the warps (and then what other blocks published), and behind them
-//               the strips that this block merges.
+//     queries   [kBlockRows] rows, swizzled. A warp reads its own rows; at the end they may hold its output, until it
+//               is stored.
+//     rings     one, or one for each of two warpgroups: tiles of kRingKeys rows, swizzled: keys, then values
+//               (prefill_ring.cuh; prefill_stored_ring.cuh). Filled and read by all threads of the ring. At the end of
+//               the kernel it holds the strips of the warps (and then what other blocks published), and behind them the
+//               strips that this block merges.
 //     scales    of the tiles of a quantized cache.
 #pragma once
 
@@ -31,16 +34,19 @@
 #include "attention/split_kv_reduce.cuh"
 #include "dependent_launch.cuh"
 
-// The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of each
-// kTileKeys keys. kWarpgroups: four of them, with 64 rows and the same keys, multiply together.
-template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages, int kMinTilesPerPart>
+// The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows
+// and a part of each kTileKeys keys. kWarpgroups: four of them, with 64 rows and the same keys, multiply together.
+template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages,
+          int kMinTilesPerPart>
 struct Prefill {
-    static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles, kBlockRows = kRowWarps * kWarpRows;
-    // Two warpgroups that have the same rows have rings of their own, and so different tiles; else warps divide the keys of each tile.
+    static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles,
+                         kBlockRows = kRowWarps * kWarpRows;
+    // Two warpgroups that have the same rows have rings of their own, and so different tiles; else warps divide the
+    // keys of each tile.
     static constexpr int kRings = kWarpgroups && !kQuantized ? kKeyWarps : 1, kRingKeys = kTileKeys / kRings;
     static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kRingKeys * kRowBytes;
-    // Whether a warpgroup begins with the scores of the next tile before it makes probabilities of those of this one: where conversion makes steps
-    // long, and there are registers for two tiles of scores.
+    // Whether a warpgroup begins with the scores of the next tile before it makes probabilities of those of this one:
+    // where conversion makes steps long, and there are registers for two tiles of scores.
     static constexpr bool kScoresAhead = kQuantized && kWarpgroups && kHeadDim <= 128;
     using Tiles = PrefillTiles<kAppends, kWarpgroups, kThreads, kBlockRows, kRingKeys, kRings>;
     using Rows = typename Tiles::Rows;
@@ -49,30 +55,38 @@ struct Prefill {
     using Ring = PrefillRing<kQuantized, kScoresAhead, Tiles, Work, kThreads, kRingKeys, kStages>;
     using Scores = PrefillScores<Tiles, kRowTiles, kWarpKeys>;
     using Output = PrefillOutput<Tiles, kRowTiles, kWarpKeys>;
-    static constexpr int kRowStrips = kStripsPerRow<2>, kMaxStrips = kBlockRows * kRowStrips, kStripBytes = kStripVectors * 16;
+    static constexpr int kRowStrips = kStripsPerRow<2>, kMaxStrips = kBlockRows * kRowStrips,
+                         kStripBytes = kStripVectors * 16;
     static constexpr int kOwnBytes = kMaxStrips / 2 * kStripBytes, kStagingBytes = Ring::kBytes - kOwnBytes;
     using Results = PrefillResults<Tiles, kWarpgroups, kRowWarps, kKeyWarps, kRowTiles, kStagingBytes>;
     using Partial = typename Results::Partial;
     static constexpr int kGroupRows = kWarpgroups ? 64 : kWarpRows;  // of the warps that compute together
-    static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kRowTiles == 1 && kHeadDim % 64 == 0), "whole warpgroups and panels");
-    // Whether the next tile is filled while the tensor cores are busy: not where two blocks of eight warps leave too few registers for it.
+    static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kRowTiles == 1 && kHeadDim % 64 == 0),
+                  "whole warpgroups and panels");
+    // Whether the next tile is filled while the tensor cores are busy: not where two blocks of eight warps leave too
+    // few registers for it.
     static constexpr bool kFillsMeanwhile = kWarpgroups && kRowWarps == 4;
     // Vectors that a thread polls together: nearly all that it has.
-    static constexpr int kPolledByThread = (kMaxStrips * kStripVectors + kThreads - 1) / kThreads < 16 ? (kMaxStrips * kStripVectors + kThreads - 1) / kThreads : 16;
+    static constexpr int kPolledByThread = (kMaxStrips * kStripVectors + kThreads - 1) / kThreads < 16
+                                               ? (kMaxStrips * kStripVectors + kThreads - 1) / kThreads
+                                               : 16;
     static_assert(!kAppends || 64 % kWarpKeys == 0, "a tile of new tokens has values for all keys of their warps");
     static_assert(kWarpKeys % 16 == 0, "a warp's part of a tile is whole fragments");
 
     // Computes what the tiles of a part contribute to its row block. Ends with all copies arrived, without a barrier.
-    static __device__ __forceinline__ void accumulate(Output& output, unsigned char* queries, unsigned char* shared_ring, const PrefillParams& params,
+    static __device__ __forceinline__ void accumulate(Output& output, unsigned char* queries,
+                                                      unsigned char* shared_ring, const PrefillParams& params,
                                                       const Work& work) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps;
-        const int warp_key = kRings < kKeyWarps ? warp / kRowWarps * kWarpKeys : 0;  // the first one of the warp's in a tile
+        // the first one of the warp's in a tile
+        const int warp_key = kRings < kKeyWarps ? warp / kRowWarps * kWarpKeys : 0;
         const int span = params.window > 0 ? params.window : 0x7FFFFFFF;
         const Rows& rows = work.rows;
         Ring ring(shared_ring, params, work);
         NewRows::fill_queries(queries, params, rows, work.kv_head, [&] {
             ring.begin();
-            if (work.has_new_tokens(ring.start())) NewRows::fill_new_tokens(ring.tile(ring.start()), params, rows, work.kv_head);
+            if (work.has_new_tokens(ring.start()))
+                NewRows::fill_new_tokens(ring.tile(ring.start()), params, rows, work.kv_head);
         });
         if constexpr (Ring::kRings > 1) {  // the threads of all rings have stored q
             shared_memory_fence();
@@ -88,20 +102,25 @@ struct Prefill {
                 positions[m][i] = rows.past + rows.token_of(params, row_warp * kWarpRows + 16 * m + 8 * i + lane / 4);
             }
         }
-        // Of the rows that are computed together: positions of the first and of the last one that is live; the last one is before the first if
-        // none is.
-        const int group_row = row_warp * kWarpRows / kGroupRows * kGroupRows, live = min(kGroupRows, rows.rows - group_row);
+        // Of the rows that are computed together: positions of the first and of the last one that is live; the last one
+        // is before the first if none is.
+        const int group_row = row_warp * kWarpRows / kGroupRows * kGroupRows,
+                  live = min(kGroupRows, rows.rows - group_row);
         const int group_first = rows.past + rows.token_of(params, group_row);
         const int group_last = live > 0 ? rows.past + rows.token_of(params, group_row + live - 1) : -1;
         output.reset();
 
         const SharedAddress group_queries = shared_address(queries) + group_row * 128;
-        const auto part_of = [&](int tile) { return shared_address(ring.tile(tile)) + warp_key * (kWarpgroups ? 128 : kRowBytes); };
+        const auto part_of = [&](int tile) {
+            return shared_address(ring.tile(tile)) + warp_key * (kWarpgroups ? 128 : kRowBytes);
+        };
         // scales: of the warp's keys.
-        const auto to_probabilities = [&](Scores& scores, int first_key, int keys_end, const float* scales, typename Output::RowScales& row_scales) {
+        const auto to_probabilities = [&](Scores& scores, int first_key, int keys_end, const float* scales,
+                                          typename Output::RowScales& row_scales) {
             if (has_token_scales) scores.apply_key_scales(scales);
             scores.apply_softcap(params.score);
-            const bool needs_mask = first_key + kWarpKeys - 1 > group_first || first_key <= positions[kRowTiles - 1][1] - span;
+            const bool needs_mask =
+                first_key + kWarpKeys - 1 > group_first || first_key <= positions[kRowTiles - 1][1] - span;
             if (needs_mask || first_key + kWarpKeys > keys_end) scores.apply_mask(positions, first_key, keys_end, span);
             return output.template update_softmax<kScoresAhead>(scores, params.score.factor, row_scales);
         };
@@ -120,7 +139,8 @@ struct Prefill {
             scores.begin_products(group_queries, part_of(work.begin));
             ring.advance(work.begin - 1);
             scores.wait();
-            to_probabilities(scores, first_key_of(work.begin), rows.keys_end, scales_of(work.begin), row_scales);  // there is no output yet
+            // there is no output yet
+            to_probabilities(scores, first_key_of(work.begin), rows.keys_end, scales_of(work.begin), row_scales);
             scores.pack(a);
 #pragma unroll 1
             for (int tile = work.begin; tile + 1 < work.end; tile++) {
@@ -130,7 +150,8 @@ struct Prefill {
                 output.begin_products(a, part_of(tile) + kTileBytes);
                 ring.advance(tile);
                 scores.template wait<1>();
-                const bool is_far = to_probabilities(scores, first_key_of(tile + 1), rows.keys_end, scales_of(tile + 1), row_scales);
+                const bool is_far =
+                    to_probabilities(scores, first_key_of(tile + 1), rows.keys_end, scales_of(tile + 1), row_scales);
                 output.wait(a);
                 if (is_far) output.scale(row_scales);
                 scores.pack(a);
@@ -142,7 +163,8 @@ struct Prefill {
             return;
         }
 
-        const LdmatrixAddress query_rows(shared_address(queries + row_warp * kWarpRows * kRowBytes), lane % 16, lane / 16);
+        const LdmatrixAddress query_rows(shared_address(queries + row_warp * kWarpRows * kRowBytes), lane % 16,
+                                         lane / 16);
         for (int tile = ring.start(); work.has(tile); tile = ring.after(tile)) {
             ring.wait();  // for this tile
             if constexpr (kWarpgroups) shared_memory_fence();
@@ -160,7 +182,8 @@ struct Prefill {
                 if constexpr (kFillsMeanwhile) ring.advance(tile);
                 continue;
             }
-            const LdmatrixAddress key_tile(part, lane % 8 + lane / 16 * 8, lane / 8 % 2), value_tile(part + kTileBytes, lane % 16, lane / 16);
+            const LdmatrixAddress key_tile(part, lane % 8 + lane / 16 * 8, lane / 8 % 2),
+                value_tile(part + kTileBytes, lane % 16, lane / 16);
             Scores scores = {};
             if constexpr (kWarpgroups) {
                 scores.begin_products(group_queries, part);
@@ -183,16 +206,19 @@ struct Prefill {
         cp_async_wait_group<0>();
     }
 
-    // Grid: x alone. kSplits: if params.order says so, several blocks may share a row block, and the launch is cooperative. Else one block for each.
+    // Grid: x alone. kSplits: if params.order says so, several blocks may share a row block, and the launch is
+    // cooperative. Else one block for each.
     template <bool kSplits>
     static __device__ __forceinline__ void run(PrefillParams params) {
         DYNAMIC_SHARED(unsigned char, queries);
         unsigned char* const ring = queries + kBlockRows * kRowBytes;
         const bool splits = kSplits && params.order == kSplit;
-        if (splits) grid_dependents_may_launch();  // all blocks of this launch are resident: the next one takes no place of theirs
+        // all blocks of this launch are resident: the next one takes no place of theirs
+        if (splits) grid_dependents_may_launch();
         const BlocksForRowBlocks blocks(params);
         grid_dependency_wait();
-        const Work work = splits ? part_of_row_block<Rows>(params, kMinTilesPerPart * kRings, blocks) : whole_row_block<Rows>(params);
+        const Work work =
+            splits ? part_of_row_block<Rows>(params, kMinTilesPerPart * kRings, blocks) : whole_row_block<Rows>(params);
         const Rows& rows = work.rows;
         if (kQuantized && work.begin < work.end) params.use_head_scales(rows.slot, work.kv_head);
         const float factor = params.score.factor;
@@ -203,10 +229,12 @@ struct Prefill {
             if (kSplits && work.num_blocks > 1) {
                 __syncthreads();  // all warps have left the ring
                 float4* const own = reinterpret_cast<float4*>(ring + kStagingBytes);
-                const SplitKVReduce<2> reduce(rows.rows * kRowStrips, kMaxStrips, work.first_block, work.num_blocks, true, params.partials, own);
+                const SplitKVReduce<2> reduce(rows.rows * kRowStrips, kMaxStrips, work.first_block, work.num_blocks,
+                                              true, params.partials, own);
                 Results::for_each_vector(output.rows, ring, rows, factor, typename Results::ToBlocks{reduce});
-                reduce.template collect<kPolledByThread>(reinterpret_cast<float4*>(ring), kStagingBytes, factor,
-                                                         [&](int strip, int vector, const Partial& merged) { to_output.vector(strip, vector, merged); });
+                reduce.template collect<kPolledByThread>(
+                    reinterpret_cast<float4*>(ring), kStagingBytes, factor,
+                    [&](int strip, int vector, const Partial& merged) { to_output.vector(strip, vector, merged); });
             } else if constexpr (kKeyWarps == 1) {
                 Results::store_rows(output.rows, queries, params, rows, work.kv_head);
             } else {

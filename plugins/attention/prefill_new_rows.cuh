@@ -1,12 +1,13 @@
-// How the rows of the new tokens come into the shared memory of a prefill block: queries and keys, with RoPE, and values. A thread has two chunks of a
-// row at a time, which RoPE rotates with each other, in registers from where they are loaded to where they are stored.
+// How the rows of the new tokens come into the shared memory of a prefill block: queries and keys, with RoPE, and
+// values. A thread has two chunks of a row at a time, which RoPE rotates with each other, in registers from where they
+// are loaded to where they are stored.
 #pragma once
 
 #include "attention/prefill_params.cuh"
 #include "attention/rope.cuh"
 
-// The chunks of a row in pairs: those that RoPE rotates with each other, `half` apart, then the others. None is rotated if rotary_dim does not end
-// with a chunk.
+// The chunks of a row in pairs: those that RoPE rotates with each other, `half` apart, then the others. None is rotated
+// if rotary_dim does not end with a chunk.
 struct ChunkPairs {
     static constexpr int kCount = kRowChunks / 2;
     const int half;
@@ -26,7 +27,8 @@ struct LoadedPair {
         low = reinterpret_cast<const uint4*>(row)[pairs.low(pair)];
         high = reinterpret_cast<const uint4*>(row)[pairs.high(pair)];
     }
-    __device__ __forceinline__ void load(const ChunkPairs& pairs, int pair, const unsigned char* row, RopeAngles of_row) {
+    __device__ __forceinline__ void load(const ChunkPairs& pairs, int pair, const unsigned char* row,
+                                         RopeAngles of_row) {
         load(pairs, pair, row);
         if (pairs.is_rotated(pair)) angles = chunk_angles(of_row, pair);
     }
@@ -37,7 +39,8 @@ struct LoadedPair {
         high = both.high;
     }
     template <class Layout>
-    __device__ __forceinline__ void store_in_tile(const ChunkPairs& pairs, int pair, unsigned char* tile, int row) const {
+    __device__ __forceinline__ void store_in_tile(const ChunkPairs& pairs, int pair, unsigned char* tile,
+                                                  int row) const {
         *reinterpret_cast<uint4*>(tile + Layout::offset(row, pairs.low(pair))) = low;
         *reinterpret_cast<uint4*>(tile + Layout::offset(row, pairs.high(pair))) = high;
     }
@@ -54,10 +57,13 @@ struct PrefillNewRows {
     static constexpr int kPairs = ChunkPairs::kCount, kPairsOfThread = (kBlockRows * kPairs + kThreads - 1) / kThreads;
     static constexpr int kAtOnce = kPairsOfThread < 4 ? kPairsOfThread : 4;  // of q: there are registers for so many
 
-    // The queries of the row block. meanwhile() is called when the first of them are on their way. For all threads of the block; a barrier follows.
+    // The queries of the row block. meanwhile() is called when the first of them are on their way. For all threads of
+    // the block; a barrier follows.
     template <class Meanwhile>
-    static __device__ __forceinline__ void fill_queries(unsigned char* queries, const PrefillParams& params, const Rows& rows, int kv_head, Meanwhile meanwhile) {
-        const unsigned char* const source = params.q + rows.slot * params.q_stride + static_cast<long long>(kv_head) * params.group_size * kRowBytes;
+    static __device__ __forceinline__ void fill_queries(unsigned char* queries, const PrefillParams& params,
+                                                        const Rows& rows, int kv_head, Meanwhile meanwhile) {
+        const unsigned char* const source =
+            params.q + rows.slot * params.q_stride + static_cast<long long>(kv_head) * params.group_size * kRowBytes;
         const ChunkPairs pairs(params.rotary_dim);
         LoadedPair loaded[kAtOnce];
         const auto row_at = [](int x) { return x / kPairs; };
@@ -88,9 +94,10 @@ struct PrefillNewRows {
         if (params.rotary_dim % 16) rotate_words(queries, params, rows);
     }
 
-    // The tile of the new tokens: keys, then values, and zeros up to where no warp has keys that are live. The first row block of a slot appends them to
-    // the cache. For all threads of a ring; a barrier follows.
-    static __device__ __forceinline__ void fill_new_tokens(unsigned char* tile, const PrefillParams& params, const Rows& rows, int kv_head) {
+    // The tile of the new tokens: keys, then values, and zeros up to where no warp has keys that are live. The first
+    // row block of a slot appends them to the cache. For all threads of a ring; a barrier follows.
+    static __device__ __forceinline__ void fill_new_tokens(unsigned char* tile, const PrefillParams& params,
+                                                           const Rows& rows, int kv_head) {
         const unsigned char* const keys = params.k + rows.slot * params.k_stride + kv_head * kRowBytes;
         const unsigned char* const values = params.v + rows.slot * params.v_stride + kv_head * kRowBytes;
         const long long first_row = static_cast<long long>(kv_head) * params.max_sequence_length + rows.past;
@@ -108,8 +115,10 @@ struct PrefillNewRows {
                 value.load(pairs, pair, values + row * params.v_token_stride);
                 key.rotate(pairs, pair);
                 if (params.rotary_dim % 16) {
-                    key.low = rotated_chunk(reinterpret_cast<const uint4*>(source), pairs.low(pair), params.rotary_dim, angles);
-                    key.high = rotated_chunk(reinterpret_cast<const uint4*>(source), pairs.high(pair), params.rotary_dim, angles);
+                    key.low = rotated_chunk(reinterpret_cast<const uint4*>(source), pairs.low(pair), params.rotary_dim,
+                                            angles);
+                    key.high = rotated_chunk(reinterpret_cast<const uint4*>(source), pairs.high(pair),
+                                             params.rotary_dim, angles);
                 }
                 if (rows.first_row == 0) {
                     key.store(pairs, pair, cache + row * kRowBytes);
@@ -123,14 +132,16 @@ struct PrefillNewRows {
 
 private:
     // RoPE for queries that are in shared memory, by words: with rotary_dim not a multiple of two chunks.
-    static __device__ __forceinline__ void rotate_words(unsigned char* queries, const PrefillParams& params, const Rows& rows) {
+    static __device__ __forceinline__ void rotate_words(unsigned char* queries, const PrefillParams& params,
+                                                        const Rows& rows) {
         const int half = params.rotary_dim / 4;
         __syncthreads();
 #pragma unroll 1
         for (int x = threadIdx.x; x < rows.rows * half; x += kThreads) {
             const int row = divide_small(x, half), word = x - row * half;
             const RopeAngles angles(params.cos_sin, params.rotary_dim, rows.past + rows.token_of(params, row));
-            rotate_in_tile<typename Tiles::QueryLayout>(queries, row, word, half, angles.cosine(word), angles.sine(word));
+            rotate_in_tile<typename Tiles::QueryLayout>(queries, row, word, half, angles.cosine(word),
+                                                        angles.sine(word));
         }
     }
 };

@@ -20,8 +20,9 @@ struct PrefillOutput {
         for (int m = 0; m < kRowTiles; m++) rows[m].reset();
     }
 
-    // Turns scores into probabilities relative to the maxima of their rows, and adds these to the sums. Maxima follow only when a row of the warp is kRescaleThreshold above its own. Then true is returned; and if
-    // kScalesLater, the output, which is in the making, has yet to be multiplied with `output_scales` of its rows.
+    // Turns scores into probabilities relative to the maxima of their rows, and adds these to the sums. Maxima follow
+    // only when a row of the warp is kRescaleThreshold above its own. Then true is returned; and if kScalesLater, the
+    // output, which is in the making, has yet to be multiplied with `output_scales` of its rows.
     template <bool kScalesLater>
     __device__ __forceinline__ bool update_softmax(Scores& scores, float factor, RowScales& output_scales) {
         float highest[kRowTiles][2];
@@ -69,7 +70,9 @@ struct PrefillOutput {
         for (int j = 0; j < kWarpKeys / 16; j++) {
             unsigned a[kRowTiles][4];
 #pragma unroll
-            for (int m = 0; m < kRowTiles; m++) pack_a_fragment(Element{}, a[m], probabilities.fragments[m][2 * j], probabilities.fragments[m][2 * j + 1]);
+            for (int m = 0; m < kRowTiles; m++)
+                pack_a_fragment(Element{}, a[m], probabilities.fragments[m][2 * j],
+                                probabilities.fragments[m][2 * j + 1]);
 #pragma unroll
             for (int d = 0; d < kHeadDim / 16; d++) {
                 unsigned b[4];
@@ -83,7 +86,8 @@ struct PrefillOutput {
         }
     }
 
-    // The same by a warpgroup: values are those of its keys in their first panel. The output is there behind wait(), which is told the same probabilities.
+    // The same by a warpgroup: values are those of its keys in their first panel. The output is there behind wait(),
+    // which is told the same probabilities.
     __device__ __forceinline__ void begin_products(const Probabilities& a, SharedAddress values) {
         using Panel = float[8][4];
         warpgroup_begin();

@@ -1,4 +1,5 @@
-// How the results of a prefill block leave it: to the output, or strip by strip to whoever merges them (split_kv_reduce.cuh).
+// How the results of a prefill block leave it: to the output, or strip by strip to whoever merges them
+// (split_kv_reduce.cuh).
 #pragma once
 
 #include "attention/mma.cuh"
@@ -7,25 +8,31 @@
 #include "attention/softmax_state.cuh"
 #include "attention/split_kv_reduce.cuh"
 
-// The template parameters are those of Prefill; kStagingBytes: of the ring, which is free by then, without the strips that this block merges.
+// The template parameters are those of Prefill; kStagingBytes: of the ring, which is free by then, without the strips
+// that this block merges.
 template <class Tiles, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kStagingBytes>
 struct PrefillResults {
     using Rows = typename Tiles::Rows;
     using State = SoftmaxState<16>[kRowTiles];
     using Partial = PartialState<2>;
-    static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles, kBlockRows = kRowWarps * kWarpRows;
-    static constexpr int kColumns = kStripsPerRow<1>, kRowStrips = kStripsPerRow<2>;  // 16 columns in fragments, and strips that are handed on
-    static_assert(kKeyWarps == 1 || kWarpgroups || kStagingBytes >= kKeyWarps * kBlockRows * (kColumns * 64 + 8), "the ring also holds the results of all warps");
+    static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles,
+                         kBlockRows = kRowWarps * kWarpRows;
+    // 16 columns in fragments, and strips that are handed on
+    static constexpr int kColumns = kStripsPerRow<1>, kRowStrips = kStripsPerRow<2>;
+    static_assert(kKeyWarps == 1 || kWarpgroups || kStagingBytes >= kKeyWarps * kBlockRows * (kColumns * 64 + 8),
+                  "the ring also holds the results of all warps");
     static_assert(!kWarpgroups || kKeyWarps <= 2, "two warpgroups exchange halves of their rows");
 
-    static __device__ __forceinline__ unsigned char* output_row(const PrefillParams& params, const Rows& rows, int kv_head, int row) {
+    static __device__ __forceinline__ unsigned char* output_row(const PrefillParams& params, const Rows& rows,
+                                                                int kv_head, int row) {
         const int token = rows.token_of(params, row), head = rows.head_of(params, row, token);
-        const long long first = (static_cast<long long>(rows.slot) * params.width + token) * params.num_kv_heads + kv_head;
+        const long long first =
+            (static_cast<long long>(rows.slot) * params.width + token) * params.num_kv_heads + kv_head;
         return params.out + (first * params.group_size + head) * kRowBytes;
     }
 
-    // Where the results of a row block go, one vector of a strip at a time or all of a row whose strips the lanes of a quad have a vector each of: to the
-    // output ...
+    // Where the results of a row block go, one vector of a strip at a time or all of a row whose strips the lanes of a
+    // quad have a vector each of: to the output ...
     struct ToOutput {
         const PrefillParams& params;
         const Rows& rows;
@@ -33,10 +40,13 @@ struct PrefillResults {
 
         __device__ __forceinline__ void vector(int strip, int vector, const Partial& state, float = 0) const {
             const float inverse = reciprocal_approx(state.sum) * params.value_scale;
-            unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, strip / kRowStrips) + strip % kRowStrips * 64) + vector;
+            unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, strip / kRowStrips)
+                                                             + strip % kRowStrips * 64)
+                                 + vector;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                if (h > 0 && kColumns % 2 && strip % kRowStrips == kRowStrips - 1) break;  // the last strip of a row is a half one
+                // the last strip of a row is a half one
+                if (h > 0 && kColumns % 2 && strip % kRowStrips == kRowStrips - 1) break;
                 to[8 * h] = pack(Element{}, {state.values[h].x * inverse, state.values[h].y * inverse});
                 to[8 * h + 4] = pack(Element{}, {state.values[h].z * inverse, state.values[h].w * inverse});
             }
@@ -53,13 +63,15 @@ struct PrefillResults {
         __device__ __forceinline__ void vector(int strip, int vector, const Partial& state, float largest) const {
             reduce.publish(strip, vector, state, largest, false);
         }
-        __device__ __forceinline__ void row(int row, const Partial (&strips)[kRowStrips], float largest) const { reduce.publish_row(row, strips, largest); }
+        __device__ __forceinline__ void row(int row, const Partial (&strips)[kRowStrips], float largest) const {
+            reduce.publish_row(row, strips, largest);
+        }
     };
 
-    // Writes the output of a warp, that has all keys of its rows: through the place of its queries in shared memory, so that it leaves in chunks
-    // of 16 bytes.
-    static __device__ __forceinline__ void store_rows(const State& state, unsigned char* queries, const PrefillParams& params, const Rows& rows,
-                                                      int kv_head) {
+    // Writes the output of a warp, that has all keys of its rows: through the place of its queries in shared memory, so
+    // that it leaves in chunks of 16 bytes.
+    static __device__ __forceinline__ void store_rows(const State& state, unsigned char* queries,
+                                                      const PrefillParams& params, const Rows& rows, int kv_head) {
         const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
         __syncwarp();
 #pragma unroll
@@ -85,28 +97,34 @@ struct PrefillResults {
         }
     }
 
-    // Merges what two warpgroups have of the same rows, and emits the rows. They exchange halves: then the first one has rows
-    // 0 to 7 of the 16 of each warp, and the second one the others.
+    // Merges what two warpgroups have of the same rows, and emits the rows. They exchange halves: then the first one
+    // has rows 0 to 7 of the 16 of each warp, and the second one the others.
     template <class Emit>
-    static __device__ __forceinline__ void exchange_halves(const State& state, unsigned char* ring, const Rows& rows, float factor, const Emit& emit) {
+    static __device__ __forceinline__ void exchange_halves(const State& state, unsigned char* ring, const Rows& rows,
+                                                           float factor, const Emit& emit) {
         constexpr int kGroupThreads = kThreads / 2;
-        static_assert(2 * kGroupThreads * (16 * kColumns + 8) <= kStagingBytes, "what this block merges lies behind it");
-        float4* const values = reinterpret_cast<float4*>(ring);  // [2][kColumns][kGroupThreads]: what each gives to the other
+        static_assert(2 * kGroupThreads * (16 * kColumns + 8) <= kStagingBytes,
+                      "what this block merges lies behind it");
+        // [2][kColumns][kGroupThreads]: what each gives to the other
+        float4* const values = reinterpret_cast<float4*>(ring);
         float2* const totals = reinterpret_cast<float2*>(values + 2 * kColumns * kGroupThreads);
         const bool is_second = threadIdx.x >= kGroupThreads;
-        const int thread = threadIdx.x % kGroupThreads, own = is_second * kGroupThreads + thread, other = !is_second * kGroupThreads + thread;
-        // Of two values, that of row `half` of a lane. By bits: a conditional index would put the registers of `state` into memory.
+        const int thread = threadIdx.x % kGroupThreads, own = is_second * kGroupThreads + thread,
+                  other = !is_second * kGroupThreads + thread;
+        // Of two values, that of row `half` of a lane. By bits: a conditional index would put the registers of `state`
+        // into memory.
         const auto chosen = [](float first, float second, unsigned mask) {
             return __uint_as_float((__float_as_uint(first) & ~mask) | (__float_as_uint(second) & mask));
         };
         const auto half = [&](int s, unsigned mask) {
-            const float(&low)[4] = state[0].output[2 * s], (&high)[4] = state[0].output[2 * s + 1];
+            const float (&low)[4] = state[0].output[2 * s], (&high)[4] = state[0].output[2 * s + 1];
             return float4{chosen(low[0], low[2], mask), chosen(low[1], low[3], mask), chosen(high[0], high[2], mask),
                           chosen(high[1], high[3], mask)};
         };
         const unsigned kept = is_second ? ~0u : 0;
         const float sums[2] = {quad_sum(state[0].sums[0]), quad_sum(state[0].sums[1])};
-        const float own_maximum = chosen(state[0].maxima[0], state[0].maxima[1], kept), own_sum = chosen(sums[0], sums[1], kept);
+        const float own_maximum = chosen(state[0].maxima[0], state[0].maxima[1], kept),
+                    own_sum = chosen(sums[0], sums[1], kept);
         __syncthreads();  // all warps have left the ring
 #pragma unroll
         for (int s = 0; s < kColumns; s++) values[(is_second * kColumns + s) * kGroupThreads + thread] = half(s, ~kept);
@@ -116,20 +134,22 @@ struct PrefillResults {
         if (row - thread % 32 / 4 >= rows.rows) return;  // all rows of the warp
         const float2 theirs = totals[other];
         const float maximum = fmaxf(own_maximum, theirs.x), weight = exp2_approx((own_maximum - maximum) * factor);
-        const float their_weight = exp2_approx((theirs.x - maximum) * factor), sum = weight * own_sum + their_weight * theirs.y;
+        const float their_weight = exp2_approx((theirs.x - maximum) * factor),
+                    sum = weight * own_sum + their_weight * theirs.y;
         Partial parts[kRowStrips];
 #pragma unroll
         for (int s = 0; s < kColumns; s++) {
             const float4 a = half(s, kept), b = values[(!is_second * kColumns + s) * kGroupThreads + thread];
-            parts[s / 2].values[s % 2] = {weight * a.x + their_weight * b.x, weight * a.y + their_weight * b.y, weight * a.z + their_weight * b.z,
-                                          weight * a.w + their_weight * b.w};
+            parts[s / 2].values[s % 2] = {weight * a.x + their_weight * b.x, weight * a.y + their_weight * b.y,
+                                          weight * a.z + their_weight * b.z, weight * a.w + their_weight * b.w};
         }
         emit_row(parts, maximum, sum, row, row < rows.rows, emit);
     }
 
     // Emits a row, of whose strips the lanes of a quad have a vector each. For whole warps.
     template <class Emit>
-    static __device__ __forceinline__ void emit_row(Partial (&parts)[kRowStrips], float maximum, float sum, int row, bool is_live, const Emit& emit) {
+    static __device__ __forceinline__ void emit_row(Partial (&parts)[kRowStrips], float maximum, float sum, int row,
+                                                    bool is_live, const Emit& emit) {
         float largest = 0;
 #pragma unroll
         for (int s = 0; s < kRowStrips; s++) {
@@ -141,15 +161,17 @@ struct PrefillResults {
         if (is_live) emit.row(row, parts, largest);
     }
 
-    // Calls emit.vector(strip, vector, PartialState, largest value of the strip), or emit.row, for all of the row block, with what this block has of it.
-    // For all threads of the block.
+    // Calls emit.vector(strip, vector, PartialState, largest value of the strip), or emit.row, for all of the row
+    // block, with what this block has of it. For all threads of the block.
     template <class Emit>
-    static __device__ __forceinline__ void for_each_vector(const State& state, unsigned char* ring, const Rows& rows, float factor, const Emit& emit) {
+    static __device__ __forceinline__ void for_each_vector(const State& state, unsigned char* ring, const Rows& rows,
+                                                           float factor, const Emit& emit) {
         if constexpr (kWarpgroups && kKeyWarps == 2) {
             exchange_halves(state, ring, rows, factor, emit);
             return;
         }
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps, key_warp = warp / kRowWarps;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps,
+                  key_warp = warp / kRowWarps;
         constexpr int kVectors = kBlockRows * kColumns * 4;
         float4* const values = reinterpret_cast<float4*>(ring);  // [kKeyWarps][kBlockRows][kColumns][4]
         float2* const totals = reinterpret_cast<float2*>(values + kKeyWarps * kVectors);
@@ -168,7 +190,8 @@ struct PrefillResults {
                     emit_row(parts, state[m].maxima[i], sum, row, row < rows.rows, emit);
                 } else {
 #pragma unroll
-                    for (int s = 0; s < kColumns; s++) values[key_warp * kVectors + (row * kColumns + s) * 4 + lane % 4] = vector_of(state[m], s, i);
+                    for (int s = 0; s < kColumns; s++)
+                        values[key_warp * kVectors + (row * kColumns + s) * 4 + lane % 4] = vector_of(state[m], s, i);
                     if (lane % 4 == 0) totals[key_warp * kBlockRows + row] = {state[m].maxima[i], sum};
                 }
             }
@@ -178,12 +201,15 @@ struct PrefillResults {
             const int all = rows.rows * kRowStrips * 4;
 #pragma unroll 1
             for (int first = threadIdx.x / 32 * 32; first < all; first += kThreads) {
-                const int x = min(first + lane, all - 1), strip = x / 4, row = strip / kRowStrips, column = strip % kRowStrips * 2;
+                const int x = min(first + lane, all - 1), strip = x / 4, row = strip / kRowStrips,
+                          column = strip % kRowStrips * 2;
                 // Where the last strip of a row is a half one, that half comes twice.
                 const int half_bytes = column + 1 < kColumns ? 64 : 0;
                 Partial merged;
-                merged.merge<kKeyWarps>(reinterpret_cast<const unsigned char*>(values + (row * kColumns + column) * 4 + x % 4), 16 * kVectors, half_bytes,
-                                        reinterpret_cast<const unsigned char*>(totals + row), 8 * kBlockRows, kKeyWarps, factor);
+                merged.merge<kKeyWarps>(
+                    reinterpret_cast<const unsigned char*>(values + (row * kColumns + column) * 4 + x % 4),
+                    16 * kVectors, half_bytes, reinterpret_cast<const unsigned char*>(totals + row), 8 * kBlockRows,
+                    kKeyWarps, factor);
                 const float largest = quad_max_or_nan(merged.largest());
                 if (first + lane < all) emit.vector(strip, x % 4, merged, largest);
             }
@@ -192,7 +218,7 @@ struct PrefillResults {
 
     // What a lane has of 16 columns of a row.
     static __device__ __forceinline__ float4 vector_of(const SoftmaxState<16>& state, int s, int i) {
-        const float(&low)[4] = state.output[2 * s], (&high)[4] = state.output[2 * s + 1];
+        const float (&low)[4] = state.output[2 * s], (&high)[4] = state.output[2 * s + 1];
         return {low[2 * i], low[2 * i + 1], high[2 * i], high[2 * i + 1]};
     }
 
@@ -203,13 +229,15 @@ struct PrefillResults {
 #pragma unroll 1
         for (int first = 0; first < params.batch_size; first += 32) {
             const int own = min(first + lane, params.batch_size - 1);
-            const int own_count = count_new_tokens(params.lengths, params.new_lengths, own, params.width, params.max_sequence_length);
+            const int own_count =
+                count_new_tokens(params.lengths, params.new_lengths, own, params.width, params.max_sequence_length);
             const unsigned padded = __ballot_sync(~0u, own_count < params.width && first + lane < params.batch_size);
 #pragma unroll 1
             for (int i = 0; i < 32 && padded >> i; i++) {
                 if (!(padded >> i & 1)) continue;
                 const int count = __shfl_sync(~0u, own_count, i), chunks = (params.width - count) * token_chunks;
-                uint4* const to = reinterpret_cast<uint4*>(params.out) + (static_cast<long long>(first + i) * params.width + count) * token_chunks;
+                uint4* const to = reinterpret_cast<uint4*>(params.out)
+                                  + (static_cast<long long>(first + i) * params.width + count) * token_chunks;
 #pragma unroll 1
                 for (int x = block * kThreads + threadIdx.x; x < chunks; x += num_blocks * kThreads) to[x] = uint4{};
             }

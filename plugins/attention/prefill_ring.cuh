@@ -1,17 +1,19 @@
-// How tiles of keys and values pass through the shared memory of a prefill block, one after another. Here those of 16 bits, which lie in the
-// cache as they are multiplied; prefill_stored_ring.cuh has those of a quantized cache.
+// How tiles of keys and values pass through the shared memory of a prefill block, one after another. Here those of 16
+// bits, which lie in the cache as they are multiplied; prefill_stored_ring.cuh has those of a quantized cache.
 #pragma once
 
 #include "attention/cp_async.cuh"
 #include "attention/prefill_params.cuh"
 #include "attention/thread_barrier.cuh"
 
-// A ring of kStages tiles. Commit group n has keys and values of the tile of step n, or nothing if these are the new tokens. A step waits for its tile;
-// kStages - 2 younger groups may stay in flight. Behind the barrier that follows, all warps have left the tile before, and its place is filled
-// with that of step n + kStages - 1. Several rings have a part of the threads each, and take tiles in turns: none waits for another one.
+// A ring of kStages tiles. Commit group n has keys and values of the tile of step n, or nothing if these are the new
+// tokens. A step waits for its tile; kStages - 2 younger groups may stay in flight. Behind the barrier that follows,
+// all warps have left the tile before, and its place is filled with that of step n + kStages - 1. Several rings have a
+// part of the threads each, and take tiles in turns: none waits for another one.
 template <bool kCodes, bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
 struct PrefillRing {
-    static constexpr int kRings = Tiles::kRings, kRingBytes = kStages * 2 * Tiles::kTileBytes, kBytes = kRings * kRingBytes, kScaleBytes = 0;
+    static constexpr int kRings = Tiles::kRings, kRingBytes = kStages * 2 * Tiles::kTileBytes,
+                         kBytes = kRings * kRingBytes, kScaleBytes = 0;
 
     unsigned char* ring;
     const PrefillParams& params;
@@ -38,7 +40,8 @@ struct PrefillRing {
 #pragma unroll 1
         for (int stage = 0; stage < kStages - 1; stage++) {
             const int tile = after(start(), stage);
-            if (work.has(tile) && !work.has_new_tokens(tile)) Tiles::fill(ring + stage * 2 * Tiles::kTileBytes, params, work.rows, work.kv_head, tile);
+            if (work.has(tile) && !work.has_new_tokens(tile))
+                Tiles::fill(ring + stage * 2 * Tiles::kTileBytes, params, work.rows, work.kv_head, tile);
             cp_async_commit_group();
         }
     }
@@ -50,7 +53,8 @@ struct PrefillRing {
     __device__ __forceinline__ unsigned char* tile(int) const { return ring + place * 2 * Tiles::kTileBytes; }
     __device__ __forceinline__ const float* scales(int) const { return nullptr; }
 
-    // Behind the barrier of the step of `tile`: begins to fill the place of the tile before. tile() is then that of the next step.
+    // Behind the barrier of the step of `tile`: begins to fill the place of the tile before. tile() is then that of the
+    // next step.
     __device__ __forceinline__ void advance(int tile) {
         const int next = after(tile, kStages - 1);
         if (work.has(next)) {

@@ -1,31 +1,34 @@
 // Which rows and which keys a prefill block works on.
 //
-// The rows of a K/V head of a slot are its new tokens times its query heads: row `token * group_size + head`. They are cut into row blocks
-// of kBlockRows, so K and V are read once for as many rows as a block holds. A row block sees the tiles of keys from the first one inside
-// the window of its first token on. If the launch appends, new tokens are in none of these tiles, but in one more behind them.
+// The rows of a K/V head of a slot are its new tokens times its query heads: row `token * group_size + head`. They are
+// cut into row blocks of kBlockRows, so K and V are read once for as many rows as a block holds. A row block sees the
+// tiles of keys from the first one inside the window of its first token on. If the launch appends, new tokens are in
+// none of these tiles, but in one more behind them.
 //
-// Lengths live on the device, so the launch depends on shapes alone. Where blocks are more than row blocks, the tiles of each row block are
-// divided into parts of tiles_per_part tiles, one for each block. That number is as small as the blocks allow: for row blocks of equal
-// lengths (as many parts for each) or of different ones (in proportion), whichever gives less. A part belongs to one row block, because to
-// begin with another one costs a block as much time as several tiles. In order: slot, row block, K/V head, part.
+// Lengths live on the device, so the launch depends on shapes alone. Where blocks are more than row blocks, the tiles
+// of each row block are divided into parts of tiles_per_part tiles, one for each block. That number is as small as the
+// blocks allow: for row blocks of equal lengths (as many parts for each) or of different ones (in proportion),
+// whichever gives less. A part belongs to one row block, because to begin with another one costs a block as much time
+// as several tiles. In order: slot, row block, K/V head, part.
 #pragma once
 
-#include "attention/prefill_params.cuh"
 #include "attention/math.cuh"
 #include "attention/new_tokens.cuh"
+#include "attention/prefill_params.cuh"
 
 // A row block of a slot, for any K/V head, and what lengths make of it.
 template <bool kAppends, int kBlockRows, int kTileKeys>
 struct RowBlock {
     static constexpr bool kHasNewTokens = kAppends;  // in its last tile
     int slot;
-    int past, count;            // tokens in the cache, and new ones
-    int first_row, rows;        // rows: 0 if there are no new tokens for it
+    int past, count;              // tokens in the cache, and new ones
+    int first_row, rows;          // rows: 0 if there are no new tokens for it
     int first_token, first_head;  // of the first row
-    int keys_end;               // behind the last key in a tile
-    int first_tile, num_tiles;  // num_tiles: with the one of the new tokens
+    int keys_end;                 // behind the last key in a tile
+    int first_tile, num_tiles;    // num_tiles: with the one of the new tokens
 
-    // `number`: slot * row_blocks + number of the row block in the slot. Each division takes long, and most calls have one row block.
+    // `number`: slot * row_blocks + number of the row block in the slot. Each division takes long, and most calls have
+    // one row block.
     __device__ __forceinline__ void load(const PrefillParams& params, int number) {
         slot = params.row_blocks > 1 ? divide(number, params.row_blocks) : number;
         past = params.lengths[slot];
@@ -72,12 +75,16 @@ struct PrefillWork {
     int first_block = 0, num_blocks = 1;  // that share the row block
     bool has_padding = false;             // some slot has fewer new tokens than there is room for
 
-    // The order of tiles: from the last one on, if that may be the one of the new tokens, whose RoPE is applied before the first step. has: of a tile in
-    // this order, whether it belongs to the block.
+    // The order of tiles: from the last one on, if that may be the one of the new tokens, whose RoPE is applied before
+    // the first step. has: of a tile in this order, whether it belongs to the block.
     __device__ __forceinline__ int start() const { return RowBlock::kHasNewTokens ? end - 1 : begin; }
-    static __device__ __forceinline__ int after(int tile, int steps = 1) { return RowBlock::kHasNewTokens ? tile - steps : tile + steps; }
+    static __device__ __forceinline__ int after(int tile, int steps = 1) {
+        return RowBlock::kHasNewTokens ? tile - steps : tile + steps;
+    }
     __device__ __forceinline__ bool has(int tile) const { return RowBlock::kHasNewTokens ? begin <= tile : tile < end; }
-    __device__ __forceinline__ bool has_new_tokens(int tile) const { return RowBlock::kHasNewTokens && tile == rows.num_tiles - 1; }
+    __device__ __forceinline__ bool has_new_tokens(int tile) const {
+        return RowBlock::kHasNewTokens && tile == rows.num_tiles - 1;
+    }
 };
 
 // Row block `number`; with no tiles behind the last one.
@@ -90,8 +97,9 @@ __device__ __forceinline__ RowBlock row_block(const PrefillParams& params, int n
     return rows;
 }
 
-// One block for each row block, those of the last tokens, which see most keys, first. In pairs: only half of them, and then those of the first
-// tokens; where two blocks share a multiprocessor, both together have about as much to do as two others.
+// One block for each row block, those of the last tokens, which see most keys, first. In pairs: only half of them, and
+// then those of the first tokens; where two blocks share a multiprocessor, both together have about as much to do as
+// two others.
 template <class RowBlock>
 __device__ __forceinline__ PrefillWork<RowBlock> whole_row_block(const PrefillParams& params) {
     PrefillWork<RowBlock> work;
@@ -99,7 +107,8 @@ __device__ __forceinline__ PrefillWork<RowBlock> whole_row_block(const PrefillPa
     const int other = static_cast<int>(blockIdx.x) - from_last * heads, slot = other / params.num_kv_heads;
     work.kv_head = other - slot * params.num_kv_heads;
     const int half = (params.row_blocks + 1) / 2;
-    const int number = params.order == kInPairs && from_last >= half ? from_last - half : params.row_blocks - 1 - from_last;
+    const int number =
+        params.order == kInPairs && from_last >= half ? from_last - half : params.row_blocks - 1 - from_last;
     work.rows.load(params, slot * params.row_blocks + number);
     work.end = work.rows.num_tiles;
     work.has_padding = true;  // as far as is known
@@ -115,7 +124,8 @@ struct BlocksForRowBlocks {
 
     __device__ __forceinline__ explicit BlocksForRowBlocks(const PrefillParams& params) {
         numbers = params.batch_size * params.row_blocks;
-        const int items = numbers * params.num_kv_heads, blocks = static_cast<int>(gridDim.x);  // there are at least as many blocks
+        // there are at least as many blocks
+        const int items = numbers * params.num_kv_heads, blocks = static_cast<int>(gridDim.x);
         alike = max(divide_small(blocks, items), 1);
         rest = blocks - items;
         inverse_alike = reciprocal_approx(static_cast<float>(alike));
@@ -127,13 +137,16 @@ struct BlocksForRowBlocks {
     }
 };
 
-// A part of a row block for each block, where all row blocks see about as many keys: as many blocks for each, and what is left of them has none.
+// A part of a row block for each block, where all row blocks see about as many keys: as many blocks for each, and what
+// is left of them has none.
 template <class RowBlock>
-__device__ __forceinline__ PrefillWork<RowBlock> part_of_alike(const PrefillParams& params, int min_tiles_per_part, const BlocksForRowBlocks& blocks) {
+__device__ __forceinline__ PrefillWork<RowBlock> part_of_alike(const PrefillParams& params, int min_tiles_per_part,
+                                                               const BlocksForRowBlocks& blocks) {
     PrefillWork<RowBlock> work;
     work.rows.load(params, min(blocks.number, blocks.numbers - 1));
     work.has_padding = work.rows.count < params.width;
-    const int tiles_per_part = max(divide_small(work.rows.num_tiles + blocks.alike - 1, blocks.inverse_alike), min_tiles_per_part);
+    const int tiles_per_part =
+        max(divide_small(work.rows.num_tiles + blocks.alike - 1, blocks.inverse_alike), min_tiles_per_part);
     work.kv_head = blocks.kv_head;
     work.first_block = static_cast<int>(blockIdx.x) - blocks.part;
     work.begin = blocks.part * tiles_per_part;
@@ -144,8 +157,10 @@ __device__ __forceinline__ PrefillWork<RowBlock> part_of_alike(const PrefillPara
 
 // The same for any row blocks. For a whole warp; the same in all of them.
 template <class RowBlock>
-__device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const PrefillParams& params, int min_tiles_per_part, const BlocksForRowBlocks& blocks) {
-    if (params.batch_size == 1 && (RowBlock::kHasNewTokens || blocks.numbers == 1)) return part_of_alike<RowBlock>(params, min_tiles_per_part, blocks);
+__device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const PrefillParams& params, int min_tiles_per_part,
+                                                                   const BlocksForRowBlocks& blocks) {
+    if (params.batch_size == 1 && (RowBlock::kHasNewTokens || blocks.numbers == 1))
+        return part_of_alike<RowBlock>(params, min_tiles_per_part, blocks);
     const int lane = threadIdx.x % 32, numbers = blocks.numbers;
     const RowBlock early = row_block<RowBlock>(params, lane);
     PrefillWork<RowBlock> work;
@@ -162,7 +177,8 @@ __device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const Prefill
     total = warp_sum(total) * params.num_kv_heads;
     longest = warp_max(longest);
     int tiles_per_part = divide_small(longest + blocks.alike - 1, blocks.inverse_alike);
-    if (blocks.rest > 0) tiles_per_part = min(tiles_per_part, divide(total + blocks.rest - 1, blocks.rest, blocks.inverse_rest));
+    if (blocks.rest > 0)
+        tiles_per_part = min(tiles_per_part, divide(total + blocks.rest - 1, blocks.rest, blocks.inverse_rest));
     tiles_per_part = max(tiles_per_part, min_tiles_per_part);
 
     const float inverse = reciprocal_approx(static_cast<float>(tiles_per_part));

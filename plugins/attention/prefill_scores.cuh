@@ -1,4 +1,5 @@
-// What a warp of a prefill block computes of its rows and of its keys of a tile: scores, which become probabilities where they are.
+// What a warp of a prefill block computes of its rows and of its keys of a tile: scores, which become probabilities
+// where they are.
 #pragma once
 
 #include "attention/mma.cuh"
@@ -43,7 +44,8 @@ struct PrefillScores {
         }
     }
 
-    // The same by a warpgroup: queries and keys are its 64 rows and its keys in their first panels. They are there behind wait().
+    // The same by a warpgroup: queries and keys are its 64 rows and its keys in their first panels. They are there
+    // behind wait().
     __device__ __forceinline__ void begin_products(SharedAddress queries, SharedAddress keys) {
         constexpr int kPartFragments = kWarpKeys % 64 ? 4 : 8;
         using Part = float[kPartFragments][4];
@@ -90,9 +92,10 @@ struct PrefillScores {
         }
     }
 
-    // Causal, and within the window. positions: of this lane's two rows in each row tile; first_key: of the warp's part of the tile; there are no
-    // keys from keys_end on.
-    __device__ __forceinline__ void apply_mask(const int (&positions)[kRowTiles][2], int first_key, int keys_end, int span) {
+    // Causal, and within the window. positions: of this lane's two rows in each row tile; first_key: of the warp's part
+    // of the tile; there are no keys from keys_end on.
+    __device__ __forceinline__ void apply_mask(const int (&positions)[kRowTiles][2], int first_key, int keys_end,
+                                               int span) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
@@ -111,6 +114,7 @@ struct PrefillScores {
     using Packed = unsigned[kWarpKeys / 16][4];
     __device__ __forceinline__ void pack(Packed& a) const {
 #pragma unroll
-        for (int j = 0; j < kWarpKeys / 16; j++) pack_a_fragment(Element{}, a[j], fragments[0][2 * j], fragments[0][2 * j + 1]);
+        for (int j = 0; j < kWarpKeys / 16; j++)
+            pack_a_fragment(Element{}, a[j], fragments[0][2 * j], fragments[0][2 * j + 1]);
     }
 };

@@ -1,9 +1,11 @@
-// The same as prefill_ring.cuh for a quantized cache: its codes become tiles of the element type, which has all of their values. If tokens have
-// scales of their own, those of keys are factors of scores, in float32; values are multiplied with theirs and rounded to elements. Scales of heads
-// are no part of a tile: see use_head_scales.
+// The same as prefill_ring.cuh for a quantized cache: its codes become tiles of the element type, which has all of
+// their values. If tokens have scales of their own, those of keys are factors of scores, in float32; values are
+// multiplied with theirs and rounded to elements. Scales of heads are no part of a tile: see use_head_scales.
 //
-//     tiles    [2][2]: the one of this step, and the next one, which is converted while tensor cores are busy with the first
-//     codes    [kStages - 1][2], on their way. A thread converts the chunks that it has loaded, so there is no barrier between
+//     tiles    [2][2]: the one of this step, and the next one, which is converted while tensor cores are busy with the
+//              first
+//     codes    [kStages - 1][2], on their way. A thread converts the chunks that it has loaded, so there is no barrier
+//              between
 //     scales   [2][kTileKeys], of the keys of the two tiles, if tokens have their own
 //
 // Commit group n is tile n.
@@ -16,8 +18,10 @@
 template <bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
 struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> {
     static constexpr int kRings = 1, kCodeStages = kStages - 1;
-    static constexpr int kCodeChunks = kHeadDim / 16, kCodeTileBytes = kTileKeys * kHeadDim, kTilesBytes = 4 * Tiles::kTileBytes;
-    static constexpr int kBytes = kTilesBytes + kCodeStages * 2 * kCodeTileBytes, kScaleBytes = 2 * kTileKeys * static_cast<int>(sizeof(float));
+    static constexpr int kCodeChunks = kHeadDim / 16, kCodeTileBytes = kTileKeys * kHeadDim,
+                         kTilesBytes = 4 * Tiles::kTileBytes;
+    static constexpr int kBytes = kTilesBytes + kCodeStages * 2 * kCodeTileBytes,
+                         kScaleBytes = 2 * kTileKeys * static_cast<int>(sizeof(float));
     static constexpr int kChunksOfThread = (kTileKeys * kCodeChunks + kThreads - 1) / kThreads;
     static constexpr bool kAllHaveChunks = kTileKeys * kCodeChunks % kThreads == 0;
     static_assert(kTileKeys <= kThreads, "a thread has the scale of one key of a tile");
@@ -44,21 +48,27 @@ struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> 
     __device__ __forceinline__ void prepare_first() { convert(work.begin); }
     __device__ __forceinline__ void wait() {}
 
-    // Keys, then values, of the tile of a step. With kKeysAhead there are those keys of the next one, too, and their scales.
-    __device__ __forceinline__ unsigned char* tile(int tile) const { return ring + place_of_tile(tile) * 2 * Tiles::kTileBytes; }
+    // Keys, then values, of the tile of a step. With kKeysAhead there are those keys of the next one, too, and their
+    // scales.
+    __device__ __forceinline__ unsigned char* tile(int tile) const {
+        return ring + place_of_tile(tile) * 2 * Tiles::kTileBytes;
+    }
     // Of its keys.
-    __device__ __forceinline__ float* scales(int tile) const { return reinterpret_cast<float*>(ring + kBytes) + place_of_tile(tile) * kTileKeys; }
+    __device__ __forceinline__ float* scales(int tile) const {
+        return reinterpret_cast<float*>(ring + kBytes) + place_of_tile(tile) * kTileKeys;
+    }
 
-    // Behind the barrier of the step of `tile`, and with kKeysAhead when its scores are there: converts what the next step needs.
+    // Behind the barrier of the step of `tile`, and with kKeysAhead when its scores are there: converts what the next
+    // step needs.
     __device__ __forceinline__ void advance(int tile) { convert(tile + 1 + kKeysAhead); }
 
 private:
     struct ChunkPlace {
         int key, chunk;
     };
-    // Which chunk of a tile of codes is the i-th one of this thread. Eight lanes that write together have two rows of four chunks, so that what they
-    // write, every second chunk of each, lies in different banks. If possible, those of a thread are kKeyStep rows apart, a multiple of 8: then they
-    // have the same place in a swizzled row.
+    // Which chunk of a tile of codes is the i-th one of this thread. Eight lanes that write together have two rows of
+    // four chunks, so that what they write, every second chunk of each, lies in different banks. If possible, those of
+    // a thread are kKeyStep rows apart, a multiple of 8: then they have the same place in a swizzled row.
     static __device__ __forceinline__ ChunkPlace chunk_of_thread(int i) {
         const int thread = static_cast<int>(threadIdx.x), x = kKeyStep ? thread : i * kThreads + thread;
         if constexpr (kCodeChunks % 4 == 0) {
@@ -66,18 +76,24 @@ private:
         }
         return {x / kCodeChunks, x % kCodeChunks};
     }
-    static constexpr int kKeyStep = kCodeChunks % 4 == 0 && kThreads % (8 * kCodeChunks) == 0 ? kThreads / kCodeChunks : 0;
-    // Where the elements of that chunk go in a tile. Those of its second half are one chunk further, before swizzling: another bit of the address.
+    static constexpr int kKeyStep =
+        kCodeChunks % 4 == 0 && kThreads % (8 * kCodeChunks) == 0 ? kThreads / kCodeChunks : 0;
+    // Where the elements of that chunk go in a tile. Those of its second half are one chunk further, before swizzling:
+    // another bit of the address.
     static __device__ __forceinline__ unsigned place_of(int i) {
         const ChunkPlace at = chunk_of_thread(kKeyStep ? 0 : i);
-        return Tiles::KeyLayout::offset(at.key, 2 * at.chunk) + (kKeyStep ? i * (Tiles::KeyLayout::offset(kKeyStep, 0) - Tiles::KeyLayout::offset(0, 0)) : 0);
+        return Tiles::KeyLayout::offset(at.key, 2 * at.chunk)
+               + (kKeyStep ? i * (Tiles::KeyLayout::offset(kKeyStep, 0) - Tiles::KeyLayout::offset(0, 0)) : 0);
     }
 
-    __device__ __forceinline__ unsigned char* codes_of(int stage) const { return ring + kTilesBytes + stage * 2 * kCodeTileBytes + threadIdx.x * 16; }
+    __device__ __forceinline__ unsigned char* codes_of(int stage) const {
+        return ring + kTilesBytes + stage * 2 * kCodeTileBytes + threadIdx.x * 16;
+    }
 
     __device__ __forceinline__ int place_of_tile(int tile) const { return (tile - work.begin) & 1; }
 
-    // A commit group: keys of a tile, and values of the same one, or with kKeysAhead of the one before it. Empty behind the last tile.
+    // A commit group: keys of a tile, and values of the same one, or with kKeysAhead of the one before it. Empty behind
+    // the last tile.
     __device__ __forceinline__ void load_codes(int stage, int tile) const {
         load_rows(stage, 0, tile);
         load_rows(stage, 1, tile - kKeysAhead);
@@ -87,7 +103,8 @@ private:
         if (tile >= work.end || tile < work.begin) return;
         const int first_key = (work.rows.first_tile + tile) * kTileKeys, live = work.rows.keys_end - first_key;
         const long long row = static_cast<long long>(work.kv_head) * params.max_sequence_length + first_key;
-        const unsigned char* const rows = params.cache + work.rows.slot * params.slot_stride + kv * params.kv_stride + row * kHeadDim;
+        const unsigned char* const rows =
+            params.cache + work.rows.slot * params.slot_stride + kv * params.kv_stride + row * kHeadDim;
         const SharedAddress to = shared_address(codes_of(stage) + kv * kCodeTileBytes);
 #pragma unroll
         for (int i = 0; i < kChunksOfThread; i++) {
@@ -128,11 +145,14 @@ private:
             if (params.scales.per_token) {
                 SplitScale scales[kChunksOfThread];
 #pragma unroll
-                for (int i = 0; i < kChunksOfThread; i++) scales[i] = split_scale(Element{}, Stored{}, next_value_scales[i]);
+                for (int i = 0; i < kChunksOfThread; i++)
+                    scales[i] = split_scale(Element{}, Stored{}, next_value_scales[i]);
                 load_value_scales(values_tile + 1);
-                convert_rows(1, values_tile, [&](int i, unsigned codes) { return real_values(Element{}, Stored{}, codes, scales[i]); });
+                convert_rows(1, values_tile,
+                             [&](int i, unsigned codes) { return real_values(Element{}, Stored{}, codes, scales[i]); });
             } else {
-                convert_rows(1, values_tile, [](int, unsigned codes) { return widen_in_order(Element{}, Stored{}, codes); });
+                convert_rows(1, values_tile,
+                             [](int, unsigned codes) { return widen_in_order(Element{}, Stored{}, codes); });
             }
         }
         load_codes(stage, tile + kCodeStages);
@@ -147,7 +167,8 @@ private:
         for (int i = 0; i < kChunksOfThread; i++) {
             if (!kAllHaveChunks && chunk_of_thread(i).key >= kTileKeys) break;
             const uint4 codes = *reinterpret_cast<const uint4*>(from + i * kThreads * 16);
-            const uint2 a = elements(i, codes.x), b = elements(i, codes.y), c = elements(i, codes.z), d = elements(i, codes.w);
+            const uint2 a = elements(i, codes.x), b = elements(i, codes.y), c = elements(i, codes.z),
+                        d = elements(i, codes.w);
             const unsigned place = place_of(i);
             *reinterpret_cast<uint4*>(to + place) = {a.x, a.y, b.x, b.y};
             *reinterpret_cast<uint4*>(to + (place ^ 16)) = {c.x, c.y, d.x, d.y};

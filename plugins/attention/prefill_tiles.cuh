@@ -1,4 +1,5 @@
-// How a prefill block fills its shared memory with tiles of keys and values from the cache; prefill_new_rows.cuh has the rows of the new tokens.
+// How a prefill block fills its shared memory with tiles of keys and values from the cache; prefill_new_rows.cuh has
+// the rows of the new tokens.
 #pragma once
 
 #include "attention/cp_async.cuh"
@@ -7,9 +8,8 @@
 #include "attention/swizzle.cuh"
 #include "attention/warpgroup.cuh"
 
-// kAppends: keys and values of the new tokens are in `k` and `v`, and this launch appends them; else they are in the cache. kPanels: tiles lie
-// in panels.
-// kRings: so many parts of the threads fill tiles of their own.
+// kAppends: keys and values of the new tokens are in `k` and `v`, and this launch appends them; else they are in the
+// cache. kPanels: tiles lie in panels. kRings: so many parts of the threads fill tiles of their own.
 template <bool kAppends, bool kPanels, int kThreads, int kBlockRows, int kNumTileKeys, int kNumRings>
 struct PrefillTiles {
     static constexpr int kRings = kNumRings, kRingThreads = kThreads / kRings, kTileKeys = kNumTileKeys;
@@ -19,13 +19,20 @@ struct PrefillTiles {
     static constexpr int kTileBytes = kTileKeys * kRowBytes;
 
     // Of this thread, and its own number among those of the ring.
-    static __device__ __forceinline__ int ring_number() { return kRings > 1 ? static_cast<int>(threadIdx.x) / kRingThreads : 0; }
-    static __device__ __forceinline__ unsigned ring_thread() { return kRings > 1 ? threadIdx.x % kRingThreads : threadIdx.x; }
+    static __device__ __forceinline__ int ring_number() {
+        return kRings > 1 ? static_cast<int>(threadIdx.x) / kRingThreads : 0;
+    }
+    static __device__ __forceinline__ unsigned ring_thread() {
+        return kRings > 1 ? threadIdx.x % kRingThreads : threadIdx.x;
+    }
 
-    // Keys, then values, of a tile in the cache; rows that are not live are zeros. `tile` is counted from the first one of the row block.
-    static __device__ __forceinline__ void fill(unsigned char* tiles, const PrefillParams& params, const Rows& rows, int kv_head, int tile) {
-        // threadIdx.y is 0, which the compiler does not know: of an address whose parts differ between threads it puts none into a uniform register. A copy
-        // with a policy and such an address is an illegal instruction in what NVRTC 13.0 makes of it.
+    // Keys, then values, of a tile in the cache; rows that are not live are zeros. `tile` is counted from the first one
+    // of the row block.
+    static __device__ __forceinline__ void fill(unsigned char* tiles, const PrefillParams& params, const Rows& rows,
+                                                int kv_head, int tile) {
+        // threadIdx.y is 0, which the compiler does not know: of an address whose parts differ between threads it puts
+        // none into a uniform register. A copy with a policy and such an address is an illegal instruction in what
+        // NVRTC 13.0 makes of it.
         const SharedAddress to = xor_address(shared_address(tiles), kAppends ? threadIdx.y : 0);
         const L2Policy policy = evict_first_policy();
         const int first_key = (rows.first_tile + tile) * kTileKeys, live = rows.keys_end - first_key;
@@ -39,24 +46,28 @@ struct PrefillTiles {
             const unsigned char* const from_values = base_address(values + ring_thread() * 16);
 #pragma unroll
             for (int step = 0; step < kTileKeys; step += kKeyStep) {
-                copy_chunk(KeyLayout::rows_below(first, step), from_keys + step * kRowBytes, from_values + step * kRowBytes, step < live_behind, policy);
+                copy_chunk(KeyLayout::rows_below(first, step), from_keys + step * kRowBytes,
+                           from_values + step * kRowBytes, step < live_behind, policy);
             }
         } else {
 #pragma unroll
             for (int i = 0; i < (kTileKeys * kRowChunks + kRingThreads - 1) / kRingThreads; i++) {
                 const int x = i * kRingThreads + ring_thread(), key = x / kRowChunks;
                 if (kTileKeys * kRowChunks % kRingThreads && key >= kTileKeys) break;
-                copy_chunk(to + KeyLayout::offset(key, x % kRowChunks), keys + x * 16, values + x * 16, key < live, policy);
+                copy_chunk(to + KeyLayout::offset(key, x % kRowChunks), keys + x * 16, values + x * 16, key < live,
+                           policy);
             }
         }
     }
 
-    // Where a thread can copy the same chunk of several rows, these are so many rows apart: else 0. Its addresses then differ by constants, which are
-    // part of the instructions; with addresses of their own, copies would wait for each other's registers.
+    // Where a thread can copy the same chunk of several rows, these are so many rows apart: else 0. Its addresses then
+    // differ by constants, which are part of the instructions; with addresses of their own, copies would wait for each
+    // other's registers.
     static constexpr int kKeyStep = kRingThreads % kRowChunks == 0 ? kRingThreads / kRowChunks : 0;
 
     // Of a key and of its value. What few rows read shall not take the place of partial results in the L2.
-    static __device__ __forceinline__ void copy_chunk(SharedAddress to, const unsigned char* key, const unsigned char* value, bool is_live, L2Policy policy) {
+    static __device__ __forceinline__ void copy_chunk(SharedAddress to, const unsigned char* key,
+                                                      const unsigned char* value, bool is_live, L2Policy policy) {
         if constexpr (kAppends) {
             cp_async_with_policy(to, key, is_live, policy);
             cp_async_with_policy(to + kTileBytes, value, is_live, policy);

@@ -24,8 +24,8 @@ __device__ __forceinline__ void reset(SoftmaxState<kTileRows> (&states)[kTiles])
     for (int m = 0; m < kTiles; m++) states[m].reset();
 }
 
-// A fragments of q. They stay in registers for the whole head, or, where the output takes too many of these, in shared memory. With 8 rows the
-// registers of rows 8 to 15 are left out: they are zeros.
+// A fragments of q. They stay in registers for the whole head, or, where the output takes too many of these, in shared
+// memory. With 8 rows the registers of rows 8 to 15 are left out: they are zeros.
 template <int kRows>
 struct QueryFragments {
     static constexpr bool kInRegisters = kRows <= 16;
@@ -33,7 +33,8 @@ struct QueryFragments {
     float offset[kRowTiles<kRows>][4];  // what scores begin with (kKeyOffset)
     SharedAddress shared;
 
-    // `head`: rows of q. Beside codes, columns 4t and 4t+1 are in the place of 2t and 2t+1, and 4t+2 and 4t+3 in that of 2t+8 and 2t+9 (stored_kv.cuh).
+    // `head`: rows of q. Beside codes, columns 4t and 4t+1 are in the place of 2t and 2t+1, and 4t+2 and 4t+3 in that
+    // of 2t+8 and 2t+9 (stored_kv.cuh).
     template <class Codes = Stored>
     __device__ __forceinline__ void load(const unsigned char* head) {
         const int lane = threadIdx.x % 32;
@@ -45,7 +46,8 @@ struct QueryFragments {
             for (int d = 0; d < kHeadDim / 16; d++) {
 #pragma unroll
                 for (int i = 0; i < kRows / 8; i++) {
-                    const uint2 four = *reinterpret_cast<const uint2*>(head + swizzled_offset(8 * i + lane / 4, 2 * d + lane % 4 / 2) + lane % 2 * 8);
+                    const uint2 four = *reinterpret_cast<const uint2*>(
+                        head + swizzled_offset(8 * i + lane / 4, 2 * d + lane % 4 / 2) + lane % 2 * 8);
                     words[d][i] = four.x;
                     words[d][kRows / 8 + i] = four.y;
                 }
@@ -60,7 +62,8 @@ struct QueryFragments {
             }
         } else {
 #pragma unroll
-            for (int d = 0; d < kHeadDim / 16; d++) ldmatrix_x4(words[d], rows + swizzled_offset(lane % 16, 2 * d + lane / 16));
+            for (int d = 0; d < kHeadDim / 16; d++)
+                ldmatrix_x4(words[d], rows + swizzled_offset(lane % 16, 2 * d + lane / 16));
         }
 #pragma unroll
         for (int m = 0; m < kRowTiles<kRows>; m++) {

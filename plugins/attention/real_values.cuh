@@ -10,7 +10,8 @@ __device__ __forceinline__ uint2 widen_in_order(Float16, Int8, unsigned codes) {
             multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), one, minus)};
 }
 
-// A float16 has too few exponents for scales. It has them times this power of 2, and codes divided by it: then both are of the size of the values.
+// A float16 has too few exponents for scales. It has them times this power of 2, and codes divided by it: then both are
+// of the size of the values.
 template <class Type, class Codes>
 constexpr float kRaised = 1;
 template <>
@@ -34,7 +35,8 @@ __device__ __forceinline__ uint2 widen_lowered(Float16, Float8, unsigned codes) 
     return {multiply_add(Float16{}, values.x, inverse, zero), multiply_add(Float16{}, values.y, inverse, zero)};
 }
 
-// The scale of a row, raised, as the sum of two elements: the nearest one, and the rest. Each is in both halves of a word.
+// The scale of a row, raised, as the sum of two elements: the nearest one, and the rest. Each is in both halves of a
+// word.
 struct SplitScale {
     unsigned nearest, rest;
 };

@@ -1,17 +1,19 @@
-// Which tiles of which heads a block works on. Lengths live on the device, so the launch depends on shapes alone, and every warp finds its
-// block's work by itself.
+// Which tiles of which heads a block works on. Lengths live on the device, so the launch depends on shapes alone, and
+// every warp finds its block's work by itself.
 //
-// Even split, if all heads have about the same length. With as many blocks as heads or more, splits_per_head blocks share a head. Each begins
-// with kMinTilesPerBlock tiles that are known without lengths, and so are loaded before those have arrived; what is left of the head is split
-// evenly. A head of 3 blocks (0, 1, 2) and 30 tiles, 8 at least a block:
+// Even split, if all heads have about the same length. With as many blocks as heads or more, splits_per_head blocks
+// share a head. Each begins with kMinTilesPerBlock tiles that are known without lengths, and so are loaded before those
+// have arrived; what is left of the head is split evenly. A head of 3 blocks (0, 1, 2) and 30 tiles, 8 at least a
+// block:
 //
 //     tile    0        8        16       24  26  28  30
 //             |  0     |  1     |  2     | 0 | 1 | 2 |        block 0: [0, 8) and [24, 26): it skips 16 tiles
 //
 // With fewer blocks than heads a block takes heads_per_block whole heads.
 //
-// Stream-K, if lengths differ so much that the even split would take longer: the tiles of all heads of all slots form one sequence, of which
-// every block takes an equal range. A range may begin and end in the middle of a head. The block with the last tile of a head merges it.
+// Stream-K, if lengths differ so much that the even split would take longer: the tiles of all heads of all slots form
+// one sequence, of which every block takes an equal range. A range may begin and end in the middle of a head. The block
+// with the last tile of a head merges it.
 #pragma once
 
 #include "attention/decode_params.cuh"
@@ -23,7 +25,7 @@ struct TileCoord {
     int position;             // of the first new token; below 0 the slot takes no part
     int first_key;            // the first token inside its window
     int first_tile, num_tiles;
-    int count;                // new tokens
+    int count;  // new tokens
 
     __device__ __forceinline__ void load_lengths(const DecodeParams& params) {
         set_lengths(params, params.lengths[slot], params.new_lengths ? params.new_lengths[slot] : params.width);
@@ -41,7 +43,9 @@ struct TileCoord {
         num_tiles = max((position + kTileTokens - 1) / kTileTokens - first_tile, 1);
     }
     // Rows of the head, if the slot takes part.
-    __device__ __forceinline__ int rows(const DecodeParams& params) const { return (kMaxNewTokens == 1 ? 1 : count) * params.group_size; }
+    __device__ __forceinline__ int rows(const DecodeParams& params) const {
+        return (kMaxNewTokens == 1 ? 1 : count) * params.group_size;
+    }
     // The first token inside the window of a new token.
     __device__ __forceinline__ int first_key_of(const DecodeParams& params, int token) const {
         return params.window > 0 ? max(0, position + token - (params.window - 1)) : 0;
@@ -56,20 +60,22 @@ struct TileCoord {
 
 // Where the block begins in the even split. Needs no lengths.
 struct EvenSplitStart {
-    int head;                 // slot * num_kv_heads + kv_head; the number of heads if there is none for this block
+    int head;  // slot * num_kv_heads + kv_head; the number of heads if there is none for this block
     int slot, kv_head, tile;
-    bool is_certain;          // there is a head, and without a sliding window its tiles begin at the first token
+    bool is_certain;  // there is a head, and without a sliding window its tiles begin at the first token
 };
 
 __device__ __forceinline__ EvenSplitStart even_split_start(const DecodeParams& params) {
-    const int block = static_cast<int>(blockIdx.x), num_heads = params.batch_size * params.num_kv_heads, splits = params.splits_per_head;
+    const int block = static_cast<int>(blockIdx.x), num_heads = params.batch_size * params.num_kv_heads,
+              splits = params.splits_per_head;
     const int head = min(splits > 0 ? divide(block, splits) : block * params.heads_per_block, num_heads);
     const int slot = divide(min(head, num_heads - 1), params.num_kv_heads);
     const int tile = splits > 0 ? (block - head * splits) * kMinTilesPerBlock : 0;
     return {head, slot, head - slot * params.num_kv_heads, tile, head < num_heads && params.window == 0};
 }
 
-// Lengths that are loaded early, because everything waits for them: lane l has those of slot l, all lanes those of the block's first slot.
+// Lengths that are loaded early, because everything waits for them: lane l has those of slot l, all lanes those of the
+// block's first slot.
 struct EarlyLengths {
     int lane_slot;  // l, or the last slot
     int lane_length, lane_new_length;
@@ -77,9 +83,11 @@ struct EarlyLengths {
 };
 
 __device__ __forceinline__ EarlyLengths load_early_lengths(const DecodeParams& params, int slot) {
-    const int lane_slot = min(static_cast<int>(threadIdx.x % 32), params.batch_size - 1), lane_length = params.lengths[lane_slot];
+    const int lane_slot = min(static_cast<int>(threadIdx.x % 32), params.batch_size - 1),
+              lane_length = params.lengths[lane_slot];
     const int lane_new_length = params.new_lengths ? params.new_lengths[lane_slot] : params.width;
-    return {lane_slot, lane_length, lane_new_length, params.lengths[slot], params.new_lengths ? params.new_lengths[slot] : params.width};
+    return {lane_slot, lane_length, lane_new_length, params.lengths[slot],
+            params.new_lengths ? params.new_lengths[slot] : params.width};
 }
 
 // Tiles of a head of a slot; 0 behind the last slot.
@@ -89,7 +97,8 @@ __device__ __forceinline__ int count_tiles(const DecodeParams& params, int slot)
     return slot < params.batch_size ? coord.num_tiles : 0;
 }
 
-// The work of this block: a range of tiles, numbered from the first tile of its first head (even split) or of all heads (stream-K).
+// The work of this block: a range of tiles, numbered from the first tile of its first head (even split) or of all heads
+// (stream-K).
 struct WorkRange {
     bool is_even_split = true;
     int begin = 0, end = 0;
@@ -100,17 +109,20 @@ struct WorkRange {
 };
 
 // Even split: the tiles of one split of a head, or of several heads.
-__device__ __forceinline__ void schedule_even_split(WorkRange& work, const DecodeParams& params, int head, int num_heads) {
+__device__ __forceinline__ void schedule_even_split(WorkRange& work, const DecodeParams& params, int head,
+                                                    int num_heads) {
     const int splits = params.splits_per_head;
     work.first_block = head * splits;
     if (splits > 0) {
-        const int split = static_cast<int>(blockIdx.x) - work.first_block, rest = work.first.num_tiles - splits * kMinTilesPerBlock;
+        const int split = static_cast<int>(blockIdx.x) - work.first_block,
+                  rest = work.first.num_tiles - splits * kMinTilesPerBlock;
         const int each = rest > 0 ? divide(rest, splits) : 0;
         work.begin = work.first.tile = split * kMinTilesPerBlock;
         work.end = min(work.begin + kMinTilesPerBlock, work.first.num_tiles);
         if (rest > 0) {
             const int remainder = rest - each * splits;  // the last `remainder` splits have one tile more
-            const int before = split * each + max(split - (splits - remainder), 0), own = each + (split >= splits - remainder);
+            const int before = split * each + max(split - (splits - remainder), 0),
+                      own = each + (split >= splits - remainder);
             if (own > 0) {
                 work.skip_at = work.end;
                 work.skip_tiles = splits * kMinTilesPerBlock + before - work.end;
@@ -119,11 +131,13 @@ __device__ __forceinline__ void schedule_even_split(WorkRange& work, const Decod
         }
     } else {
 #pragma unroll 1
-        for (int other = head; other < min(head + params.heads_per_block, num_heads); other++) work.end += count_tiles(params, other / params.num_kv_heads);
+        for (int other = head; other < min(head + params.heads_per_block, num_heads); other++)
+            work.end += count_tiles(params, other / params.num_kv_heads);
     }
 }
 
-// Stream-K: an equal range of all `total` tiles. A prefix sum over the slots, 32 at a time, finds the slot of its first tile.
+// Stream-K: an equal range of all `total` tiles. A prefix sum over the slots, 32 at a time, finds the slot of its first
+// tile.
 __device__ __forceinline__ void schedule_stream_k(WorkRange& work, const DecodeParams& params, int total) {
     const int lane = threadIdx.x % 32, num_blocks = static_cast<int>(gridDim.x);
     work.is_even_split = false;
@@ -158,8 +172,10 @@ __device__ __forceinline__ void schedule_stream_k(WorkRange& work, const DecodeP
 }
 
 // Chooses between the two. For a whole warp; the same in all of them.
-__device__ __forceinline__ WorkRange schedule(const DecodeParams& params, const EvenSplitStart& start, const EarlyLengths& early) {
-    const int lane = threadIdx.x % 32, num_blocks = static_cast<int>(gridDim.x), num_heads = params.batch_size * params.num_kv_heads;
+__device__ __forceinline__ WorkRange schedule(const DecodeParams& params, const EvenSplitStart& start,
+                                              const EarlyLengths& early) {
+    const int lane = threadIdx.x % 32, num_blocks = static_cast<int>(gridDim.x),
+              num_heads = params.batch_size * params.num_kv_heads;
     WorkRange work;
     work.first = {early.lane_slot, 0, 0, 0, 0, 0, 0, 0};
     work.first.set_lengths(params, early.lane_length, early.lane_new_length);
@@ -174,9 +190,11 @@ __device__ __forceinline__ WorkRange schedule(const DecodeParams& params, const 
     }
     total = warp_sum(total) * params.num_kv_heads;
     longest = warp_max(longest);
-    // Tiles of the busiest block of an even split, and of each block with stream-K and what that costs; both times the number of blocks.
+    // Tiles of the busiest block of an even split, and of each block with stream-K and what that costs; both times the
+    // number of blocks.
     const float even_tiles = static_cast<float>(longest) * params.heads_per_block * num_blocks;
-    const float stream_k_tiles = static_cast<float>(total) + (kStreamKCostTiles + params.width * params.group_size) * num_blocks;
+    const float stream_k_tiles =
+        static_cast<float>(total) + (kStreamKCostTiles + params.width * params.group_size) * num_blocks;
     if (__builtin_expect(even_tiles > stream_k_tiles * max(params.splits_per_head, 1), 0)) {
         schedule_stream_k(work, params, total);
     } else if (start.head < num_heads) {
@@ -191,13 +209,20 @@ struct TileIterator {
     int done;         // its number in the range
     int head_buffer;  // which of the kHeadBuffers buffers in shared memory the head's q, k, v and angles use
 
-    __device__ __forceinline__ explicit TileIterator(const WorkRange& work) : at(work.first), done(work.begin), head_buffer(0) {}
+    __device__ __forceinline__ explicit TileIterator(const WorkRange& work)
+        : at(work.first), done(work.begin), head_buffer(0) {}
 
-    __device__ __forceinline__ bool starts_head(const WorkRange& work) const { return at.tile == 0 || done == work.begin; }
+    __device__ __forceinline__ bool starts_head(const WorkRange& work) const {
+        return at.tile == 0 || done == work.begin;
+    }
     // Whether the block has the last tile of the head.
-    __device__ __forceinline__ bool has_last_tile(const WorkRange& work) const { return done - at.tile + at.num_tiles <= work.end; }
+    __device__ __forceinline__ bool has_last_tile(const WorkRange& work) const {
+        return done - at.tile + at.num_tiles <= work.end;
+    }
     // Tiles of this step; warps from this number on have none.
-    __device__ __forceinline__ int count(const WorkRange& work) const { return min(kWarps, min(work.end - done, at.num_tiles - at.tile)); }
+    __device__ __forceinline__ int count(const WorkRange& work) const {
+        return min(kWarps, min(work.end - done, at.num_tiles - at.tile));
+    }
     __device__ __forceinline__ void advance(const DecodeParams& params, const WorkRange& work, int count) {
         done += count;
         at.tile += count;

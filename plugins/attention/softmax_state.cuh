@@ -1,23 +1,24 @@
 // The online softmax of both attention kernels.
 //
-// A score is a product of q and k, with the softcap applied to it if there is one. A probability is 2^(factor * (score - maximum)): `factor`
-// is log2(e) times the scale (or the softcap), so that one multiply-add and one ex2 per element are all there is to do. Maxima are those of
-// scores, before `factor`.
+// A score is a product of q and k, with the softcap applied to it if there is one. A probability is 2^(factor * (score
+// - maximum)): `factor` is log2(e) times the scale (or the softcap), so that one multiply-add and one ex2 per element
+// are all there is to do. Maxima are those of scores, before `factor`.
 #pragma once
 
 #include "attention/config.cuh"
 #include "attention/math.cuh"
 
-// Where maxima begin: below every score. What a masked score is: so far below kInitialMax that its probability is 0 whatever the maximum is.
+// Where maxima begin: below every score. What a masked score is: so far below kInitialMax that its probability is 0
+// whatever the maximum is.
 constexpr float kInitialMax = -1e30f, kMaskedScore = -3e38f;
 constexpr float kLog2E = 1.44269504f;
-// The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
-// of 1, and most steps need no rescaling.
+// The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to
+// 256 is as exact as one of 1, and most steps need no rescaling.
 constexpr float kRescaleThreshold = 8;
 
 // From products of q and k to exponents of 2.
 struct ScoreTransform {
-    float factor;          // of a score, in the exponent of 2
+    float factor;           // of a score, in the exponent of 2
     float inverse_softcap;  // scale / softcap: what a product is multiplied with before tanh; 0 without a softcap
 
     __device__ __forceinline__ ScoreTransform(double factor, double inverse_softcap)
@@ -32,7 +33,8 @@ struct ScoreTransform {
 
     __device__ __forceinline__ bool has_softcap() const { return inverse_softcap != 0; }
 
-    // tanh(product * inverse_softcap), as 1 - 2 / (e^(2x) + 1). That cancels near 0, where the first terms of the series are taken.
+    // tanh(product * inverse_softcap), as 1 - 2 / (e^(2x) + 1). That cancels near 0, where the first terms of the
+    // series are taken.
     __device__ __forceinline__ float softcap(float product) const {
         const float x = product * inverse_softcap, square = x * x;
         if (square < 1.0f / 64) return x - x * square * (1.0f / 3 - square * (2.0f / 15));
@@ -40,9 +42,10 @@ struct ScoreTransform {
     }
 };
 
-// What a warp has computed so far of kRows rows (8 or 16): the output, not yet divided by the sum of probabilities, and both relative to the
-// maximum of the row. Lane l holds row g = l / 4, and row g + 8 if there are 16, as accumulator fragments hold them (see mma.cuh): below, `i`
-// is 0 for row g and 1 for row g + 8, and elements 2 * i and 2 * i + 1 of a fragment belong to it.
+// What a warp has computed so far of kRows rows (8 or 16): the output, not yet divided by the sum of probabilities, and
+// both relative to the maximum of the row. Lane l holds row g = l / 4, and row g + 8 if there are 16, as accumulator
+// fragments hold them (see mma.cuh): below, `i` is 0 for row g and 1 for row g + 8, and elements 2 * i and 2 * i + 1 of
+// a fragment belong to it.
 template <int kRows>
 struct SoftmaxState {
     float output[kHeadDim / 8][4];
@@ -77,7 +80,9 @@ struct SoftmaxState {
     }
 
     // Makes everything relative to another maximum, which is at least as high.
-    __device__ __forceinline__ void rescale(int i, float maximum, float factor) { scale_output(i, rescale_sum(i, maximum, factor)); }
+    __device__ __forceinline__ void rescale(int i, float maximum, float factor) {
+        scale_output(i, rescale_sum(i, maximum, factor));
+    }
 
     // The same in two steps: returns what the output has yet to be multiplied with.
     __device__ __forceinline__ float rescale_sum(int i, float maximum, float factor) {

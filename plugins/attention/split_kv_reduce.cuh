@@ -1,24 +1,32 @@
-// The reduction of partial results: first of the warps of a block (PartialState), then of the blocks that share a K/V head (SplitKVReduce).
+// The reduction of partial results: first of the warps of a block (PartialState), then of the blocks that share a K/V
+// head (SplitKVReduce).
 //
-// The unit of a reduction is a strip of an output row: 16 columns in the decode kernel of one new token, where few rows are merged and latency is
-// all, or 32, packed, where rows are many and bytes count (kHalves: 16 columns each). Strip `row * kStripsPerRow<kHalves> + s` has the columns
-// from 16 * kHalves * s on. It takes five vectors of 16 bytes:
+// The unit of a reduction is a strip of an output row: 16 columns in the decode kernel of one new token, where few rows
+// are merged and latency is all, or 32, packed, where rows are many and bytes count (kHalves: 16 columns each). Strip
+// `row * kStripsPerRow<kHalves> + s` has the columns from 16 * kHalves * s on. It takes five vectors of 16 bytes:
 //
-//     vector 0 .. 3   vector t: columns 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, as lane t of a quad has them in two fragments (the decode kernel of
-//                     up to 8 rows and kernels over codes have them in an order of their own); as floats, or packed (packed_vector.cuh)
+//     vector 0 .. 3   vector t: columns 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, as lane t of a quad has them in two
+//                     fragments (the decode kernel of up to 8 rows and kernels over codes have them in an order of
+//                     their own); as floats, or packed (packed_vector.cuh)
 //     vector 4        maximum and sum of the row, for this part of the keys; the unit of packed values
 //
 // Protocol between the blocks of a head (SplitKVReduce):
 //
-//     who merges     Even split: every block merges a run of the strips ([begin, end)) over all blocks of the head. Stream-K: the
-//                    block that has the last tile of the head merges all of them; it has the highest number, the other blocks do not wait.
-//     publish        A block writes a strip either for itself (into `own`: shared memory, or in stream-K its part of the workspace), or
-//                    for the block that merges it (into `partials`, as flagged vectors: see flagged_vector.cuh).
-//     visible        A flagged vector is visible as soon as it is there: each of the five carries its own flag, none orders another.
-//     collect        The merging block polls the vectors of the others, copies them into its shared memory, and merges them with its own.
-//     reset          Who has read a flagged vector sets its flag back to 0 at once. No other block reads it, so when the launch ends the
-//                    workspace is as it was before, ready for the next launch or a replay of a CUDA graph; no counter exists.
-//     progress       A block only waits for blocks of the same launch; the launch is cooperative, so all of them are resident.
+//     who merges     Even split: every block merges a run of the strips ([begin, end)) over all blocks of the head.
+//                    Stream-K: the block that has the last tile of the head merges all of them; it has the highest
+//                    number, the other blocks do not wait.
+//     publish        A block writes a strip either for itself (into `own`: shared memory, or in stream-K its part of
+//                    the workspace), or for the block that merges it (into `partials`, as flagged vectors: see
+//                    flagged_vector.cuh).
+//     visible        A flagged vector is visible as soon as it is there: each of the five carries its own flag, none
+//                    orders another.
+//     collect        The merging block polls the vectors of the others, copies them into its shared memory, and merges
+//                    them with its own.
+//     reset          Who has read a flagged vector sets its flag back to 0 at once. No other block reads it, so when
+//                    the launch ends the workspace is as it was before, ready for the next launch or a replay of a CUDA
+//                    graph; no counter exists.
+//     progress       A block only waits for blocks of the same launch; the launch is cooperative, so all of them are
+//                    resident.
 #pragma once
 
 #include "attention/config.cuh"
@@ -31,9 +39,11 @@ template <int kHalves>
 constexpr int kStripsPerRow = (kHeadDim + 16 * kHalves - 1) / (16 * kHalves);
 constexpr int kStripVectors = 5;
 constexpr int kMergedAtOnce = 8;  // partial results that one step of a merge loads together
-constexpr int kPolledAtOnce = 2;  // vectors that a thread polls together in a decode step; each costs time, published or not
+// vectors that a thread polls together in a decode step; each costs time, published or not
+constexpr int kPolledAtOnce = 2;
 
-// Some columns of a row, merged from several parts of the keys, relative to the highest maximum among them: four of each 16.
+// Some columns of a row, merged from several parts of the keys, relative to the highest maximum among them: four of
+// each 16.
 template <int kHalves>
 struct PartialState {
     float maximum = kInitialMax, sum = 0;
@@ -42,14 +52,15 @@ struct PartialState {
     __device__ __forceinline__ void scale(float factor) {
         sum *= factor;
 #pragma unroll
-        for (int h = 0; h < kHalves; h++) values[h] = {values[h].x * factor, values[h].y * factor, values[h].z * factor, values[h].w * factor};
+        for (int h = 0; h < kHalves; h++)
+            values[h] = {values[h].x * factor, values[h].y * factor, values[h].z * factor, values[h].w * factor};
     }
 
-    // Merges `count` partial results from shared memory. `at`: the values of the first one, its second half half_stride bytes further on; `totals`:
-    // its maximum and sum. The next ones follow at these distances in bytes.
+    // Merges `count` partial results from shared memory. `at`: the values of the first one, its second half half_stride
+    // bytes further on; `totals`: its maximum and sum. The next ones follow at these distances in bytes.
     template <int kAtOnce = kMergedAtOnce>
-    __device__ __forceinline__ void merge(const unsigned char* at, int value_stride, int half_stride, const unsigned char* totals, int total_stride,
-                                          int count, float factor) {
+    __device__ __forceinline__ void merge(const unsigned char* at, int value_stride, int half_stride,
+                                          const unsigned char* totals, int total_stride, int count, float factor) {
 #pragma unroll 1
         for (int first = 0; first < count; first += kAtOnce) {
             float2 total[kAtOnce];
@@ -60,7 +71,8 @@ struct PartialState {
                 const int index = min(first + i, count - 1);
                 total[i] = *reinterpret_cast<const float2*>(totals + index * total_stride);
 #pragma unroll
-                for (int h = 0; h < kHalves; h++) part[i][h] = *reinterpret_cast<const float4*>(at + index * value_stride + h * half_stride);
+                for (int h = 0; h < kHalves; h++)
+                    part[i][h] = *reinterpret_cast<const float4*>(at + index * value_stride + h * half_stride);
                 highest = fmaxf(highest, total[i].x);
             }
             scale(exp2_approx((maximum - highest) * factor));
@@ -73,7 +85,8 @@ struct PartialState {
                 for (int h = 0; h < kHalves; h++) {
                     float4& value = values[h];
                     const float4& more = part[i][h];
-                    value = {value.x + weight * more.x, value.y + weight * more.y, value.z + weight * more.z, value.w + weight * more.w};
+                    value = {value.x + weight * more.x, value.y + weight * more.y, value.z + weight * more.z,
+                             value.w + weight * more.w};
                 }
             }
         }
@@ -87,8 +100,10 @@ struct PartialState {
         add_packed(values[kHalves - 1], packed.z, packed.w, total.z);
     }
 
-    // Merges packed ones: vector `vector` of strips in shared memory, every step-th of `count` from `first` on; `stride` in vectors.
-    __device__ __forceinline__ void merge_packed(const float4* strips, int vector, int stride, int first, int step, int count, float factor) {
+    // Merges packed ones: vector `vector` of strips in shared memory, every step-th of `count` from `first` on;
+    // `stride` in vectors.
+    __device__ __forceinline__ void merge_packed(const float4* strips, int vector, int stride, int first, int step,
+                                                 int count, float factor) {
         constexpr int kAtOnce = 4;
 #pragma unroll 1
         for (int i0 = first; i0 < count; i0 += step * kAtOnce) {
@@ -105,7 +120,8 @@ struct PartialState {
             maximum = highest;
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
-                const float weight = i0 + i * step < count ? exp2_approx((total[i].x - maximum) * factor) : 0, unit = weight * total[i].z;
+                const float weight = i0 + i * step < count ? exp2_approx((total[i].x - maximum) * factor) : 0,
+                            unit = weight * total[i].z;
                 sum += weight * total[i].y;
                 add_packed(values[0], part[i].x, part[i].y, unit);
                 add_packed(values[kHalves - 1], part[i].z, part[i].w, unit);
@@ -113,11 +129,13 @@ struct PartialState {
         }
     }
 
-    // Joins what the lanes of a warp have that are these distances apart: first_distance, twice that, and so on, below end_distance.
+    // Joins what the lanes of a warp have that are these distances apart: first_distance, twice that, and so on, below
+    // end_distance.
     __device__ __forceinline__ void join_lanes(int first_distance, int end_distance, float factor) {
         float highest = maximum;
 #pragma unroll 1
-        for (int distance = first_distance; distance < end_distance; distance *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, distance));
+        for (int distance = first_distance; distance < end_distance; distance *= 2)
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, distance));
         scale(exp2_approx((maximum - highest) * factor));
         maximum = highest;
 #pragma unroll 1
@@ -142,36 +160,46 @@ struct PartialState {
     }
 };
 
-// What this block does with its partial result of a head that it shares with other blocks. See the protocol above. kHalves: 1, floats; 2, packed.
+// What this block does with its partial result of a head that it shares with other blocks. See the protocol above.
+// kHalves: 1, floats; 2, packed.
 template <int kHalves>
 struct SplitKVReduce {
     static constexpr bool kPacked = kHalves == 2;
-    int num_strips;         // of a head: rows * kStripsPerRow<kHalves>
-    int place_strips;       // that a block has room for in the workspace
-    int first_block;        // of those that share the head
-    int rank, num_blocks;   // rank: of this block among them; a head of fewer than 2 blocks is not shared
-    int begin, end;         // strips that this block merges
-    bool all_merge;         // every block merges some strips (even split); else the last one merges all (stream-K)
-    float4* partials;       // [blocks of the launch, place_strips, kStripVectors]: flagged vectors for other blocks
-    float4* own;            // [num_strips, kStripVectors]: what this block keeps for itself
+    int num_strips;        // of a head: rows * kStripsPerRow<kHalves>
+    int place_strips;      // that a block has room for in the workspace
+    int first_block;       // of those that share the head
+    int rank, num_blocks;  // rank: of this block among them; a head of fewer than 2 blocks is not shared
+    int begin, end;        // strips that this block merges
+    bool all_merge;        // every block merges some strips (even split); else the last one merges all (stream-K)
+    float4* partials;      // [blocks of the launch, place_strips, kStripVectors]: flagged vectors for other blocks
+    float4* own;           // [num_strips, kStripVectors]: what this block keeps for itself
 
-    // own_partials: if all_merge, shared memory with room for strips begin to end; else [blocks of the launch, place_strips, kStripVectors].
-    __device__ __forceinline__ SplitKVReduce(int num_strips, int place_strips, int first_block, int num_blocks, bool all_merge, float4* partials,
-                                             float4* own_partials)
-        : num_strips(num_strips), place_strips(place_strips), first_block(first_block), rank(static_cast<int>(blockIdx.x) - first_block), num_blocks(num_blocks),
-          all_merge(all_merge), partials(partials) {
-        constexpr int kUnit = kPacked ? kStripsPerRow<kHalves> : 1;  // strips: packed ones go by rows, which is less work for who hands them on
-        const int units = num_strips / kUnit, units_per_block = all_merge && num_blocks > 1 ? divide_small(units + num_blocks - 1, num_blocks) : units;
+    // own_partials: if all_merge, shared memory with room for strips begin to end; else [blocks of the launch,
+    // place_strips, kStripVectors].
+    __device__ __forceinline__ SplitKVReduce(int num_strips, int place_strips, int first_block, int num_blocks,
+                                             bool all_merge, float4* partials, float4* own_partials)
+        : num_strips(num_strips), place_strips(place_strips), first_block(first_block),
+          rank(static_cast<int>(blockIdx.x) - first_block), num_blocks(num_blocks), all_merge(all_merge),
+          partials(partials) {
+        // strips: packed ones go by rows, which is less work for who hands them on
+        constexpr int kUnit = kPacked ? kStripsPerRow<kHalves> : 1;
+        const int units = num_strips / kUnit, units_per_block = all_merge && num_blocks > 1
+                                                                    ? divide_small(units + num_blocks - 1, num_blocks)
+                                                                    : units;
         const int strips_per_block = units_per_block * kUnit;
         begin = all_merge ? rank * strips_per_block : 0;
         end = min(num_strips, begin + strips_per_block);
-        own = all_merge ? own_partials - begin * kStripVectors : own_partials + static_cast<long long>(blockIdx.x) * place_strips * kStripVectors;
+        own = all_merge ? own_partials - begin * kStripVectors
+                        : own_partials + static_cast<long long>(blockIdx.x) * place_strips * kStripVectors;
     }
-    __device__ __forceinline__ float4* partials_of(int block) const { return partials + static_cast<long long>(block) * place_strips * kStripVectors; }
+    __device__ __forceinline__ float4* partials_of(int block) const {
+        return partials + static_cast<long long>(block) * place_strips * kStripVectors;
+    }
 
-    // Hands on one vector of a strip. `largest`: of all values that share a unit (packed), which may be those of a row. has_last_tile: this block has
-    // the last tile of the head.
-    __device__ __forceinline__ void publish(int strip, int vector, const PartialState<kHalves>& state, float largest, bool has_last_tile) const {
+    // Hands on one vector of a strip. `largest`: of all values that share a unit (packed), which may be those of a row.
+    // has_last_tile: this block has the last tile of the head.
+    __device__ __forceinline__ void publish(int strip, int vector, const PartialState<kHalves>& state, float largest,
+                                            bool has_last_tile) const {
         const bool is_own = all_merge ? strip >= begin && strip < end : has_last_tile;
         float4* const to = (is_own ? own : partials_of(blockIdx.x)) + strip * kStripVectors;
         const float unit = kPacked ? packed_unit(largest) : 1;
@@ -186,9 +214,11 @@ struct SplitKVReduce {
         }
     }
 
-    // The same for a row, of whose strips the lanes of a quad have a vector each; the row has one maximum, sum and unit. For whole warps.
+    // The same for a row, of whose strips the lanes of a quad have a vector each; the row has one maximum, sum and
+    // unit. For whole warps.
     template <int kRowStrips>
-    __device__ __forceinline__ void publish_row(int row, const PartialState<kHalves> (&strips)[kRowStrips], float largest) const {
+    __device__ __forceinline__ void publish_row(int row, const PartialState<kHalves> (&strips)[kRowStrips],
+                                                float largest) const {
         static_assert(kPacked && kRowStrips == kStripsPerRow<kHalves>, "rows are handed on whole, or kept");
         const int first = row * kRowStrips, lane = threadIdx.x % 4;
         const bool is_own = first >= begin && first < end;
@@ -196,10 +226,12 @@ struct SplitKVReduce {
         const float unit = packed_unit(largest);
         const auto each = [&](auto store) {
 #pragma unroll
-            for (int s = 0; s < kRowStrips; s++) store(to + s * kStripVectors + lane, pack_vector(strips[s].values[0], strips[s].values[1], unit));
+            for (int s = 0; s < kRowStrips; s++)
+                store(to + s * kStripVectors + lane, pack_vector(strips[s].values[0], strips[s].values[1], unit));
 #pragma unroll
             for (int s = 0; s < kRowStrips; s += 4) {
-                if (s + lane < kRowStrips) store(to + (s + lane) * kStripVectors + 4, float4{strips[0].maximum, strips[0].sum, unit, 1});
+                if (s + lane < kRowStrips)
+                    store(to + (s + lane) * kStripVectors + 4, float4{strips[0].maximum, strips[0].sum, unit, 1});
             }
         };
         if (is_own) {
@@ -209,8 +241,9 @@ struct SplitKVReduce {
         }
     }
 
-    // Merges the strips of this block: the partial results of the other blocks come to `staging`, shared memory of `nbytes`, as many strips at
-    // a time as there is room for. Calls store(strip, vector, PartialState) for each. For all threads of the block.
+    // Merges the strips of this block: the partial results of the other blocks come to `staging`, shared memory of
+    // `nbytes`, as many strips at a time as there is room for. Calls store(strip, vector, PartialState) for each. For
+    // all threads of the block.
     template <int kAtOnce = kPolledAtOnce, class Store>
     __device__ __forceinline__ void collect(float4* staging, int nbytes, float factor, Store store) const {
         if (num_blocks < 2) return;
@@ -228,7 +261,8 @@ struct SplitKVReduce {
 
 private:
     template <class Store>
-    __device__ __forceinline__ void merge(const float4* staging, int first, int last, int others, float factor, Store store) const {
+    __device__ __forceinline__ void merge(const float4* staging, int first, int last, int others, float factor,
+                                          Store store) const {
         const int threads = blockDim.x, vectors = (last - first) * kStripVectors, all = (last - first) * 4;
         if constexpr (!kPacked) {
 #pragma unroll 1
@@ -241,7 +275,8 @@ private:
                 store(strip, x % 4, state);
             }
         } else {
-            int share_bits = 0;  // several lanes share a vector, with 4 or more partial results each, where threads are more than vectors
+            // several lanes share a vector, with 4 or more partial results each, where threads are more than vectors
+            int share_bits = 0;
             while (share_bits < 3 && 8 << share_bits <= others && all << (share_bits + 1) <= threads) share_bits++;
             const int shares = 1 << share_bits, end_x = all << share_bits;
 #pragma unroll 1
@@ -250,14 +285,16 @@ private:
                 const int strip = min(first + (x >> (share_bits + 2)), last - 1);
                 PartialState<kHalves> state;
                 if (share == 0) state.unpack(own[strip * kStripVectors + 4], own[strip * kStripVectors + vector]);
-                state.merge_packed(staging + (strip - first) * kStripVectors, vector, vectors, share, shares, others, factor);
+                state.merge_packed(staging + (strip - first) * kStripVectors, vector, vectors, share, shares, others,
+                                   factor);
                 if (shares > 1) state.join_lanes(4, 4 * shares, factor);
                 if (share == 0 && x < end_x) store(strip, vector, state);
             }
         }
     }
 
-    // Waits for `vectors` vectors, from strip `first` on, of each other block, and copies them to staging [others, vectors].
+    // Waits for `vectors` vectors, from strip `first` on, of each other block, and copies them to staging [others,
+    // vectors].
     template <int kAtOnce>
     __device__ __forceinline__ void gather(float4* staging, int first, int vectors, int others) const {
         const int threads = blockDim.x, all = others * vectors;
@@ -269,7 +306,8 @@ private:
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
                 const int at = x + i * threads, other = static_cast<int>((static_cast<float>(at) + 0.5f) * inverse);
-                addresses[i] = partials_of(first_block + other + (other >= rank)) + first * kStripVectors + at - other * vectors;
+                addresses[i] =
+                    partials_of(first_block + other + (other >= rank)) + first * kStripVectors + at - other * vectors;
             }
             for (;; poll_again()) {  // all together: a poll takes a round trip to the L2
                 bool all_published = true;

@@ -1,12 +1,14 @@
-// K and V in eight bits: codes, each of which stands for its value times a scale. trt_kvcache/kernels/kv_quantization.py defines, bit by bit, how a
-// row is quantized.
+// K and V in eight bits: codes, each of which stands for its value times a scale.
+// trt_kvcache/kernels/kv_quantization.py defines, bit by bit, how a row is quantized.
 //
-// A word holds four codes of a row, the first one in its lowest byte. As elements they come in two words. So what ldmatrix reads of a tile of codes
-// is a B fragment, of k 16 and 8 columns:
+// A word holds four codes of a row, the first one in its lowest byte. As elements they come in two words. So what
+// ldmatrix reads of a tile of codes is a B fragment, of k 16 and 8 columns:
 //
-//     ldmatrix          a word: codes 4t .. 4t+3 of row g.                            widen_in_order: b0, b1 of K^T for key g, if the lane with
-//                                                                                     place t in its quad has columns 4t, 4t+1 and 4t+2, 4t+3 of q
-//     ldmatrix, trans   a word: codes 2g, 2g+1 of row 2t, and the same of row 2t+1.   widen: keys 2t and 2t+1 of V, of columns 2g and 2g+1
+//     ldmatrix          a word: codes 4t .. 4t+3 of row g
+//                       widen_in_order: b0, b1 of K^T for key g, if lane t of the quad has columns 4t, 4t+1 and
+//                       4t+2, 4t+3 of q
+//     ldmatrix, trans   a word: codes 2g, 2g+1 of row 2t, and the same of row 2t+1
+//                       widen: keys 2t and 2t+1 of V, of columns 2g and 2g+1
 //
 // So the 16 columns of a chunk are two B fragments of V, one of the even columns and one of the odd ones.
 #pragma once
@@ -53,7 +55,8 @@ __device__ __forceinline__ unsigned float8_of_floats(float2 values) {
 
 // The same by integer operations, for GPUs before sm_89. NaN codes become 480.
 __device__ __forceinline__ uint2 widen_by_bits(Float16, unsigned codes) {
-    const unsigned even = codes << 8, scale = 0x5C005C00, zero = 0x80008000;  // 2^8, by which the exponents' biases differ
+    // 2^8, by which the exponents' biases differ
+    const unsigned even = codes << 8, scale = 0x5C005C00, zero = 0x80008000;
     return {multiply_add(Float16{}, (even & 0x80008000) | (even >> 1 & 0x3F803F80), scale, zero),
             multiply_add(Float16{}, (codes & 0x80008000) | (codes >> 1 & 0x3F803F80), scale, zero)};
 }
@@ -66,7 +69,8 @@ __device__ __forceinline__ unsigned float8_by_bits(float value) {
     const unsigned bits = __float_as_uint(value), sign = bits >> 24 & 0x80;
     const float magnitude = fminf(fabsf(value), Float8::kLargest);
     if (value != value) return 0x7F;
-    if (magnitude < 1.0f / 64) return sign | static_cast<unsigned>(__float2int_rn(magnitude * 512));  // denormal, or the smallest that is not
+    // denormal, or the smallest that is not
+    if (magnitude < 1.0f / 64) return sign | static_cast<unsigned>(__float2int_rn(magnitude * 512));
     const unsigned exact = __float_as_uint(magnitude) - (120u << 23);
     return sign | (exact + 0x7FFFF + (exact >> 20 & 1)) >> 20;
 }
@@ -97,7 +101,8 @@ __device__ __forceinline__ unsigned plus_1152(unsigned codes) {
 template <unsigned kX, unsigned kY>
 __device__ __forceinline__ uint2 widen_bytes(Float16, unsigned codes) {
     const unsigned one = 0x3C003C00;
-    return {multiply_add(Float16{}, plus_1152<kX>(codes), one, kMinus1152), multiply_add(Float16{}, plus_1152<kY>(codes), one, kMinus1152)};
+    return {multiply_add(Float16{}, plus_1152<kX>(codes), one, kMinus1152),
+            multiply_add(Float16{}, plus_1152<kY>(codes), one, kMinus1152)};
 }
 // The mantissa of 128 has seven bits only: those behind the sign. The sign is what is subtracted: 128 or 256.
 template <unsigned kX, unsigned kY>
@@ -124,8 +129,9 @@ __device__ __forceinline__ uint2 widen_in_order(Type, Int8, unsigned codes) {
 __device__ __forceinline__ uint2 widen_in_order(Float16, Float8, unsigned codes) { return float16_of_float8(codes); }
 #endif
 
-// Codes of keys in order, as elements that may all be too large by one number. Scores then begin with what that is too much in a product with q, which takes
-// less than to subtract the number from each element; their rounding is that of sums of 1152 |q|: 2^-13 of a code. kKeyOffset: minus the number, twice.
+// Codes of keys in order, as elements that may all be too large by one number. Scores then begin with what that is too
+// much in a product with q, which takes less than to subtract the number from each element; their rounding is that of
+// sums of 1152 |q|: 2^-13 of a code. kKeyOffset: minus the number, twice.
 template <class Type, class Codes>
 constexpr unsigned kKeyOffset = 0;
 template <>
@@ -161,6 +167,6 @@ __device__ __forceinline__ unsigned quantize(Int8, float value, float scale) {
 // Codes of four values, in a word.
 template <class Codes>
 __device__ __forceinline__ unsigned quantize(Codes, float2 low, float2 high, float scale) {
-    return quantize(Codes{}, low.x, scale) | quantize(Codes{}, low.y, scale) << 8 | quantize(Codes{}, high.x, scale) << 16
-           | quantize(Codes{}, high.y, scale) << 24;
+    return quantize(Codes{}, low.x, scale) | quantize(Codes{}, low.y, scale) << 8
+           | quantize(Codes{}, high.x, scale) << 16 | quantize(Codes{}, high.y, scale) << 24;
 }

@@ -1,8 +1,10 @@
-// How rows lie in a tile of shared memory: without padding, and so that neither cp.async nor ldmatrix meets a bank conflict.
+// How rows lie in a tile of shared memory: without padding, and so that neither cp.async nor ldmatrix meets a bank
+// conflict.
 //
-// ldmatrix reads the same chunk (16 bytes) of 8 consecutive rows at once. Without a swizzle these lie kRowBytes apart, in the same banks
-// where kRowBytes is a multiple of 128. So the chunks of a row are permuted: chunk c of row r lies at place c ^ f(r), where f takes as many
-// values on consecutive rows as it needs. Example, head dim 64 (8 chunks a row, all 8 rows need different places):
+// ldmatrix reads the same chunk (16 bytes) of 8 consecutive rows at once. Without a swizzle these lie kRowBytes apart,
+// in the same banks where kRowBytes is a multiple of 128. So the chunks of a row are permuted: chunk c of row r lies at
+// place c ^ f(r), where f takes as many values on consecutive rows as it needs. Example, head dim 64 (8 chunks a row,
+// all 8 rows need different places):
 //
 //     row 0:  0 1 2 3 4 5 6 7
 //     row 1:  1 0 3 2 5 4 7 6
@@ -13,36 +15,44 @@
 #include "attention/config.cuh"
 #include "shared_memory.cuh"
 
-// Different places that a chunk takes over consecutive rows of kChunks chunks. With 4 mod 8 chunks a row, two neighbouring rows differ by themselves,
-// with 2 mod 4 four of them, and with an odd number all.
+// Different places that a chunk takes over consecutive rows of kChunks chunks. With 4 mod 8 chunks a row, two
+// neighbouring rows differ by themselves, with 2 mod 4 four of them, and with an odd number all.
 template <int kChunks>
-constexpr unsigned kSwizzlePlaces = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks % 2 == 0 ? 2 : 1;
+constexpr unsigned kSwizzlePlaces = kChunks % 8 == 0   ? 8
+                                    : kChunks % 4 == 0 ? 4
+                                    : kChunks % 2 == 0 ? 2
+                                                       : 1;
 
 // The byte offset of a chunk of a row in a tile: of elements, or of what the cache stores.
 template <int kChunks>
 __device__ __forceinline__ unsigned swizzled_offset_of(unsigned row, unsigned chunk) {
-    return row * (16 * kChunks) + (chunk ^ row / (8 / kSwizzlePlaces<kChunks>) % kSwizzlePlaces<kChunks>) * 16;
+    return row * (16 * kChunks) + (chunk ^ row / (8 / kSwizzlePlaces<kChunks>) % kSwizzlePlaces<kChunks>)*16;
 }
-__device__ __forceinline__ unsigned swizzled_offset(unsigned row, unsigned chunk) { return swizzled_offset_of<kRowChunks>(row, chunk); }
-__device__ __forceinline__ unsigned stored_offset(unsigned row, unsigned chunk) { return swizzled_offset_of<kStoredRowChunks>(row, chunk); }
+__device__ __forceinline__ unsigned swizzled_offset(unsigned row, unsigned chunk) {
+    return swizzled_offset_of<kRowChunks>(row, chunk);
+}
+__device__ __forceinline__ unsigned stored_offset(unsigned row, unsigned chunk) {
+    return swizzled_offset_of<kStoredRowChunks>(row, chunk);
+}
 
-// Where a chunk of a row lies in a tile of kRows rows: as above, which is what ldmatrix wants; or, as products of a warpgroup want it
-// (warpgroup.cuh), in panels of 64 columns, one after another, each of kRows rows of 128 bytes.
+// Where a chunk of a row lies in a tile of kRows rows: as above, which is what ldmatrix wants; or, as products of a
+// warpgroup want it (warpgroup.cuh), in panels of 64 columns, one after another, each of kRows rows of 128 bytes.
 template <bool kPanels, int kRows>
 struct TileLayout {
     static constexpr int kPanelBytes = 128 * kRows;
     static __device__ __forceinline__ unsigned offset(unsigned row, unsigned chunk) {
         return kPanels ? chunk / 8 * kPanelBytes + row * 128 + (chunk ^ row) % 8 * 16 : swizzled_offset(row, chunk);
     }
-    // From the address of a chunk of a row, `step` rows further up or down in a tile whose rows have 8 places for a chunk: the row must be below
-    // `step`, which is a multiple of a power of 2 above it.
+    // From the address of a chunk of a row, `step` rows further up or down in a tile whose rows have 8 places for a
+    // chunk: the row must be below `step`, which is a multiple of a power of 2 above it.
     static __device__ __forceinline__ SharedAddress rows_below(SharedAddress chunk_of_row, int step) {
         static_assert(kSwizzlePlaces<kRowChunks> == 8, "a chunk's place is that of its row");
         return xor_address(chunk_of_row, step % 8 * 16) + step * (kPanels ? 128 : kRowBytes);
     }
 };
 
-// The addresses that one lane passes to a series of ldmatrix over a tile: of its row, and of chunk 0 or 1 (`chunk`) of each pair of chunks.
+// The addresses that one lane passes to a series of ldmatrix over a tile: of its row, and of chunk 0 or 1 (`chunk`) of
+// each pair of chunks.
 struct LdmatrixAddress {
     // With a power of 2 chunks a row, the chunk number is a bit field of the address, and another pair is an xor away.
     static constexpr bool kChunksAreBits = (kRowChunks & (kRowChunks - 1)) == 0;
@@ -59,13 +69,15 @@ struct LdmatrixAddress {
     }
 };
 
-// The address that a lane passes to a series of ldmatrix over a tile of codes: of row `lane` of 32 rows, and of the same chunk of each of them.
+// The address that a lane passes to a series of ldmatrix over a tile of codes: of row `lane` of 32 rows, and of the
+// same chunk of each of them.
 struct CodesAddress {
     static constexpr bool kChunksAreBits = (kStoredRowChunks & (kStoredRowChunks - 1)) == 0;
     SharedAddress tile, first;
     unsigned row;
 
-    __device__ __forceinline__ CodesAddress(SharedAddress tile, unsigned row) : tile(tile), first(tile + stored_offset(row, 0)), row(row) {}
+    __device__ __forceinline__ CodesAddress(SharedAddress tile, unsigned row)
+        : tile(tile), first(tile + stored_offset(row, 0)), row(row) {}
 
     // In the rows that are `row_offset`, a multiple of 32, further down.
     __device__ __forceinline__ SharedAddress operator()(int chunk, int row_offset) const {

@@ -1,8 +1,10 @@
-// Depthwise causal convolution over the new tokens of each slot. Launched by trt_kvcache/kernels/causal_conv1d_kernels.py.
+// Depthwise causal convolution over the new tokens of each slot. Launched by
+// trt_kvcache/kernels/causal_conv1d_kernels.py.
 //
-// A thread owns kChannels channels of a slot and walks over a tile of tokens, with the last inputs in registers. The state of a channel are
-// its last kWidth inputs, oldest first. The threads of the first tile read the past state and write the present one, each of its own channels:
-// so the two may be at one address, and no other thread looks at either.
+// A thread owns kChannels channels of a slot and walks over a tile of tokens, with the last inputs in registers. The
+// state of a channel are its last kWidth inputs, oldest first. The threads of the first tile read the past state and
+// write the present one, each of its own channels: so the two may be at one address, and no other thread looks at
+// either.
 
 #include "dependent_launch.cuh"
 #include "recurrent/elements.cuh"
@@ -33,7 +35,8 @@ template <int kChannels, bool kGated>
 struct Input {
     Fetched<Element, kChannels> x, gate;
 
-    __device__ __forceinline__ void fetch(const ConvParams& params, long long slot, long long token, long long channel) {
+    __device__ __forceinline__ void fetch(const ConvParams& params, long long slot, long long token,
+                                          long long channel) {
         x.fetch(params.x.row(slot, token), channel);
         if (kGated && params.gate_in.data) gate.fetch(params.gate_in.row(slot, token), channel);
     }
@@ -48,7 +51,8 @@ struct Input {
 };
 
 template <bool kGated, int kChannels>
-__device__ __forceinline__ void load_input(const ConvParams& params, long long slot, long long token, long long channel, float (&values)[kChannels]) {
+__device__ __forceinline__ void load_input(const ConvParams& params, long long slot, long long token, long long channel,
+                                           float (&values)[kChannels]) {
     Input<kChannels, kGated> input;
     input.fetch(params, slot, token, channel);
     input.unpack_to(params, values);
@@ -75,7 +79,8 @@ __device__ __forceinline__ void store_state(const ConvParams& params, long long 
             float kept = token == 0 ? first[c] : input[c];
 #pragma unroll
             for (int shift = 1; shift < kWidth; shift++) {
-                if (column + shift < kWidth) kept = shift == count ? past[c * kWidth + min(column + shift, kWidth - 1)] : kept;
+                if (column + shift < kWidth)
+                    kept = shift == count ? past[c * kWidth + min(column + shift, kWidth - 1)] : kept;
             }
             state[c * kWidth + column] = kept;
         }
@@ -85,9 +90,11 @@ __device__ __forceinline__ void store_state(const ConvParams& params, long long 
 
 template <int kWidth, int kChannels, bool kGated>
 __device__ __forceinline__ void convolve(const ConvParams& params) {
-    const long long channel = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kChannels, slot = blockIdx.z;
+    const long long channel = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kChannels,
+                    slot = blockIdx.z;
     if (channel >= params.channels) return;
-    const long long first = static_cast<long long>(blockIdx.y) * params.tile_tokens, end = min(first + params.tile_tokens, params.width);
+    const long long first = static_cast<long long>(blockIdx.y) * params.tile_tokens,
+                    end = min(first + params.tile_tokens, params.width);
     float weights[kChannels * kWidth], bias[kChannels] = {};
     load_elements(Element{}, params.weight, channel * kWidth, weights);
     if (params.bias) load_elements(Element{}, params.bias, channel, bias);
@@ -116,7 +123,8 @@ __device__ __forceinline__ void convolve(const ConvParams& params) {
         count = count_new(params.new_lengths, slot, params.width);
         if (first < count) {
 #pragma unroll
-            for (int i = 0; i < kWidth - 1; i++) load_input<kGated>(params, slot, first - (kWidth - 1) + i, channel, window[i]);
+            for (int i = 0; i < kWidth - 1; i++)
+                load_input<kGated>(params, slot, first - (kWidth - 1) + i, channel, window[i]);
         }
     }
     for (long long group = first; group < end; group += kTokensInFlight) {
@@ -147,13 +155,16 @@ __device__ __forceinline__ void convolve(const ConvParams& params) {
     }
 }
 
-// One new token of each slot. All that a thread needs is on its way before anything is computed, or is known of the slot.
+// One new token of each slot. All that a thread needs is on its way before anything is computed, or is known of the
+// slot.
 template <int kWidth, int kChannels, bool kGated>
 __device__ __forceinline__ void update(const ConvParams& params) {
-    const long long channel = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kChannels, slot = blockIdx.z;
+    const long long channel = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kChannels,
+                    slot = blockIdx.z;
     if (channel >= params.channels) return;
     const long long index = slot * params.channels + channel;
-    float weights[kChannels * kWidth], bias[kChannels] = {}, state[kChannels * kWidth], input[kChannels], gates[kChannels], sums[kChannels] = {};
+    float weights[kChannels * kWidth], bias[kChannels] = {}, state[kChannels * kWidth], input[kChannels],
+                                       gates[kChannels], sums[kChannels] = {};
     load_elements(Element{}, params.weight, channel * kWidth, weights);
     if (params.bias) load_elements(Element{}, params.bias, channel, bias);
     grid_dependency_wait();
@@ -182,7 +193,8 @@ __device__ __forceinline__ void update(const ConvParams& params) {
     store_elements(Element{}, params.out, index, sums);
 }
 
-// The channels of a thread: a vector in a prefill. In a decode step fewer, so that more threads are resident, as long as states are vectors.
+// The channels of a thread: a vector in a prefill. In a decode step fewer, so that more threads are resident, as long
+// as states are vectors.
 constexpr int kVectorChannels = kPerVector<Element>;
 template <int kWidth>
 constexpr int kUpdateChannels = kWidth == 3 ? kVectorChannels : kVectorChannels / 2;
@@ -212,7 +224,9 @@ __device__ __forceinline__ void choose(const ConvParams& params, long long kerne
 }
 template <int kChannels>
 __device__ __forceinline__ void convolve(const ConvParams& params, long long kernel_width) {
-    choose(params, kernel_width, [&](auto width, auto gates) { convolve<decltype(width)::value, kChannels, decltype(gates)::value>(params); });
+    choose(params, kernel_width, [&](auto width, auto gates) {
+        convolve<decltype(width)::value, kChannels, decltype(gates)::value>(params);
+    });
 }
 __device__ __forceinline__ void update(const ConvParams& params, long long kernel_width) {
     choose(params, kernel_width, [&](auto width, auto gates) {
@@ -220,14 +234,25 @@ __device__ __forceinline__ void update(const ConvParams& params, long long kerne
     });
 }
 
-#define PARAMETERS                                                                                                                            \
-    const unsigned char *x, long long x_slot, long long x_token, const unsigned char *gate_in, long long gate_in_slot,                       \
-        long long gate_in_token, const unsigned char *gate_out, long long gate_out_slot, long long gate_out_token, const void *weight,      \
-        const void *bias, const void *past, void *present, const int *new_lengths, long long width, long long channels,                     \
-        long long kernel_width, long long silu, long long tile_tokens, void *out
-#define ARGUMENTS                                                                                                                             \
-    {{x, x_slot, x_token}, {gate_in, gate_in_slot, gate_in_token}, {gate_out, gate_out_slot, gate_out_token}, weight, bias, past, present,   \
-     new_lengths, width, channels, silu, tile_tokens, out}
+#define PARAMETERS \
+    const unsigned char *x, long long x_slot, long long x_token, const unsigned char *gate_in, long long gate_in_slot, \
+        long long gate_in_token, const unsigned char *gate_out, long long gate_out_slot, long long gate_out_token, \
+        const void *weight, const void *bias, const void *past, void *present, const int *new_lengths, \
+        long long width, long long channels, long long kernel_width, long long silu, long long tile_tokens, void *out
+#define ARGUMENTS \
+    {{x, x_slot, x_token}, \
+     {gate_in, gate_in_slot, gate_in_token}, \
+     {gate_out, gate_out_slot, gate_out_token}, \
+     weight, \
+     bias, \
+     past, \
+     present, \
+     new_lengths, \
+     width, \
+     channels, \
+     silu, \
+     tile_tokens, \
+     out}
 
 // Grid: x over channels, y over tiles of tokens, z over slots. Channels in vectors of 16 bytes.
 extern "C" __global__ void __launch_bounds__(kConvThreads, kConvBlocksPerSm) causal_conv1d(PARAMETERS) {
@@ -238,4 +263,6 @@ extern "C" __global__ void __launch_bounds__(kConvThreads, kUpdateBlocksPerSm) c
     update(ARGUMENTS, kernel_width);
 }
 // The same, one channel a thread: for any number of channels and any strides.
-extern "C" __global__ void __launch_bounds__(kConvThreads) causal_conv1d_any(PARAMETERS) { convolve<1>(ARGUMENTS, kernel_width); }
+extern "C" __global__ void __launch_bounds__(kConvThreads) causal_conv1d_any(PARAMETERS) {
+    convolve<1>(ARGUMENTS, kernel_width);
+}

@@ -1,4 +1,5 @@
-// Tiles of shared memory whose rows are the tokens of a chunk, or of a matrix between them, and numbers that are more precise than an element.
+// Tiles of shared memory whose rows are the tokens of a chunk, or of a matrix between them, and numbers that are more
+// precise than an element.
 #pragma once
 
 #include "attention/mma.cuh"
@@ -15,11 +16,12 @@ struct SplitPair {
     }
 };
 
-// A tile of rows of 16-bit elements: 16, 32, or a multiple of 64 of them. Chunks of 16 bytes are permuted, so that ldmatrix meets no bank
-// conflict (attention/swizzle.cuh shows how).
+// A tile of rows of 16-bit elements: 16, 32, or a multiple of 64 of them. Chunks of 16 bytes are permuted, so that
+// ldmatrix meets no bank conflict (attention/swizzle.cuh shows how).
 template <int kRowElements>
 struct ChunkTile {
-    static constexpr int kRowBytes = 2 * kRowElements, kRowChunks = kRowElements / 8, kPlaces = kRowChunks % 8 == 0 ? 8 : kRowChunks;
+    static constexpr int kRowBytes = 2 * kRowElements, kRowChunks = kRowElements / 8,
+                         kPlaces = kRowChunks % 8 == 0 ? 8 : kRowChunks;
     static_assert(kPlaces == 8 || kPlaces == 4 || kPlaces == 2, "places are a power of 2");
 
     SharedAddress base;

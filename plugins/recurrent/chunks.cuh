@@ -1,8 +1,9 @@
 // Chunks of tokens, one after another, with a state between them: what Mamba-2 and the gated delta rule share.
 //
-// What has a state is computed transposed: tokens are columns, and a warp has 16 rows of the state. Then what comes out of a product is in the
-// registers where the next one wants it, and the warps with states need nothing of each other. Matrices between the tokens of a chunk, which no state
-// has a part in, are made by other warps, one chunk ahead, for all of them; and the copies are one chunk further.
+// What has a state is computed transposed: tokens are columns, and a warp has 16 rows of the state. Then what comes out
+// of a product is in the registers where the next one wants it, and the warps with states need nothing of each other.
+// Matrices between the tokens of a chunk, which no state has a part in, are made by other warps, one chunk ahead, for
+// all of them; and the copies are one chunk further.
 #pragma once
 
 #include "attention/cp_async.cuh"
@@ -13,18 +14,23 @@
 
 // The macro: trt_kvcache/kernels/recurrent_chunks.py has it.
 constexpr int kChunkTokens = CHUNK_TOKENS;
-constexpr int kChunkStages = 3;                                    // one meets the state, one makes matrices, one is on its way
-constexpr int kChunkBlocks = kChunkTokens / 16;                    // of 16 tokens
+// one meets the state, one makes matrices, one is on its way
+constexpr int kChunkStages = 3;
+constexpr int kChunkBlocks = kChunkTokens / 16;                     // of 16 tokens
 constexpr int kBlockPairs = kChunkBlocks * (kChunkBlocks + 1) / 2;  // of a block with itself or an earlier one
 constexpr int kTokenTiles = kChunkTokens / 8, kTokensPerLane = kChunkTokens / 32;
 constexpr int kMatrixTileBytes = 16 * 16 * 2;
 
 // The place of a pair of blocks.
-__device__ __forceinline__ constexpr int block_pair(int later, int earlier) { return later * (later + 1) / 2 + earlier; }
+__device__ __forceinline__ constexpr int block_pair(int later, int earlier) {
+    return later * (later + 1) / 2 + earlier;
+}
 
-// Makes `take` of the state warps, and `make` of the others, meet at barriers. The latter have the threads from `state_threads` on.
+// Makes `take` of the state warps, and `make` of the others, meet at barriers. The latter have the threads from
+// `state_threads` on.
 template <class MakeStateWarp, class MakeMatrixWarp>
-__device__ __forceinline__ void run_chunks(int state_threads, int count, MakeStateWarp make_state_warp, MakeMatrixWarp make_matrix_warp) {
+__device__ __forceinline__ void run_chunks(int state_threads, int count, MakeStateWarp make_state_warp,
+                                           MakeMatrixWarp make_matrix_warp) {
     const long long chunks = (count + kChunkTokens - 1) / kChunkTokens;
     if (static_cast<int>(threadIdx.x) < state_threads) {
         auto warp = make_state_warp();
@@ -67,7 +73,8 @@ __device__ __forceinline__ void sum_tokens(float (&values)[kTokensPerLane]) {
 
 // The products of the tokens of a block, which are rows of `left`, with all of the chunk, which are rows of `right`.
 template <class Type, int kRowElements>
-__device__ __forceinline__ void multiply_block(Type, const ChunkTile<kRowElements>& left, const ChunkTile<kRowElements>& right, int block,
+__device__ __forceinline__ void multiply_block(Type, const ChunkTile<kRowElements>& left,
+                                               const ChunkTile<kRowElements>& right, int block,
                                                float (&products)[kTokenTiles][4]) {
 #pragma unroll
     for (int step = 0; step < kRowElements / 16; step++) {
@@ -83,12 +90,14 @@ __device__ __forceinline__ void multiply_block(Type, const ChunkTile<kRowElement
     }
 }
 
-// Stores the transposed outputs of a warp. `out` is where its first row has the first token of the chunk; there are so many more tokens and rows.
+// Stores the transposed outputs of a warp. `out` is where its first row has the first token of the chunk; there are so
+// many more tokens and rows.
 template <class Type>
-__device__ __forceinline__ void store_transposed(Type, const float (&outputs)[kTokenTiles][4], unsigned char* out, long long token_bytes,
-                                                 long long tokens, long long rows) {
+__device__ __forceinline__ void store_transposed(Type, const float (&outputs)[kTokenTiles][4], unsigned char* out,
+                                                 long long token_bytes, long long tokens, long long rows) {
     // Of two neighbouring rows and tokens, this lane and one beside it exchange what the other one stores.
-    const int lane = static_cast<int>(threadIdx.x) % 32, odd = lane / 4 % 2, row = lane / 4 - odd, token = lane % 4 * 2 + odd;
+    const int lane = static_cast<int>(threadIdx.x) % 32, odd = lane / 4 % 2, row = lane / 4 - odd,
+              token = lane % 4 * 2 + odd;
     const int left = static_cast<int>(min(tokens, static_cast<long long>(kChunkTokens))) - token;
     const bool halves[] = {row < rows, row + 8 < rows};
     out += token * token_bytes + 2 * row;
@@ -96,9 +105,11 @@ __device__ __forceinline__ void store_transposed(Type, const float (&outputs)[kT
     for (int tile = 0; tile < kTokenTiles; tile++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const unsigned mine = pack(Type{}, {outputs[tile][2 * half], outputs[tile][2 * half + 1]}), other = __shfl_xor_sync(~0u, mine, 4);
+            const unsigned mine = pack(Type{}, {outputs[tile][2 * half], outputs[tile][2 * half + 1]}),
+                           other = __shfl_xor_sync(~0u, mine, 4);
             const unsigned word = odd ? other >> 16 | (mine & 0xFFFF0000u) : (mine & 0xFFFFu) | other << 16;
-            if (8 * tile < left && halves[half]) *reinterpret_cast<unsigned*>(out + 8 * tile * token_bytes + 16 * half) = word;
+            if (8 * tile < left && halves[half])
+                *reinterpret_cast<unsigned*>(out + 8 * tile * token_bytes + 16 * half) = word;
         }
     }
 }

@@ -1,18 +1,19 @@
 // The gated delta rule over many new tokens, with tensor cores, by chunks ("Gated Delta Networks", Yang, Kautz and
 // Hatamizadeh, 2024, section 3.3). A block has some columns of the state of a head.
 //
-// With decays, cum = the sums of their logarithms within a chunk, and S the state before it, the changes U of the chunk's tokens, U_t = change_t
-// / |k_t|, which are added to the state as k_t^T U_t, are those for which
+// With decays, cum = the sums of their logarithms within a chunk, and S the state before it, the changes U of the
+// chunk's tokens, U_t = change_t / |k_t|, which are added to the state as k_t^T U_t, are those for which
 //
 //     U_t = beta_t / |k_t| (v_t - exp(cum_t) / |k_t| k_t S - 1 / |k_t| sum_{s < t} exp(cum_t - cum_s) (k_t k_s) U_s)
 //
-// a triangular system (I + share) U = W, solved by blocks of 16 tokens, whose own matrices I + share are inverted before. Then
+// a triangular system (I + share) U = W, solved by blocks of 16 tokens, whose own matrices I + share are inverted
+// before. Then
 //
 //     out_t = scale / |q_t| (exp(cum_t) q_t S + sum_{s <= t} exp(cum_t - cum_s) (q_t k_s) U_s)
 //     S = exp(cum_last) S + sum_s exp(cum_last - cum_s) k_s^T U_s
 //
-// So q and k are multiplied as they came, in 16 bits, and their norms are a matter of rows. What the state comes from enters its products as sums
-// of two values of 16 bits (SplitPair), so that a state is as precise as that of a scan.
+// So q and k are multiplied as they came, in 16 bits, and their norms are a matter of rows. What the state comes from
+// enters its products as sums of two values of 16 bits (SplitPair), so that a state is as precise as that of a scan.
 // chunks.cuh says how a block goes about it.
 #pragma once
 
@@ -24,7 +25,8 @@ struct SplitFragment {
     unsigned high[4], low[4];
 
     __device__ __forceinline__ void split(const float (&first)[4], const float (&second)[4]) {
-        const float2 pairs[] = {{first[0], first[1]}, {first[2], first[3]}, {second[0], second[1]}, {second[2], second[3]}};
+        const float2 pairs[] = {
+            {first[0], first[1]}, {first[2], first[3]}, {second[0], second[1]}, {second[2], second[3]}};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const SplitPair<Type> parts(Type{}, pairs[i]);
@@ -51,30 +53,29 @@ struct DeltaStateWarp {
     float state[kKeyTiles][4];           // transposed
 
     __device__ __forceinline__ DeltaStateWarp(const DeltaParams& params, const Memory& memory, int count)
-        : params(params),
-          memory(memory),
-          slot(blockIdx.z),
-          head(blockIdx.y),
-          first_column(static_cast<long long>(blockIdx.x) * Memory::kColumns),
-          count(count),
-          warp(static_cast<int>(threadIdx.x) / 32),
-          lane(static_cast<int>(threadIdx.x) % 32),
-          row(lane / 4),
+        : params(params), memory(memory), slot(blockIdx.z), head(blockIdx.y),
+          first_column(static_cast<long long>(blockIdx.x) * Memory::kColumns), count(count),
+          warp(static_cast<int>(threadIdx.x) / 32), lane(static_cast<int>(threadIdx.x) % 32), row(lane / 4),
           column(lane % 4 * 2) {}
 
     // The column of the state that is row `row` or row + 8 here.
-    __device__ __forceinline__ long long state_column(int half) const { return first_column + 16 * warp + 8 * half + row; }
+    __device__ __forceinline__ long long state_column(int half) const {
+        return first_column + 16 * warp + 8 * half + row;
+    }
     __device__ __forceinline__ bool is_there(int tile, int half) const {
         return 8 * tile < params.key_dim && state_column(half) < params.value_dim;
     }
     __device__ __forceinline__ long long state_index(int tile, int i) const {
-        return ((slot * params.heads + head) * params.key_dim + 8 * tile + column + i % 2) * params.value_dim + state_column(i / 2);
+        return ((slot * params.heads + head) * params.key_dim + 8 * tile + column + i % 2) * params.value_dim
+               + state_column(i / 2);
     }
     __device__ __forceinline__ void load_state() {
 #pragma unroll
         for (int tile = 0; tile < kKeyTiles; tile++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) state[tile][i] = is_there(tile, i / 2) ? load_element(State{}, params.past, state_index(tile, i)) : 0.0f;
+            for (int i = 0; i < 4; i++)
+                state[tile][i] =
+                    is_there(tile, i / 2) ? load_element(State{}, params.past, state_index(tile, i)) : 0.0f;
         }
     }
     __device__ __forceinline__ void store_state() const {
@@ -88,7 +89,8 @@ struct DeltaStateWarp {
     }
 
     // Products of the state before a chunk with its keys and its queries.
-    __device__ __forceinline__ void multiply_state(long long chunk, float (&keys)[kTokenTiles][4], float (&outputs)[kTokenTiles][4]) const {
+    __device__ __forceinline__ void multiply_state(long long chunk, float (&keys)[kTokenTiles][4],
+                                                   float (&outputs)[kTokenTiles][4]) const {
         const ChunkTile<kKeyDim> k = memory.k(chunk), q = memory.q(chunk);
 #pragma unroll
         for (int step = 0; step < kKeyTiles / 2; step++) {
@@ -109,7 +111,8 @@ struct DeltaStateWarp {
         }
     }
     // The right side of the system, in place of the products with keys; and the scale of those with queries.
-    __device__ __forceinline__ void scale_products(long long chunk, float (&keys)[kTokenTiles][4], float (&outputs)[kTokenTiles][4]) const {
+    __device__ __forceinline__ void scale_products(long long chunk, float (&keys)[kTokenTiles][4],
+                                                   float (&outputs)[kTokenTiles][4]) const {
         const DeltaScales& scales = memory.matrices(chunk).scales();
 #pragma unroll
         for (int tile = 0; tile < kTokenTiles; tile++) {
@@ -124,7 +127,8 @@ struct DeltaStateWarp {
             for (int i = 0; i < 4; i++) outputs[tile][i] *= i % 2 ? query.y : query.x;
         }
     }
-    __device__ __forceinline__ void right_side(const DeltaScales& scales, int tile, unsigned upper, unsigned lower, float (&keys)[4]) const {
+    __device__ __forceinline__ void right_side(const DeltaScales& scales, int tile, unsigned upper, unsigned lower,
+                                               float (&keys)[4]) const {
         const float2 value = *reinterpret_cast<const float2*>(&scales.value[8 * tile + column]);
         const float2 key = *reinterpret_cast<const float2*>(&scales.key[8 * tile + column]);
         const float2 first = unpack(Type{}, upper), second = unpack(Type{}, lower);
@@ -135,7 +139,8 @@ struct DeltaStateWarp {
     }
 
     // Adds rows times a matrix between tokens, in two parts.
-    __device__ __forceinline__ static void add_product(float (&low)[4], float (&high)[4], const SplitFragment<Type>& rows, const unsigned char* whole,
+    __device__ __forceinline__ static void add_product(float (&low)[4], float (&high)[4],
+                                                       const SplitFragment<Type>& rows, const unsigned char* whole,
                                                        const unsigned char* rest) {
         unsigned columns[4], small[4];
         ChunkTile<16>{shared_address(whole)}.load_b(columns, 0, 0);
@@ -148,7 +153,8 @@ struct DeltaStateWarp {
         mma_m16n8k16(Type{}, high, rows.high, small[2], small[3]);
     }
     // Solves for the changes, block by block, and adds what outputs have of them.
-    __device__ __forceinline__ void solve(long long chunk, float (&right)[kTokenTiles][4], SplitFragment<Type> (&changes)[kChunkBlocks],
+    __device__ __forceinline__ void solve(long long chunk, float (&right)[kTokenTiles][4],
+                                          SplitFragment<Type> (&changes)[kChunkBlocks],
                                           float (&outputs)[kTokenTiles][4]) const {
         const DeltaMatrices matrices = memory.matrices(chunk);
 #pragma unroll
@@ -160,7 +166,8 @@ struct DeltaStateWarp {
             changes[block].split(low, high);
 #pragma unroll
             for (int later = block + 1; later < kChunkBlocks; later++) {
-                add_product(right[2 * later], right[2 * later + 1], changes[block], matrices.change(later, block, 0), matrices.change(later, block, 1));
+                add_product(right[2 * later], right[2 * later + 1], changes[block], matrices.change(later, block, 0),
+                            matrices.change(later, block, 1));
             }
 #pragma unroll
             for (int later = block; later < kChunkBlocks; later++) {
@@ -173,7 +180,8 @@ struct DeltaStateWarp {
     }
 
     __device__ __forceinline__ void store_outputs(long long chunk, const float (&outputs)[kTokenTiles][4]) const {
-        const long long first = chunk * kChunkTokens, warp_column = first_column + 16 * warp, token_bytes = 2 * params.heads * params.value_dim;
+        const long long first = chunk * kChunkTokens, warp_column = first_column + 16 * warp,
+                        token_bytes = 2 * params.heads * params.value_dim;
         unsigned char* out = static_cast<unsigned char*>(params.out) + (slot * params.width + first) * token_bytes;
         store_transposed(Type{}, outputs, out + 2 * (head * params.value_dim + warp_column), token_bytes, count - first,
                          params.value_dim - warp_column);
@@ -194,7 +202,8 @@ struct DeltaStateWarp {
             SplitFragment<Type> rows;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float2 change = changes[block].sum(i), end = *reinterpret_cast<const float2*>(&scales.end[16 * block + i / 2 * 8 + column]);
+                const float2 change = changes[block].sum(i),
+                             end = *reinterpret_cast<const float2*>(&scales.end[16 * block + i / 2 * 8 + column]);
                 const SplitPair<Type> parts(Type{}, {change.x * end.x, change.y * end.y});
                 rows.high[i] = parts.high;
                 rows.low[i] = parts.low;
@@ -233,10 +242,7 @@ struct DeltaChunks {
     int count;
 
     __device__ __forceinline__ DeltaChunks(const DeltaParams& params, unsigned char* shared)
-        : params(params),
-          memory{shared},
-          slot(blockIdx.z),
-          head(blockIdx.y),
+        : params(params), memory{shared}, slot(blockIdx.z), head(blockIdx.y),
           first_column(static_cast<long long>(blockIdx.x) * Memory::kColumns),
           count(count_new(params.new_lengths, slot, params.width)) {}
 
@@ -252,20 +258,25 @@ struct DeltaChunks {
     __device__ __forceinline__ void zero_padding() const {
         for_runs(params.width - count, [&](long long row, long long of_head) {
             const float zeros[8] = {};
-            store_elements(Type{}, params.out, ((slot * params.width + count + row) * params.heads + head) * params.value_dim + of_head, zeros);
+            store_elements(Type{}, params.out,
+                           ((slot * params.width + count + row) * params.heads + head) * params.value_dim + of_head,
+                           zeros);
         });
     }
     __device__ __forceinline__ void keep_state() const {
         if (params.past == params.present) return;
         for_runs(params.key_dim, [&](long long row, long long of_head) {
-            copy_elements<State, 8>(params.present, params.past, ((slot * params.heads + head) * params.key_dim + row) * params.value_dim + of_head);
+            copy_elements<State, 8>(params.present, params.past,
+                                    ((slot * params.heads + head) * params.key_dim + row) * params.value_dim + of_head);
         });
     }
 
     __device__ __forceinline__ void run() const {
         zero_padding();
         if (count == 0) return keep_state();
-        run_chunks(Memory::kStateThreads, count, [&] { return DeltaStateWarp<Type, kKeyDim, kStateWarps>(params, memory, count); },
-                   [&] { return DeltaMatrixWarp<Type, kKeyDim, kStateWarps>(params, memory, count); });
+        run_chunks(
+            Memory::kStateThreads, count,
+            [&] { return DeltaStateWarp<Type, kKeyDim, kStateWarps>(params, memory, count); },
+            [&] { return DeltaMatrixWarp<Type, kKeyDim, kStateWarps>(params, memory, count); });
     }
 };

@@ -1,5 +1,5 @@
-// The matrices between the tokens of a chunk of the gated delta rule, which no state has a part in: made by warps of their own, while others
-// work on the chunk before.
+// The matrices between the tokens of a chunk of the gated delta rule, which no state has a part in: made by warps of
+// their own, while others work on the chunk before.
 #pragma once
 
 #include "recurrent/delta_rule_memory.cuh"
@@ -16,17 +16,11 @@ struct DeltaMatrixWarp {
     float a[kTokensPerLane], b[kTokensPerLane];
 
     __device__ __forceinline__ DeltaMatrixWarp(const DeltaParams& params, const Memory& memory, int count)
-        : params(params),
-          memory(memory),
-          slot(blockIdx.z),
-          head(blockIdx.y),
+        : params(params), memory(memory), slot(blockIdx.z), head(blockIdx.y),
           key_head(head / (params.heads / params.key_heads)),
-          first_column(static_cast<long long>(blockIdx.x) * Memory::kColumns),
-          count(count),
-          warp(static_cast<int>(threadIdx.x) / 32 - kStateWarps),
-          lane(static_cast<int>(threadIdx.x) % 32),
-          row(lane / 4),
-          column(lane % 4 * 2) {}
+          first_column(static_cast<long long>(blockIdx.x) * Memory::kColumns), count(count),
+          warp(static_cast<int>(threadIdx.x) / 32 - kStateWarps), lane(static_cast<int>(threadIdx.x) % 32),
+          row(lane / 4), column(lane % 4 * 2) {}
 
     // Starts to copy the tiles of a chunk, with zeros behind the new tokens, keys and columns; closes a commit group.
     __device__ __forceinline__ void fetch(long long chunk) const {
@@ -37,14 +31,16 @@ struct DeltaMatrixWarp {
         {
             const int part = thread % (2 * kKeyChunks), place = part % kKeyChunks;
             const bool is_k = part < kKeyChunks, is_there = 8 * place < params.key_dim;
-            const Tokens tokens{is_k ? params.k.data : params.q.data, is_k ? params.k.slot_stride : params.q.slot_stride,
+            const Tokens tokens{is_k ? params.k.data : params.q.data,
+                                is_k ? params.k.slot_stride : params.q.slot_stride,
                                 is_k ? params.k.token_stride : params.q.token_stride};
             const ChunkTile<kKeyDim> tile = is_k ? memory.k(chunk) : memory.q(chunk);
             const long long offset = 2 * (key_head * params.key_dim + (is_there ? 8 * place : 0));
 #pragma unroll 4
             for (int token = thread / (2 * kKeyChunks); token < kChunkTokens; token += kKeyRows) {
                 const bool is_new = first + token < count;
-                cp_async(tile.at(token, place), tokens.row(slot, is_new ? first + token : 0) + offset, is_new && is_there);
+                cp_async(tile.at(token, place), tokens.row(slot, is_new ? first + token : 0) + offset,
+                         is_new && is_there);
             }
         }
         const int place = thread % kValueChunks;
@@ -53,7 +49,8 @@ struct DeltaMatrixWarp {
 #pragma unroll
         for (int token = thread / kValueChunks; token < kChunkTokens; token += kValueRows) {
             const bool is_new = first + token < count;
-            cp_async(memory.v(chunk).at(token, place), params.v.row(slot, is_new ? first + token : 0) + offset, is_new && is_there);
+            cp_async(memory.v(chunk).at(token, place), params.v.row(slot, is_new ? first + token : 0) + offset,
+                     is_new && is_there);
         }
         cp_async_commit_group();
     }
@@ -88,7 +85,8 @@ struct DeltaMatrixWarp {
     // Of the products of a block with itself, those of row and row + 8 with themselves.
     __device__ __forceinline__ float2 diagonal(const float (&low)[4], const float (&high)[4]) const {
         const int source = lane / 4 * 4 + lane / 8;
-        const float first = __shfl_sync(~0u, row % 2 ? low[1] : low[0], source), second = __shfl_sync(~0u, row % 2 ? high[3] : high[2], source);
+        const float first = __shfl_sync(~0u, row % 2 ? low[1] : low[0], source),
+                    second = __shfl_sync(~0u, row % 2 ? high[3] : high[2], source);
         return {first, second};
     }
     // What the changes of a block have of those before.
@@ -150,8 +148,10 @@ struct DeltaMatrixWarp {
         for (int i = 0; i < 16; i++) {
             const SplitPair<Type> parts(Type{}, {inverse[i], 0.0f});
             const int offset = ChunkTile<16>::offset(i, lane / 8) + lane % 8 * 2;
-            *reinterpret_cast<unsigned short*>(matrices.change(block, block, 0) + offset) = static_cast<unsigned short>(parts.high);
-            *reinterpret_cast<unsigned short*>(matrices.change(block, block, 1) + offset) = static_cast<unsigned short>(parts.low);
+            *reinterpret_cast<unsigned short*>(matrices.change(block, block, 0) + offset) =
+                static_cast<unsigned short>(parts.high);
+            *reinterpret_cast<unsigned short*>(matrices.change(block, block, 1) + offset) =
+                static_cast<unsigned short>(parts.low);
         }
     }
 
@@ -190,9 +190,14 @@ struct DeltaMatrixWarp {
             const float2 of_columns = *reinterpret_cast<const float2*>(&scratch.sums[of_chunk]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float first = of_chunk <= tokens[i] ? factors[i] * exp2_approx(sums[i] - of_columns.x) * products[tile][2 * i] : 0.0f;
-                const float second = of_chunk + 1 <= tokens[i] ? factors[i] * exp2_approx(sums[i] - of_columns.y) * products[tile][2 * i + 1] : 0.0f;
-                if (other <= block) tile_word(matrices.score(block, other), row + 8 * i, of_block) = pack(Type{}, {first, second});
+                const float first = of_chunk <= tokens[i]
+                                        ? factors[i] * exp2_approx(sums[i] - of_columns.x) * products[tile][2 * i]
+                                        : 0.0f;
+                const float second = of_chunk + 1 <= tokens[i]
+                                         ? factors[i] * exp2_approx(sums[i] - of_columns.y) * products[tile][2 * i + 1]
+                                         : 0.0f;
+                if (other <= block)
+                    tile_word(matrices.score(block, other), row + 8 * i, of_block) = pack(Type{}, {first, second});
             }
         }
     }

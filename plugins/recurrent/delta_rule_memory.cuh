@@ -13,7 +13,7 @@ struct DeltaScales {
     float key[kChunkTokens];    // beta / |k|^2 times the decay from the state before the chunk: of k S
     float query[kChunkTokens];  // scale / |q| times that decay: of q S
     float end[kChunkTokens];    // the decay from the token to the end of the chunk
-    float total[4];                  // the decay over the chunk
+    float total[4];             // the decay over the chunk
 };
 
 // What a matrix warp keeps for itself.
@@ -29,7 +29,8 @@ struct DeltaMatrices {
 
     unsigned char* data;
 
-    // What a change has of earlier ones: minus their share; of a block with itself, the inverse of I + share. In two parts.
+    // What a change has of earlier ones: minus their share; of a block with itself, the inverse of I + share. In two
+    // parts.
     __device__ __forceinline__ unsigned char* change(int later, int earlier, int part) const {
         return data + (2 * block_pair(later, earlier) + part) * kMatrixTileBytes;
     }
@@ -37,22 +38,31 @@ struct DeltaMatrices {
     __device__ __forceinline__ unsigned char* score(int later, int earlier) const {
         return data + (2 * kBlockPairs + block_pair(later, earlier)) * kMatrixTileBytes;
     }
-    __device__ __forceinline__ DeltaScales& scales() const { return *reinterpret_cast<DeltaScales*>(data + 3 * kBlockPairs * kMatrixTileBytes); }
+    __device__ __forceinline__ DeltaScales& scales() const {
+        return *reinterpret_cast<DeltaScales*>(data + 3 * kBlockPairs * kMatrixTileBytes);
+    }
 };
 
 // kStateWarps warps of a block have 16 columns of a state each.
 template <int kKeyDim, int kStateWarps>
 struct DeltaMemory {
-    static constexpr int kStateThreads = 32 * kStateWarps, kThreads = kStateThreads + 32 * kDeltaMatrixWarps, kColumns = 16 * kStateWarps;
+    static constexpr int kStateThreads = 32 * kStateWarps, kThreads = kStateThreads + 32 * kDeltaMatrixWarps,
+                         kColumns = 16 * kStateWarps;
     static constexpr int kKeyBytes = 2 * kChunkTokens * kKeyDim, kValueBytes = 2 * kChunkTokens * kColumns;
     static constexpr int kStageBytes = 2 * kKeyBytes + kValueBytes, kTilesBytes = kChunkStages * kStageBytes;
 
     unsigned char* data;
 
-    __device__ __forceinline__ unsigned char* stage(long long chunk) const { return data + static_cast<int>(chunk % kChunkStages) * kStageBytes; }
+    __device__ __forceinline__ unsigned char* stage(long long chunk) const {
+        return data + static_cast<int>(chunk % kChunkStages) * kStageBytes;
+    }
     __device__ __forceinline__ ChunkTile<kKeyDim> k(long long chunk) const { return {shared_address(stage(chunk))}; }
-    __device__ __forceinline__ ChunkTile<kKeyDim> q(long long chunk) const { return {shared_address(stage(chunk) + kKeyBytes)}; }
-    __device__ __forceinline__ ChunkTile<kColumns> v(long long chunk) const { return {shared_address(stage(chunk) + 2 * kKeyBytes)}; }
+    __device__ __forceinline__ ChunkTile<kKeyDim> q(long long chunk) const {
+        return {shared_address(stage(chunk) + kKeyBytes)};
+    }
+    __device__ __forceinline__ ChunkTile<kColumns> v(long long chunk) const {
+        return {shared_address(stage(chunk) + 2 * kKeyBytes)};
+    }
     __device__ __forceinline__ DeltaMatrices matrices(long long chunk) const {
         return {data + kTilesBytes + static_cast<int>(chunk % 2) * DeltaMatrices::kBytes};
     }

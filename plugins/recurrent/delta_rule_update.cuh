@@ -1,7 +1,8 @@
 // One new token of each slot, by the gated delta rule.
 //
-// A block has kDeltaUpdateColumns columns of a state, all rows. Neighbouring lanes have neighbouring columns, so that memory is read and written
-// in whole rows; a thread has kUpdateRows rows that follow each other, in registers. Sums over rows go through shared memory, once.
+// A block has kDeltaUpdateColumns columns of a state, all rows. Neighbouring lanes have neighbouring columns, so that
+// memory is read and written in whole rows; a thread has kUpdateRows rows that follow each other, in registers. Sums
+// over rows go through shared memory, once.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -12,10 +13,10 @@
 constexpr int kDeltaUpdateThreads = 256;
 constexpr int kDeltaUpdateColumns = 128;
 
-constexpr int kUpdateLanes = kDeltaUpdateColumns / kColumns;         // threads of a row
-constexpr int kUpdateParts = kDeltaUpdateThreads / kUpdateLanes;     // threads of a column
+constexpr int kUpdateLanes = kDeltaUpdateColumns / kColumns;      // threads of a row
+constexpr int kUpdateParts = kDeltaUpdateThreads / kUpdateLanes;  // threads of a column
 constexpr int kUpdateRows = kDeltaMaxKeyDim / kUpdateParts;
-constexpr int kUpdateBlocksPerSm = kBytesOf<Element> == 2 ? 2 : 1;   // floats take more registers
+constexpr int kUpdateBlocksPerSm = kBytesOf<Element> == 2 ? 2 : 1;  // floats take more registers
 
 // A key or query in a thread, as it was loaded. All key dims are multiples of 8.
 struct UpdateKey {
@@ -54,7 +55,9 @@ struct UpdateShare {
         is_live = column < params.value_dim;
     }
     // Of v and of an output.
-    __device__ __forceinline__ long long in_heads(const DeltaParams& params) const { return head * params.value_dim + column; }
+    __device__ __forceinline__ long long in_heads(const DeltaParams& params) const {
+        return head * params.value_dim + column;
+    }
     // Calls visit(i, index) for rows that are there, with the index of the first column in the states of all slots.
     template <class Visit>
     __device__ __forceinline__ void each_row(const DeltaParams& params, Visit visit) const {
@@ -103,7 +106,8 @@ __device__ __forceinline__ void update(const DeltaParams& params) {
         const float zeros[kColumns] = {};
         if (mine.is_live && mine.part == 0) store_elements(Element{}, params.out, out, zeros);
         if (params.past == params.present) return;
-        return mine.each_row(params, [&](int, long long index) { copy_elements<State, kColumns>(params.present, params.past, index); });
+        return mine.each_row(
+            params, [&](int, long long index) { copy_elements<State, kColumns>(params.present, params.past, index); });
     }
 
     float k[kUpdateRows], q[kUpdateRows], norms[4] = {}, of_key[kColumns] = {}, of_query[kColumns] = {};

@@ -1,5 +1,5 @@
-// Elements of activations and states: how runs of them are loaded as floats, and stored. ELEMENT and STATE, the types of both, are macros:
-// trt_kvcache/kernels/source_variants.py says which pairs there are.
+// Elements of activations and states: how runs of them are loaded as floats, and stored. ELEMENT and STATE, the types
+// of both, are macros: trt_kvcache/kernels/source_variants.py says which pairs there are.
 #pragma once
 
 #include "attention/element.cuh"
@@ -33,11 +33,12 @@ __device__ __forceinline__ void unpack_vector(Float32, uint4 vector, float* valu
 
 template <class Type>
 __device__ __forceinline__ uint4 pack_vector(Type, const float* values) {
-    return {pack(Type{}, {values[0], values[1]}), pack(Type{}, {values[2], values[3]}), pack(Type{}, {values[4], values[5]}),
-            pack(Type{}, {values[6], values[7]})};
+    return {pack(Type{}, {values[0], values[1]}), pack(Type{}, {values[2], values[3]}),
+            pack(Type{}, {values[4], values[5]}), pack(Type{}, {values[6], values[7]})};
 }
 __device__ __forceinline__ uint4 pack_vector(Float32, const float* values) {
-    return {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]), __float_as_uint(values[3])};
+    return {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
+            __float_as_uint(values[3])};
 }
 
 // One element.
@@ -45,22 +46,28 @@ template <class Type>
 __device__ __forceinline__ float load_element(Type, const void* base, long long index) {
     return unpack(Type{}, static_cast<const unsigned short*>(base)[index]).x;
 }
-__device__ __forceinline__ float load_element(Float32, const void* base, long long index) { return static_cast<const float*>(base)[index]; }
+__device__ __forceinline__ float load_element(Float32, const void* base, long long index) {
+    return static_cast<const float*>(base)[index];
+}
 
 template <class Type>
 __device__ __forceinline__ void store_element(Type, void* base, long long index, float value) {
     static_cast<unsigned short*>(base)[index] = static_cast<unsigned short>(pack(Type{}, {value, 0.0f}));
 }
-__device__ __forceinline__ void store_element(Float32, void* base, long long index, float value) { static_cast<float*>(base)[index] = value; }
+__device__ __forceinline__ void store_element(Float32, void* base, long long index, float value) {
+    static_cast<float*>(base)[index] = value;
+}
 
-// kCount elements from base[index] on, at a multiple of 16 bytes if they are whole vectors, and of their own size if they are 4 or 8 bytes.
+// kCount elements from base[index] on, at a multiple of 16 bytes if they are whole vectors, and of their own size if
+// they are 4 or 8 bytes.
 template <class Type, int kCount>
 __device__ __forceinline__ void load_elements(Type, const void* base, long long index, float (&values)[kCount]) {
     const unsigned char* from = static_cast<const unsigned char*>(base) + index * kBytesOf<Type>;
     if constexpr (kCount % kPerVector<Type> == 0) {
         const uint4* vectors = reinterpret_cast<const uint4*>(from);
 #pragma unroll
-        for (int i = 0; i < kCount / kPerVector<Type>; i++) unpack_vector(Type{}, vectors[i], values + i * kPerVector<Type>);
+        for (int i = 0; i < kCount / kPerVector<Type>; i++)
+            unpack_vector(Type{}, vectors[i], values + i * kPerVector<Type>);
     } else if constexpr (kCount * kBytesOf<Type> == 8) {
         const uint2 words = *reinterpret_cast<const uint2*>(from);
         float some[kPerVector<Type>];
@@ -83,7 +90,8 @@ __device__ __forceinline__ void store_elements(Type, void* base, long long index
     if constexpr (kCount % kPerVector<Type> == 0) {
         uint4* vectors = reinterpret_cast<uint4*>(to);
 #pragma unroll
-        for (int i = 0; i < kCount / kPerVector<Type>; i++) vectors[i] = pack_vector(Type{}, values + i * kPerVector<Type>);
+        for (int i = 0; i < kCount / kPerVector<Type>; i++)
+            vectors[i] = pack_vector(Type{}, values + i * kPerVector<Type>);
     } else if constexpr (kCount * kBytesOf<Type> == 8) {
         float some[kPerVector<Type>] = {};
 #pragma unroll
@@ -102,24 +110,30 @@ __device__ __forceinline__ void store_elements(Type, void* base, long long index
 template <class Type, int kCount>
 __device__ __forceinline__ void load_elements_once(Type, const void* base, long long index, float (&values)[kCount]) {
     static_assert(kCount % kPerVector<Type> == 0, "whole vectors");
-    const uint4* vectors = reinterpret_cast<const uint4*>(static_cast<const unsigned char*>(base) + index * kBytesOf<Type>);
+    const uint4* vectors =
+        reinterpret_cast<const uint4*>(static_cast<const unsigned char*>(base) + index * kBytesOf<Type>);
 #pragma unroll
-    for (int i = 0; i < kCount / kPerVector<Type>; i++) unpack_vector(Type{}, __ldcs(vectors + i), values + i * kPerVector<Type>);
+    for (int i = 0; i < kCount / kPerVector<Type>; i++)
+        unpack_vector(Type{}, __ldcs(vectors + i), values + i * kPerVector<Type>);
 }
 template <class Type, int kCount>
 __device__ __forceinline__ void store_elements_once(Type, void* base, long long index, const float (&values)[kCount]) {
     static_assert(kCount % kPerVector<Type> == 0, "whole vectors");
     uint4* vectors = reinterpret_cast<uint4*>(static_cast<unsigned char*>(base) + index * kBytesOf<Type>);
 #pragma unroll
-    for (int i = 0; i < kCount / kPerVector<Type>; i++) __stcs(vectors + i, pack_vector(Type{}, values + i * kPerVector<Type>));
+    for (int i = 0; i < kCount / kPerVector<Type>; i++)
+        __stcs(vectors + i, pack_vector(Type{}, values + i * kPerVector<Type>));
 }
 
-// kCount elements on their way: those of one vector as they were loaded, which takes fewer registers than floats; or fewer.
+// kCount elements on their way: those of one vector as they were loaded, which takes fewer registers than floats; or
+// fewer.
 template <class Type, int kCount>
 struct Fetched {
     float elements[kCount] = {};
 
-    __device__ __forceinline__ void fetch(const void* base, long long index) { load_elements(Type{}, base, index, elements); }
+    __device__ __forceinline__ void fetch(const void* base, long long index) {
+        load_elements(Type{}, base, index, elements);
+    }
     __device__ __forceinline__ void unpack_to(float (&values)[kCount]) const {
 #pragma unroll
         for (int i = 0; i < kCount; i++) values[i] = elements[i];
@@ -132,7 +146,9 @@ struct Fetched<Type, kPerVector<Type>> {
     __device__ __forceinline__ void fetch(const void* base, long long index) {
         vector = *reinterpret_cast<const uint4*>(static_cast<const unsigned char*>(base) + index * kBytesOf<Type>);
     }
-    __device__ __forceinline__ void unpack_to(float (&values)[kPerVector<Type>]) const { unpack_vector(Type{}, vector, values); }
+    __device__ __forceinline__ void unpack_to(float (&values)[kPerVector<Type>]) const {
+        unpack_vector(Type{}, vector, values);
+    }
 };
 
 // kCount elements, bit for bit.
@@ -143,7 +159,8 @@ __device__ __forceinline__ void copy_elements(void* to, const void* from, long l
     const unsigned char* source = static_cast<const unsigned char*>(from) + index * kBytesOf<Type>;
     if constexpr (kBytes % 16 == 0) {
 #pragma unroll
-        for (int i = 0; i < kBytes / 16; i++) reinterpret_cast<uint4*>(destination)[i] = reinterpret_cast<const uint4*>(source)[i];
+        for (int i = 0; i < kBytes / 16; i++)
+            reinterpret_cast<uint4*>(destination)[i] = reinterpret_cast<const uint4*>(source)[i];
     } else {
 #pragma unroll
         for (int i = 0; i < kBytes / 2; i++) {

@@ -22,8 +22,8 @@ struct NormParams {
 
 // The values that are normed: x, or x times the gate.
 template <class Element, int kCount>
-__device__ __forceinline__ void load_normed(const NormParams& params, const unsigned char* x, const unsigned char* gate, long long column,
-                                            float (&values)[kCount], float (&factors)[kCount]) {
+__device__ __forceinline__ void load_normed(const NormParams& params, const unsigned char* x, const unsigned char* gate,
+                                            long long column, float (&values)[kCount], float (&factors)[kCount]) {
     load_elements(Element{}, x, column, values);
     load_elements(Element{}, gate, column, factors);
 #pragma unroll
@@ -41,11 +41,14 @@ __device__ __forceinline__ void gated_rms_norm(const NormParams& params) {
     SHARED_ARRAY(float, sums, kNormWarps);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, warps = static_cast<int>(params.warps);
     const long long groups = params.columns / params.group_size;
-    const long long index = static_cast<long long>(blockIdx.x) * (kNormWarps / warps) + warp / warps;  // of a group of a token
-    const long long row = index / groups, slot = row / params.width, token = row % params.width, first = index % groups * params.group_size;
+    // of a group of a token
+    const long long index = static_cast<long long>(blockIdx.x) * (kNormWarps / warps) + warp / warps;
+    const long long row = index / groups, slot = row / params.width, token = row % params.width,
+                    first = index % groups * params.group_size;
     const int begin = (warp % warps * 32 + lane) * kCount, stride = warps * 32 * kCount;
     grid_dependency_wait();
-    const bool is_there = slot < params.slots, is_new = is_there && token < count_new(params.new_lengths, slot, params.width);
+    const bool is_there = slot < params.slots,
+               is_new = is_there && token < count_new(params.new_lengths, slot, params.width);
     const unsigned char *x = params.x.row(slot, token), *gate = params.gate.row(slot, token);
     float squares = 0.0f, values[kCount], factors[kCount];
     if (is_new) {
@@ -86,15 +89,33 @@ __device__ __forceinline__ void gated_rms_norm(const NormParams& params, long lo
     }
 }
 
-#define PARAMETERS                                                                                                                            \
-    const unsigned char *x, long long x_slot, long long x_token, const unsigned char *gate, long long gate_slot, long long gate_token,       \
-        const void *weight, const int *new_lengths, long long slots, long long width, long long columns, long long group_size,              \
-        long long weight_size, long long warps, long long gate_first, double epsilon, long long in_vectors, void *out
-#define ARGUMENTS                                                                                                                             \
-    {{x, x_slot, x_token}, {gate, gate_slot, gate_token}, weight, new_lengths, slots, width, columns, group_size, weight_size, warps,        \
-     gate_first, static_cast<float>(epsilon), out}
+#define PARAMETERS \
+    const unsigned char *x, long long x_slot, long long x_token, const unsigned char *gate, long long gate_slot, \
+        long long gate_token, const void *weight, const int *new_lengths, long long slots, long long width, \
+        long long columns, long long group_size, long long weight_size, long long warps, long long gate_first, \
+        double epsilon, long long in_vectors, void *out
+#define ARGUMENTS \
+    {{x, x_slot, x_token}, \
+     {gate, gate_slot, gate_token}, \
+     weight, \
+     new_lengths, \
+     slots, \
+     width, \
+     columns, \
+     group_size, \
+     weight_size, \
+     warps, \
+     gate_first, \
+     static_cast<float>(epsilon), \
+     out}
 
 // Grid: x over groups of tokens.
-extern "C" __global__ void __launch_bounds__(kNormThreads) gated_rms_norm_float16(PARAMETERS) { gated_rms_norm<Float16>(ARGUMENTS, in_vectors); }
-extern "C" __global__ void __launch_bounds__(kNormThreads) gated_rms_norm_bfloat16(PARAMETERS) { gated_rms_norm<BFloat16>(ARGUMENTS, in_vectors); }
-extern "C" __global__ void __launch_bounds__(kNormThreads) gated_rms_norm_float32(PARAMETERS) { gated_rms_norm<Float32>(ARGUMENTS, in_vectors); }
+extern "C" __global__ void __launch_bounds__(kNormThreads) gated_rms_norm_float16(PARAMETERS) {
+    gated_rms_norm<Float16>(ARGUMENTS, in_vectors);
+}
+extern "C" __global__ void __launch_bounds__(kNormThreads) gated_rms_norm_bfloat16(PARAMETERS) {
+    gated_rms_norm<BFloat16>(ARGUMENTS, in_vectors);
+}
+extern "C" __global__ void __launch_bounds__(kNormThreads) gated_rms_norm_float32(PARAMETERS) {
+    gated_rms_norm<Float32>(ARGUMENTS, in_vectors);
+}

@@ -1,13 +1,14 @@
-// The state space of Mamba-2 over many new tokens, with tensor cores, by chunks ("Transformers are SSMs", Dao and Gu, 2024, section 6: state space
-// duality). A block has up to 64 rows of the state of a head.
+// The state space of Mamba-2 over many new tokens, with tensor cores, by chunks ("Transformers are SSMs", Dao and Gu,
+// 2024, section 6: state space duality). A block has up to 64 rows of the state of a head.
 //
 // With steps dt, cum = their sums times a within a chunk, and S the state before it:
 //
 //     Y = (C B^T * exp(cum_t - cum_s) * dt_s, s <= t, and d for t) X  +  exp(cum_t) C S^T
 //     S = exp(cum_last) S + (exp(cum_last - cum_s) dt_s X)^T B
 //
-// B, C and X have 16 bits, as have the matrix in front of X, and S, in Y. The scaled X enters its product as the sum of two values of 16 bits, what
-// is rounded off the first one being the second, so that a state is as precise as that of a scan. chunks.cuh says how a block goes about it.
+// B, C and X have 16 bits, as have the matrix in front of X, and S, in Y. The scaled X enters its product as the sum of
+// two values of 16 bits, what is rounded off the first one being the second, so that a state is as precise as that of a
+// scan. chunks.cuh says how a block goes about it.
 #pragma once
 
 #include "recurrent/chunks.cuh"
@@ -35,20 +36,31 @@ template <int kStateSize>
 struct MambaMemory {
     static constexpr int kStateBytes = 2 * kChunkTokens * kStateSize, kInputBytes = 2 * kChunkTokens * kMambaChunkRows;
     static constexpr int kStageBytes = 2 * kStateBytes + kInputBytes, kTilesBytes = kChunkStages * kStageBytes;
-    static constexpr int kMatrixBytes = kBlockPairs * kMatrixTileBytes, kMatricesBytes = kMatrixBytes + static_cast<int>(sizeof(MambaScales));
+    static constexpr int kMatrixBytes = kBlockPairs * kMatrixTileBytes,
+                         kMatricesBytes = kMatrixBytes + static_cast<int>(sizeof(MambaScales));
 
     unsigned char* data;
 
-    __device__ __forceinline__ unsigned char* stage(long long chunk) const { return data + static_cast<int>(chunk % kChunkStages) * kStageBytes; }
+    __device__ __forceinline__ unsigned char* stage(long long chunk) const {
+        return data + static_cast<int>(chunk % kChunkStages) * kStageBytes;
+    }
     __device__ __forceinline__ ChunkTile<kStateSize> b(long long chunk) const { return {shared_address(stage(chunk))}; }
-    __device__ __forceinline__ ChunkTile<kStateSize> c(long long chunk) const { return {shared_address(stage(chunk) + kStateBytes)}; }
-    __device__ __forceinline__ ChunkTile<kMambaChunkRows> x(long long chunk) const { return {shared_address(stage(chunk) + 2 * kStateBytes)}; }
-    __device__ __forceinline__ unsigned char* matrices(long long chunk) const { return data + kTilesBytes + static_cast<int>(chunk % 2) * kMatricesBytes; }
+    __device__ __forceinline__ ChunkTile<kStateSize> c(long long chunk) const {
+        return {shared_address(stage(chunk) + kStateBytes)};
+    }
+    __device__ __forceinline__ ChunkTile<kMambaChunkRows> x(long long chunk) const {
+        return {shared_address(stage(chunk) + 2 * kStateBytes)};
+    }
+    __device__ __forceinline__ unsigned char* matrices(long long chunk) const {
+        return data + kTilesBytes + static_cast<int>(chunk % 2) * kMatricesBytes;
+    }
     // What outputs of a block have of the inputs of another one.
     __device__ __forceinline__ unsigned char* matrix(long long chunk, int later, int earlier) const {
         return matrices(chunk) + block_pair(later, earlier) * kMatrixTileBytes;
     }
-    __device__ __forceinline__ MambaScales& scales(long long chunk) const { return *reinterpret_cast<MambaScales*>(matrices(chunk) + kMatrixBytes); }
+    __device__ __forceinline__ MambaScales& scales(long long chunk) const {
+        return *reinterpret_cast<MambaScales*>(matrices(chunk) + kMatrixBytes);
+    }
     __device__ __forceinline__ MambaScratch& scratch(int matrix_warp) const {
         return reinterpret_cast<MambaScratch*>(data + kTilesBytes + 2 * kMatricesBytes)[matrix_warp];
     }
@@ -60,13 +72,9 @@ struct MambaPlace {
     int lane, row, column;  // row and column in fragments
 
     __device__ __forceinline__ explicit MambaPlace(const MambaParams& params)
-        : slot(blockIdx.z),
-          head(blockIdx.y),
-          group(head * params.groups / params.heads),
-          first_row(static_cast<long long>(blockIdx.x) * kMambaChunkRows),
-          lane(static_cast<int>(threadIdx.x) % 32),
-          row(lane / 4),
-          column(lane % 4 * 2) {}
+        : slot(blockIdx.z), head(blockIdx.y), group(head * params.groups / params.heads),
+          first_row(static_cast<long long>(blockIdx.x) * kMambaChunkRows), lane(static_cast<int>(threadIdx.x) % 32),
+          row(lane / 4), column(lane % 4 * 2) {}
 };
 
 // Each has a block of tokens.
@@ -77,20 +85,16 @@ struct MambaMatrixWarp : MambaPlace {
     int count, warp;
     float a, bias, d, dt[kTokensPerLane];
 
-    __device__ __forceinline__ MambaMatrixWarp(const MambaParams& params, const MambaMemory<kStateSize>& memory, int count)
-        : MambaPlace(params),
-          params(params),
-          memory(memory),
-          count(count),
-          warp((static_cast<int>(threadIdx.x) - kMambaStateThreads) / 32),
-          a(params.a[head]),
-          bias(params.dt_bias ? params.dt_bias[head] : 0.0f),
-          d(params.d ? params.d[head] : 0.0f) {}
+    __device__ __forceinline__ MambaMatrixWarp(const MambaParams& params, const MambaMemory<kStateSize>& memory,
+                                               int count)
+        : MambaPlace(params), params(params), memory(memory), count(count),
+          warp((static_cast<int>(threadIdx.x) - kMambaStateThreads) / 32), a(params.a[head]),
+          bias(params.dt_bias ? params.dt_bias[head] : 0.0f), d(params.d ? params.d[head] : 0.0f) {}
 
     // Starts to copy a tile, with zeros behind the new tokens and behind `chunks` runs of 8 elements.
     template <int kRowElements>
-    __device__ __forceinline__ void fetch_tile(const ChunkTile<kRowElements>& tile, const Tokens& tokens, long long first, long long element,
-                                               long long chunks) const {
+    __device__ __forceinline__ void fetch_tile(const ChunkTile<kRowElements>& tile, const Tokens& tokens,
+                                               long long first, long long element, long long chunks) const {
         constexpr int kThreads = 32 * kMambaMatrixWarps, kChunks = kRowElements / 8;
         const int thread = static_cast<int>(threadIdx.x) - kMambaStateThreads, place = thread % kChunks;
         const bool is_there = place < chunks;
@@ -98,7 +102,8 @@ struct MambaMatrixWarp : MambaPlace {
 #pragma unroll 4
         for (int token = thread / kChunks; token < kChunkTokens; token += kThreads / kChunks) {
             const bool is_new = first + token < count;
-            cp_async(tile.at(token, place), from + (is_new ? first + token : 0) * tokens.token_stride, is_new && is_there);
+            cp_async(tile.at(token, place), from + (is_new ? first + token : 0) * tokens.token_stride,
+                     is_new && is_there);
         }
     }
     // Starts to copy the tiles of a chunk; closes a commit group.
@@ -106,7 +111,8 @@ struct MambaMatrixWarp : MambaPlace {
         const long long first = chunk * kChunkTokens;
         fetch_tile(memory.b(chunk), params.b, first, group * kStateSize, kStateSize / 8);
         fetch_tile(memory.c(chunk), params.c, first, group * kStateSize, kStateSize / 8);
-        fetch_tile(memory.x(chunk), params.x, first, head * params.head_dim + first_row, (params.head_dim - first_row) / 8);
+        fetch_tile(memory.x(chunk), params.x, first, head * params.head_dim + first_row,
+                   (params.head_dim - first_row) / 8);
         cp_async_commit_group();
     }
     // What the steps of a chunk come from: neighbouring tokens for each lane.
@@ -159,9 +165,10 @@ struct MambaMatrixWarp : MambaPlace {
             const float2 of_columns = *reinterpret_cast<const float2*>(&scratch.sums[of_chunk]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float first = products[tile][2 * i] * (exp2_approx(sums[i] - of_columns.x) * steps.x) + (of_chunk == tokens[i] ? d : 0.0f);
-                const float second =
-                    products[tile][2 * i + 1] * (exp2_approx(sums[i] - of_columns.y) * steps.y) + (of_chunk + 1 == tokens[i] ? d : 0.0f);
+                const float first = products[tile][2 * i] * (exp2_approx(sums[i] - of_columns.x) * steps.x)
+                                    + (of_chunk == tokens[i] ? d : 0.0f);
+                const float second = products[tile][2 * i + 1] * (exp2_approx(sums[i] - of_columns.y) * steps.y)
+                                     + (of_chunk + 1 == tokens[i] ? d : 0.0f);
                 if (other > warp) continue;
                 tile_word(memory.matrix(chunk, warp, other), row + 8 * i, of_block) =
                     pack(Type{}, {of_chunk <= tokens[i] ? first : 0.0f, of_chunk + 1 <= tokens[i] ? second : 0.0f});
@@ -181,7 +188,8 @@ struct MambaStateWarp : MambaPlace {
     int count, warp;
     float state[kStateTiles][4];
 
-    __device__ __forceinline__ MambaStateWarp(const MambaParams& params, const MambaMemory<kStateSize>& memory, int count)
+    __device__ __forceinline__ MambaStateWarp(const MambaParams& params, const MambaMemory<kStateSize>& memory,
+                                              int count)
         : MambaPlace(params), params(params), memory(memory), count(count), warp(static_cast<int>(threadIdx.x) / 32) {}
 
     // Row of the state, of register pair `half` of a fragment.
@@ -195,7 +203,8 @@ struct MambaStateWarp : MambaPlace {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float pair[2] = {};
-                if (state_row(half) < params.head_dim) load_elements(State{}, params.past, state_index(half, tile), pair);
+                if (state_row(half) < params.head_dim)
+                    load_elements(State{}, params.past, state_index(half, tile), pair);
                 state[tile][2 * half] = pair[0];
                 state[tile][2 * half + 1] = pair[1];
             }
@@ -207,7 +216,8 @@ struct MambaStateWarp : MambaPlace {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float pair[2] = {state[tile][2 * half], state[tile][2 * half + 1]};
-                if (state_row(half) < params.head_dim) store_elements(State{}, params.present, state_index(half, tile), pair);
+                if (state_row(half) < params.head_dim)
+                    store_elements(State{}, params.present, state_index(half, tile), pair);
             }
         }
     }
@@ -235,7 +245,8 @@ struct MambaStateWarp : MambaPlace {
         }
     }
     // What they have of its inputs, which are rows of X^T.
-    __device__ __forceinline__ void multiply_inputs(long long chunk, const unsigned (&inputs)[kChunkBlocks][4], float (&outputs)[kTokenTiles][4]) const {
+    __device__ __forceinline__ void multiply_inputs(long long chunk, const unsigned (&inputs)[kChunkBlocks][4],
+                                                    float (&outputs)[kTokenTiles][4]) const {
 #pragma unroll
         for (int block = 0; block < kChunkBlocks; block++) {
 #pragma unroll
@@ -287,9 +298,11 @@ struct MambaStateWarp : MambaPlace {
         for (int block = 0; block < kChunkBlocks; block++) memory.x(chunk).load_a_trans(inputs[block], 2 * warp, block);
         multiply_state(chunk, outputs);
         multiply_inputs(chunk, inputs, outputs);
-        const long long first = chunk * kChunkTokens, warp_row = first_row + 16 * warp, token_bytes = 2 * params.heads * params.head_dim;
+        const long long first = chunk * kChunkTokens, warp_row = first_row + 16 * warp,
+                        token_bytes = 2 * params.heads * params.head_dim;
         unsigned char* out = static_cast<unsigned char*>(params.out) + (slot * params.width + first) * token_bytes;
-        store_transposed(Type{}, outputs, out + 2 * (head * params.head_dim + warp_row), token_bytes, count - first, params.head_dim - warp_row);
+        store_transposed(Type{}, outputs, out + 2 * (head * params.head_dim + warp_row), token_bytes, count - first,
+                         params.head_dim - warp_row);
         advance(chunk, inputs);
     }
 };
@@ -301,7 +314,8 @@ struct MambaChunks : MambaPlace {
     int count;
 
     __device__ __forceinline__ MambaChunks(const MambaParams& params, unsigned char* shared)
-        : MambaPlace(params), params(params), memory{shared}, count(count_new(params.new_lengths, slot, params.width)) {}
+        : MambaPlace(params), params(params), memory{shared}, count(count_new(params.new_lengths, slot, params.width)) {
+    }
 
     __device__ __forceinline__ void zero_padding() const {
         constexpr int kRuns = kMambaChunkRows / 8;
@@ -309,7 +323,9 @@ struct MambaChunks : MambaPlace {
             const long long of_head = first_row + i % kRuns * 8;
             const float zeros[8] = {};
             if (of_head >= params.head_dim) continue;
-            store_elements(Type{}, params.out, ((slot * params.width + i / kRuns) * params.heads + head) * params.head_dim + of_head, zeros);
+            store_elements(Type{}, params.out,
+                           ((slot * params.width + i / kRuns) * params.heads + head) * params.head_dim + of_head,
+                           zeros);
         }
     }
     __device__ __forceinline__ void keep_state() const {
@@ -323,7 +339,8 @@ struct MambaChunks : MambaPlace {
     __device__ __forceinline__ void run() const {
         zero_padding();
         if (count == 0) return keep_state();
-        run_chunks(kMambaStateThreads, count, [&] { return MambaStateWarp<Type, kStateSize>(params, memory, count); },
-                   [&] { return MambaMatrixWarp<Type, kStateSize>(params, memory, count); });
+        run_chunks(
+            kMambaStateThreads, count, [&] { return MambaStateWarp<Type, kStateSize>(params, memory, count); },
+            [&] { return MambaMatrixWarp<Type, kStateSize>(params, memory, count); });
     }
 };

@@ -22,10 +22,13 @@ __device__ __forceinline__ Sum warp_prefix_sum(Sum value) {
 }
 
 // Over all lanes of the warp, of numbers of up to 54 bits.
-__device__ __forceinline__ unsigned sum_of_warp(unsigned value) { return static_cast<unsigned>(warp_sum(static_cast<int>(value))); }
+__device__ __forceinline__ unsigned sum_of_warp(unsigned value) {
+    return static_cast<unsigned>(warp_sum(static_cast<int>(value)));
+}
 __device__ __forceinline__ Number sum_of_warp(Number value) {
     constexpr int kBits = 27;  // sums of 32 numbers of so many bits fit into 32
-    const unsigned low = static_cast<unsigned>(value) & ((1u << kBits) - 1), high = static_cast<unsigned>(value >> kBits);
+    const unsigned low = static_cast<unsigned>(value) & ((1u << kBits) - 1),
+                   high = static_cast<unsigned>(value >> kBits);
     return sum_of_warp(low) + (static_cast<Number>(sum_of_warp(high)) << kBits);
 }
 
@@ -34,8 +37,8 @@ struct PrefixSum {
     Sum before, total;
 };
 
-// The functions for all threads of a block are not inlined: a kernel that runs once among others finds none of its code in the instruction
-// caches, so what it does often it does with the same code.
+// The functions for all threads of a block are not inlined: a kernel that runs once among others finds none of its code
+// in the instruction caches, so what it does often it does with the same code.
 
 // The sum over the threads before this one, and over all.
 template <class Sum>
@@ -67,7 +70,8 @@ __device__ __noinline__ PrefixSum<Sum> sums_of_warps(Sum value) {
 __device__ __forceinline__ Number largest_of_warp(Number value) {
     constexpr unsigned kSign = 0x80000000u;
     const int high = static_cast<int>(static_cast<unsigned>(value >> 32) ^ kSign), highest = warp_max(high);
-    const int low = warp_max(high == highest ? static_cast<int>(static_cast<unsigned>(value) ^ kSign) : static_cast<int>(kSign));
+    const int low =
+        warp_max(high == highest ? static_cast<int>(static_cast<unsigned>(value) ^ kSign) : static_cast<int>(kSign));
     return static_cast<Number>(static_cast<unsigned>(highest) ^ kSign) << 32 | (static_cast<unsigned>(low) ^ kSign);
 }
 

@@ -76,9 +76,10 @@ struct RowSampler {
         return __umul64hi(random << 11, params.min_weight ? min(of_top_p, row.likely_weight) : of_top_p);
     }
 
-    // The coarse bin in which top_p ends; and where the random number can fall depends on where it ends there, but nearly always the ends of this
-    // bin say so too.
-    __device__ __forceinline__ FoundBin find_end(const BinSums<Weight>& weights, Number target, const unsigned long long& random, int& most, int& least) {
+    // The coarse bin in which top_p ends; and where the random number can fall depends on where it ends there, but
+    // nearly always the ends of this bin say so too.
+    __device__ __forceinline__ FoundBin find_end(const BinSums<Weight>& weights, Number target,
+                                                 const unsigned long long& random, int& most, int& least) {
         const FoundBin end = weights.find(target, 0);
         const bool is_large = end.value > end.before / 8;  // else one end says enough
         weights.look_for(place_of_random(random, end.before + end.value), 1);
@@ -89,8 +90,8 @@ struct RowSampler {
         return end;
     }
 
-    // What top_k keeps, and with top_p the class in which the random number falls, the most likely first, and how many of its tokens are up to
-    // there.
+    // What top_k keeps, and with top_p the class in which the random number falls, the most likely first, and how many
+    // of its tokens are up to there.
     __device__ __forceinline__ void choose_class(const unsigned long long& random) {
         BinSums<Weight> weights{};
         Cut cut{{-1, 0, 0}, 0, 0, 0};
@@ -100,12 +101,14 @@ struct RowSampler {
         Number all = weights.total;
         if (params.top_k) cut = find_cut(weights);
         const bool is_cut = cut.bin.bin >= 0;
-        if (params.top_p) coarse = find_end(weights, end_of_top_p(is_cut ? cut.weight_about : all), random, most, least);
+        if (params.top_p)
+            coarse = find_end(weights, end_of_top_p(is_cut ? cut.weight_about : all), random, most, least);
         count_fine(coarse.bin, most, is_cut ? cut.bin.bin : least);
         if (is_cut) all = keep_top_k(cut);
         if (!params.top_p) return;
         const int end = coarse.bin;
-        const uint4 of_end = counts_in(end), of_most = counts_in(most);  // the second border is nearly always in one of these
+        // the second border is nearly always in one of these
+        const uint4 of_end = counts_in(end), of_most = counts_in(most);
         Number target = end_of_top_p(all);
         if (is_cut) coarse = weights.find(target, 0);
 #pragma unroll 1
@@ -124,8 +127,11 @@ struct RowSampler {
 
     __device__ __forceinline__ void add_likely_weight() {
         Number sum = 0;
-        const auto load = [&](int token, bool exists) -> Weight { return weight_of(chunk.class_at(chunk.logit_at(token, exists))); };
-        for_each_token<1>(chunk.begin, chunk.end, load, [&](Weight weight) { sum += weight >= params.min_weight ? weight : 0; });
+        const auto load = [&](int token, bool exists) -> Weight {
+            return weight_of(chunk.class_at(chunk.logit_at(token, exists)));
+        };
+        for_each_token<1>(chunk.begin, chunk.end, load,
+                          [&](Weight weight) { sum += weight >= params.min_weight ? weight : 0; });
         sum = sums_of_warps(sum).total;
         if (threadIdx.x == 0) atomicAdd(&row.likely_weight, sum);
     }
@@ -155,18 +161,22 @@ struct RowSampler {
     // Counts the classes of up to three coarse bins.
     __device__ __forceinline__ void count_fine(int a, int b = -1, int c = -1) {
         const int counted = num_fine;
-        const FineBins of_a = add_fine_bin(a, counted), of_b = add_fine_bin(b, counted), of_c = add_fine_bin(c, counted);
+        const FineBins of_a = add_fine_bin(a, counted), of_b = add_fine_bin(b, counted),
+                       of_c = add_fine_bin(c, counted);
         if (num_fine == counted) return;
-        add_fine_counts(chunk, exchange.rank, (num_fine - counted) * kFineBins, row.fine_count[counted], of_a, of_b, of_c);
+        add_fine_counts(chunk, exchange.rank, (num_fine - counted) * kFineBins, row.fine_count[counted], of_a, of_b,
+                        of_c);
         barrier.wait();
     }
 
-    // The border at which the weight of all tokens, the most likely first, exceeds the target, which is in a coarse bin.
+    // The border at which the weight of all tokens, the most likely first, exceeds the target, which is in a coarse
+    // bin.
     __device__ __forceinline__ Border border_in(const FoundBin& coarse, Number target, const uint4& counts) {
         const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits;
         const int shift = unit_shift(first_class);
         const Number in_units = (target - coarse.before) >> shift;
-        const FoundBin fine = BinSums<Number>(units_of_thread(counts, first_class + first_bin_of_thread())).find(in_units, 4);
+        const FoundBin fine =
+            BinSums<Number>(units_of_thread(counts, first_class + first_bin_of_thread())).find(in_units, 4);
         const unsigned token_class = first_class + fine.bin, units = units_of(token_class);
         const Number members = quotient(in_units - fine.before, units) + 1;
         return {token_class, members, coarse.before + ((fine.before + members * units) << shift)};
@@ -190,21 +200,25 @@ struct RowSampler {
     __device__ __forceinline__ Number keep_top_k(const Cut& cut) {
         const uint4 counts = counts_in(cut.bin.bin);
         const FoundBin fine = BinSums<unsigned>(as_bins(counts)).find(static_cast<unsigned>(cut.members - 1), 6);
-        const unsigned first_class = static_cast<unsigned>(cut.bin.bin) << kFineBits, token_class = first_class + fine.bin;
+        const unsigned first_class = static_cast<unsigned>(cut.bin.bin) << kFineBits,
+                       token_class = first_class + fine.bin;
         const Number members = cut.members - fine.before;
         Number weight = 0;
         if (params.top_p) {
             const ThreadBins units = units_of_thread(counts, first_class + first_bin_of_thread());
 #pragma unroll
-            for (int i = 0; i < kBinsOfThread; i++) weight += first_bin_of_thread() + i < fine.bin ? units.values[i] : 0;
-            weight = cut.weight_before + ((sums_of_warps(weight).total + members * units_of(token_class)) << unit_shift(token_class));
+            for (int i = 0; i < kBinsOfThread; i++)
+                weight += first_bin_of_thread() + i < fine.bin ? units.values[i] : 0;
+            weight = cut.weight_before
+                     + ((sums_of_warps(weight).total + members * units_of(token_class)) << unit_shift(token_class));
         }
         last = {token_class, ~0ull};
         if (members < fine.value) last.key = break_ties(token_class, members);
         return weight;
     }
 
-    // The key of the last one of so many tokens of a class: those of the largest logits; of equal logits, those of the lowest ids.
+    // The key of the last one of so many tokens of a class: those of the largest logits; of equal logits, those of the
+    // lowest ids.
     __device__ __forceinline__ Number break_ties(unsigned of_class, Number members) {
         Number prefix = 0;  // high digits of the key
 #pragma unroll 1
@@ -213,18 +227,22 @@ struct RowSampler {
             unsigned* const counts = row.key_count[digit];
             add_counts(chunk, exchange.rank, 1 << bits, counts, [&](int token, float logit) {
                 const Number key = key_of(logit, token) >> shift;
-                return chunk.class_at(logit) == of_class && key >> bits == prefix ? static_cast<int>(key & ((1u << bits) - 1)) : -1;
+                return chunk.class_at(logit) == of_class && key >> bits == prefix
+                           ? static_cast<int>(key & ((1u << bits) - 1))
+                           : -1;
             });
             barrier.wait();
-            const FoundBin bin = BinSums<unsigned>(as_bins(counts_of_thread(counts, kFineBins))).find(static_cast<unsigned>(members - 1), 5);
+            const FoundBin bin = BinSums<unsigned>(as_bins(counts_of_thread(counts, kFineBins)))
+                                     .find(static_cast<unsigned>(members - 1), 5);
             members -= bin.before;
             prefix = prefix << bits | static_cast<unsigned>(bin.bin);
-            if (members == bin.value) return ((prefix + 1) << shift) - 1;  // at the last digit at the latest, as keys differ
+            // at the last digit at the latest, as keys differ
+            if (members == bin.value) return ((prefix + 1) << shift) - 1;
         }
     }
 
-    // What a token counts for where the token is looked for: without top_p its weight, as tokens are in the order of their ids; else 1 if it is
-    // of the class that was chosen.
+    // What a token counts for where the token is looked for: without top_p its weight, as tokens are in the order of
+    // their ids; else 1 if it is of the class that was chosen.
     template <bool kByWeight>
     using Share = typename ShareType<kByWeight>::Type;
     template <bool kByWeight>
@@ -236,14 +254,18 @@ struct RowSampler {
         return last.keeps(token_class, logit, token) ? share : 0;  // asked of all: a branch takes longer
     }
 
-    // The first token, by its id, with which the sum of the shares exceeds target_of(sum of all); -1 in all other threads.
+    // The first token, by its id, with which the sum of the shares exceeds target_of(sum of all); -1 in all other
+    // threads.
     template <bool kByWeight, class TargetOf>
     __device__ __forceinline__ int find_token(TargetOf target_of) {
         Share<kByWeight> own = 0;
-        const auto load = [&](int token, bool exists) { return share_of<kByWeight>(token, chunk.logit_at(token, exists)); };
+        const auto load = [&](int token, bool exists) {
+            return share_of<kByWeight>(token, chunk.logit_at(token, exists));
+        };
         for_each_token(chunk.begin, chunk.end, load, [&](Share<kByWeight> share) { own += share; });
         const auto of_warps = sums_of_warps(own), of_blocks = exchange.sums(of_warps.total);
-        const Share<kByWeight> target = target_of(of_blocks.total) - of_blocks.before - of_warps.before;  // may be negative, and so very large
+        // may be negative, and so very large
+        const Share<kByWeight> target = target_of(of_blocks.total) - of_blocks.before - of_warps.before;
         return target < sum_of_warp(own) ? find_in_run<kByWeight>(target) : -1;
     }
 
@@ -259,7 +281,8 @@ struct RowSampler {
             Share<kByWeight> sum = 0;
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
-                shares[i] = share_of<kByWeight>(token + 32 * i, chunk.logit_at(token + 32 * i, token + 32 * i < chunk.end));
+                shares[i] =
+                    share_of<kByWeight>(token + 32 * i, chunk.logit_at(token + 32 * i, token + 32 * i < chunk.end));
                 sum += shares[i];
             }
             const Share<kByWeight> of_all = sum_of_warp(sum);
@@ -303,11 +326,11 @@ struct LogitWithEdits {
     unsigned uses;
 };
 
-// The largest logit of a block after bias and penalties, as ranked(). uses [vocab] and bias [vocab] of the row, or null; the logits go to
-// `edited` [vocab] if that is not null.
+// The largest logit of a block after bias and penalties, as ranked(). uses [vocab] and bias [vocab] of the row, or
+// null; the logits go to `edited` [vocab] if that is not null.
 template <class Chunk>
-__device__ __forceinline__ Number edit_and_find_largest(const Chunk& chunk, const RowParams& params, const unsigned* uses, const float* bias,
-                                                        float* edited) {
+__device__ __forceinline__ Number edit_and_find_largest(const Chunk& chunk, const RowParams& params,
+                                                        const unsigned* uses, const float* bias, float* edited) {
     unsigned best = 0;
     int place = 0;
     const auto load = [&](int token, bool exists) -> LogitWithEdits {
@@ -320,19 +343,23 @@ __device__ __forceinline__ Number edit_and_find_largest(const Chunk& chunk, cons
         if (!any) return;
 #pragma unroll
         for (LogitWithEdits& one : tokens) {
-            if (one.uses || one.bias != 0) one.logit = edited_logit(one.logit, one.bias, one.uses, params.repetition, params.frequency, params.presence);
+            if (one.uses || one.bias != 0)
+                one.logit =
+                    edited_logit(one.logit, one.bias, one.uses, params.repetition, params.frequency, params.presence);
         }
     };
-    for_each_token<kEditsAtOnce>(chunk.begin, chunk.end, load, edit, [&](int token, const LogitWithEdits& one, bool exists) {
-        const unsigned order = order_of(one.logit);
-        if (order > best) best = order, place = token;
-        if (edited && exists) edited[token] = one.logit;
-    });
+    for_each_token<kEditsAtOnce>(chunk.begin, chunk.end, load, edit,
+                                 [&](int token, const LogitWithEdits& one, bool exists) {
+                                     const unsigned order = order_of(one.logit);
+                                     if (order > best) best = order, place = token;
+                                     if (edited && exists) edited[token] = one.logit;
+                                 });
     return block_max(static_cast<Number>(best) << 32 | (~0u - static_cast<unsigned>(place)));
 }
 
-// What a launch works on. tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
-// counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
+// What a launch works on. tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep
+// theirs. counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab]
+// with them.
 struct Batch {
     const float* logits;
     long long row_stride, vocab, rows;
@@ -346,8 +373,8 @@ struct Batch {
 
 // For one row, with a group of blocks.
 template <bool kIsKept>
-__device__ __forceinline__ void choose_token(const Batch& batch, long long row, int group, const RowParams& params, int begin, int end,
-                                             RowBarrier& barrier, RowExchange& exchange) {
+__device__ __forceinline__ void choose_token(const Batch& batch, long long row, int group, const RowParams& params,
+                                             int begin, int end, RowBarrier& barrier, RowExchange& exchange) {
     SHARED_ARRAY(unsigned long long, random, 1);
     if (!(params.flags & kActive)) return;
     const bool is_edited = params.flags & (kPenalised | kBiased), is_greedy = params.flags & kGreedy;
@@ -359,7 +386,8 @@ __device__ __forceinline__ void choose_token(const Batch& batch, long long row, 
     // A row in which no logit is left is looked at again, as it came, which tells why.
 #pragma unroll 1
     for (bool with_edits = is_edited;; with_edits = false) {
-        const unsigned* const uses = with_edits && params.flags & kPenalised ? batch.counts + row * batch.vocab : nullptr;
+        const unsigned* const uses =
+            with_edits && params.flags & kPenalised ? batch.counts + row * batch.vocab : nullptr;
         const float* const bias = with_edits && params.flags & kBiased ? batch.bias + row * batch.vocab : nullptr;
         const Number of_block = edit_and_find_largest(as_it_came, params, uses, bias, into);
         // Nobody waits for this one: the first warps are going to wait for other blocks.
@@ -380,7 +408,8 @@ __device__ __forceinline__ void choose_token(const Batch& batch, long long row, 
     }
     int chosen = is_first ? token_of_ranked(largest) : -1;
     if (!is_greedy) {
-        const RowChunk<kIsKept> chunk{into ? into : as_it_came.logits, begin, end, logit_of_ranked(largest), params.scale};
+        const RowChunk<kIsKept> chunk{into ? into : as_it_came.logits, begin, end, logit_of_ranked(largest),
+                                      params.scale};
         RowSampler<kIsKept> sampler{params, exchange.row, barrier, exchange, chunk};
         chosen = sampler.choose(*random);
         sampler.reset_workspace();
@@ -396,8 +425,10 @@ template <bool kIsKept>
 __device__ __forceinline__ void choose_all_tokens(const Batch& batch, RowWorkspace* workspaces, int tokens_of_block) {
     SHARED_ARRAY(RowParams, params, 1);
     SHARED_ARRAY(uint2, first, 1);
-    const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y);
-    const int begin = min(static_cast<int>(batch.vocab), rank * tokens_of_block), end = min(static_cast<int>(batch.vocab), begin + tokens_of_block);
+    const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x),
+              group = static_cast<int>(blockIdx.y);
+    const int begin = min(static_cast<int>(batch.vocab), rank * tokens_of_block),
+              end = min(static_cast<int>(batch.vocab), begin + tokens_of_block);
     RowWorkspace& workspace = workspaces[group];
     clear_bins();
     grid_dependency_wait();
@@ -423,17 +454,18 @@ __device__ __forceinline__ void choose_all_tokens(const Batch& batch, RowWorkspa
 
 // A block keeps its logits in dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
-    choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* params, unsigned* counts, const float* bias,
-                  float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long tokens_of_block) {
+    choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* params,
+                  unsigned* counts, const float* bias, float* edited, int* tokens, RowResult* results,
+                  RowWorkspace* workspaces, long long tokens_of_block) {
     const Batch batch{logits, row_stride, vocab, rows, params, counts, bias, edited, tokens, results};
     choose_all_tokens<true>(batch, workspaces, static_cast<int>(tokens_of_block));
 }
 
 // There is no room for them.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
-    choose_tokens_read_again(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* params, unsigned* counts,
-                             const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces,
-                             long long tokens_of_block) {
+    choose_tokens_read_again(const float* logits, long long row_stride, long long vocab, long long rows,
+                             RowParams* params, unsigned* counts, const float* bias, float* edited, int* tokens,
+                             RowResult* results, RowWorkspace* workspaces, long long tokens_of_block) {
     const Batch batch{logits, row_stride, vocab, rows, params, counts, bias, edited, tokens, results};
     choose_all_tokens<false>(batch, workspaces, static_cast<int>(tokens_of_block));
 }

@@ -1,4 +1,5 @@
-// Histograms over the tokens of a row: each block counts its tokens in shared memory and adds what it found to the memory of the row.
+// Histograms over the tokens of a row: each block counts its tokens in shared memory and adds what it found to the
+// memory of the row.
 #pragma once
 
 #include "attention/math.cuh"
@@ -18,11 +19,14 @@ __device__ __forceinline__ unsigned* shared_bins() {
 __device__ __forceinline__ void clear_bins() {
     static_assert(kSharedBins % (4 * kRowThreads) == 0, "as many bins for each thread");
 #pragma unroll
-    for (int i = 0; i < kSharedBins / 4; i += kRowThreads) reinterpret_cast<uint4*>(shared_bins())[i + threadIdx.x] = {0, 0, 0, 0};
+    for (int i = 0; i < kSharedBins / 4; i += kRowThreads)
+        reinterpret_cast<uint4*>(shared_bins())[i + threadIdx.x] = {0, 0, 0, 0};
 }
 
 // Their address, from another lane, as the compiler would otherwise compute it again at each use.
-__device__ __forceinline__ SharedAddress address_of_bins() { return __shfl_sync(~0u, shared_address(shared_bins()), 0); }
+__device__ __forceinline__ SharedAddress address_of_bins() {
+    return __shfl_sync(~0u, shared_address(shared_bins()), 0);
+}
 
 __device__ __forceinline__ unsigned lowest_of(const unsigned (&classes)[kTokensAtOnce]) {
     unsigned lowest = classes[0];
@@ -31,8 +35,8 @@ __device__ __forceinline__ unsigned lowest_of(const unsigned (&classes)[kTokensA
     return lowest;
 }
 
-// Hands to the memory of a row what each block has counted: add(bin, what load(bin) gave) unless that is 0, beginning with another bin in each
-// block. Where it is done, the blocks of the row meet.
+// Hands to the memory of a row what each block has counted: add(bin, what load(bin) gave) unless that is 0, beginning
+// with another bin in each block. Where it is done, the blocks of the row meet.
 template <class Load, class Add>
 __device__ __forceinline__ void hand_in(int num_bins, int rank, Load load, Add add) {
     constexpr int kAtOnce = 4;
@@ -62,7 +66,8 @@ __device__ __forceinline__ void hand_in_counts(int num_bins, int rank, unsigned*
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x / 32; i < num_parts; i += kWarpsOfBlock) {
-        const int turned = i + rank % 8, part = turned < num_parts ? turned : turned - num_parts;  // blocks begin with different ones
+        // blocks begin with different ones
+        const int turned = i + rank % 8, part = turned < num_parts ? turned : turned - num_parts;
         unsigned* const bins = shared_bins() + part * kBinsOfWarp;
         uint4& four = reinterpret_cast<uint4*>(bins)[lane];
         if (!__any_sync(~0u, four.x | four.y | four.z | four.w)) continue;
@@ -80,7 +85,8 @@ __device__ __forceinline__ void hand_in_counts(int num_bins, int rank, unsigned*
 
 // bin_of(token, logit): from 0 to num_bins - 1, a multiple of 128, or less than 0. For all threads of the block.
 template <bool kIsKept, class BinOf>
-__device__ __forceinline__ void add_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, BinOf bin_of) {
+__device__ __forceinline__ void add_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row,
+                                           BinOf bin_of) {
     const SharedAddress address = address_of_bins();
     const auto load = [&](int token, bool exists) -> int { return bin_of(token, chunk.logit_at(token, exists)); };
     for_each_token<1>(chunk.begin, chunk.end, load, [&](int bin) {
@@ -96,16 +102,17 @@ struct FineBins {
 
 // The classes of three coarse bins. For all threads of the block.
 template <bool kIsKept>
-__device__ __forceinline__ void add_fine_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins, unsigned* of_row, FineBins a, FineBins b,
-                                                FineBins c) {
+__device__ __forceinline__ void add_fine_counts(const RowChunk<kIsKept>& chunk, int rank, int num_bins,
+                                                unsigned* of_row, FineBins a, FineBins b, FineBins c) {
     const SharedAddress address = address_of_bins();
     const unsigned behind = static_cast<unsigned>(max(max(a.coarse, b.coarse), c.coarse) + 1) << kFineBits;
     const auto load = [&](int token, bool exists) -> unsigned { return chunk.class_at(chunk.logit_at(token, exists)); };
-    const auto count = [&](unsigned(&classes)[kTokensAtOnce]) {
+    const auto count = [&](unsigned (&classes)[kTokensAtOnce]) {
         if (lowest_of(classes) >= behind) return;
 #pragma unroll
         for (const unsigned token_class : classes) {
-            const int coarse = static_cast<int>(token_class >> kFineBits), bin = static_cast<int>(token_class % kFineBins);
+            const int coarse = static_cast<int>(token_class >> kFineBits),
+                      bin = static_cast<int>(token_class % kFineBins);
             int first = -kFineBins;
             if (coarse == c.coarse) first = c.first;
             if (coarse == b.coarse) first = b.first;
@@ -117,19 +124,22 @@ __device__ __forceinline__ void add_fine_counts(const RowChunk<kIsKept>& chunk, 
     hand_in_counts(num_bins, rank, of_row);
 }
 
-// Weights by the high bits of the class, and counts if they are asked for. The weights in a bin are multiples of one power of 2 and have 24 bits
-// without it, so sums of 32 bits do: the rare carry goes to the memory of the row at once.
+// Weights by the high bits of the class, and counts if they are asked for. The weights in a bin are multiples of one
+// power of 2 and have 24 bits without it, so sums of 32 bits do: the rare carry goes to the memory of the row at once.
 template <bool kIsKept>
-__device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int rank, RowWorkspace& row, bool with_counts) {
-    const SharedAddress sums = address_of_bins() + threadIdx.x % kCopies * 4, counts = address_of_bins() + kCopies * kCoarseBins * 4;
+__device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int rank, RowWorkspace& row,
+                                            bool with_counts) {
+    const SharedAddress sums = address_of_bins() + threadIdx.x % kCopies * 4,
+                        counts = address_of_bins() + kCopies * kCoarseBins * 4;
     const auto load = [&](int token, bool exists) -> unsigned { return chunk.class_at(chunk.logit_at(token, exists)); };
-    const auto add = [&](unsigned(&classes)[kTokensAtOnce]) {
+    const auto add = [&](unsigned (&classes)[kTokensAtOnce]) {
         if (lowest_of(classes) >= kClassesWithWeight) return;  // nearly all tokens of a row that is sure of some
         unsigned units[kTokensAtOnce], before[kTokensAtOnce];
 #pragma unroll
         for (int i = 0; i < kTokensAtOnce; i++) units[i] = units_of(classes[i]);
 #pragma unroll
-        for (int i = 0; i < kTokensAtOnce; i++) before[i] = fetch_add_shared(sums + (classes[i] >> kFineBits) * (kCopies * 4), units[i]);
+        for (int i = 0; i < kTokensAtOnce; i++)
+            before[i] = fetch_add_shared(sums + (classes[i] >> kFineBits) * (kCopies * 4), units[i]);
         if (with_counts) {
 #pragma unroll
             for (int i = 0; i < kTokensAtOnce; i++) {
@@ -152,11 +162,13 @@ __device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int 
     unsigned* const counted = shared_bins() + kCopies * kCoarseBins;
     const auto units_in = [&](int bin) -> Number {
         const uint4 units = copies[bin];
-        return (static_cast<Number>(units.x) + units.y + units.z + units.w) | static_cast<Number>(with_counts ? counted[bin] : 0) << kSumBits;
+        return (static_cast<Number>(units.x) + units.y + units.z + units.w)
+               | static_cast<Number>(with_counts ? counted[bin] : 0) << kSumBits;
     };
     hand_in(kCoarseBins, rank, units_in, [&](int bin, Number units) {
         const unsigned count = static_cast<unsigned>(units >> kSumBits);
-        atomicAdd(row.coarse_weight + bin, (units & ((1ull << kSumBits) - 1)) << unit_shift(static_cast<unsigned>(bin) << kFineBits));
+        atomicAdd(row.coarse_weight + bin, (units & ((1ull << kSumBits) - 1))
+                                               << unit_shift(static_cast<unsigned>(bin) << kFineBits));
         copies[bin] = {0, 0, 0, 0};
         if (!count) return;
         atomicAdd(row.coarse_count + bin, count);
@@ -178,7 +190,8 @@ __device__ __forceinline__ FoundBin* found_bins() {
 
 // A thread has so many neighbouring bins, or none.
 constexpr int kBinsOfThread = 4;
-static_assert(kBinsOfThread * kRowThreads == kFineBins && kCoarseBins % kBinsOfThread == 0 && kCoarseBins <= kFineBins, "a block has all of them");
+static_assert(kBinsOfThread * kRowThreads == kFineBins && kCoarseBins % kBinsOfThread == 0 && kCoarseBins <= kFineBins,
+              "a block has all of them");
 __device__ __forceinline__ int first_bin_of_thread() { return kBinsOfThread * static_cast<int>(threadIdx.x); }
 
 // Those of a thread, from memory.
@@ -189,7 +202,9 @@ struct ThreadBins {
 __device__ __forceinline__ uint4 counts_of_thread(const unsigned* bins, int num_bins) {
     return first_bin_of_thread() < num_bins ? reinterpret_cast<const uint4*>(bins)[threadIdx.x] : uint4{0, 0, 0, 0};
 }
-__device__ __forceinline__ ThreadBins<unsigned> as_bins(const uint4& counts) { return {{counts.x, counts.y, counts.z, counts.w}}; }
+__device__ __forceinline__ ThreadBins<unsigned> as_bins(const uint4& counts) {
+    return {{counts.x, counts.y, counts.z, counts.w}};
+}
 __device__ __forceinline__ ThreadBins<Weight> weights_of_thread(const Weight* coarse) {
     if (first_bin_of_thread() >= kCoarseBins) return {};
     const uint4* const words = reinterpret_cast<const uint4*>(coarse) + 2 * threadIdx.x;
@@ -202,7 +217,8 @@ __device__ __forceinline__ ThreadBins<Number> units_of_thread(const uint4& count
     if (!(counts.x | counts.y | counts.z | counts.w)) return {};
     ThreadBins<Number> units;
 #pragma unroll
-    for (int i = 0; i < kBinsOfThread; i++) units.values[i] = static_cast<Number>(as_bins(counts).values[i]) * units_of(first_class + i);
+    for (int i = 0; i < kBinsOfThread; i++)
+        units.values[i] = static_cast<Number>(as_bins(counts).values[i]) * units_of(first_class + i);
     return units;
 }
 
@@ -220,10 +236,12 @@ struct BinSums {
         total = sum.total;
     }
 
-    __device__ __forceinline__ Sum own() const { return bins.values[0] + bins.values[1] + bins.values[2] + bins.values[3]; }
+    __device__ __forceinline__ Sum own() const {
+        return bins.values[0] + bins.values[1] + bins.values[2] + bins.values[3];
+    }
 
-    // The first bin with which the sum exceeds the target, which is less than the sum of all. `place`: one of kFoundBins, that nobody reads any
-    // more. For all threads of the block.
+    // The first bin with which the sum exceeds the target, which is less than the sum of all. `place`: one of
+    // kFoundBins, that nobody reads any more. For all threads of the block.
     __device__ __forceinline__ FoundBin find(Sum target, int place) const {
         look_for(target, place);
         __syncthreads();

@@ -1,5 +1,6 @@
-// Log-probabilities of chosen tokens, and the most likely tokens with theirs. Launched by trt_kvcache/kernels/sampling_kernels.py.
-// Grid: x the blocks of a row, y the rows. The last block of a row to come merges what all of them found.
+// Log-probabilities of chosen tokens, and the most likely tokens with theirs. Launched by
+// trt_kvcache/kernels/sampling_kernels.py. Grid: x the blocks of a row, y the rows. The last block of a row to come
+// merges what all of them found.
 
 #include "attention/math.cuh"
 #include "dependent_launch.cuh"
@@ -33,17 +34,20 @@ __device__ __forceinline__ Number next_ranked(int begin, int end, Number limit, 
 
 __device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * kLog2E); }
 
-// out [rows, 1 + 2 * top], 32 bits each: the log-probability of the token, then `top` ids (-1: none), then theirs. Rows that did not ask
-// for it keep theirs. workspace [rows, words_of_row], at least 1 + blocks * (2 + top) words of 64 bits each: the first is 0 between two launches.
+// out [rows, 1 + 2 * top], 32 bits each: the log-probability of the token, then `top` ids (-1: none), then theirs. Rows
+// that did not ask for it keep theirs. workspace [rows, words_of_row], at least 1 + blocks * (2 + top) words of 64 bits
+// each: the first is 0 between two launches.
 extern "C" __global__ void __launch_bounds__(kRowThreads)
-    token_logprobs(const float* all_logits, long long row_stride, long long vocab, const RowParams* params, const RowResult* results, unsigned* out,
-                   long long num_top, Number* workspace, long long words_of_row) {
+    token_logprobs(const float* all_logits, long long row_stride, long long vocab, const RowParams* params,
+                   const RowResult* results, unsigned* out, long long num_top, Number* workspace,
+                   long long words_of_row) {
     SHARED_ARRAY(unsigned, arrived, 1);
     const long long row = blockIdx.y;
     grid_dependency_wait();
     if ((params[row].flags & (kActive | kLogprobs)) != (kActive | kLogprobs) || results[row].error) return;
     const float* const logits = all_logits + row * row_stride;
-    const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x), top = static_cast<int>(num_top), of_block = 2 + top;
+    const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x),
+              top = static_cast<int>(num_top), of_block = 2 + top;
     const int size = (static_cast<int>(vocab) + blocks - 1) / blocks;
     const int begin = min(static_cast<int>(vocab), rank * size), end = min(static_cast<int>(vocab), begin + size);
     Number *const mine = workspace + row * words_of_row, *const found = mine + 1 + rank * of_block;
@@ -83,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     if (threadIdx.x == 0) of_row[0] = __float_as_uint(static_cast<float>(logits[results[row].token] - logarithm));
     limit = ~0ull;
     for (int i = 0; i < top; i++) {
-        limit = next_ranked(0, blocks * top, limit, [&](int at) { return mine[1 + at / top * of_block + 2 + at % top]; });
+        limit =
+            next_ranked(0, blocks * top, limit, [&](int at) { return mine[1 + at / top * of_block + 2 + at % top]; });
         if (threadIdx.x == 0) {
             of_row[1 + i] = limit ? static_cast<unsigned>(token_of_ranked(limit)) : ~0u;
             of_row[1 + top + i] = __float_as_uint(limit ? static_cast<float>(logit_of_ranked(limit) - logarithm) : 0);

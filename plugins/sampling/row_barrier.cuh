@@ -22,8 +22,8 @@ __device__ __forceinline__ void add_release(unsigned* word, unsigned value) {
 
 #endif
 
-// A word counts the blocks that have come, from launch to launch, and is never reset. A block reads where it begins before its first
-// RowExchange, and so before any block comes to a barrier.
+// A word counts the blocks that have come, from launch to launch, and is never reset. A block reads where it begins
+// before its first RowExchange, and so before any block comes to a barrier.
 struct RowBarrier {
     unsigned* come;
     unsigned blocks, wanted;  // wanted: at first what the word was

@@ -12,7 +12,8 @@ __device__ __forceinline__ float* kept_logits() {
     return kept;
 }
 
-// Tokens from `begin` on are divided into runs of equal length, one for each warp: see run_of_warp(). Logits that are kept are in shared memory.
+// Tokens from `begin` on are divided into runs of equal length, one for each warp: see run_of_warp(). Logits that are
+// kept are in shared memory.
 template <bool kIsKept>
 struct RowChunk {
     const float* logits;  // of the row, or of this chunk if they are kept
@@ -30,12 +31,13 @@ struct RowChunk {
 // The tokens of each warp among `count` ones.
 __device__ __forceinline__ int run_of_warp(int count) { return (count + kRowThreads - 1) / kRowThreads * 32; }
 
-// For the tokens of a thread from `from` to `to`, kAtOnce at a time: one = load(token, exists) of each, then prepare() all of them, then
-// visit(token, one, exists). There are as many calls for all lanes of a warp, so some tokens do not exist. What is slow and does not depend on
-// other lanes belongs into load(), where it overlaps.
+// For the tokens of a thread from `from` to `to`, kAtOnce at a time: one = load(token, exists) of each, then prepare()
+// all of them, then visit(token, one, exists). There are as many calls for all lanes of a warp, so some tokens do not
+// exist. What is slow and does not depend on other lanes belongs into load(), where it overlaps.
 template <int kAtOnce = kTokensAtOnce, class Load, class Prepare, class Visit>
 __device__ __forceinline__ void for_each_token(int from, int to, Load load, Prepare prepare, Visit visit) {
-    const int length = run_of_warp(to - from), first_of_run = from + static_cast<int>(threadIdx.x) / 32 * length, lane = threadIdx.x % 32;
+    const int length = run_of_warp(to - from), first_of_run = from + static_cast<int>(threadIdx.x) / 32 * length,
+              lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int first = 0; first < length; first += 32 * kAtOnce) {
         decltype(load(0, false)) loaded[kAtOnce];
@@ -49,5 +51,6 @@ __device__ __forceinline__ void for_each_token(int from, int to, Load load, Prep
 }
 template <int kAtOnce = kTokensAtOnce, class Load, class Visit>
 __device__ __forceinline__ void for_each_token(int from, int to, Load load, Visit visit) {
-    for_each_token<kAtOnce>(from, to, load, [](auto&) {}, [&](int, const decltype(load(0, false))& one, bool) { visit(one); });
+    for_each_token<kAtOnce>(
+        from, to, load, [](auto&) {}, [&](int, const decltype(load(0, false))& one, bool) { visit(one); });
 }

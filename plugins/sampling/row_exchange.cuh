@@ -1,12 +1,14 @@
-// How the blocks that share a row tell each other a number each, without a counter: a block publishes it as a flagged vector, all others poll.
+// How the blocks that share a row tell each other a number each, without a counter: a block publishes it as a flagged
+// vector, all others poll.
 #pragma once
 
 #include "attention/flagged_vector.cuh"
 #include "sampling/row_workspace.cuh"
 
-// The flag of a vector is the number of the exchange. It goes on from launch to launch, so no vector has to be reset: block 0 writes down how
-// many there were once all blocks have taken part in the first one, and so have read where to begin. A block that publishes for the next
-// exchange has seen what all others published for this one, but these may still be polling: the slots of two exchanges take turns.
+// The flag of a vector is the number of the exchange. It goes on from launch to launch, so no vector has to be reset:
+// block 0 writes down how many there were once all blocks have taken part in the first one, and so have read where to
+// begin. A block that publishes for the next exchange has seen what all others published for this one, but these may
+// still be polling: the slots of two exchanges take turns.
 struct RowExchange {
     RowWorkspace& row;
     const int rank, blocks;
@@ -34,7 +36,8 @@ struct RowExchange {
         SHARED_ARRAY(PrefixSum<Sum>, of_warps, kWarps);
         number = static_cast<Sum>(with_all(number));
         if (threadIdx.x < 32 * kWarps) {
-            const PrefixSum<Sum> of_warp{sum_of_warp(static_cast<int>(threadIdx.x) < rank ? number : 0), sum_of_warp(number)};
+            const PrefixSum<Sum> of_warp{sum_of_warp(static_cast<int>(threadIdx.x) < rank ? number : 0),
+                                         sum_of_warp(number)};
             if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = of_warp;
         }
         __syncthreads();
@@ -61,7 +64,8 @@ private:
         const unsigned flag = 0x40000000 | (done & 0x0FFFFFFF);  // as a float neither 0 nor denormal nor NaN
         float4* const slots = row.slots[done % 2];
         if (threadIdx.x == 0) {
-            const float low = __uint_as_float(static_cast<unsigned>(number)), high = __uint_as_float(static_cast<unsigned>(number >> 32));
+            const float low = __uint_as_float(static_cast<unsigned>(number)),
+                        high = __uint_as_float(static_cast<unsigned>(number >> 32));
             publish_vector(slots + rank, {low, high, 0, __uint_as_float(flag)});
         }
         if (static_cast<int>(threadIdx.x) >= blocks) return 0;

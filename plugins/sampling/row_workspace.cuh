@@ -23,7 +23,8 @@ struct RowWorkspace {
     float4 slots[2][kMaxBlocksOfRow];
     Weight coarse_weight[kCoarseBins];   // of the tokens in a bin
     unsigned coarse_count[kCoarseBins];  // only where top_k asks for it
-    unsigned fine_count[kFineSlots][kFineBins];  // for the borders of top_k and top_p, and for the token, of which two are guessed first
+    // for the borders of top_k and top_p, and for the token, of which two are guessed first
+    unsigned fine_count[kFineSlots][kFineBins];
     unsigned key_count[kKeyDigits][kFineBins];  // tokens of the last class of top_k, by digits of key_of()
 };
 constexpr int kRowWorkspaceBytes = 99088;

@@ -12,7 +12,8 @@ extern "C" __global__ void set_row(long long* params, long long row, LIST_8(long
 }
 
 // Tokens of the prompt, or so many uses more of tokens that were generated: see kInPrompt. uses [vocab].
-extern "C" __global__ void count_tokens(unsigned* uses, const int* tokens, long long count, long long in_prompt, long long more) {
+extern "C" __global__ void count_tokens(unsigned* uses, const int* tokens, long long count, long long in_prompt,
+                                        long long more) {
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= count) return;
     if (in_prompt) {

@@ -25,7 +25,8 @@ struct RowResult {
 constexpr unsigned kInPrompt = 0x80000000u;
 
 // The logit after bias and penalties: the operations of LogitsEdits. Few tokens have any.
-__device__ __noinline__ float edited_logit(float logit, float bias, unsigned uses, float repetition, float frequency, float presence) {
+__device__ __noinline__ float edited_logit(float logit, float bias, unsigned uses, float repetition, float frequency,
+                                           float presence) {
     logit = __fadd_rn(logit, bias);
     if (!uses) return logit;
     if (repetition != 1.0f) logit = logit < 0 ? __fmul_rn(logit, repetition) : __fdiv_rn(logit, repetition);

@@ -95,7 +95,7 @@ class TestBothSides:
 
     def test_arguments_of_kernels(self):
         """How many values each kernel takes beside others."""
-        kernels = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(kThreads\) )?(\w+)\(([^{]*)\)', self.TEXT)
+        kernels = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(kThreads\)\s+)?(\w+)\(([^{]*)\)', self.TEXT)
         lists = {name: int(re.findall(r"LIST_(\d+)", rest)[0]) for name, rest in kernels if "LIST_" in rest}
         moves = {f"compact_{what}_{capacity}": capacity for what in ("layers", "rows", "lengths") for capacity in MOVE_CAPACITIES}
         saved = dict.fromkeys(("save_layers", "instantiate_layers", "save_rows", "instantiate_rows"), MAX_SAVED_TENSORS)

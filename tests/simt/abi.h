@@ -15,7 +15,8 @@ const unsigned kMultiprocessors = 4, kBlocksOfOne = 3, kAtOnce = kMultiprocessor
 struct Kernel {
     size_t parameter_count;
     const size_t* parameter_sizes;
-    // Runs the whole grid, block after block, or (cooperative) all blocks at once, at most kAtOnce. Returns what went wrong, or null.
+    // Runs the whole grid, block after block, or (cooperative) all blocks at once, at most kAtOnce. Returns what went
+    // wrong, or null.
     const char* (*run)(Extent grid, Extent block, size_t shared_bytes, bool cooperative, void** arguments);
 };
 

@@ -24,7 +24,8 @@ void* SharedMemory::array(const void* which, size_t nbytes) {
     void* start = nullptr;
     if (posix_memalign(&start, 1024, nbytes)) std::abort();
     auto* bytes = static_cast<volatile unsigned char*>(start);
-    for (size_t i = 0; i < nbytes; i++) bytes[i] = 0xFF;  // memset would count as the work of the thread that came first
+    // memset would count as the work of the thread that came first
+    for (size_t i = 0; i < nbytes; i++) bytes[i] = 0xFF;
     arrays_.push_back(Array{which, std::unique_ptr<unsigned char, Free>(static_cast<unsigned char*>(start))});
     release(start);
     return start;
@@ -32,14 +33,15 @@ void* SharedMemory::array(const void* which, size_t nbytes) {
 
 // --- running ---
 
-void Block::start(Extent index, Extent grid, Extent size, size_t dynamic_nbytes, void (*kernel)(void**), void** arguments) {
+void Block::start(Extent index, Extent grid, Extent size, size_t dynamic_nbytes, void (*kernel)(void**),
+                  void** arguments) {
     count_ = live_ = size.x * size.y * size.z;
     at_barrier_ = votes_ = 0;
     error_.clear();
     meetings_.assign((count_ + 31) / 32 * 32, Meeting{});
     for (NamedBarrier& barrier : named_) barrier.count = barrier.arrived = 0;
-    // Under ThreadSanitizer it is kept until the launch is over: else another block's would be found at the same address, and
-    // blocks are not ordered.
+    // Under ThreadSanitizer it is kept until the launch is over: else another block's would be found at the same
+    // address, and blocks are not ordered.
     if (!__tsan_create_fiber) shared_.clear();
     shared_.emplace_back();
     release(&start_order_);
@@ -80,10 +82,13 @@ bool Block::turn() {
     }
     if (live_ && !ran && error_.empty()) {
         unsigned at_named = 0;
-        for (unsigned number = 0; number < count_; number++) at_named += threads_[number]->state == Thread::kAtNamedBarrier;
-        error_ = "deadlock: of " + std::to_string(count_) + " threads, " + std::to_string(at_barrier_) + " wait at __syncthreads, " +
-                 (at_named ? std::to_string(at_named) + " at a barrier of some threads, " : "") +
-                 std::to_string(live_ - at_barrier_ - at_named) + " for lanes of their warp, and the others have ended";
+        for (unsigned number = 0; number < count_; number++)
+            at_named += threads_[number]->state == Thread::kAtNamedBarrier;
+        error_ = "deadlock: of " + std::to_string(count_) + " threads, " + std::to_string(at_barrier_)
+                 + " wait at __syncthreads, "
+                 + (at_named ? std::to_string(at_named) + " at a barrier of some threads, " : "")
+                 + std::to_string(live_ - at_barrier_ - at_named)
+                 + " for lanes of their warp, and the others have ended";
     }
     return moved;
 }
@@ -118,8 +123,8 @@ void Block::wait(decltype(Thread::state) why) {
 
 void Block::fail(const std::string& what) {
     const Extent block = running->block_index;
-    error_ = what + " (block " + std::to_string(block.x) + "," + std::to_string(block.y) + "," + std::to_string(block.z) + ", thread " +
-             std::to_string(running->number) + ")";
+    error_ = what + " (block " + std::to_string(block.x) + "," + std::to_string(block.y) + "," + std::to_string(block.z)
+             + ", thread " + std::to_string(running->number) + ")";
     running->fiber.leave();  // for ever
     std::abort();
 }
@@ -164,7 +169,8 @@ void Block::named_barrier(unsigned number, unsigned count) {
         barrier.round++;
         for (unsigned other = 0; other < count_; other++) {
             Thread& thread = *threads_[other];
-            if (thread.state == Thread::kAtNamedBarrier && thread.named_barrier == number) thread.state = Thread::kReady;
+            if (thread.state == Thread::kAtNamedBarrier && thread.named_barrier == number)
+                thread.state = Thread::kReady;
         }
     }
     acquire(order);
@@ -238,7 +244,8 @@ void Block::copy_async(void* to, const void* from, size_t nbytes, bool unsure) {
 
 // Not seen by ThreadSanitizer.
 __attribute__((no_sanitize_thread)) static void copy_unseen(const AsyncCopy& copy) {
-    for (size_t i = 0; i < copy.nbytes; i++) static_cast<volatile char*>(copy.to)[i] = static_cast<const volatile char*>(copy.from)[i];
+    for (size_t i = 0; i < copy.nbytes; i++)
+        static_cast<volatile char*>(copy.to)[i] = static_cast<const volatile char*>(copy.from)[i];
 }
 
 void Block::commit_copies() { running->copy_group++; }
@@ -257,7 +264,9 @@ void Block::wait_for_copies(int groups_left) {
 
 // --- asynchronous products: likewise ---
 
-void Block::product(float* to, const float* values, int count) { running->products.push_back(AsyncProduct{to, {values, values + count}}); }
+void Block::product(float* to, const float* values, int count) {
+    running->products.push_back(AsyncProduct{to, {values, values + count}});
+}
 
 void Block::commit_products() { running->product_groups.push_back(running->products.size()); }
 

@@ -69,7 +69,8 @@ private:
 class Block {
 public:
     void start(Extent index, Extent grid, Extent size, size_t dynamic_nbytes, void (*kernel)(void**), void** arguments);
-    // A turn for each thread that waits for none of its block. Returns whether one did more than look for what others write.
+    // A turn for each thread that waits for none of its block. Returns whether one did more than look for what others
+    // write.
     bool turn();
     bool ended() const { return live_ == 0; }
     // What went wrong; empty if nothing did.
@@ -134,7 +135,7 @@ private:
 
     std::vector<std::unique_ptr<Thread>> threads_;
     std::vector<Meeting> meetings_;  // 32 for each warp: by the lowest lane of the mask
-    NamedBarrier named_[16];  // by their numbers; 0 is that of __syncthreads
+    NamedBarrier named_[16];         // by their numbers; 0 is that of __syncthreads
     unsigned count_ = 0, live_ = 0, at_barrier_ = 0, votes_ = 0, barrier_result_ = 0;
     std::vector<SharedMemory> shared_;
     size_t dynamic_nbytes_ = 0;
@@ -142,8 +143,8 @@ private:
     bool looked_ = false;  // the thread that runs, in vain
     void (*kernel_)(void**) = nullptr;
     void** arguments_ = nullptr;
-    // Tags. Two that take turns where threads meet: who comes to the next meeting early must not be ordered before those who
-    // have yet to leave this one.
+    // Tags. Two that take turns where threads meet: who comes to the next meeting early must not be ordered before
+    // those who have yet to leave this one.
     unsigned barrier_round_ = 0;
     char start_order_, barrier_order_[2], end_order_;
 };

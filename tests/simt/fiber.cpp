@@ -18,8 +18,9 @@ namespace {
 const size_t kStack = 128 << 10, kGuard = 4096;
 const unsigned kNotOrdered = 1;  // for ThreadSanitizer: that one fiber runs after another does not order what they do
 
-// Stacks that are mapped together, behind one page that must not be touched: a process may have so many mappings only, and the libraries of
-// all kernels, each with its own threads, share them. A word at the end of each stack says whether it was too short.
+// Stacks that are mapped together, behind one page that must not be touched: a process may have so many mappings only,
+// and the libraries of all kernels, each with its own threads, share them. A word at the end of each stack says whether
+// it was too short.
 const size_t kStacksAtOnce = 64;
 const unsigned long long kUntouched = 0x5AFE57AC5AFE57AC;
 
@@ -34,7 +35,8 @@ std::vector<char*>& free_stacks() {
 char* take_stack() {
     std::vector<char*>& stacks = free_stacks();
     if (stacks.empty()) {
-        void* start = mmap(nullptr, kGuard + kStacksAtOnce * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* start = mmap(nullptr, kGuard + kStacksAtOnce * kStack, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (start == MAP_FAILED || mprotect(start, kGuard, PROT_NONE)) {
             std::perror("the emulator has no memory for stacks");
             std::abort();
@@ -51,8 +53,8 @@ char* take_stack() {
 
 #if defined(__x86_64__)
 
-// simt_switch(&mine, other): saves what a function must preserve on the stack, and the stack pointer in `mine`; goes on at
-// `other`, where another call of it did the same.
+// simt_switch(&mine, other): saves what a function must preserve on the stack, and the stack pointer in `mine`; goes on
+// at `other`, where another call of it did the same.
 extern "C" void simt_switch(void** mine, void* other);
 asm(R"(
     .text
@@ -93,8 +95,8 @@ void Fiber::start(void (*body)(void*), void* argument) {
     body_ = body;
     argument_ = argument;
 #if defined(__x86_64__)
-    // The first switch pops six registers and returns into first_entry, as if that had just been called: the return address
-    // that a call would have pushed is null, and lies 8 bytes past a multiple of 16.
+    // The first switch pops six registers and returns into first_entry, as if that had just been called: the return
+    // address that a call would have pushed is null, and lies 8 bytes past a multiple of 16.
     void** top = reinterpret_cast<void**>(stack_ + kStack);
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(first_entry);
@@ -136,7 +138,8 @@ void Fiber::enter() {
 }
 
 void Fiber::leave() {
-    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(&own_fake_stack_, host_stack_, host_stack_nbytes_);
+    if (__sanitizer_start_switch_fiber)
+        __sanitizer_start_switch_fiber(&own_fake_stack_, host_stack_, host_stack_nbytes_);
     if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(host_thread_, kNotOrdered);
 #if defined(__x86_64__)
     simt_switch(&own_, host_);

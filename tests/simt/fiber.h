@@ -15,8 +15,8 @@ public:
     Fiber(const Fiber&) = delete;
     ~Fiber();
 
-    // Makes the next `enter` call `body(argument)`. `body` must not return: it ends with `leave`, and is not entered again
-    // until the fiber is started anew.
+    // Makes the next `enter` call `body(argument)`. `body` must not return: it ends with `leave`, and is not entered
+    // again until the fiber is started anew.
     void start(void (*body)(void*), void* argument);
 
     // From the host's own stack: runs the fiber until it leaves.

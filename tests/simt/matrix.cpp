@@ -15,7 +15,8 @@ namespace {
 float computed_float16(unsigned bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
     const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
-                                           : std::ldexp(static_cast<float>(exponent ? 1024 + fraction : fraction), (exponent ? exponent : 1) - 25);
+                                           : std::ldexp(static_cast<float>(exponent ? 1024 + fraction : fraction),
+                                                        (exponent ? exponent : 1) - 25);
     return bits >> 15 ? -magnitude : magnitude;
 }
 
@@ -51,7 +52,8 @@ unsigned short to_float16(float value) {
     int exponent = 0;
     std::frexp(magnitude, &exponent);  // magnitude < 2^exponent
     if (magnitude < std::ldexp(1.0f, -14)) exponent = -13;
-    const float units = std::nearbyint(std::ldexp(magnitude, 11 - exponent));  // 1024 of them, or more, unless it is denormal
+    // 1024 of them, or more, unless it is denormal
+    const float units = std::nearbyint(std::ldexp(magnitude, 11 - exponent));
     return sign | (static_cast<unsigned>(units) + (static_cast<unsigned>(exponent + 13) << 10));
 }
 
@@ -62,8 +64,10 @@ unsigned short to_bfloat16(float value) {
 
 float of_float8(unsigned bits) {
     const int exponent = bits >> 3 & 15, fraction = bits & 7;
-    const float magnitude = exponent == 15 && fraction == 7 ? NAN
-                                                            : std::ldexp(static_cast<float>(exponent ? 8 + fraction : fraction), (exponent ? exponent : 1) - 10);
+    const float magnitude =
+        exponent == 15 && fraction == 7
+            ? NAN
+            : std::ldexp(static_cast<float>(exponent ? 8 + fraction : fraction), (exponent ? exponent : 1) - 10);
     return bits >> 7 ? -magnitude : magnitude;
 }
 
@@ -74,14 +78,16 @@ unsigned char to_float8(float value) {
     int exponent = 0;
     std::frexp(magnitude, &exponent);  // magnitude < 2^exponent
     if (magnitude < std::ldexp(1.0f, -6)) exponent = -5;
-    const float units = std::nearbyint(std::ldexp(magnitude, 4 - exponent));  // 8 of them, or more, unless it is denormal
+    // 8 of them, or more, unless it is denormal
+    const float units = std::nearbyint(std::ldexp(magnitude, 4 - exponent));
     return sign | (static_cast<unsigned>(units) + (static_cast<unsigned>(exponent + 5) << 3));
 }
 
 void exchange_rows(void* const* lanes) {
     for (int lane = 0; lane < 32; lane++) {
         for (int matrix = 0; matrix < 4; matrix++) {
-            static_cast<MatrixRow*>(lanes[lane])->to[matrix] = static_cast<MatrixRow*>(lanes[8 * matrix + lane / 4])->row[lane % 4];
+            static_cast<MatrixRow*>(lanes[lane])->to[matrix] =
+                static_cast<MatrixRow*>(lanes[8 * matrix + lane / 4])->row[lane % 4];
         }
     }
 }
@@ -92,7 +98,9 @@ void exchange_rows_transposed(void* const* lanes) {
         for (int matrix = 0; matrix < 4; matrix++) {
             unsigned pair = 0;
             for (int i = 0; i < 2; i++) {
-                pair |= (static_cast<MatrixRow*>(lanes[8 * matrix + row + i])->row[column / 2] >> (column % 2 * 16) & 0xFFFF) << (16 * i);
+                pair |= (static_cast<MatrixRow*>(lanes[8 * matrix + row + i])->row[column / 2] >> (column % 2 * 16)
+                         & 0xFFFF)
+                        << (16 * i);
             }
             static_cast<MatrixRow*>(lanes[lane])->to[matrix] = pair;
         }
@@ -104,7 +112,8 @@ void transpose_words(void* const* lanes) {
         const int column = lane / 4, row = lane % 4 * 2;
         unsigned pair = 0;
         for (int i = 0; i < 2; i++) {
-            pair |= (static_cast<MatrixWord*>(lanes[4 * (row + i) + column / 2])->word >> (column % 2 * 16) & 0xFFFF) << (16 * i);
+            pair |= (static_cast<MatrixWord*>(lanes[4 * (row + i) + column / 2])->word >> (column % 2 * 16) & 0xFFFF)
+                    << (16 * i);
         }
         *static_cast<MatrixWord*>(lanes[lane])->to = pair;
     }
@@ -117,8 +126,10 @@ static inline void multiply_add(void* const* lanes, ToFloat to_float) {
         const auto& mine = *static_cast<const MatrixProduct*>(lanes[lane]);
         const int group = lane / 4, pair = lane % 4 * 2;
         for (int i = 0; i < 2; i++) {
-            for (int part = 0; part < 4; part++) a[group + part % 2 * 8][pair + part / 2 * 8 + i] = to_float(mine.a[part] >> (16 * i) & 0xFFFF);
-            for (int part = 0; part < 2; part++) b[pair + part * 8 + i][group] = to_float(mine.b[part] >> (16 * i) & 0xFFFF);
+            for (int part = 0; part < 4; part++)
+                a[group + part % 2 * 8][pair + part / 2 * 8 + i] = to_float(mine.a[part] >> (16 * i) & 0xFFFF);
+            for (int part = 0; part < 2; part++)
+                b[pair + part * 8 + i][group] = to_float(mine.b[part] >> (16 * i) & 0xFFFF);
         }
     }
     for (int row = 0; row < 16; row++) {
@@ -127,7 +138,8 @@ static inline void multiply_add(void* const* lanes, ToFloat to_float) {
         }
     }
     for (int lane = 0; lane < 32; lane++) {
-        for (int i = 0; i < 4; i++) static_cast<MatrixProduct*>(lanes[lane])->sum[i] += products[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+        for (int i = 0; i < 4; i++)
+            static_cast<MatrixProduct*>(lanes[lane])->sum[i] += products[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
     }
 }
 
@@ -170,7 +182,8 @@ static inline void multiply_panels(void* const* lanes, ToFloat to_float) {
         }
     }
     for (int lane = 0; lane < 32; lane++) {
-        for (int i = 0; i < columns / 2; i++) of_lane(lane).product[i] = products[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2];
+        for (int i = 0; i < columns / 2; i++)
+            of_lane(lane).product[i] = products[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2];
     }
 }
 

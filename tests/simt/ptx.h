@@ -1,4 +1,5 @@
-// The CPU half of what plugins/attention/*.cuh have for a GPU between #ifndef EMULATED_PTX and #endif, and of plugins/shared_memory.cuh.
+// The CPU half of what plugins/attention/*.cuh have for a GPU between #ifndef EMULATED_PTX and #endif, and of
+// plugins/shared_memory.cuh.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +46,9 @@ inline void cp_async_word(SharedAddress to, const void* from, bool valid) {
 inline const unsigned char* base_address(const unsigned char* address) { return address; }
 struct L2Policy {};
 inline L2Policy evict_first_policy() { return {}; }
-inline void cp_async_with_policy(SharedAddress to, const void* from, bool valid, L2Policy) { cp_async(to, from, valid); }
+inline void cp_async_with_policy(SharedAddress to, const void* from, bool valid, L2Policy) {
+    cp_async(to, from, valid);
+}
 __attribute__((no_sanitize_thread)) inline void look_at(const volatile unsigned* from) {
     for (int i = 0; i < 4; i++) static_cast<void>(from[i]);
 }
@@ -55,7 +58,9 @@ inline void cp_async_speculative(SharedAddress to, const void* from, bool valid,
     *reinterpret_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
     simt::running->block->copy_async(to, valid ? from : &zeros, sizeof zeros, true);
 }
-inline uint4 load_once(const void* from, bool valid, L2Policy) { return valid ? *static_cast<const uint4*>(from) : uint4{}; }
+inline uint4 load_once(const void* from, bool valid, L2Policy) {
+    return valid ? *static_cast<const uint4*>(from) : uint4{};
+}
 inline void prefetch_l2_line(const void*) {}
 inline void grid_dependency_wait() {}
 inline void grid_dependents_may_launch() {}
@@ -93,8 +98,9 @@ inline void mma_m16n8k16(BFloat16, float (&d)[4], const unsigned (&a)[4], unsign
     simt::running->block->together(&mine, "mma_m16n8k16 of BFloat16", simt::multiply_add_bfloat16);
 }
 
-// Products of a warpgroup. Each warp has 16 of the 64 rows of A and of the product, so it does its part alone: a lane brings half a row of these, and
-// its share of the rows of B. What is in shared memory is read at once, and the product is there when it is waited for, no sooner.
+// Products of a warpgroup. Each warp has 16 of the 64 rows of A and of the product, so it does its part alone: a lane
+// brings half a row of these, and its share of the rows of B. What is in shared memory is read at once, and the product
+// is there when it is waited for, no sooner.
 inline void warpgroup_begin() {}
 inline void warpgroup_commit() { simt::running->block->commit_products(); }
 template <int kGroups = 0, int kFragments>
@@ -105,7 +111,8 @@ template <int kParts>
 void hold_registers(unsigned (&)[kParts][4]) {}
 inline void shared_memory_fence() {}
 
-// 16 bytes of a row of a panel, from an address in its first row on: bits 4 to 6 of an address are swizzled with bits 7 to 9.
+// 16 bytes of a row of a panel, from an address in its first row on: bits 4 to 6 of an address are swizzled with bits 7
+// to 9.
 inline uint4 of_panel(SharedAddress start, int row, int chunk) {
     const size_t address = reinterpret_cast<size_t>(start) + 128 * row + 16 * chunk;
     return *reinterpret_cast<const uint4*>(address ^ (address >> 7 & 7) << 4);
@@ -140,12 +147,19 @@ void warpgroup_mma_transposed(Type, float (&d)[8][4], const unsigned (&a)[4], Sh
     warpgroup_product(Type{}, d, mine);
 }
 
-inline unsigned pack(Float16, float2 values) { return simt::to_float16(values.x) | static_cast<unsigned>(simt::to_float16(values.y)) << 16; }
-inline unsigned pack(BFloat16, float2 values) { return simt::to_bfloat16(values.x) | static_cast<unsigned>(simt::to_bfloat16(values.y)) << 16; }
+inline unsigned pack(Float16, float2 values) {
+    return simt::to_float16(values.x) | static_cast<unsigned>(simt::to_float16(values.y)) << 16;
+}
+inline unsigned pack(BFloat16, float2 values) {
+    return simt::to_bfloat16(values.x) | static_cast<unsigned>(simt::to_bfloat16(values.y)) << 16;
+}
 inline float2 unpack(Float16, unsigned word) { return {simt::of_float16(word & 0xFFFF), simt::of_float16(word >> 16)}; }
-inline float2 unpack(BFloat16, unsigned word) { return {simt::of_bfloat16(word & 0xFFFF), simt::of_bfloat16(word >> 16)}; }
+inline float2 unpack(BFloat16, unsigned word) {
+    return {simt::of_bfloat16(word & 0xFFFF), simt::of_bfloat16(word >> 16)};
+}
 
-// A double holds the product of two elements and the sum with a third one of these exponents exactly, and so does a float what comes out here.
+// A double holds the product of two elements and the sum with a third one of these exponents exactly, and so does a
+// float what comes out here.
 template <class Type>
 unsigned multiply_add(Type, unsigned a, unsigned b, unsigned c) {
     const float2 x = unpack(Type{}, a), y = unpack(Type{}, b), z = unpack(Type{}, c);
@@ -158,7 +172,9 @@ inline uint2 float16_of_float8(unsigned codes) {
     const auto element = [=](int i) { return simt::of_float8(codes >> (8 * i) & 0xFF); };
     return {pack(Float16{}, {element(0), element(1)}), pack(Float16{}, {element(2), element(3)})};
 }
-inline unsigned float8_of_floats(float2 values) { return simt::to_float8(values.x) | static_cast<unsigned>(simt::to_float8(values.y)) << 8; }
+inline unsigned float8_of_floats(float2 values) {
+    return simt::to_float8(values.x) | static_cast<unsigned>(simt::to_float8(values.y)) << 8;
+}
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
@@ -169,7 +185,8 @@ inline int over_warp(int value, int (*join)(int, int)) {
     return value;
 }
 inline int warp_sum(int value) {  // modulo 2^32, as the instruction
-    return over_warp(value, [](int a, int b) { return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)); });
+    return over_warp(
+        value, [](int a, int b) { return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)); });
 }
 inline int warp_max(int value) {
     return over_warp(value, [](int a, int b) { return a > b ? a : b; });
@@ -199,6 +216,8 @@ inline float4 poll_vector(const float4* place) {
 inline void reset_vector(float4* place) { __atomic_store_n(words_of(place) + 3, 0u, __ATOMIC_RELAXED); }
 inline void poll_again() { simt::running->block->look_again(); }
 
-inline unsigned add_acq_rel(unsigned* word, unsigned value) { return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL); }
+inline unsigned add_acq_rel(unsigned* word, unsigned value) {
+    return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL);
+}
 inline unsigned load_acquire(const unsigned* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 inline void add_release(unsigned* word, unsigned value) { __atomic_fetch_add(word, value, __ATOMIC_RELEASE); }

@@ -1,5 +1,5 @@
-// What the sanitizers must be told about fibers. The emulator itself is compiled without them, and finds them when a kernel
-// (or the process) was built with one: each of these is null otherwise.
+// What the sanitizers must be told about fibers. The emulator itself is compiled without them, and finds them when a
+// kernel (or the process) was built with one: each of these is null otherwise.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,8 @@ IF_LINKED void __tsan_release(void* tag);
 
 namespace simt {
 
-// What was done before `release(tag)` is ordered before what comes after `acquire(tag)`: for ThreadSanitizer alone, since
-// there is only one thread of the host.
+// What was done before `release(tag)` is ordered before what comes after `acquire(tag)`: for ThreadSanitizer alone,
+// since there is only one thread of the host.
 inline void release(void* tag) {
     if (__tsan_release) __tsan_release(tag);
 }

@@ -10,8 +10,8 @@ namespace simt {
 
 namespace {
 
-// Blocks that run one after another take turns on so many. To ThreadSanitizer the threads of one are always the same threads, so it sees
-// a race between two blocks where their turns differ, and may miss it where they are equal.
+// Blocks that run one after another take turns on so many. To ThreadSanitizer the threads of one are always the same
+// threads, so it sees a race between two blocks where their turns differ, and may miss it where they are equal.
 const unsigned kTurns = 4;
 
 // Rounds of turns in which all looked in vain, after which they would for ever.
@@ -33,7 +33,8 @@ std::string run_blocks(Block* first, unsigned count) {
 
 }  // namespace
 
-const char* run_grid(Extent grid, Extent size, size_t dynamic_nbytes, bool cooperative, void (*kernel)(void** arguments), void** arguments) {
+const char* run_grid(Extent grid, Extent size, size_t dynamic_nbytes, bool cooperative,
+                     void (*kernel)(void** arguments), void** arguments) {
     static Block blocks[kAtOnce];
     static std::mutex one_at_a_time;
     static std::string error;

@@ -1,8 +1,9 @@
-// What a file of plugins/ is compiled with by a host compiler: `g++ -x c++ -include simt.h lengths.cu`, then SIMT_KERNEL for
-// each kernel. It stands for what nvcc and NVRTC know without an #include.
+// What a file of plugins/ is compiled with by a host compiler: `g++ -x c++ -include simt.h lengths.cu`, then
+// SIMT_KERNEL for each kernel. It stands for what nvcc and NVRTC know without an #include.
 //
-// Each CUDA thread is a fiber. Blocks run one after another, or all at once where the launch is cooperative, and threads in turns,
-// each until it waits for others (a barrier, an exchange within the warp, what another block writes) or ends.
+// Each CUDA thread is a fiber. Blocks run one after another, or all at once where the launch is cooperative, and
+// threads in turns, each until it waits for others (a barrier, an exchange within the warp, what another block writes)
+// or ends.
 #pragma once
 
 #include <algorithm>
@@ -70,23 +71,29 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 }
 // What a cache should do with it means nothing here.
 template <class Type>
-Type __ldcs(const Type* address) { return *address; }
+Type __ldcs(const Type* address) {
+    return *address;
+}
 template <class Type>
-void __stcs(Type* address, Type value) { *address = value; }
+void __stcs(Type* address, Type value) {
+    *address = value;
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
 // --- shared memory: see plugins/shared_memory.cuh ---
 
-#define SHARED_ARRAY(type, name, count)                                                                \
-    static char name##_which;                                                                          \
+#define SHARED_ARRAY(type, name, count) \
+    static char name##_which; \
     type* const name = static_cast<type*>(simt::running->block->shared_array(&name##_which, sizeof(type) * (count)))
 #define DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(simt::running->block->dynamic_shared())
 
 // --- waiting for threads of the block ---
 
 inline void __syncthreads() { simt::running->block->barrier(false); }
-inline int __syncthreads_count(int predicate) { return static_cast<int>(simt::running->block->barrier(predicate != 0)); }
+inline int __syncthreads_count(int predicate) {
+    return static_cast<int>(simt::running->block->barrier(predicate != 0));
+}
 inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
 
 // --- lanes of a warp ---
@@ -114,9 +121,15 @@ inline int lane_at(int offset, int width) {
 }  // namespace simt
 
 inline void __syncwarp(unsigned mask = ~0u) { simt::running->block->sync_warp(mask); }
-inline unsigned __ballot_sync(unsigned mask, int predicate) { return simt::running->block->ballot(mask, predicate != 0, "__ballot_sync"); }
-inline int __any_sync(unsigned mask, int predicate) { return simt::running->block->ballot(mask, predicate != 0, "__any_sync") != 0; }
-inline int __all_sync(unsigned mask, int predicate) { return simt::running->block->ballot(mask, predicate != 0, "__all_sync") == mask; }
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    return simt::running->block->ballot(mask, predicate != 0, "__ballot_sync");
+}
+inline int __any_sync(unsigned mask, int predicate) {
+    return simt::running->block->ballot(mask, predicate != 0, "__any_sync") != 0;
+}
+inline int __all_sync(unsigned mask, int predicate) {
+    return simt::running->block->ballot(mask, predicate != 0, "__all_sync") == mask;
+}
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
@@ -133,20 +146,25 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32) {
-    const int source = simt::lane() ^ lanes, end = (simt::lane() / width + 1) * width;  // earlier groups can be read, later ones not
+    // earlier groups can be read, later ones not
+    const int source = simt::lane() ^ lanes, end = (simt::lane() / width + 1) * width;
     return simt::shuffle(mask, value, source < end ? source : simt::lane(), "__shfl_xor_sync");
 }
 
 // --- asynchronous copies (cp.async) ---
 
-inline void __pipeline_memcpy_async(void* to, const void* from, size_t nbytes) { simt::running->block->copy_async(to, from, nbytes); }
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t nbytes) {
+    simt::running->block->copy_async(to, from, nbytes);
+}
 inline void __pipeline_commit() { simt::running->block->commit_copies(); }
 inline void __pipeline_wait_prior(int groups) { simt::running->block->wait_for_copies(groups); }
 
 // --- atomic operations ---
 
 inline int atomicAdd(int* place, int value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
-inline unsigned atomicAdd(unsigned* place, unsigned value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
+inline unsigned atomicAdd(unsigned* place, unsigned value) {
+    return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
+}
 inline unsigned atomicOr(unsigned* place, unsigned bits) { return __atomic_fetch_or(place, bits, __ATOMIC_RELAXED); }
 inline unsigned long long atomicAdd(unsigned long long* place, unsigned long long value) {
     return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
@@ -161,7 +179,8 @@ inline unsigned long long atomicAdd(unsigned long long* place, unsigned long lon
 namespace simt {
 
 // Runs `kernel(arguments)` for every thread of the grid. Returns what went wrong, or null.
-const char* run_grid(Extent grid, Extent block, size_t dynamic_nbytes, bool cooperative, void (*kernel)(void** arguments), void** arguments);
+const char* run_grid(Extent grid, Extent block, size_t dynamic_nbytes, bool cooperative,
+                     void (*kernel)(void** arguments), void** arguments);
 
 template <auto kernel>
 struct Launcher;

@@ -706,8 +706,8 @@ MISTAKES = {
     ),
     "a token that does not see itself": (
         DELTA_MATRICES,
-        "of_chunk <= tokens[i] ? factors",
-        "of_chunk < tokens[i] ? factors",
+        "const float first = of_chunk <= tokens[i]",
+        "const float first = of_chunk < tokens[i]",
         "none",
         DELTA_TESTS,
         "assert",
@@ -827,6 +827,28 @@ MISTAKES = {
     ),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_kernels.py", OVERRUN),
 }
+
+
+#: Mistakes that are planted at several places of a file.
+AT_SEVERAL_PLACES = {
+    "one vector too many",
+    "one vector too many, inside",
+    "nor where it is saved",
+    "stale tokens move too",
+    "a bin that is read before it is found",
+    "channels behind the last one",
+    "padding in a chunk of keys",
+    "changes as precise as their parts",
+    "the first layer's heads",
+}
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_mistake_replaces_code(mistake):
+    file, right, wrong, *_ = MISTAKES[mistake]
+    count = (source_folder() / file).read_text().count(right)
+    assert count > 1 if mistake in AT_SEVERAL_PLACES else count == 1
+    assert wrong != right
 
 
 @pytest.mark.slow

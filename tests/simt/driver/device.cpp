@@ -12,7 +12,8 @@
 namespace {
 const int kDeviceCount = 1;
 const CUcontext kContext = reinterpret_cast<CUcontext>(0x1000);
-// An architecture that no GPU has, so that an object built for the emulator and a real cubin are never taken for each other.
+// An architecture that no GPU has, so that an object built for the emulator and a real cubin are never taken for each
+// other.
 const int kComputeCapabilityMajor = 99, kComputeCapabilityMinor = 0;
 thread_local std::vector<CUcontext> stack;  // the last one is current
 
@@ -44,8 +45,14 @@ extern "C" {
 void standin_take_pools_away() { pools = false; }
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
-CUresult cuDriverGetVersion(int* version) { *version = 13020; return CUDA_SUCCESS; }
-CUresult cuDeviceGetCount(int* count) { *count = kDeviceCount; return CUDA_SUCCESS; }
+CUresult cuDriverGetVersion(int* version) {
+    *version = 13020;
+    return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetCount(int* count) {
+    *count = kDeviceCount;
+    return CUDA_SUCCESS;
+}
 
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
     if (ordinal < 0 || ordinal >= kDeviceCount) return CUDA_ERROR_INVALID_DEVICE;
@@ -53,11 +60,23 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetName(char* name, int size, CUdevice) { std::strncpy(name, "stand-in", size); return CUDA_SUCCESS; }
-CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) { *value = attribute(name); return CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) { *context = kContext; return CUDA_SUCCESS; }
+CUresult cuDeviceGetName(char* name, int size, CUdevice) {
+    std::strncpy(name, "stand-in", size);
+    return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) {
+    *value = attribute(name);
+    return CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
+    *context = kContext;
+    return CUDA_SUCCESS;
+}
 CUresult cuDevicePrimaryCtxRelease(CUdevice) { return CUDA_SUCCESS; }
-CUresult cuCtxGetCurrent(CUcontext* context) { *context = stack.empty() ? nullptr : stack.back(); return CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext* context) {
+    *context = stack.empty() ? nullptr : stack.back();
+    return CUDA_SUCCESS;
+}
 
 CUresult cuCtxSetCurrent(CUcontext context) {
     if (!stack.empty()) stack.pop_back();
@@ -65,7 +84,10 @@ CUresult cuCtxSetCurrent(CUcontext context) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuCtxPushCurrent(CUcontext context) { stack.push_back(context); return CUDA_SUCCESS; }
+CUresult cuCtxPushCurrent(CUcontext context) {
+    stack.push_back(context);
+    return CUDA_SUCCESS;
+}
 
 CUresult cuCtxPopCurrent(CUcontext* context) {
     if (stack.empty()) return CUDA_ERROR_INVALID_CONTEXT;
@@ -104,10 +126,14 @@ CUresult cuGetErrorName(CUresult error, const char** text) {
 CUresult cuGetErrorString(CUresult error, const char** text) { return cuGetErrorName(error, text); }
 
 // NVRTC looks here, and does without.
-CUresult cuGetExportTable(const void** table, const CUuuid*) { *table = nullptr; return CUDA_ERROR_NOT_FOUND; }
+CUresult cuGetExportTable(const void** table, const CUuuid*) {
+    *table = nullptr;
+    return CUDA_ERROR_NOT_FOUND;
+}
 
 // The functions that this driver has. What it lacks is "not found" to cuda.bindings, which then raises by name.
-CUresult cuGetProcAddress_v2(const char* symbol, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* status) {
+CUresult cuGetProcAddress_v2(const char* symbol, void** function, int, cuuint64_t,
+                             CUdriverProcAddressQueryResult* status) {
     static void* self = [] {
         Dl_info info;
         dladdr(reinterpret_cast<void*>(&cuGetProcAddress_v2), &info);

@@ -26,5 +26,5 @@ void fail(const char* message);  // from running work: every later wait reports 
 
 // The same, for calls that work in the current context.
 #define LOG_CALL_IN_CONTEXT() \
-    LOG_CALL();               \
+    LOG_CALL(); \
     if (!standin::has_context()) return CUDA_ERROR_INVALID_CONTEXT

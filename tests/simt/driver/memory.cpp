@@ -1,5 +1,5 @@
-// Device memory and page-locked memory, both from the host's heap. New bytes are 0xFF (NaN in every float type), so memory
-// that was not written shows.
+// Device memory and page-locked memory, both from the host's heap. New bytes are 0xFF (NaN in every float type), so
+// memory that was not written shows.
 
 #include <cstdint>
 #include <cstdlib>
@@ -112,9 +112,18 @@ CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps*) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuMemPoolDestroy(CUmemoryPool) { LOG_CALL(); return CUDA_SUCCESS; }
-CUresult cuMemPoolSetAccess(CUmemoryPool, const CUmemAccessDesc*, size_t) { LOG_CALL(); return CUDA_SUCCESS; }
-CUresult cuMemPoolSetAttribute(CUmemoryPool, CUmemPool_attribute, void*) { LOG_CALL(); return CUDA_SUCCESS; }
+CUresult cuMemPoolDestroy(CUmemoryPool) {
+    LOG_CALL();
+    return CUDA_SUCCESS;
+}
+CUresult cuMemPoolSetAccess(CUmemoryPool, const CUmemAccessDesc*, size_t) {
+    LOG_CALL();
+    return CUDA_SUCCESS;
+}
+CUresult cuMemPoolSetAttribute(CUmemoryPool, CUmemPool_attribute, void*) {
+    LOG_CALL();
+    return CUDA_SUCCESS;
+}
 
 CUresult cuMemAllocFromPoolAsync(CUdeviceptr* start, size_t nbytes, CUmemoryPool, CUstream) {
     LOG_CALL();
@@ -189,9 +198,7 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdev
             *static_cast<unsigned*>(value) = block->on_device ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
             return CUDA_SUCCESS;
         case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-        case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-            *static_cast<int*>(value) = 0;
-            return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_IS_MANAGED: *static_cast<int*>(value) = 0; return CUDA_SUCCESS;
         default: return CUDA_ERROR_INVALID_VALUE;
     }
 }

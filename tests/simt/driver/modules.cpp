@@ -47,7 +47,8 @@ std::vector<std::vector<char>> copy_arguments(const simt::Kernel& kernel, void**
 
 extern "C" {
 
-CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option*, void**, unsigned, CUlibraryOption*, void**, unsigned) {
+CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option*, void**, unsigned, CUlibraryOption*,
+                           void**, unsigned) {
     LOG_CALL();
     const auto* header = static_cast<const Elf64_Ehdr*>(code);
     if (std::memcmp(header->e_ident, ELFMAG, SELFMAG) != 0) return CUDA_ERROR_INVALID_IMAGE;
@@ -70,7 +71,8 @@ CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* nam
 // What a block may have beyond 48 KiB, by kernel.
 CUresult cuKernelSetAttribute(CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice) {
     LOG_CALL();
-    if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value > kMostShared) return CUDA_ERROR_INVALID_VALUE;
+    if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value > kMostShared)
+        return CUDA_ERROR_INVALID_VALUE;
     allowed_shared[kernel] = value;
     return CUDA_SUCCESS;
 }
@@ -86,17 +88,20 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     const auto& kernel = *reinterpret_cast<const simt::Kernel*>(function);
     const simt::Extent grid{config->gridDimX, config->gridDimY, config->gridDimZ};
     const simt::Extent block{config->blockDimX, config->blockDimY, config->blockDimZ};
-    if (!grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z || size_t{block.x} * block.y * block.z > 1024) {
+    if (!grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z
+        || size_t{block.x} * block.y * block.z > 1024) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     bool cooperative = false;
     for (unsigned i = 0; i < config->numAttrs; i++) {
-        cooperative = cooperative || (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE && config->attrs[i].value.cooperative);
+        cooperative = cooperative
+                      || (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE && config->attrs[i].value.cooperative);
     }
     if (cooperative && size_t{grid.x} * grid.y * grid.z > simt::kAtOnce) return CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE;
     const size_t shared_bytes = config->sharedMemBytes;
     const auto allowed = allowed_shared.find(reinterpret_cast<CUkernel>(function));
-    if (shared_bytes > static_cast<size_t>(allowed == allowed_shared.end() ? kShared : allowed->second)) return CUDA_ERROR_INVALID_VALUE;
+    if (shared_bytes > static_cast<size_t>(allowed == allowed_shared.end() ? kShared : allowed->second))
+        return CUDA_ERROR_INVALID_VALUE;
     auto copies = copy_arguments(kernel, arguments);
     return standin::give(config->hStream, [=, &kernel] {
         std::vector<void*> pointers;

@@ -1,5 +1,5 @@
-// Streams, events and graphs. A stream is as late as it is allowed to be: what it is given runs when the host waits for it.
-// So a test fails where the host reads too early, or overwrites what a copy has yet to read.
+// Streams, events and graphs. A stream is as late as it is allowed to be: what it is given runs when the host waits for
+// it. So a test fails where the host reads too early, or overwrites what a copy has yet to read.
 
 #include <cstdint>
 #include <cstdio>
@@ -122,12 +122,30 @@ CUresult cuStreamDestroy(CUstream handle) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamSynchronize(CUstream stream) { LOG_CALL_IN_CONTEXT(); return standin::finish(stream); }
-CUresult cuCtxSynchronize() { LOG_CALL_IN_CONTEXT(); return standin::finish_all(); }
-CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) { *least = *greatest = 0; return CUDA_SUCCESS; }
-CUresult cuStreamGetFlags(CUstream stream, unsigned* flags) { *flags = of(stream).flags; return CUDA_SUCCESS; }
-CUresult cuStreamGetPriority(CUstream, int* priority) { *priority = 0; return CUDA_SUCCESS; }
-CUresult cuStreamGetDevice(CUstream, CUdevice* device) { *device = 0; return CUDA_SUCCESS; }
+CUresult cuStreamSynchronize(CUstream stream) {
+    LOG_CALL_IN_CONTEXT();
+    return standin::finish(stream);
+}
+CUresult cuCtxSynchronize() {
+    LOG_CALL_IN_CONTEXT();
+    return standin::finish_all();
+}
+CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+    *least = *greatest = 0;
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamGetFlags(CUstream stream, unsigned* flags) {
+    *flags = of(stream).flags;
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamGetPriority(CUstream, int* priority) {
+    *priority = 0;
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamGetDevice(CUstream, CUdevice* device) {
+    *device = 0;
+    return CUDA_SUCCESS;
+}
 CUresult cuStreamGetCtx(CUstream, CUcontext* context) { return cuCtxGetCurrent(context); }
 
 // --- events ---
@@ -192,8 +210,8 @@ CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamGetCaptureInfo_v3(CUstream stream, CUstreamCaptureStatus* status, cuuint64_t* id, CUgraph* graph, const CUgraphNode**,
-                                   const CUgraphEdgeData**, size_t*) {
+CUresult cuStreamGetCaptureInfo_v3(CUstream stream, CUstreamCaptureStatus* status, cuuint64_t* id, CUgraph* graph,
+                                   const CUgraphNode**, const CUgraphEdgeData**, size_t*) {
     LOG_CALL();
     Graph* capture = of(stream).capture.get();
     *status = capture ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
@@ -202,7 +220,8 @@ CUresult cuStreamGetCaptureInfo_v3(CUstream stream, CUstreamCaptureStatus* statu
     return CUDA_SUCCESS;
 }
 
-CUresult cuGraphInstantiateWithParams(CUgraphExec* executable, CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS* parameters) {
+CUresult cuGraphInstantiateWithParams(CUgraphExec* executable, CUgraph graph,
+                                      CUDA_GRAPH_INSTANTIATE_PARAMS* parameters) {
     LOG_CALL();
     *executable = reinterpret_cast<CUgraphExec>(new Graph(*reinterpret_cast<Graph*>(graph)));
     parameters->result_out = CUDA_GRAPH_INSTANTIATE_SUCCESS;

@@ -40,7 +40,8 @@ extern "C" __global__ void warp(float* out) {
     const int lane = threadIdx.x % 32;
     float sum = lane;
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);  // 496
-    const float left = __shfl_up_sync(~0u, static_cast<float>(lane), 1, 8), right = __shfl_down_sync(~0u, lane * 1.0, 2);
+    const float left = __shfl_up_sync(~0u, static_cast<float>(lane), 1, 8),
+                right = __shfl_down_sync(~0u, lane * 1.0, 2);
     const unsigned odd = __ballot_sync(~0u, lane & 1);
     const int votes = __any_sync(~0u, lane == 7) + __all_sync(~0u, lane < 31);
     const int count = __syncthreads_count(lane < 3) + __syncthreads_or(threadIdx.x == 40);
