@@ -1,6 +1,6 @@
 // Lists of values among the arguments of a launch. Every argument has 64 bits, and a struct cannot be passed (see
-// README.md), so a list is spelled out as that many parameters. What a launch carries is part of it: nothing that the
-// host does later can change it.
+// README.md). So a list is spelled out as that many parameters. The values are part of the launch: later changes on the
+// host do not affect it.
 #pragma once
 
 // LIST_8(long long move) is `long long move0, long long move1, ... long long move7`; LIST_8(move) is their names.

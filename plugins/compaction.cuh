@@ -108,8 +108,8 @@ struct Columns {
     }
 };
 
-// Carries out all moves. What a move has loaded is stored while the next one loads: no move loads what the one before
-// it stores, because every slot is read before it is overwritten.
+// Executes all moves. A move stores its registers while the next one loads. No move loads what the move before it
+// stores, because every slot is read before it is overwritten.
 template <class Vector, class Moves>
 __device__ __forceinline__ void compact_columns(unsigned char* slots, long long slot_stride, const Moves& moves,
                                                 Extent extent) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ void add_squares(Element, unsigned word, float& squar
     squares += values.x * values.x + values.y * values.y;
 }
 
-// What values are divided by, as a factor, if their squares have this sum.
+// Factor of RMS norm for values with this sum of squares.
 __device__ __forceinline__ float norm_scale(float squares, long long words, float eps) {
     return 1.0f / sqrtf(squares / static_cast<float>(2 * words) + eps);
 }
@@ -49,7 +49,7 @@ __device__ __forceinline__ unsigned scale_word(Element, unsigned sum, unsigned w
                 {value.x * scale * (weight_offset + factor.x), value.y * scale * (weight_offset + factor.y)});
 }
 
-// What is added to the residual stream: a change as it is, or its norm, times a factor, each of them rounded.
+// Addend of the residual stream: a change as it is, or its norm, times a factor, each of them rounded.
 struct ChangeParams {
     const unsigned* weight;  // of its norm, or null
     float factor;

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     copy_bytes<uint4>(head.in_slot(slot, row_nbytes), saved, tokens * row_nbytes);
 }
 
-// The single-layer form of both. Grid: y over heads, z over K and V. Strides in bytes.
+// Both kernels for a single layer. Grid: y over heads, z over K and V. Strides in bytes.
 extern "C" __global__ void __launch_bounds__(kThreads)
     copy_layer(unsigned char* to, long long to_kv_stride, long long to_head_stride, const unsigned char* from,
                long long from_kv_stride, long long from_head_stride, long long nbytes) {

@@ -56,8 +56,8 @@ template <int kTiles, bool kGated>
 struct OutputTile {
     static constexpr int kOutputs = kGated ? kTileOutputs : kTiles * kTileOutputs;  // that there is room for
 
-    // Row `row` of the kTiles * kTileOutputs rows of W of a tile, where it begins. What is behind the last one has that
-    // one in its place, so it asks for nothing that is not loaded anyway.
+    // Start of row `row` of the kTiles * kTileOutputs rows of W of a tile. Rows after the last one are replaced by the
+    // last one, so nothing else is loaded for them.
     static __device__ __forceinline__ const unsigned char* weight_row(const LinearParams& params, int tile, int row) {
         const int column = min(row % kOutputs, params.tile_outputs - 1);
         const int output =
@@ -66,8 +66,8 @@ struct OutputTile {
     }
 };
 
-// What a lane has of a run of inputs of kTiles * kTileOutputs rows of W: the first and the second half of rows g and g
-// + 8 of each tile.
+// Registers of a lane for 64 inputs of kTiles * kTileOutputs rows of W: the first and the second half of rows g and g +
+// 8 of each tile.
 template <int kTiles>
 struct WeightRun {
     uint4 words[kTiles][2][2];

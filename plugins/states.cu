@@ -14,7 +14,7 @@ struct State {
     long long slot_stride, row_nbytes;
 
     __device__ __forceinline__ unsigned char* row(long long slot) const { return data + slot * slot_stride; }
-    // What the vectors of every row must be aligned to: see with_widest_vector.
+    // Alignment of the vectors of every row: see with_widest_vector.
     __device__ __forceinline__ long long alignment() const { return address_of(data) | slot_stride | row_nbytes; }
 };
 

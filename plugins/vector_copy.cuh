@@ -6,8 +6,9 @@
 constexpr int kThreads = 256;
 constexpr int kInFlight = 4;
 
-// How the blocks along x share a run of vectors. A block takes kInFlight * blockDim.x vectors that lie together; of
-// these a thread takes first_vector() and then every blockDim.x-th. Then the block goes on grid_vectors() further.
+// Division of contiguous vectors among the blocks along x. A block takes kInFlight * blockDim.x contiguous vectors. Of
+// these a thread takes first_vector() and then every blockDim.x-th. The next ones of the block are grid_vectors()
+// further.
 __device__ __forceinline__ long long first_vector() {
     return static_cast<long long>(blockIdx.x) * kInFlight * blockDim.x + threadIdx.x;
 }

@@ -1,4 +1,4 @@
-// How a warp quantizes a new token of a K/V head, and appends it to the cache.
+// Quantization and append of a new token of a K/V head, by a warp.
 #pragma once
 
 #include "attention/prefill_params.cuh"
@@ -10,8 +10,8 @@ using LaneWords = unsigned[kWordsOfLane];
 
 // Quantizes a row to `to`, with this scale; or, if the token has its own, with the one that the row gives, which is
 // written there.
-template <class Codes>
-__device__ __forceinline__ void quantize_row(Codes, const LaneWords& row, unsigned char* to, float* scale,
+template <class Quantized>
+__device__ __forceinline__ void quantize_row(Quantized, const LaneWords& row, unsigned char* to, float* scale,
                                              bool is_own) {
     const int lane = threadIdx.x % 32;
     float2 values[kWordsOfLane];
@@ -25,22 +25,23 @@ __device__ __forceinline__ void quantize_row(Codes, const LaneWords& row, unsign
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-        factor = scale_of_row(Codes{}, largest);
+        factor = scale_of_row(Quantized{}, largest);
         if (lane == 0) *scale = factor;
     } else {
         factor = *scale;
     }
 #pragma unroll
     for (int i = 0; i < kWordsOfLane; i++) {
-        const unsigned codes = quantize(Codes{}, values[i].x, factor) | quantize(Codes{}, values[i].y, factor) << 8;
+        const unsigned quantized =
+            quantize(Quantized{}, values[i].x, factor) | quantize(Quantized{}, values[i].y, factor) << 8;
         if (lane + 32 * i < kRowWords)
-            reinterpret_cast<unsigned short*>(to)[lane + 32 * i] = static_cast<unsigned short>(codes);
+            reinterpret_cast<unsigned short*>(to)[lane + 32 * i] = static_cast<unsigned short>(quantized);
     }
 }
 
 // A token of a K/V head: `key`, with RoPE, and `value` to the rows `keys` and `values` of the cache.
-template <class Codes>
-__device__ __forceinline__ void append_quantized(Codes, const unsigned char* key, const unsigned char* value,
+template <class Quantized>
+__device__ __forceinline__ void append_quantized(Quantized, const unsigned char* key, const unsigned char* value,
                                                  unsigned char* keys, unsigned char* values, const KVScales& scales,
                                                  int slot, int kv_head, int position, RopeAngles angles) {
     const int lane = threadIdx.x % 32;
@@ -52,6 +53,6 @@ __device__ __forceinline__ void append_quantized(Codes, const unsigned char* key
         k[i] = apply_rope(reinterpret_cast<const unsigned*>(key), word, angles);
         v[i] = reinterpret_cast<const unsigned*>(value)[word];
     }
-    quantize_row(Codes{}, k, keys, scales.of(slot, 0, kv_head, position), scales.per_token);
-    quantize_row(Codes{}, v, values, scales.of(slot, 1, kv_head, position), scales.per_token);
+    quantize_row(Quantized{}, k, keys, scales.of(slot, 0, kv_head, position), scales.per_token);
+    quantize_row(Quantized{}, v, values, scales.of(slot, 1, kv_head, position), scales.per_token);
 }

@@ -1,6 +1,6 @@
-// What the attention kernels are compiled for: one element type, one head dim, and one type of what the cache stores.
-// Each source is compiled once for each of them; trt_kvcache/kernels/source_variants.py passes the macros, those of the
-// tile sizes too.
+// Compile-time configuration of the attention kernels: the element type, the head dim and the type that the cache
+// stores. Each source is compiled once for each of them. trt_kvcache/kernels/source_variants.py passes the macros, also
+// those of the tile sizes.
 #pragma once
 
 #include "attention/element.cuh"
@@ -21,6 +21,6 @@ constexpr int kRowBytes = 2 * kHeadDim;
 constexpr int kRowWords = kHeadDim / 2;
 constexpr int kRowChunks = kHeadDim / 8;
 
-// A row of the cache: codes have 8 bits, so a chunk holds sixteen.
+// A row of the cache: quantized values have 8 bits, so a chunk holds sixteen.
 constexpr int kStoredRowBytes = kQuantized ? kHeadDim : kRowBytes;
 constexpr int kStoredRowChunks = kStoredRowBytes / 16;

@@ -1,27 +1,27 @@
-// Attention of one new token per slot, or of a few, with RoPE and append, in one launch. kMaxNewTokens says which of
-// the two a file compiles.
+// Attention of one new token per slot, or of a few, with RoPE and append, in one launch. kMaxNewTokens chooses
+// between the two.
 //
 // The query heads of a K/V head (for each new token) are the rows of one matrix, so K and V are read once for all of
 // them. A step of the main loop handles kWarps tiles of one head, one for each warp: scores on tensor cores, online
 // softmax in registers, output on tensor cores. A head ends with reduce_warps, and if other blocks share it with
 // SplitKVReduce.
 //
-//     schedule.cuh         which tiles this block has
-//     kv_pipeline.cuh      shared memory, and how it is filled
-//     mma.cuh              which lane has which element
-//     decode_rows.cuh      products and softmax: rows of q are the rows of a product
-//     decode_keys.cuh      the same for up to 8 rows, which are the columns of a product
-//     few_new_tokens.cuh   what is different with several new tokens
-//     few_new_keys.cuh     how up to 8 rows begin with them
-//     decode_codes.cuh     what is different with codes and scales
-//     split_kv_reduce.cuh  how partial results become one
+//     schedule.cuh          tiles of this block
+//     kv_pipeline.cuh       layout of shared memory, and the copies that fill it
+//     mma.cuh               fragment layouts
+//     decode_rows.cuh       products and softmax: rows of q are the rows of a product
+//     decode_keys.cuh       the same for up to 8 rows, which are the columns of a product
+//     few_new_tokens.cuh    several new tokens
+//     few_new_keys.cuh      start of a head with several new tokens, for up to 8 rows
+//     decode_quantized.cuh  quantized K and V with scales
+//     split_kv_reduce.cuh   reduction of partial results
 //
 // The new token is in no tile: its key and value are read from `k` and `v`, and the last warp starts its softmax with
 // them.
 #pragma once
 
-#include "attention/decode_codes.cuh"
 #include "attention/decode_keys.cuh"
+#include "attention/decode_quantized.cuh"
 #include "attention/decode_rows.cuh"
 #include "attention/few_new_keys.cuh"
 #include "attention/few_new_tokens.cuh"
@@ -67,62 +67,63 @@ __device__ __forceinline__ void prepare_head(const DecodeParams& params, const D
     __syncthreads();
 }
 
-// Halves of a strip that is handed on. With several new tokens rows are many: partial results are packed.
+// Halves of a fragment that is handed on. With several new tokens rows are many: partial results are packed.
 constexpr int kHalves = kMaxNewTokens == 1 ? 1 : 2;
-constexpr int kRowStrips = kStripsPerRow<kHalves>;
+constexpr int kRowFragments = kFragmentsPerRow<kHalves>;
 
 // Merges what the warps have of the `rows` rows of a head. Each writes its output to kFreeTiles ring tiles, from
-// `free_tile` on, as strips of 16 columns, then every warp merges some strips and calls emit(strip, vector,
-// PartialState, is_live), where `is_live` is false for lanes that have no row, if strips are packed; else these do not
-// call it. For all threads of the block.
+// `free_tile` on, as fragments of 16 columns, then every warp merges some fragments and calls emit(fragment, vector,
+// PartialState, is_live), where `is_live` is false for lanes that have no row, if fragments are packed; else these do
+// not call it. For all threads of the block.
 template <int kFreeTiles, int kRows, class Emit>
 __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile,
                                              const typename DecodeLayout<kRows>::State& state, int rows, float factor,
                                              const HeadScales& scales, Emit emit) {
-    using Strips = typename DecodeLayout<kRows>::Strips;
+    using OutputFragments = typename DecodeLayout<kRows>::OutputFragments;
     // that fit into these tiles, in float
     constexpr int kFreeRows = kFreeTiles * kTileBytes / (4 * kHeadDim);
     constexpr int kRoundRows = kRows < kFreeRows ? kRows : kFreeRows;
     static_assert(kRows % kRoundRows == 0, "rounds of equal size");
     // of 8 rows and 16 columns each
-    constexpr int kColumns = kStripsPerRow<1>, kRoundStrips = kColumns * kRoundRows / 8;
+    constexpr int kColumns = kFragmentsPerRow<1>, kRoundFragments = kColumns * kRoundRows / 8;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // A warp merges one strip of 8 rows at a time, or two where only 4 rows are in use and strips are more than warps.
-    const int strips_at_once = kHalves == 1 && kColumns > kWarps && rows <= 4 ? 2 : 1;
+    // A warp merges one fragment of 8 rows at a time, or two where only 4 rows are in use and fragments are more than
+    // warps.
+    const int fragments_at_once = kHalves == 1 && kColumns > kWarps && rows <= 4 ? 2 : 1;
     write_totals<kRows>(smem.warp_totals + warp * kRows, state);
 #pragma unroll
     for (int row0 = 0; row0 < kRows; row0 += kRoundRows) {
         if (row0) __syncthreads();
         __syncwarp();
-        write_strips<kRows, kRoundRows>(smem.ring_tile(warp, free_tile), state, row0, rows, scales);
+        write_fragments<kRows, kRoundRows>(smem.ring_tile(warp, free_tile), state, row0, rows, scales);
         __syncthreads();
         if constexpr (kHalves == 1) {
 #pragma unroll 1
-            for (int x = warp; x * strips_at_once < kRoundStrips; x += kWarps) {
-                const int strip = x * strips_at_once + lane * strips_at_once / 32,
-                          vector = lane % (32 / strips_at_once);
-                const int row = row0 + strip / kColumns * 8 + Strips::row_at(vector);
+            for (int x = warp; x * fragments_at_once < kRoundFragments; x += kWarps) {
+                const int fragment = x * fragments_at_once + lane * fragments_at_once / 32,
+                          vector = lane % (32 / fragments_at_once);
+                const int row = row0 + fragment / kColumns * 8 + OutputFragments::row_at(vector);
                 if (row >= rows) continue;
                 PartialState<1> merged;
-                merged.merge(smem.ring_tile(0, free_tile) + (32 * strip + vector) * 16, kRingTiles * kTileBytes, 0,
+                merged.merge(smem.ring_tile(0, free_tile) + (32 * fragment + vector) * 16, kRingTiles * kTileBytes, 0,
                              reinterpret_cast<const unsigned char*>(smem.warp_totals + row), kRows * sizeof(float2),
                              kWarps, factor);
-                emit(row * kRowStrips + strip % kColumns, Strips::vector_at(vector), merged, true);
+                emit(row * kRowFragments + fragment % kColumns, OutputFragments::vector_at(vector), merged, true);
             }
         } else {
 #pragma unroll 1
-            for (int x = warp; x < kRowStrips * kRoundRows / 8; x += kWarps) {
-                const int strip = x % kRowStrips, first_row = row0 + x / kRowStrips * 8,
-                          row = first_row + Strips::row_at(lane), column = 2 * strip;
+            for (int x = warp; x < kRowFragments * kRoundRows / 8; x += kWarps) {
+                const int fragment = x % kRowFragments, first_row = row0 + x / kRowFragments * 8,
+                          row = first_row + OutputFragments::row_at(lane), column = 2 * fragment;
                 if (first_row >= rows) continue;
-                // Where the last strip of a row is a half one, that half comes twice.
+                // If the last fragment of a row has 16 columns only, these come twice.
                 const int half_bytes = column + 1 < kColumns ? 32 * 16 : 0;
                 PartialState<2> merged;
-                merged.merge(smem.ring_tile(0, free_tile) + (32 * (x / kRowStrips * kColumns + column) + lane) * 16,
+                merged.merge(smem.ring_tile(0, free_tile) + (32 * (x / kRowFragments * kColumns + column) + lane) * 16,
                              kRingTiles * kTileBytes, half_bytes,
                              reinterpret_cast<const unsigned char*>(smem.warp_totals + min(row, rows - 1)),
                              kRows * sizeof(float2), kWarps, factor);
-                emit(row * kRowStrips + strip, Strips::vector_at(lane), merged, row < rows);
+                emit(row * kRowFragments + fragment, OutputFragments::vector_at(lane), merged, row < rows);
             }
         }
     }
@@ -137,24 +138,24 @@ __device__ __forceinline__ long long output_token_stride(const DecodeParams& par
     return static_cast<long long>(params.num_kv_heads) * params.group_size * kRowBytes;
 }
 
-// Writes one vector of a strip to `out`.
+// Writes one vector of a fragment to `out`.
 template <int kRows>
-__device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int strip, int vector,
+__device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int fragment, int vector,
                                              const PartialState<kHalves>& state) {
     const float inverse = reciprocal_approx(state.sum);
     unsigned* words = reinterpret_cast<unsigned*>(output_rows(params, at)) + (kQuantized ? 2 : 1) * vector;
     if constexpr (kMaxNewTokens == 1) {
-        words += 8 * strip;
+        words += 8 * fragment;
     } else {
-        const int row = strip / kRowStrips, token = divide_small(row, params.group_size);
-        words += row * kRowWords + 16 * (strip % kRowStrips)
+        const int row = fragment / kRowFragments, token = divide_small(row, params.group_size);
+        words += row * kRowWords + 16 * (fragment % kRowFragments)
                  + token * (output_token_stride(params) - params.group_size * kRowBytes) / 4;
     }
 #pragma unroll
     for (int h = 0; h < kHalves; h++) {
-        // the last strip of a row is a half one
-        if (h > 0 && kStripsPerRow<1> % 2 && strip % kRowStrips == kRowStrips - 1) break;
-        const float4 value = DecodeLayout<kRows>::Strips::columns(state.values[h]);
+        // the last fragment of a row is a half one
+        if (h > 0 && kFragmentsPerRow<1> % 2 && fragment % kRowFragments == kRowFragments - 1) break;
+        const float4 value = DecodeLayout<kRows>::OutputFragments::columns(state.values[h]);
         words[8 * h] = pack(Element{}, {value.x * inverse, value.y * inverse});
         words[8 * h + (kQuantized ? 1 : 4)] = pack(Element{}, {value.z * inverse, value.w * inverse});
     }
@@ -186,8 +187,8 @@ __device__ __forceinline__ SplitKVReduce<kHalves> first_head_reduce(const Decode
                                ? min((work.first.num_tiles - 1) / kMinTilesPerBlock, params.splits_per_head - 1) + 1
                                : block - first_block + 1;
     float4* own = work.is_even_split ? reinterpret_cast<float4*>(smem.heads) : params.own_partials;
-    return {work.first.rows(params) * kRowStrips,
-            params.width * params.group_size * kRowStrips,
+    return {work.first.rows(params) * kRowFragments,
+            params.width * params.group_size * kRowFragments,
             first_block,
             num_blocks,
             work.is_even_split,
@@ -199,8 +200,9 @@ template <int kRows>
 __device__ __forceinline__ void decode(const DecodeParams& params) {
     DYNAMIC_SHARED(unsigned char, start_of_shared);
     const DecodeSharedMemory<kRows> smem(start_of_shared);
-    static_assert(kHeadBuffers * DecodeSharedMemory<kRows>::kHeadBufferBytes >= 16 * kRows * kRowStrips * kStripVectors,
-                  "the head buffers also hold a block's own strips");
+    static_assert(
+        kHeadBuffers * DecodeSharedMemory<kRows>::kHeadBufferBytes >= 16 * kRows * kRowFragments * kFragmentVectors,
+        "the head buffers also hold a block's own fragments");
     const int warp = threadIdx.x / 32;
     const L2Policy policy = evict_first_policy();
 
@@ -294,13 +296,13 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
         }
         if (kMaxNewTokens > 1 && has_last_tile) store_zeros(params, at, at.count);
         const bool has_whole_head = work.begin <= head_begin && has_last_tile;
-        const auto emit = [&](int strip, int vector, const PartialState<kHalves>& merged, bool is_live) {
+        const auto emit = [&](int fragment, int vector, const PartialState<kHalves>& merged, bool is_live) {
             if (has_whole_head) {
-                if (is_live) store_output<kRows>(params, at, strip, vector, merged);
+                if (is_live) store_output<kRows>(params, at, fragment, vector, merged);
                 return;
             }
             const float largest = kHalves == 1 ? 0 : quad_max_or_nan(merged.largest());
-            if (is_live) reduce.publish(strip, vector, merged, largest, has_last_tile);
+            if (is_live) reduce.publish(fragment, vector, merged, largest, has_last_tile);
         };
         if (kMaxNewTokens > 1 && tiles.done + count >= work.end) {  // all copies have arrived: every tile is free
             reduce_warps<(kRingTiles < 4 ? 2 : 4), kRows>(smem, 0, state, at.rows(params), score.factor, scales, emit);
@@ -310,10 +312,10 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
     }
     cp_async_wait_group<0>();
     // With several new tokens, all that a thread has if every row is in use.
-    constexpr int kVectorsOfThread = (kRows * kRowStrips * kStripVectors + kBlockThreads - 1) / kBlockThreads;
+    constexpr int kVectorsOfThread = (kRows * kRowFragments * kFragmentVectors + kBlockThreads - 1) / kBlockThreads;
     constexpr int kAtOnce = kMaxNewTokens == 1 ? kPolledAtOnce : kVectorsOfThread < 8 ? kVectorsOfThread : 8;
     reduce.collect<kAtOnce>(reinterpret_cast<float4*>(smem.ring), kWarps * kRingTiles * kTileBytes, score.factor,
-                            [&](int strip, int vector, const PartialState<kHalves>& merged) {
-                                store_output<kRows>(params, work.first, strip, vector, merged);
+                            [&](int fragment, int vector, const PartialState<kHalves>& merged) {
+                                store_output<kRows>(params, work.first, fragment, vector, merged);
                             });
 }

@@ -1,7 +1,7 @@
 // The decode step as TensorRT launches it by itself, from a plugin that is compiled ahead of time
-// (trt_kvcache/trt/plugin/aot.py): its arguments are the inputs, integers of 32 bits, and the outputs. There is no
-// workspace, so heads are not split: each head has one block, and gridDim.x is 1. What is not known from shapes is a
-// macro.
+// (trt_kvcache/trt/plugin/aot.py). Its arguments are the inputs, integers of 32 bits, and the outputs. There is no
+// workspace, so heads are not split: each head has one block, and gridDim.x is 1. Macros have the values that shapes do
+// not give.
 //
 // Grid: y over K/V heads, and within one over groups of 8 of its query heads; z over slots.
 #pragma once

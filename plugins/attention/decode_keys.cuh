@@ -1,23 +1,23 @@
-// The decode kernel of up to 8 rows: keys, or columns of the head, are the rows of a fragment, and the rows of q its
-// columns (mma.cuh). So nothing is multiplied with rows that are not there, and the output takes half the registers.
-// What is not here is as with more rows: decode.cuh.
+// Products of the decode kernel for up to 8 rows of q. Keys, or columns of the head, are the rows of a fragment, and
+// the rows of q its columns (mma.cuh). So there are no empty rows in a product, and the output takes half the
+// registers. decode.cuh has the rest of the kernel.
 #pragma once
 
-#include "attention/decode_codes.cuh"
 #include "attention/decode_layout.cuh"
+#include "attention/decode_quantized.cuh"
 #include "attention/kv_pipeline.cuh"
 #include "attention/schedule.cuh"
 #include "attention/swizzle.cuh"
 
-// B fragments of q: columns 2t, 2t+1 and 2t+8, 2t+9 of each 16. Beside codes, columns 4t and 4t+1 are in the place of
-// the first two, and 4t+2 and 4t+3 in that of the others (stored_kv.cuh).
+// B fragments of q: columns 2t, 2t+1 and 2t+8, 2t+9 of each 16. Beside quantized values, columns 4t and 4t+1 are in the
+// place of the first two, and 4t+2 and 4t+3 in that of the others (stored_kv.cuh).
 struct KeyQueries {
     static constexpr bool kInRegisters = true;
     unsigned words[kHeadDim / 16][2];
     float offset[4];  // what scores begin with (kKeyOffset)
 
     // `head`: rows of q.
-    template <class Codes = Stored>
+    template <class Quantized = Stored>
     __device__ __forceinline__ void load(const unsigned char* head) {
         const int lane = threadIdx.x % 32;
         if constexpr (kQuantized) {
@@ -30,7 +30,7 @@ struct KeyQueries {
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) offset[e] = 0;
-            constexpr unsigned kOffset = kKeyOffset<Element, Codes>;
+            constexpr unsigned kOffset = kKeyOffset<Element, Quantized>;
             constexpr unsigned key[4] = {kOffset, kOffset, kOffset, kOffset};
 #pragma unroll
             for (int d = 0; d < kHeadDim / 16 && kOffset; d++)
@@ -52,8 +52,8 @@ struct KeyQueries {
 // rows 2t and 2t + 1.
 using KeyScores = float[kTileTokens / 16][4];
 
-// What a warp has computed so far of a head. Element e of a fragment of the output has row 2t + e % 2, and column g + 8
-// * (e / 2) of 16; beside codes, whose columns come in pairs of neighbours, 2g + e / 2.
+// State of a warp for a head. Element e of a fragment of the output has row 2t + e % 2, and column g + 8 * (e / 2) of
+// 16. With quantized values, columns come in pairs of neighbours: 2g + e / 2.
 struct KeyState {
     float output[kHeadDim / 16][4];
     float maxima[2];  // of rows 2t and 2t + 1; the same in all lanes that have these
@@ -115,10 +115,10 @@ private:
     }
 };
 
-// Where the vectors of a strip of 8 rows lie in a ring tile: rows with the lowest two bits of their numbers swapped,
-// and in the last four of them vectors in another order. The lanes of a warp, of which each has half a vector of two
-// neighbouring rows, then write them without bank conflicts.
-struct KeyStrips {
+// Layout of the vectors of 8 rows of output fragments in a ring tile: rows with the lowest two bits of their numbers
+// swapped, and in the last four of them vectors in another order. Each lane of a warp has half a vector of two
+// neighbouring rows, so the warp writes them without bank conflicts.
+struct KeyOutputFragments {
     static __device__ __forceinline__ int swap_low_bits(int number) {
         return (number & ~3) | (number & 1) << 1 | (number >> 1 & 1);
     }
@@ -127,7 +127,7 @@ struct KeyStrips {
     }
     static __device__ __forceinline__ int row_at(int place) { return swap_low_bits(place / 4); }
     static __device__ __forceinline__ int vector_at(int place) { return place % 4 ^ place / 16 * 2; }
-    // Vector v has columns 2v, 2v + 8, 2v + 1, 2v + 9; beside codes 4v to 4v + 3.
+    // Vector v has columns 2v, 2v + 8, 2v + 1, 2v + 9; beside quantized values 4v to 4v + 3.
     static __device__ __forceinline__ float4 columns(float4 value) {
         return kQuantized ? value : float4{value.x, value.z, value.y, value.w};
     }
@@ -140,12 +140,12 @@ struct DecodeLayout<8, true> {
     using Queries = KeyQueries;
     using State = KeyState;
     using Scores = KeyScores;
-    using Strips = KeyStrips;
+    using OutputFragments = KeyOutputFragments;
 };
 
 // Starts the softmax of a warp with the new token alone. new_token: k and v. Every row of A is the key, so every lane
 // gets the products of its rows, and no shuffle is needed.
-template <class Codes = Stored>
+template <class Quantized = Stored>
 __device__ __forceinline__ void start_with_new_token(KeyState& state, const KeyQueries& queries,
                                                      const unsigned char* new_token, const ScoreTransform& score,
                                                      float key_scale, float value_scale) {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void start_with_new_token(KeyState& state, const KeyQ
     for (int d = 0; d < kHeadDim / 16; d++) {
         float2 columns;  // of elements 0 and 1, and of 2 and 3
         if constexpr (kQuantized) {
-            const uint2 words = widen_in_order(Element{}, Codes{}, value[4 * d + lane / 8]);
+            const uint2 words = widen_in_order(Element{}, Quantized{}, value[4 * d + lane / 8]);
             columns = unpack(Element{}, lane / 4 % 2 ? words.y : words.x);
         } else {
             const float2 low = unpack(Element{}, value[8 * d + lane / 8]),
@@ -181,14 +181,14 @@ __device__ __forceinline__ void start_with_new_token(KeyState& state, const KeyQ
     }
 }
 
-// The A fragments of keys are what ldmatrix reads of a tile of elements, or makes of a tile of codes.
-template <int kRows, class Codes = Stored>
+// The A fragments of keys are what ldmatrix reads of a tile of elements, or makes of a tile of quantized values.
+template <int kRows, class Quantized = Stored>
 __device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueries& queries,
                                                const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
     constexpr int kKeys = kQuantized ? 32 : 16;  // of one ldmatrix
     const LdmatrixAddress keys(shared_address(tile), lane % 16, lane / 16);
-    const CodesAddress codes_of(shared_address(tile), lane);
+    const QuantizedAddress quantized_of(shared_address(tile), lane);
     KeyScores sums[kQKAccumulators] = {};
     if constexpr (kQuantized) {
 #pragma unroll
@@ -199,13 +199,13 @@ __device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueri
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
             unsigned loaded[4];
-            ldmatrix_x4(loaded, kQuantized ? codes_of(d, kKeys * j) : keys(d, kKeys * j));
+            ldmatrix_x4(loaded, kQuantized ? quantized_of(d, kKeys * j) : keys(d, kKeys * j));
 #pragma unroll
             for (int k = 0; k < kKeys / 16; k++) {
                 float (&sum)[4] = sums[d % kQKAccumulators][kKeys / 16 * j + k];
                 if constexpr (kQuantized) {
-                    const uint2 low = widen_keys(Element{}, Codes{}, loaded[2 * k]),
-                                high = widen_keys(Element{}, Codes{}, loaded[2 * k + 1]);
+                    const uint2 low = widen_keys(Element{}, Quantized{}, loaded[2 * k]),
+                                high = widen_keys(Element{}, Quantized{}, loaded[2 * k + 1]);
                     const unsigned a[4] = {low.x, high.x, low.y, high.y};
                     mma_m16n8k16(Element{}, sum, a, queries.words[d][0], queries.words[d][1]);
                 } else {
@@ -222,7 +222,7 @@ __device__ __forceinline__ void compute_scores(KeyScores& scores, const KeyQueri
     }
 }
 
-// Scores, which are products of codes still, times the scales of the keys.
+// Scores, which are products of quantized values still, times the scales of the keys.
 template <int kRows>
 __device__ __forceinline__ void scale_scores(const HeadScales& scales, const DecodeParams& params, KeyScores& scores,
                                              const TileScales& token_scales) {
@@ -289,15 +289,15 @@ __device__ __forceinline__ void scale_probabilities(HeadScales& scales, const De
     scale_fragments(scales, params, state, probabilities, [&](int token) { return token_scales.of(token); });
 }
 
-// Adds probabilities times the values of a tile to the output. Of 16 columns of codes, the even ones are the first rows
-// of a fragment, the odd ones the last.
-template <int kRows, class Codes = Stored>
+// Adds probabilities times the values of a tile to the output. Of 16 columns of quantized values, the even ones are the
+// first rows of a fragment, the odd ones the last.
+template <int kRows, class Quantized = Stored>
 __device__ __forceinline__ void accumulate_output(KeyState& state, const KeyScores& probabilities,
                                                   const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
     constexpr int kKeys = kQuantized ? 32 : 16;
     const LdmatrixAddress values(shared_address(tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    const CodesAddress codes_of(shared_address(tile), lane);
+    const QuantizedAddress quantized_of(shared_address(tile), lane);
 #pragma unroll
     for (int j = 0; j < kTileTokens / kKeys; j++) {
         unsigned b[kKeys / 16][2];
@@ -310,12 +310,12 @@ __device__ __forceinline__ void accumulate_output(KeyState& state, const KeyScor
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
             unsigned loaded[4];
-            ldmatrix_x4_trans(loaded, kQuantized ? codes_of(d, kKeys * j) : values(d, kKeys * j));
+            ldmatrix_x4_trans(loaded, kQuantized ? quantized_of(d, kKeys * j) : values(d, kKeys * j));
 #pragma unroll
             for (int k = 0; k < kKeys / 16; k++) {
                 if constexpr (kQuantized) {
-                    const uint2 low = widen(Element{}, Codes{}, loaded[2 * k]),
-                                high = widen(Element{}, Codes{}, loaded[2 * k + 1]);
+                    const uint2 low = widen(Element{}, Quantized{}, loaded[2 * k]),
+                                high = widen(Element{}, Quantized{}, loaded[2 * k + 1]);
                     const unsigned a[4] = {low.x, low.y, high.x, high.y};
                     mma_m16n8k16(Element{}, state.output[d], a, b[k][0], b[k][1]);
                 } else {
@@ -336,12 +336,13 @@ __device__ __forceinline__ void write_totals(float2* totals, const KeyState& sta
         if (lane < 4) totals[2 * lane + e] = {state.maxima[e], sum};
     }
 }
-// Writes the output as strips of 16 columns: a lane has half a vector of each.
+// Writes the output as fragments of 16 columns: a lane has half a vector of each.
 template <int kRows, int kRoundRows>
-__device__ __forceinline__ void write_strips(unsigned char* tile, const KeyState& state, int, int,
-                                             const HeadScales& scales) {
-    const int lane = threadIdx.x % 32, next_row = KeyStrips::place_of(1, 0) * 2;
-    float2* const to = reinterpret_cast<float2*>(tile) + KeyStrips::place_of(lane % 4 * 2, lane / 8) * 2 + lane / 4 % 2;
+__device__ __forceinline__ void write_fragments(unsigned char* tile, const KeyState& state, int, int,
+                                                const HeadScales& scales) {
+    const int lane = threadIdx.x % 32, next_row = KeyOutputFragments::place_of(1, 0) * 2;
+    float2* const to =
+        reinterpret_cast<float2*>(tile) + KeyOutputFragments::place_of(lane % 4 * 2, lane / 8) * 2 + lane / 4 % 2;
     const float scale = kQuantized ? scales.value : 1.0f;
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; d++) {

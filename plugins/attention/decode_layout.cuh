@@ -1,5 +1,5 @@
-// How a decode kernel of so many rows lays out its products: by rows (decode_rows.cuh), or by keys (decode_keys.cuh),
-// where 8 rows of 16 would be empty.
+// Layout of the products of a decode kernel with this number of rows: by rows (decode_rows.cuh), or by keys
+// (decode_keys.cuh) where 8 rows of 16 would be empty.
 #pragma once
 
 #include "attention/decode_params.cuh"
@@ -7,11 +7,11 @@
 #include "attention/softmax_state.cuh"
 #include "attention/stored_kv.cuh"
 
-// Of a layout: what a warp has of q and of a head, the scores of a tile, and where strips lie in shared memory.
+// Of a layout: what a warp has of q and of a head, the scores of a tile, and where fragments lie in shared memory.
 template <int kRows, bool kByKeys = kRows == 8>
 struct DecodeLayout;
 
-// What a maximum becomes beside a higher one: that one only if it is kRescaleThreshold above.
+// New maximum of a row beside a higher score: it follows only if the score is kRescaleThreshold above.
 __device__ __forceinline__ float followed(float maximum, float higher, float factor) {
     return (higher - maximum) * factor > kRescaleThreshold ? higher : maximum;
 }
@@ -28,10 +28,10 @@ struct TileScales {
 };
 
 // Both words that a lane has of 16 columns of a new key. `key`: its word at the lane's place in the quad.
-template <class Codes = Stored>
+template <class Quantized = Stored>
 __device__ __forceinline__ uint2 new_key_words(const unsigned* key, int d) {
     if constexpr (kQuantized) {
-        return widen_in_order(Element{}, Codes{}, key[4 * d]);
+        return widen_in_order(Element{}, Quantized{}, key[4 * d]);
     } else {
         return {key[8 * d], key[8 * d + 4]};
     }

@@ -15,8 +15,8 @@ constexpr int kTileScaleBytes = kQuantized ? 4 * kTileTokens : 0;  // scales of 
 // The fewest tiles that are worth a block of their own. In the even split a block begins with so many of them, known
 // without lengths.
 constexpr int kMinTilesPerBlock = MIN_TILES_PER_BLOCK;
-// What stream-K costs a block, in tiles that it could have loaded meanwhile (and one more for each row: one block alone
-// merges a head).
+// Cost of stream-K for a block, in tiles that it could have loaded meanwhile. One more for each row, because one block
+// alone merges a head.
 constexpr int kStreamKCostTiles = STREAMK_COST_TILES;
 // New tokens of a slot, at most: 1 in decode.cu, several in decode_few.cu. The rows of a K/V head are its new tokens
 // times its query heads.

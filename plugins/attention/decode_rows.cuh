@@ -2,15 +2,15 @@
 // prefill (mma.cuh).
 #pragma once
 
-#include "attention/decode_codes.cuh"
 #include "attention/decode_layout.cuh"
+#include "attention/decode_quantized.cuh"
 #include "attention/kv_pipeline.cuh"
 #include "attention/query_fragments.cuh"
 #include "attention/schedule.cuh"
 
-// Where the vectors of a strip of 8 rows lie in a ring tile: one row after another. Vector v has columns 2v, 2v + 1, 2v
-// + 8, 2v + 9; beside codes 4v to 4v + 3.
-struct RowStrips {
+// Layout of the vectors of 8 rows of output fragments in a ring tile: one row after another. Vector v has columns 2v,
+// 2v + 1, 2v + 8, 2v + 9. With quantized values it has 4v to 4v + 3.
+struct RowOutputFragments {
     static __device__ __forceinline__ int row_at(int place) { return place / 4; }
     static __device__ __forceinline__ int vector_at(int place) { return place % 4; }
     static __device__ __forceinline__ float4 columns(float4 value) { return value; }
@@ -21,12 +21,12 @@ struct DecodeLayout<kRows, false> {
     using Queries = QueryFragments<kRows>;
     using State = RowStates<kRows>;
     using Scores = TileScores<kRows>;
-    using Strips = RowStrips;
+    using OutputFragments = RowOutputFragments;
 };
 
 // Starts the softmax of a warp with the new token alone. new_token: k and v. Every column of B is the key, so every
 // lane gets the products of its rows, and no shuffle is needed.
-template <int kRows, class Codes = Stored>
+template <int kRows, class Quantized = Stored>
 __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, const QueryFragments<kRows>& queries,
                                                      const unsigned char* new_token, const ScoreTransform& score,
                                                      float key_scale, float value_scale) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, c
     for (int d = 0; d < kHeadDim / 16; d++) {
         uint2 words;
         if constexpr (kQuantized) {
-            words = widen(Element{}, Codes{}, value[4 * d]);
+            words = widen(Element{}, Quantized{}, value[4 * d]);
         } else {
             words = {value[8 * d], value[8 * d + 4]};
         }
@@ -74,7 +74,7 @@ __device__ __forceinline__ void compute_scores(TileScores<kRows>& scores, const 
                                                const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
     if constexpr (kQuantized) {
-        multiply_key_codes<kRows>(scores, queries, tile);
+        multiply_quantized_keys<kRows>(scores, queries, tile);
         return;
     }
     const LdmatrixAddress keys(shared_address(tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -171,7 +171,7 @@ __device__ __forceinline__ void accumulate_output(RowStates<kRows>& state, const
                                                   const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
     if constexpr (kQuantized) {
-        multiply_value_codes<kRows>(state, probabilities, tile);
+        multiply_quantized_values<kRows>(state, probabilities, tile);
         return;
     }
     const LdmatrixAddress values(shared_address(tile), lane % 16, lane / 16);
@@ -218,17 +218,17 @@ __device__ __forceinline__ void write_totals(float2* totals, const RowStates<kRo
         totals[lane / 4 + 8 * i] = {state[i / 2].maxima[i % 2], sum};
     }
 }
-// Writes the output of kRoundRows rows from `row0` on as strips of 16 columns, if they are among the first `rows`: a
+// Writes the output of kRoundRows rows from `row0` on as fragments of 16 columns, if they are among the first `rows`: a
 // lane has a vector of each.
 template <int kRows, int kRoundRows>
-__device__ __forceinline__ void write_strips(unsigned char* tile, const RowStates<kRows>& state, int row0, int rows,
-                                             const HeadScales& scales) {
+__device__ __forceinline__ void write_fragments(unsigned char* tile, const RowStates<kRows>& state, int row0, int rows,
+                                                const HeadScales& scales) {
     constexpr int kColumns = kHeadDim / 16;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int x = 0; x < kColumns * kRoundRows / 8; x++) {
-        const int strip = x % kColumns, i = row0 / 8 + x / kColumns;
-        const auto &low = state[i / 2].output[2 * strip], &high = state[i / 2].output[2 * strip + 1];
+        const int fragment = x % kColumns, i = row0 / 8 + x / kColumns;
+        const auto &low = state[i / 2].output[2 * fragment], &high = state[i / 2].output[2 * fragment + 1];
         const int e = 2 * (i % 2);
         if (lane / 4 + 8 * i >= rows) continue;
         float4 vector{low[e], low[e + 1], high[e], high[e + 1]};

@@ -2,15 +2,15 @@
 // The rest is in few_new_tokens.cuh.
 #pragma once
 
-#include "attention/decode_codes.cuh"
 #include "attention/decode_keys.cuh"
+#include "attention/decode_quantized.cuh"
 #include "attention/kv_pipeline.cuh"
 #include "attention/schedule.cuh"
 
 constexpr int kFewAtOnce = kQuantized ? 4 : 2;  // chunks of 16 columns in one ldmatrix
 
-// What this lane passes to ldmatrix for chunks from `first` on: an address in row `row` of the keys or values of the
-// new tokens.
+// Address that this lane passes to ldmatrix for chunks from `first` on, in row `row` of the keys or values of the new
+// tokens.
 __device__ __forceinline__ SharedAddress few_address(SharedAddress tile, int row, int first) {
     const int lane = threadIdx.x % 32;
     return tile
@@ -21,7 +21,7 @@ __device__ __forceinline__ SharedAddress few_address(SharedAddress tile, int row
 // Products of q and the new tokens, which are the first 8 keys of an A fragment; those that are fewer have the last one
 // in their place. `row`: where the row begins that this lane passes to ldmatrix. `odd`: sums of every other chunk, to
 // be added to the scores.
-template <class Codes = Stored>
+template <class Quantized = Stored>
 __device__ __forceinline__ void multiply_few_keys(float (&scores)[4], float (&odd)[4], const KeyQueries& queries,
                                                   SharedAddress keys, int row) {
 #pragma unroll
@@ -32,7 +32,7 @@ __device__ __forceinline__ void multiply_few_keys(float (&scores)[4], float (&od
         for (int i = 0; i < kFewAtOnce && first + i < kHeadDim / 16; i++) {
             uint2 words;
             if constexpr (kQuantized) {
-                words = widen_in_order(Element{}, Codes{}, loaded[i]);
+                words = widen_in_order(Element{}, Quantized{}, loaded[i]);
             } else {
                 words = {loaded[2 * i], loaded[2 * i + 1]};
             }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_few_keys(float (&scores)[4], float (&od
 }
 
 // Adds probabilities, as a B fragment of 8 keys, times the values of the new tokens to the output.
-template <class Codes = Stored>
+template <class Quantized = Stored>
 __device__ __forceinline__ void accumulate_few_values(KeyState& state, unsigned probabilities, SharedAddress values,
                                                       int row) {
 #pragma unroll
@@ -54,7 +54,7 @@ __device__ __forceinline__ void accumulate_few_values(KeyState& state, unsigned 
         for (int i = 0; i < kFewAtOnce && first + i < kHeadDim / 16; i++) {
             uint2 words;
             if constexpr (kQuantized) {
-                words = widen(Element{}, Codes{}, loaded[i]);
+                words = widen(Element{}, Quantized{}, loaded[i]);
             } else {
                 words = {loaded[2 * i], loaded[2 * i + 1]};
             }

@@ -1,11 +1,11 @@
-// What is different in the decode kernel with several new tokens for each slot: their rows, and the start of a head.
+// The decode kernel with several new tokens for each slot: their rows, and the start of a head.
 //
 // Row `token * group_size + head` of a K/V head is a query head of a new token. New tokens are in no tile: their keys
 // and values lie in the buffer of the head, and the last warp of the block that has the head's last tile begins with
 // them. That block appends them.
 #pragma once
 
-#include "attention/decode_codes.cuh"
+#include "attention/decode_quantized.cuh"
 #include "attention/decode_rows.cuh"
 #include "attention/kv_pipeline.cuh"
 #include "attention/math.cuh"
@@ -13,9 +13,9 @@
 #include "attention/rope.cuh"
 #include "attention/schedule.cuh"
 
-// Appends the new tokens, after RoPE, if this block has the head's last tile, and puts their codes where their rows
-// begin. Where q stays in shared memory, sorts the columns of each 16 of them, so that QueryFragments finds them where
-// it wants them. Ends with a barrier.
+// Appends the new tokens, after RoPE, if this block has the head's last tile, and puts their quantized values where
+// their rows begin. Where q stays in shared memory, sorts the columns of each 16 of them, so that QueryFragments finds
+// them where it wants them. Ends with a barrier.
 template <int kRows>
 __device__ __forceinline__ void quantize_few(const DecodeParams& params, const TileCoord& at, unsigned char* head,
                                              float* new_scales, bool has_last_tile) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
         return float2{scales[min(token, at.count - 1)], scales[min(token + 1, at.count - 1)]};
     };
     const float2 key_scales = kQuantized ? scales_of(0, lane % 4 * 2) : float2{1, 1};
-    if constexpr (kQuantized) multiply_new_key_codes<kRows>(scores, odd, queries, keys + token_row * kRowBytes);
+    if constexpr (kQuantized) multiply_new_quantized_keys<kRows>(scores, odd, queries, keys + token_row * kRowBytes);
 #pragma unroll
     for (int d = 0; !kQuantized && d < kHeadDim / 16; d += 2) {
         unsigned b[4];
@@ -139,7 +139,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
     update<kRows>(state, scores, params.score.factor);
     if constexpr (kQuantized) {
         head_scales.scale_probabilities<kRows>(params, state, scores, [&](int token) { return scales_of(1, token); });
-        multiply_new_value_codes<kRows>(state, scores, values + token_row * kRowBytes);
+        multiply_new_quantized_values<kRows>(state, scores, values + token_row * kRowBytes);
         return;
     }
 #pragma unroll

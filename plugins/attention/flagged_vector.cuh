@@ -1,7 +1,6 @@
-// How one block hands 16 bytes to another without a counter or a fence: the vector carries its own flag. It is written
-// and read by one instruction (st/ld.relaxed.gpu.b128, PTX ISA 8.3), so a reader sees all of it or nothing. Its last
-// word, seen as bits, is 0 as long as nothing has been published, and never 0 afterwards: the value 0 is published as
-// -0.
+// A vector of 16 bytes with a flag, by which one block passes a result to another without a counter or a fence. It is
+// written and read by one instruction (st/ld.relaxed.gpu.b128, PTX ISA 8.3), so a reader sees all of it or nothing. The
+// flag is its last word: 0 until the vector is published, and never 0 afterwards. A value of 0 is published as -0.
 #pragma once
 
 #ifndef EMULATED_PTX
@@ -15,7 +14,7 @@ __device__ __forceinline__ void publish_vector(float4* address, float4 value) {
         "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
         : "memory");
 }
-// What is there by now; is_published says whether that is a value.
+// Current content of the vector. is_published says if it is a result.
 __device__ __forceinline__ float4 poll_vector(const float4* address) {
     float4 value;
     asm volatile(

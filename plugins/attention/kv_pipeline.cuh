@@ -9,7 +9,7 @@
 //                  whole ring holds what other blocks published (SplitKVReduce::collect).
 //     heads        [kHeadBuffers] buffers of R + 4 T rows: R rows of q, T of k, T of v (all swizzled if T > 1), 2 T of
 //                  cosines and sines Filled by all threads, read by all warps after a barrier. At the end of the
-//                  kernel: strips that this block merges.
+//                  kernel: fragments that this block merges.
 //     scales       if the cache has scales, [kWarps][kRingTiles] of those of a tile's tokens: filled and read with the
 //                  tile
 //     new_scales   and [kHeadBuffers] of those of new tokens, T of k and T of v: filled with the head, or when they are

@@ -9,7 +9,7 @@
 //     a2: row g,     k 2t+8, 2t+9
 //     a3: row g + 8, k 2t+8, 2t+9
 //
-// What that means for attention in prefill (rows: query tokens times query heads):
+// Operands of attention in prefill (rows: query tokens times query heads):
 //
 //     S = Q K^T   A: Q [16 rows x 16 of the head dim]      ldmatrix_x4 of the tile of Q
 //                 B: K^T [16 of the head dim x 8 keys]     ldmatrix_x4 of the tile of K; one load gives B for 16 keys

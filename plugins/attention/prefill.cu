@@ -8,7 +8,7 @@
 #include "attention/append_quantized.cuh"
 #include "attention/prefill.cuh"
 
-// What the kernels are told of a quantized cache, beside all else.
+// Parameters of a quantized cache, after the others.
 #ifdef STORED
 #define SCALE_PARAMETERS \
     , float *scales, long long scales_slot_stride, long long scales_kv_stride, long long scales_head_stride, \

@@ -4,13 +4,13 @@
 // and V are read once for all of them. Tiles of kTileKeys keys and values pass by in a ring in shared memory; scores,
 // probabilities and output stay in registers.
 //
-//     prefill_schedule.cuh   row blocks, and which tiles of them this block has
-//     prefill_tiles.cuh      how shared memory is filled with tiles of the cache
-//     prefill_new_rows.cuh   how it is filled with the rows of the new tokens; RoPE; append
-//     prefill_scores.cuh     what a warp computes of a tile
-//     prefill_output.cuh     what it accumulates
-//     prefill_results.cuh    how that leaves the block
-//     split_kv_reduce.cuh    how the results of several blocks become one
+//     prefill_schedule.cuh   row blocks, and the tiles of this block
+//     prefill_tiles.cuh      loads of tiles from the cache
+//     prefill_new_rows.cuh   loads of the rows of the new tokens; RoPE; append
+//     prefill_scores.cuh     scores of a warp for a tile
+//     prefill_output.cuh     output that a warp accumulates
+//     prefill_results.cuh    epilogue
+//     split_kv_reduce.cuh    reduction over several blocks
 //
 // Shared memory of a block; trt_kvcache/kernels/attention_tiles.py computes the same size:
 //
@@ -18,8 +18,8 @@
 //               is stored.
 //     rings     one, or one for each of two warpgroups: tiles of kRingKeys rows, swizzled: keys, then values
 //               (prefill_ring.cuh; prefill_stored_ring.cuh). Filled and read by all threads of the ring. At the end of
-//               the kernel it holds the strips of the warps (and then what other blocks published), and behind them the
-//               strips that this block merges.
+//               the kernel it holds the fragments of the warps (and then what other blocks published), and behind them
+//               the fragments that this block merges.
 //     scales    of the tiles of a quantized cache.
 #pragma once
 
@@ -34,8 +34,8 @@
 #include "attention/split_kv_reduce.cuh"
 #include "dependent_launch.cuh"
 
-// The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows
-// and a part of each kTileKeys keys. kWarpgroups: four of them, with 64 rows and the same keys, multiply together.
+// The sizes of a variant of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16
+// rows and a part of each kTileKeys keys. kWarpgroups: four of them, with 64 rows and the same keys, multiply together.
 template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages,
           int kMinTilesPerPart>
 struct Prefill {
@@ -45,8 +45,8 @@ struct Prefill {
     // keys of each tile.
     static constexpr int kRings = kWarpgroups && !kQuantized ? kKeyWarps : 1, kRingKeys = kTileKeys / kRings;
     static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kRingKeys * kRowBytes;
-    // Whether a warpgroup begins with the scores of the next tile before it makes probabilities of those of this one:
-    // where conversion makes steps long, and there are registers for two tiles of scores.
+    // True if a warpgroup begins with the scores of the next tile before the softmax of this one: where conversion
+    // makes steps long, and there are registers for two tiles of scores.
     static constexpr bool kScoresAhead = kQuantized && kWarpgroups && kHeadDim <= 128;
     using Tiles = PrefillTiles<kAppends, kWarpgroups, kThreads, kBlockRows, kRingKeys, kRings>;
     using Rows = typename Tiles::Rows;
@@ -55,20 +55,20 @@ struct Prefill {
     using Ring = PrefillRing<kQuantized, kScoresAhead, Tiles, Work, kThreads, kRingKeys, kStages>;
     using Scores = PrefillScores<Tiles, kRowTiles, kWarpKeys>;
     using Output = PrefillOutput<Tiles, kRowTiles, kWarpKeys>;
-    static constexpr int kRowStrips = kStripsPerRow<2>, kMaxStrips = kBlockRows * kRowStrips,
-                         kStripBytes = kStripVectors * 16;
-    static constexpr int kOwnBytes = kMaxStrips / 2 * kStripBytes, kStagingBytes = Ring::kBytes - kOwnBytes;
+    static constexpr int kRowFragments = kFragmentsPerRow<2>, kMaxFragments = kBlockRows * kRowFragments,
+                         kFragmentBytes = kFragmentVectors * 16;
+    static constexpr int kOwnBytes = kMaxFragments / 2 * kFragmentBytes, kStagingBytes = Ring::kBytes - kOwnBytes;
     using Results = PrefillResults<Tiles, kWarpgroups, kRowWarps, kKeyWarps, kRowTiles, kStagingBytes>;
     using Partial = typename Results::Partial;
     static constexpr int kGroupRows = kWarpgroups ? 64 : kWarpRows;  // of the warps that compute together
     static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kRowTiles == 1 && kHeadDim % 64 == 0),
                   "whole warpgroups and panels");
-    // Whether the next tile is filled while the tensor cores are busy: not where two blocks of eight warps leave too
-    // few registers for it.
+    // True if the next tile is filled while the tensor cores are busy. Two blocks of eight warps leave too few
+    // registers for it.
     static constexpr bool kFillsMeanwhile = kWarpgroups && kRowWarps == 4;
     // Vectors that a thread polls together: nearly all that it has.
-    static constexpr int kPolledByThread = (kMaxStrips * kStripVectors + kThreads - 1) / kThreads < 16
-                                               ? (kMaxStrips * kStripVectors + kThreads - 1) / kThreads
+    static constexpr int kPolledByThread = (kMaxFragments * kFragmentVectors + kThreads - 1) / kThreads < 16
+                                               ? (kMaxFragments * kFragmentVectors + kThreads - 1) / kThreads
                                                : 16;
     static_assert(!kAppends || 64 % kWarpKeys == 0, "a tile of new tokens has values for all keys of their warps");
     static_assert(kWarpKeys % 16 == 0, "a warp's part of a tile is whole fragments");
@@ -229,12 +229,13 @@ struct Prefill {
             if (kSplits && work.num_blocks > 1) {
                 __syncthreads();  // all warps have left the ring
                 float4* const own = reinterpret_cast<float4*>(ring + kStagingBytes);
-                const SplitKVReduce<2> reduce(rows.rows * kRowStrips, kMaxStrips, work.first_block, work.num_blocks,
-                                              true, params.partials, own);
+                const SplitKVReduce<2> reduce(rows.rows * kRowFragments, kMaxFragments, work.first_block,
+                                              work.num_blocks, true, params.partials, own);
                 Results::for_each_vector(output.rows, ring, rows, factor, typename Results::ToBlocks{reduce});
-                reduce.template collect<kPolledByThread>(
-                    reinterpret_cast<float4*>(ring), kStagingBytes, factor,
-                    [&](int strip, int vector, const Partial& merged) { to_output.vector(strip, vector, merged); });
+                reduce.template collect<kPolledByThread>(reinterpret_cast<float4*>(ring), kStagingBytes, factor,
+                                                         [&](int fragment, int vector, const Partial& merged) {
+                                                             to_output.vector(fragment, vector, merged);
+                                                         });
             } else if constexpr (kKeyWarps == 1) {
                 Results::store_rows(output.rows, queries, params, rows, work.kv_head);
             } else {

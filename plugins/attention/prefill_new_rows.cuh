@@ -1,6 +1,6 @@
-// How the rows of the new tokens come into the shared memory of a prefill block: queries and keys, with RoPE, and
-// values. A thread has two chunks of a row at a time, which RoPE rotates with each other, in registers from where they
-// are loaded to where they are stored.
+// Loads of the rows of the new tokens into the shared memory of a prefill block: q and k, with RoPE, and v. A thread
+// has two chunks of a row at a time, which RoPE rotates with each other. They stay in registers from the load to the
+// store.
 #pragma once
 
 #include "attention/prefill_params.cuh"

@@ -1,4 +1,4 @@
-// What a warp of a prefill block accumulates: the output of its rows, with their maxima and sums.
+// Output of a warp of a prefill block: the sums of its rows, with their maxima.
 #pragma once
 
 #include "attention/mma.cuh"

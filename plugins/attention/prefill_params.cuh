@@ -8,7 +8,7 @@
 // numbers.
 constexpr int kFromLast = 0, kSplit = 1, kInPairs = 2;
 
-// Where the scales of a quantized cache are; strides in floats.
+// Scales of a quantized cache; strides in floats.
 struct KVScales {
     float* scales;  // [2, num_kv_heads], or [batch, 2, num_kv_heads, tokens]
     long long slot_stride, kv_stride, head_stride;
@@ -42,7 +42,7 @@ struct PrefillParams {
     KVScales scales;        // of a quantized cache
     float value_scale = 1;  // what output is multiplied with
 
-    // If heads have one scale each: so that products of codes become scores, and the output values.
+    // If heads have one scale each: so that products of quantized values become scores, and the output values.
     __device__ __forceinline__ void use_head_scales(int slot, int kv_head) {
         if (scales.per_token) return;
         score = score.times(*scales.of(slot, 0, kv_head, 0));

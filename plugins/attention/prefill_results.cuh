@@ -1,4 +1,4 @@
-// How the results of a prefill block leave it: to the output, or strip by strip to whoever merges them
+// Epilogue of a prefill block: results to the output, or as fragments to the blocks that merge them
 // (split_kv_reduce.cuh).
 #pragma once
 
@@ -8,8 +8,8 @@
 #include "attention/softmax_state.cuh"
 #include "attention/split_kv_reduce.cuh"
 
-// The template parameters are those of Prefill; kStagingBytes: of the ring, which is free by then, without the strips
-// that this block merges.
+// The template parameters are those of Prefill; kStagingBytes: of the ring, which is free by then, without the
+// fragments that this block merges.
 template <class Tiles, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kStagingBytes>
 struct PrefillResults {
     using Rows = typename Tiles::Rows;
@@ -17,8 +17,8 @@ struct PrefillResults {
     using Partial = PartialState<2>;
     static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles,
                          kBlockRows = kRowWarps * kWarpRows;
-    // 16 columns in fragments, and strips that are handed on
-    static constexpr int kColumns = kStripsPerRow<1>, kRowStrips = kStripsPerRow<2>;
+    // 16 columns in fragments, and fragments that are handed on
+    static constexpr int kColumns = kFragmentsPerRow<1>, kRowFragments = kFragmentsPerRow<2>;
     static_assert(kKeyWarps == 1 || kWarpgroups || kStagingBytes >= kKeyWarps * kBlockRows * (kColumns * 64 + 8),
                   "the ring also holds the results of all warps");
     static_assert(!kWarpgroups || kKeyWarps <= 2, "two warpgroups exchange halves of their rows");
@@ -31,40 +31,40 @@ struct PrefillResults {
         return params.out + (first * params.group_size + head) * kRowBytes;
     }
 
-    // Where the results of a row block go, one vector of a strip at a time or all of a row whose strips the lanes of a
-    // quad have a vector each of: to the output ...
+    // Destinations of the results of a row block. They take one vector of a fragment at a time, or a whole row of which
+    // each lane of a quad has a vector of each fragment. The first one is the output ...
     struct ToOutput {
         const PrefillParams& params;
         const Rows& rows;
         int kv_head;
 
-        __device__ __forceinline__ void vector(int strip, int vector, const Partial& state, float = 0) const {
+        __device__ __forceinline__ void vector(int fragment, int vector, const Partial& state, float = 0) const {
             const float inverse = reciprocal_approx(state.sum) * params.value_scale;
-            unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, strip / kRowStrips)
-                                                             + strip % kRowStrips * 64)
+            unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, fragment / kRowFragments)
+                                                             + fragment % kRowFragments * 64)
                                  + vector;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                // the last strip of a row is a half one
-                if (h > 0 && kColumns % 2 && strip % kRowStrips == kRowStrips - 1) break;
+                // the last fragment of a row is a half one
+                if (h > 0 && kColumns % 2 && fragment % kRowFragments == kRowFragments - 1) break;
                 to[8 * h] = pack(Element{}, {state.values[h].x * inverse, state.values[h].y * inverse});
                 to[8 * h + 4] = pack(Element{}, {state.values[h].z * inverse, state.values[h].w * inverse});
             }
         }
-        __device__ __forceinline__ void row(int row, const Partial (&strips)[kRowStrips], float) const {
+        __device__ __forceinline__ void row(int row, const Partial (&fragments)[kRowFragments], float) const {
 #pragma unroll
-            for (int s = 0; s < kRowStrips; s++) vector(row * kRowStrips + s, threadIdx.x % 4, strips[s]);
+            for (int s = 0; s < kRowFragments; s++) vector(row * kRowFragments + s, threadIdx.x % 4, fragments[s]);
         }
     };
     // ... or to whoever merges them.
     struct ToBlocks {
         const SplitKVReduce<2>& reduce;
 
-        __device__ __forceinline__ void vector(int strip, int vector, const Partial& state, float largest) const {
-            reduce.publish(strip, vector, state, largest, false);
+        __device__ __forceinline__ void vector(int fragment, int vector, const Partial& state, float largest) const {
+            reduce.publish(fragment, vector, state, largest, false);
         }
-        __device__ __forceinline__ void row(int row, const Partial (&strips)[kRowStrips], float largest) const {
-            reduce.publish_row(row, strips, largest);
+        __device__ __forceinline__ void row(int row, const Partial (&fragments)[kRowFragments], float largest) const {
+            reduce.publish_row(row, fragments, largest);
         }
     };
 
@@ -136,7 +136,7 @@ struct PrefillResults {
         const float maximum = fmaxf(own_maximum, theirs.x), weight = exp2_approx((own_maximum - maximum) * factor);
         const float their_weight = exp2_approx((theirs.x - maximum) * factor),
                     sum = weight * own_sum + their_weight * theirs.y;
-        Partial parts[kRowStrips];
+        Partial parts[kRowFragments];
 #pragma unroll
         for (int s = 0; s < kColumns; s++) {
             const float4 a = half(s, kept), b = values[(!is_second * kColumns + s) * kGroupThreads + thread];
@@ -146,13 +146,13 @@ struct PrefillResults {
         emit_row(parts, maximum, sum, row, row < rows.rows, emit);
     }
 
-    // Emits a row, of whose strips the lanes of a quad have a vector each. For whole warps.
+    // Emits a row, of whose fragments the lanes of a quad have a vector each. For whole warps.
     template <class Emit>
-    static __device__ __forceinline__ void emit_row(Partial (&parts)[kRowStrips], float maximum, float sum, int row,
+    static __device__ __forceinline__ void emit_row(Partial (&parts)[kRowFragments], float maximum, float sum, int row,
                                                     bool is_live, const Emit& emit) {
         float largest = 0;
 #pragma unroll
-        for (int s = 0; s < kRowStrips; s++) {
+        for (int s = 0; s < kRowFragments; s++) {
             largest = parts[s].largest(largest);
             parts[s].maximum = maximum;
             parts[s].sum = sum;
@@ -161,7 +161,7 @@ struct PrefillResults {
         if (is_live) emit.row(row, parts, largest);
     }
 
-    // Calls emit.vector(strip, vector, PartialState, largest value of the strip), or emit.row, for all of the row
+    // Calls emit.vector(fragment, vector, PartialState, largest value of the fragment), or emit.row, for all of the row
     // block, with what this block has of it. For all threads of the block.
     template <class Emit>
     static __device__ __forceinline__ void for_each_vector(const State& state, unsigned char* ring, const Rows& rows,
@@ -184,7 +184,7 @@ struct PrefillResults {
                 const int row = row_warp * kWarpRows + 16 * m + 8 * i + lane / 4;
                 if (row - lane / 4 >= rows.rows) continue;  // all rows of the warp
                 if constexpr (kKeyWarps == 1) {
-                    Partial parts[kRowStrips];
+                    Partial parts[kRowFragments];
 #pragma unroll
                     for (int s = 0; s < kColumns; s++) parts[s / 2].values[s % 2] = vector_of(state[m], s, i);
                     emit_row(parts, state[m].maxima[i], sum, row, row < rows.rows, emit);
@@ -198,12 +198,12 @@ struct PrefillResults {
         }
         if constexpr (kKeyWarps > 1) {
             __syncthreads();
-            const int all = rows.rows * kRowStrips * 4;
+            const int all = rows.rows * kRowFragments * 4;
 #pragma unroll 1
             for (int first = threadIdx.x / 32 * 32; first < all; first += kThreads) {
-                const int x = min(first + lane, all - 1), strip = x / 4, row = strip / kRowStrips,
-                          column = strip % kRowStrips * 2;
-                // Where the last strip of a row is a half one, that half comes twice.
+                const int x = min(first + lane, all - 1), fragment = x / 4, row = fragment / kRowFragments,
+                          column = fragment % kRowFragments * 2;
+                // If the last fragment of a row has 16 columns only, these come twice.
                 const int half_bytes = column + 1 < kColumns ? 64 : 0;
                 Partial merged;
                 merged.merge<kKeyWarps>(
@@ -211,12 +211,12 @@ struct PrefillResults {
                     16 * kVectors, half_bytes, reinterpret_cast<const unsigned char*>(totals + row), 8 * kBlockRows,
                     kKeyWarps, factor);
                 const float largest = quad_max_or_nan(merged.largest());
-                if (first + lane < all) emit.vector(strip, x % 4, merged, largest);
+                if (first + lane < all) emit.vector(fragment, x % 4, merged, largest);
             }
         }
     }
 
-    // What a lane has of 16 columns of a row.
+    // Values of a lane in 16 columns of a row.
     static __device__ __forceinline__ float4 vector_of(const SoftmaxState<16>& state, int s, int i) {
         const float (&low)[4] = state.output[2 * s], (&high)[4] = state.output[2 * s + 1];
         return {low[2 * i], low[2 * i + 1], high[2 * i], high[2 * i + 1]};

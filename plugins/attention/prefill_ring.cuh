@@ -1,5 +1,5 @@
-// How tiles of keys and values pass through the shared memory of a prefill block, one after another. Here those of 16
-// bits, which lie in the cache as they are multiplied; prefill_stored_ring.cuh has those of a quantized cache.
+// Ring buffer of tiles of keys and values in the shared memory of a prefill block. This one is for a 16-bit cache,
+// whose tiles are multiplied as they are stored. prefill_stored_ring.cuh has the one for a quantized cache.
 #pragma once
 
 #include "attention/cp_async.cuh"
@@ -10,7 +10,7 @@
 // tokens. A step waits for its tile; kStages - 2 younger groups may stay in flight. Behind the barrier that follows,
 // all warps have left the tile before, and its place is filled with that of step n + kStages - 1. Several rings have a
 // part of the threads each, and take tiles in turns: none waits for another one.
-template <bool kCodes, bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
+template <bool kQuantizedValues, bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
 struct PrefillRing {
     static constexpr int kRings = Tiles::kRings, kRingBytes = kStages * 2 * Tiles::kTileBytes,
                          kBytes = kRings * kRingBytes, kScaleBytes = 0;

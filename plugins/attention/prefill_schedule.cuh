@@ -1,4 +1,4 @@
-// Which rows and which keys a prefill block works on.
+// Schedule of prefill: the rows and the keys of each block.
 //
 // The rows of a K/V head of a slot are its new tokens times its query heads: row `token * group_size + head`. They are
 // cut into row blocks of kBlockRows, so K and V are read once for as many rows as a block holds. A row block sees the
@@ -49,7 +49,7 @@ struct RowBlock {
     __device__ __forceinline__ int head_of(const PrefillParams& params, int row, int token) const {
         return first_head + row - (token - first_token) * params.group_size;
     }
-    // That of another lane.
+    // The row block of another lane.
     __device__ __forceinline__ RowBlock of_lane(int lane) const {
         RowBlock other;
         other.slot = __shfl_sync(~0u, slot, lane);
@@ -66,7 +66,7 @@ struct RowBlock {
     }
 };
 
-// What a block works on: tiles begin to end of a row block, counted from its first one. None if begin is end.
+// Work of a block: tiles begin to end of a row block, counted from its first one. None if begin is end.
 template <class RowBlock>
 struct PrefillWork {
     RowBlock rows{};
@@ -115,7 +115,8 @@ __device__ __forceinline__ PrefillWork<RowBlock> whole_row_block(const PrefillPa
     return work;
 }
 
-// What follows from shapes alone, before lengths can be read. Row blocks here are those of all slots and K/V heads.
+// Values that depend on shapes alone, computed before lengths can be read. Row blocks here are those of all slots and
+// K/V heads.
 struct BlocksForRowBlocks {
     int numbers;      // row blocks of one K/V head
     int alike, rest;  // blocks for each, if all have as many, and blocks beside one for each

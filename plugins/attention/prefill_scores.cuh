@@ -1,5 +1,4 @@
-// What a warp of a prefill block computes of its rows and of its keys of a tile: scores, which become probabilities
-// where they are.
+// Scores of a warp of a prefill block, for its rows and its keys of a tile. They become probabilities in place.
 #pragma once
 
 #include "attention/mma.cuh"

@@ -1,12 +1,12 @@
-// The same as prefill_ring.cuh for a quantized cache: its codes become tiles of the element type, which has all of
-// their values. If tokens have scales of their own, those of keys are factors of scores, in float32; values are
+// The same as prefill_ring.cuh for a quantized cache: its quantized values become tiles of the element type, which has
+// all of their values. If tokens have scales of their own, those of keys are factors of scores, in float32; values are
 // multiplied with theirs and rounded to elements. Scales of heads are no part of a tile: see use_head_scales.
 //
-//     tiles    [2][2]: the one of this step, and the next one, which is converted while tensor cores are busy with the
-//              first
-//     codes    [kStages - 1][2], on their way. A thread converts the chunks that it has loaded, so there is no barrier
-//              between
-//     scales   [2][kTileKeys], of the keys of the two tiles, if tokens have their own
+//     tiles             [2][2]: the one of this step, and the next one, which is converted while tensor cores are busy
+//                       with the first
+//     quantized values  [kStages - 1][2], in flight. A thread converts the chunks that it has loaded, so there is no
+//                       barrier between
+//     scales            [2][kTileKeys], of the keys of the two tiles, if tokens have their own
 //
 // Commit group n is tile n.
 #pragma once
@@ -17,19 +17,19 @@
 
 template <bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
 struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> {
-    static constexpr int kRings = 1, kCodeStages = kStages - 1;
-    static constexpr int kCodeChunks = kHeadDim / 16, kCodeTileBytes = kTileKeys * kHeadDim,
+    static constexpr int kRings = 1, kQuantizedStages = kStages - 1;
+    static constexpr int kQuantizedChunks = kHeadDim / 16, kQuantizedTileBytes = kTileKeys * kHeadDim,
                          kTilesBytes = 4 * Tiles::kTileBytes;
-    static constexpr int kBytes = kTilesBytes + kCodeStages * 2 * kCodeTileBytes,
+    static constexpr int kBytes = kTilesBytes + kQuantizedStages * 2 * kQuantizedTileBytes,
                          kScaleBytes = 2 * kTileKeys * static_cast<int>(sizeof(float));
-    static constexpr int kChunksOfThread = (kTileKeys * kCodeChunks + kThreads - 1) / kThreads;
-    static constexpr bool kAllHaveChunks = kTileKeys * kCodeChunks % kThreads == 0;
+    static constexpr int kChunksOfThread = (kTileKeys * kQuantizedChunks + kThreads - 1) / kThreads;
+    static constexpr bool kAllHaveChunks = kTileKeys * kQuantizedChunks % kThreads == 0;
     static_assert(kTileKeys <= kThreads, "a thread has the scale of one key of a tile");
 
     unsigned char* ring;
     const PrefillParams& params;
     const Work& work;
-    int stage = 0;             // of the codes that are converted next
+    int stage = 0;             // of the quantized values that are converted next
     float next_key_scale = 0;  // of these: that of key threadIdx.x, and those of the values that this thread converts
     float next_value_scales[kChunksOfThread] = {};
 
@@ -41,7 +41,7 @@ struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> 
     __device__ __forceinline__ void barrier() const { __syncthreads(); }
     __device__ __forceinline__ void begin() {
 #pragma unroll 1
-        for (int i = 0; i < kCodeStages; i++) load_codes(i, work.begin + i);
+        for (int i = 0; i < kQuantizedStages; i++) load_quantized(i, work.begin + i);
         load_key_scale(work.begin);
         load_value_scales(work.begin);
     }
@@ -66,35 +66,36 @@ private:
     struct ChunkPlace {
         int key, chunk;
     };
-    // Which chunk of a tile of codes is the i-th one of this thread. Eight lanes that write together have two rows of
-    // four chunks, so that what they write, every second chunk of each, lies in different banks. If possible, those of
-    // a thread are kKeyStep rows apart, a multiple of 8: then they have the same place in a swizzled row.
+    // The i-th chunk of this thread in a tile of quantized values. Eight lanes that write together have two rows of
+    // four chunks. They write every second chunk of each, in different banks. If possible, the chunks of a thread are
+    // kKeyStep rows apart, a multiple of 8: then they have the same place in a swizzled row.
     static __device__ __forceinline__ ChunkPlace chunk_of_thread(int i) {
         const int thread = static_cast<int>(threadIdx.x), x = kKeyStep ? thread : i * kThreads + thread;
-        if constexpr (kCodeChunks % 4 == 0) {
-            return {x / (2 * kCodeChunks) * 2 + x / 4 % 2 + i * kKeyStep, x / 8 % (kCodeChunks / 4) * 4 + x % 4};
+        if constexpr (kQuantizedChunks % 4 == 0) {
+            return {x / (2 * kQuantizedChunks) * 2 + x / 4 % 2 + i * kKeyStep,
+                    x / 8 % (kQuantizedChunks / 4) * 4 + x % 4};
         }
-        return {x / kCodeChunks, x % kCodeChunks};
+        return {x / kQuantizedChunks, x % kQuantizedChunks};
     }
     static constexpr int kKeyStep =
-        kCodeChunks % 4 == 0 && kThreads % (8 * kCodeChunks) == 0 ? kThreads / kCodeChunks : 0;
-    // Where the elements of that chunk go in a tile. Those of its second half are one chunk further, before swizzling:
-    // another bit of the address.
+        kQuantizedChunks % 4 == 0 && kThreads % (8 * kQuantizedChunks) == 0 ? kThreads / kQuantizedChunks : 0;
+    // Address of the elements of that chunk in a tile. Those of its second half are one chunk further, before
+    // swizzling: another bit of the address.
     static __device__ __forceinline__ unsigned place_of(int i) {
         const ChunkPlace at = chunk_of_thread(kKeyStep ? 0 : i);
         return Tiles::KeyLayout::offset(at.key, 2 * at.chunk)
                + (kKeyStep ? i * (Tiles::KeyLayout::offset(kKeyStep, 0) - Tiles::KeyLayout::offset(0, 0)) : 0);
     }
 
-    __device__ __forceinline__ unsigned char* codes_of(int stage) const {
-        return ring + kTilesBytes + stage * 2 * kCodeTileBytes + threadIdx.x * 16;
+    __device__ __forceinline__ unsigned char* quantized_of(int stage) const {
+        return ring + kTilesBytes + stage * 2 * kQuantizedTileBytes + threadIdx.x * 16;
     }
 
     __device__ __forceinline__ int place_of_tile(int tile) const { return (tile - work.begin) & 1; }
 
     // A commit group: keys of a tile, and values of the same one, or with kKeysAhead of the one before it. Empty behind
     // the last tile.
-    __device__ __forceinline__ void load_codes(int stage, int tile) const {
+    __device__ __forceinline__ void load_quantized(int stage, int tile) const {
         load_rows(stage, 0, tile);
         load_rows(stage, 1, tile - kKeysAhead);
         cp_async_commit_group();
@@ -105,7 +106,7 @@ private:
         const long long row = static_cast<long long>(work.kv_head) * params.max_sequence_length + first_key;
         const unsigned char* const rows =
             params.cache + work.rows.slot * params.slot_stride + kv * params.kv_stride + row * kHeadDim;
-        const SharedAddress to = shared_address(codes_of(stage) + kv * kCodeTileBytes);
+        const SharedAddress to = shared_address(quantized_of(stage) + kv * kQuantizedTileBytes);
 #pragma unroll
         for (int i = 0; i < kChunksOfThread; i++) {
             const ChunkPlace at = chunk_of_thread(i);
@@ -131,13 +132,15 @@ private:
         }
     }
 
-    // Converts the oldest codes: keys of `tile`, and values of the same one, or with kKeysAhead of the one before it.
+    // Converts the oldest quantized values: keys of `tile`, and values of the same one, or with kKeysAhead of the one
+    // before it.
     __device__ __forceinline__ void convert(int tile) {
         const int values_tile = tile - kKeysAhead;
         if (values_tile >= work.end) return;
-        cp_async_wait_group<kCodeStages - 1>();
+        cp_async_wait_group<kQuantizedStages - 1>();
         if (!kKeysAhead || tile < work.end) {
-            convert_rows(0, tile, [](int, unsigned codes) { return widen_in_order(Element{}, Stored{}, codes); });
+            convert_rows(0, tile,
+                         [](int, unsigned quantized) { return widen_in_order(Element{}, Stored{}, quantized); });
             if (params.scales.per_token && threadIdx.x < kTileKeys) scales(tile)[threadIdx.x] = next_key_scale;
             load_key_scale(tile + 1);
         }
@@ -148,27 +151,28 @@ private:
                 for (int i = 0; i < kChunksOfThread; i++)
                     scales[i] = split_scale(Element{}, Stored{}, next_value_scales[i]);
                 load_value_scales(values_tile + 1);
-                convert_rows(1, values_tile,
-                             [&](int i, unsigned codes) { return real_values(Element{}, Stored{}, codes, scales[i]); });
+                convert_rows(1, values_tile, [&](int i, unsigned quantized) {
+                    return real_values(Element{}, Stored{}, quantized, scales[i]);
+                });
             } else {
                 convert_rows(1, values_tile,
-                             [](int, unsigned codes) { return widen_in_order(Element{}, Stored{}, codes); });
+                             [](int, unsigned quantized) { return widen_in_order(Element{}, Stored{}, quantized); });
             }
         }
-        load_codes(stage, tile + kCodeStages);
-        stage = stage + 1 == kCodeStages ? 0 : stage + 1;
+        load_quantized(stage, tile + kQuantizedStages);
+        stage = stage + 1 == kQuantizedStages ? 0 : stage + 1;
     }
-    // elements(i, codes): of four codes in the i-th chunk of this thread.
+    // elements(i, quantized values): of four quantized values in the i-th chunk of this thread.
     template <class Elements>
     __device__ __forceinline__ void convert_rows(int kv, int tile, Elements elements) const {
-        const unsigned char* const from = codes_of(stage) + kv * kCodeTileBytes;
+        const unsigned char* const from = quantized_of(stage) + kv * kQuantizedTileBytes;
         unsigned char* const to = this->tile(tile) + kv * Tiles::kTileBytes;
 #pragma unroll
         for (int i = 0; i < kChunksOfThread; i++) {
             if (!kAllHaveChunks && chunk_of_thread(i).key >= kTileKeys) break;
-            const uint4 codes = *reinterpret_cast<const uint4*>(from + i * kThreads * 16);
-            const uint2 a = elements(i, codes.x), b = elements(i, codes.y), c = elements(i, codes.z),
-                        d = elements(i, codes.w);
+            const uint4 quantized = *reinterpret_cast<const uint4*>(from + i * kThreads * 16);
+            const uint2 a = elements(i, quantized.x), b = elements(i, quantized.y), c = elements(i, quantized.z),
+                        d = elements(i, quantized.w);
             const unsigned place = place_of(i);
             *reinterpret_cast<uint4*>(to + place) = {a.x, a.y, b.x, b.y};
             *reinterpret_cast<uint4*>(to + (place ^ 16)) = {c.x, c.y, d.x, d.y};

@@ -1,5 +1,5 @@
-// How a prefill block fills its shared memory with tiles of keys and values from the cache; prefill_new_rows.cuh has
-// the rows of the new tokens.
+// Loads of tiles of keys and values from the cache into the shared memory of a prefill block. prefill_new_rows.cuh
+// loads the rows of the new tokens.
 #pragma once
 
 #include "attention/cp_async.cuh"
@@ -60,12 +60,12 @@ struct PrefillTiles {
         }
     }
 
-    // Where a thread can copy the same chunk of several rows, these are so many rows apart: else 0. Its addresses then
-    // differ by constants, which are part of the instructions; with addresses of their own, copies would wait for each
-    // other's registers.
+    // Distance in rows of the chunks that a thread copies, if they are the same chunk of several rows; else 0. Their
+    // addresses then differ by constants, which are part of the instructions. With separate addresses, copies would
+    // wait for registers of earlier ones.
     static constexpr int kKeyStep = kRingThreads % kRowChunks == 0 ? kRingThreads / kRowChunks : 0;
 
-    // Of a key and of its value. What few rows read shall not take the place of partial results in the L2.
+    // A chunk of a key and of its value. Loads for few rows must not evict partial results from the L2.
     static __device__ __forceinline__ void copy_chunk(SharedAddress to, const unsigned char* key,
                                                       const unsigned char* value, bool is_live, L2Policy policy) {
         if constexpr (kAppends) {

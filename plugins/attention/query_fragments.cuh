@@ -10,7 +10,7 @@ template <int kRows>
 constexpr int kRowTiles = kRows <= 16 ? 1 : kRows / 16;
 template <int kRows>
 constexpr int kRowsOfTile = kRows < 16 ? kRows : 16;
-// What a warp has of a head.
+// Fragments of q of a head, of a warp.
 template <int kRows>
 using RowStates = SoftmaxState<kRowsOfTile<kRows>>[kRowTiles<kRows>];
 
@@ -33,9 +33,9 @@ struct QueryFragments {
     float offset[kRowTiles<kRows>][4];  // what scores begin with (kKeyOffset)
     SharedAddress shared;
 
-    // `head`: rows of q. Beside codes, columns 4t and 4t+1 are in the place of 2t and 2t+1, and 4t+2 and 4t+3 in that
-    // of 2t+8 and 2t+9 (stored_kv.cuh).
-    template <class Codes = Stored>
+    // `head`: rows of q. Beside quantized values, columns 4t and 4t+1 are in the place of 2t and 2t+1, and 4t+2 and
+    // 4t+3 in that of 2t+8 and 2t+9 (stored_kv.cuh).
+    template <class Quantized = Stored>
     __device__ __forceinline__ void load(const unsigned char* head) {
         const int lane = threadIdx.x % 32;
         const SharedAddress rows = shared_address(head);
@@ -69,7 +69,7 @@ struct QueryFragments {
         for (int m = 0; m < kRowTiles<kRows>; m++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) offset[m][e] = 0;
-            constexpr unsigned kOffset = kKeyOffset<Element, Codes>;
+            constexpr unsigned kOffset = kKeyOffset<Element, Quantized>;
 #pragma unroll
             for (int d = 0; d < kHeadDim / 16 && kOffset; d++) {
                 unsigned a[4];

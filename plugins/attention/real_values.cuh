@@ -1,36 +1,37 @@
-// Codes times a scale as elements: what the values of a quantized cache stand for, rounded once to the element type.
+// Quantized values times a scale as elements: what the values of a quantized cache stand for, rounded once to the
+// element type.
 #pragma once
 
 #include "attention/config.cuh"
 
-// As the one of stored_kv.cuh, without sorting codes first.
-__device__ __forceinline__ uint2 widen_in_order(Float16, Int8, unsigned codes) {
-    const unsigned positive = codes ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // 1, -1152
+// As the one of stored_kv.cuh, without sorting quantized values first.
+__device__ __forceinline__ uint2 widen_in_order(Float16, Int8, unsigned quantized) {
+    const unsigned positive = quantized ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // 1, -1152
     return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4140), one, minus),
             multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), one, minus)};
 }
 
-// A float16 has too few exponents for scales. It has them times this power of 2, and codes divided by it: then both are
-// of the size of the values.
-template <class Type, class Codes>
+// A float16 has too few exponents for scales. It has them times this power of 2, and quantized values divided by it:
+// then both are of the size of the values.
+template <class Type, class Quantized>
 constexpr float kRaised = 1;
 template <>
 constexpr float kRaised<Float16, Int8> = 64;
 template <>
 constexpr float kRaised<Float16, Float8> = 256;
 
-// Four codes divided by kRaised, exactly.
-template <class Type, class Codes>
-__device__ __forceinline__ uint2 widen_lowered(Type, Codes, unsigned codes) {
-    return widen_in_order(Type{}, Codes{}, codes);
+// Four quantized values divided by kRaised, exactly.
+template <class Type, class Quantized>
+__device__ __forceinline__ uint2 widen_lowered(Type, Quantized, unsigned quantized) {
+    return widen_in_order(Type{}, Quantized{}, quantized);
 }
-__device__ __forceinline__ uint2 widen_lowered(Float16, Int8, unsigned codes) {
-    const unsigned positive = codes ^ 0x80808080, inverse = 0x24002400, minus = 0xCC80CC80;  // 1 / 64, -1152 / 64
+__device__ __forceinline__ uint2 widen_lowered(Float16, Int8, unsigned quantized) {
+    const unsigned positive = quantized ^ 0x80808080, inverse = 0x24002400, minus = 0xCC80CC80;  // 1 / 64, -1152 / 64
     return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4140), inverse, minus),
             multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), inverse, minus)};
 }
-__device__ __forceinline__ uint2 widen_lowered(Float16, Float8, unsigned codes) {
-    const uint2 values = widen_in_order(Float16{}, Float8{}, codes);
+__device__ __forceinline__ uint2 widen_lowered(Float16, Float8, unsigned quantized) {
+    const uint2 values = widen_in_order(Float16{}, Float8{}, quantized);
     const unsigned inverse = 0x1C001C00, zero = 0x80008000;  // 1 / 256
     return {multiply_add(Float16{}, values.x, inverse, zero), multiply_add(Float16{}, values.y, inverse, zero)};
 }
@@ -40,18 +41,18 @@ __device__ __forceinline__ uint2 widen_lowered(Float16, Float8, unsigned codes) 
 struct SplitScale {
     unsigned nearest, rest;
 };
-template <class Type, class Codes>
-__device__ __forceinline__ SplitScale split_scale(Type, Codes, float scale) {
-    const float raised = scale * kRaised<Type, Codes>;
+template <class Type, class Quantized>
+__device__ __forceinline__ SplitScale split_scale(Type, Quantized, float scale) {
+    const float raised = scale * kRaised<Type, Quantized>;
     const unsigned nearest = pack(Type{}, {raised, raised});
     const float rest = raised - unpack(Type{}, nearest).x;
     return {nearest, pack(Type{}, {rest, rest})};
 }
 
-// Four codes times their scale.
-template <class Type, class Codes>
-__device__ __forceinline__ uint2 real_values(Type, Codes, unsigned codes, SplitScale scale) {
-    const uint2 lowered = widen_lowered(Type{}, Codes{}, codes);
+// Four quantized values times their scale.
+template <class Type, class Quantized>
+__device__ __forceinline__ uint2 real_values(Type, Quantized, unsigned quantized, SplitScale scale) {
+    const uint2 lowered = widen_lowered(Type{}, Quantized{}, quantized);
     const unsigned zero = 0x80008000;
     return {multiply_add(Type{}, lowered.x, scale.nearest, multiply_add(Type{}, lowered.x, scale.rest, zero)),
             multiply_add(Type{}, lowered.y, scale.nearest, multiply_add(Type{}, lowered.y, scale.rest, zero))};

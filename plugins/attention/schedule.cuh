@@ -1,5 +1,5 @@
-// Which tiles of which heads a block works on. Lengths live on the device, so the launch depends on shapes alone, and
-// every warp finds its block's work by itself.
+// Schedule of decode: the tiles and heads of each block. Lengths live on the device, so the launch depends on shapes
+// alone, and every warp computes the work of its block.
 //
 // Even split, if all heads have about the same length. With as many blocks as heads or more, splits_per_head blocks
 // share a head. Each begins with kMinTilesPerBlock tiles that are known without lengths, and so are loaded before those
@@ -58,7 +58,7 @@ struct TileCoord {
     __device__ __forceinline__ int first_token(int warp) const { return (first_tile + tile + warp) * kTileTokens; }
 };
 
-// Where the block begins in the even split. Needs no lengths.
+// Start of the block in the even split. Needs no lengths.
 struct EvenSplitStart {
     int head;  // slot * num_kv_heads + kv_head; the number of heads if there is none for this block
     int slot, kv_head, tile;
@@ -215,7 +215,7 @@ struct TileIterator {
     __device__ __forceinline__ bool starts_head(const WorkRange& work) const {
         return at.tile == 0 || done == work.begin;
     }
-    // Whether the block has the last tile of the head.
+    // True if the block has the last tile of the head.
     __device__ __forceinline__ bool has_last_tile(const WorkRange& work) const {
         return done - at.tile + at.num_tiles <= work.end;
     }

@@ -8,8 +8,8 @@
 #include "attention/config.cuh"
 #include "attention/math.cuh"
 
-// Where maxima begin: below every score. What a masked score is: so far below kInitialMax that its probability is 0
-// whatever the maximum is.
+// Initial maximum, below every score; and the score of a masked key. The latter is so far below kInitialMax that its
+// probability is 0 with any maximum.
 constexpr float kInitialMax = -1e30f, kMaskedScore = -3e38f;
 constexpr float kLog2E = 1.44269504f;
 // The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to
@@ -42,10 +42,10 @@ struct ScoreTransform {
     }
 };
 
-// What a warp has computed so far of kRows rows (8 or 16): the output, not yet divided by the sum of probabilities, and
-// both relative to the maximum of the row. Lane l holds row g = l / 4, and row g + 8 if there are 16, as accumulator
-// fragments hold them (see mma.cuh): below, `i` is 0 for row g and 1 for row g + 8, and elements 2 * i and 2 * i + 1 of
-// a fragment belong to it.
+// Online softmax of a warp over kRows rows (8 or 16). The output is not yet divided by the sum of probabilities, and
+// both are relative to the maximum of the row. Lane l holds row g = l / 4, and row g + 8 if there are 16, as
+// accumulator fragments hold them (see mma.cuh). Below, `i` is 0 for row g and 1 for row g + 8; elements 2 * i and 2 *
+// i + 1 of a fragment belong to it.
 template <int kRows>
 struct SoftmaxState {
     float output[kHeadDim / 8][4];

@@ -1,21 +1,22 @@
 // The reduction of partial results: first of the warps of a block (PartialState), then of the blocks that share a K/V
 // head (SplitKVReduce).
 //
-// The unit of a reduction is a strip of an output row: 16 columns in the decode kernel of one new token, where few rows
-// are merged and latency is all, or 32, packed, where rows are many and bytes count (kHalves: 16 columns each). Strip
-// `row * kStripsPerRow<kHalves> + s` has the columns from 16 * kHalves * s on. It takes five vectors of 16 bytes:
+// The unit of a reduction is a fragment of an output row, of 16 * kHalves columns. The decode kernel of one new token
+// merges few rows, and its latency counts: 16 columns in float. The other kernels merge many rows, and their bytes
+// count: 32 columns, packed. Fragment `row * kFragmentsPerRow<kHalves> + s` has the columns from 16 * kHalves * s on.
+// It takes five vectors of 16 bytes:
 //
 //     vector 0 .. 3   vector t: columns 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, as lane t of a quad has them in two
-//                     fragments (the decode kernel of up to 8 rows and kernels over codes have them in an order of
-//                     their own); as floats, or packed (packed_vector.cuh)
+//                     accumulator fragments of mma; as floats, or packed (packed_vector.cuh). The decode kernel of up
+//                     to 8 rows and kernels over quantized values have other orders.
 //     vector 4        maximum and sum of the row, for this part of the keys; the unit of packed values
 //
 // Protocol between the blocks of a head (SplitKVReduce):
 //
-//     who merges     Even split: every block merges a run of the strips ([begin, end)) over all blocks of the head.
+//     who merges     Even split: every block merges some fragments ([begin, end)) over all blocks of the head.
 //                    Stream-K: the block that has the last tile of the head merges all of them; it has the highest
 //                    number, the other blocks do not wait.
-//     publish        A block writes a strip either for itself (into `own`: shared memory, or in stream-K its part of
+//     publish        A block writes a fragment either for itself (into `own`: shared memory, or in stream-K its part of
 //                    the workspace), or for the block that merges it (into `partials`, as flagged vectors: see
 //                    flagged_vector.cuh).
 //     visible        A flagged vector is visible as soon as it is there: each of the five carries its own flag, none
@@ -36,8 +37,8 @@
 #include "attention/softmax_state.cuh"
 
 template <int kHalves>
-constexpr int kStripsPerRow = (kHeadDim + 16 * kHalves - 1) / (16 * kHalves);
-constexpr int kStripVectors = 5;
+constexpr int kFragmentsPerRow = (kHeadDim + 16 * kHalves - 1) / (16 * kHalves);
+constexpr int kFragmentVectors = 5;
 constexpr int kMergedAtOnce = 8;  // partial results that one step of a merge loads together
 // vectors that a thread polls together in a decode step; each costs time, published or not
 constexpr int kPolledAtOnce = 2;
@@ -92,7 +93,7 @@ struct PartialState {
         }
     }
 
-    // That of a packed strip alone.
+    // The state of one packed fragment.
     __device__ __forceinline__ void unpack(float4 total, float4 packed) {
         maximum = total.x;
         sum = total.y;
@@ -100,9 +101,9 @@ struct PartialState {
         add_packed(values[kHalves - 1], packed.z, packed.w, total.z);
     }
 
-    // Merges packed ones: vector `vector` of strips in shared memory, every step-th of `count` from `first` on;
+    // Merges packed ones: vector `vector` of fragments in shared memory, every step-th of `count` from `first` on;
     // `stride` in vectors.
-    __device__ __forceinline__ void merge_packed(const float4* strips, int vector, int stride, int first, int step,
+    __device__ __forceinline__ void merge_packed(const float4* fragments, int vector, int stride, int first, int step,
                                                  int count, float factor) {
         constexpr int kAtOnce = 4;
 #pragma unroll 1
@@ -111,9 +112,9 @@ struct PartialState {
             float highest = maximum;
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
-                const float4* const strip = strips + min(i0 + i * step, count - 1) * stride;
-                total[i] = strip[4];
-                part[i] = strip[vector];
+                const float4* const fragment = fragments + min(i0 + i * step, count - 1) * stride;
+                total[i] = fragment[4];
+                part[i] = fragment[vector];
                 highest = fmaxf(highest, total[i].x);
             }
             scale(exp2_approx((maximum - highest) * factor));
@@ -160,48 +161,49 @@ struct PartialState {
     }
 };
 
-// What this block does with its partial result of a head that it shares with other blocks. See the protocol above.
-// kHalves: 1, floats; 2, packed.
+// Reduction of the partial results of a head over the blocks that share it, with the protocol above. kHalves: 1,
+// floats; 2, packed.
 template <int kHalves>
 struct SplitKVReduce {
     static constexpr bool kPacked = kHalves == 2;
-    int num_strips;        // of a head: rows * kStripsPerRow<kHalves>
-    int place_strips;      // that a block has room for in the workspace
+    int num_fragments;     // of a head: rows * kFragmentsPerRow<kHalves>
+    int place_fragments;   // that a block has room for in the workspace
     int first_block;       // of those that share the head
     int rank, num_blocks;  // rank: of this block among them; a head of fewer than 2 blocks is not shared
-    int begin, end;        // strips that this block merges
-    bool all_merge;        // every block merges some strips (even split); else the last one merges all (stream-K)
-    float4* partials;      // [blocks of the launch, place_strips, kStripVectors]: flagged vectors for other blocks
-    float4* own;           // [num_strips, kStripVectors]: what this block keeps for itself
+    int begin, end;        // fragments that this block merges
+    bool all_merge;        // every block merges some fragments (even split); else the last one merges all (stream-K)
+    // [blocks of the launch, place_fragments, kFragmentVectors]: flagged vectors for other blocks
+    float4* partials;
+    float4* own;  // [num_fragments, kFragmentVectors]: what this block keeps for itself
 
-    // own_partials: if all_merge, shared memory with room for strips begin to end; else [blocks of the launch,
-    // place_strips, kStripVectors].
-    __device__ __forceinline__ SplitKVReduce(int num_strips, int place_strips, int first_block, int num_blocks,
+    // own_partials: if all_merge, shared memory with room for fragments begin to end; else [blocks of the launch,
+    // place_fragments, kFragmentVectors].
+    __device__ __forceinline__ SplitKVReduce(int num_fragments, int place_fragments, int first_block, int num_blocks,
                                              bool all_merge, float4* partials, float4* own_partials)
-        : num_strips(num_strips), place_strips(place_strips), first_block(first_block),
+        : num_fragments(num_fragments), place_fragments(place_fragments), first_block(first_block),
           rank(static_cast<int>(blockIdx.x) - first_block), num_blocks(num_blocks), all_merge(all_merge),
           partials(partials) {
-        // strips: packed ones go by rows, which is less work for who hands them on
-        constexpr int kUnit = kPacked ? kStripsPerRow<kHalves> : 1;
-        const int units = num_strips / kUnit, units_per_block = all_merge && num_blocks > 1
-                                                                    ? divide_small(units + num_blocks - 1, num_blocks)
-                                                                    : units;
-        const int strips_per_block = units_per_block * kUnit;
-        begin = all_merge ? rank * strips_per_block : 0;
-        end = min(num_strips, begin + strips_per_block);
-        own = all_merge ? own_partials - begin * kStripVectors
-                        : own_partials + static_cast<long long>(blockIdx.x) * place_strips * kStripVectors;
+        // fragments: packed ones go by rows, which is less work for who hands them on
+        constexpr int kUnit = kPacked ? kFragmentsPerRow<kHalves> : 1;
+        const int units = num_fragments / kUnit,
+                  units_per_block =
+                      all_merge && num_blocks > 1 ? divide_small(units + num_blocks - 1, num_blocks) : units;
+        const int fragments_per_block = units_per_block * kUnit;
+        begin = all_merge ? rank * fragments_per_block : 0;
+        end = min(num_fragments, begin + fragments_per_block);
+        own = all_merge ? own_partials - begin * kFragmentVectors
+                        : own_partials + static_cast<long long>(blockIdx.x) * place_fragments * kFragmentVectors;
     }
     __device__ __forceinline__ float4* partials_of(int block) const {
-        return partials + static_cast<long long>(block) * place_strips * kStripVectors;
+        return partials + static_cast<long long>(block) * place_fragments * kFragmentVectors;
     }
 
-    // Hands on one vector of a strip. `largest`: of all values that share a unit (packed), which may be those of a row.
-    // has_last_tile: this block has the last tile of the head.
-    __device__ __forceinline__ void publish(int strip, int vector, const PartialState<kHalves>& state, float largest,
+    // Hands on one vector of a fragment. `largest`: of all values that share a unit (packed), which may be those of a
+    // row. has_last_tile: this block has the last tile of the head.
+    __device__ __forceinline__ void publish(int fragment, int vector, const PartialState<kHalves>& state, float largest,
                                             bool has_last_tile) const {
-        const bool is_own = all_merge ? strip >= begin && strip < end : has_last_tile;
-        float4* const to = (is_own ? own : partials_of(blockIdx.x)) + strip * kStripVectors;
+        const bool is_own = all_merge ? fragment >= begin && fragment < end : has_last_tile;
+        float4* const to = (is_own ? own : partials_of(blockIdx.x)) + fragment * kFragmentVectors;
         const float unit = kPacked ? packed_unit(largest) : 1;
         float4 values = state.values[0];
         if constexpr (kPacked) values = pack_vector(state.values[0], state.values[1], unit);
@@ -214,24 +216,26 @@ struct SplitKVReduce {
         }
     }
 
-    // The same for a row, of whose strips the lanes of a quad have a vector each; the row has one maximum, sum and
+    // The same for a row, of whose fragments the lanes of a quad have a vector each; the row has one maximum, sum and
     // unit. For whole warps.
-    template <int kRowStrips>
-    __device__ __forceinline__ void publish_row(int row, const PartialState<kHalves> (&strips)[kRowStrips],
+    template <int kRowFragments>
+    __device__ __forceinline__ void publish_row(int row, const PartialState<kHalves> (&fragments)[kRowFragments],
                                                 float largest) const {
-        static_assert(kPacked && kRowStrips == kStripsPerRow<kHalves>, "rows are handed on whole, or kept");
-        const int first = row * kRowStrips, lane = threadIdx.x % 4;
+        static_assert(kPacked && kRowFragments == kFragmentsPerRow<kHalves>, "rows are handed on whole, or kept");
+        const int first = row * kRowFragments, lane = threadIdx.x % 4;
         const bool is_own = first >= begin && first < end;
-        float4* const to = (is_own ? own : partials_of(blockIdx.x)) + first * kStripVectors;
+        float4* const to = (is_own ? own : partials_of(blockIdx.x)) + first * kFragmentVectors;
         const float unit = packed_unit(largest);
         const auto each = [&](auto store) {
 #pragma unroll
-            for (int s = 0; s < kRowStrips; s++)
-                store(to + s * kStripVectors + lane, pack_vector(strips[s].values[0], strips[s].values[1], unit));
+            for (int s = 0; s < kRowFragments; s++)
+                store(to + s * kFragmentVectors + lane,
+                      pack_vector(fragments[s].values[0], fragments[s].values[1], unit));
 #pragma unroll
-            for (int s = 0; s < kRowStrips; s += 4) {
-                if (s + lane < kRowStrips)
-                    store(to + (s + lane) * kStripVectors + 4, float4{strips[0].maximum, strips[0].sum, unit, 1});
+            for (int s = 0; s < kRowFragments; s += 4) {
+                if (s + lane < kRowFragments)
+                    store(to + (s + lane) * kFragmentVectors + 4,
+                          float4{fragments[0].maximum, fragments[0].sum, unit, 1});
             }
         };
         if (is_own) {
@@ -241,17 +245,17 @@ struct SplitKVReduce {
         }
     }
 
-    // Merges the strips of this block: the partial results of the other blocks come to `staging`, shared memory of
-    // `nbytes`, as many strips at a time as there is room for. Calls store(strip, vector, PartialState) for each. For
-    // all threads of the block.
+    // Merges the fragments of this block: the partial results of the other blocks come to `staging`, shared memory of
+    // `nbytes`, as many fragments at a time as there is room for. Calls store(fragment, vector, PartialState) for each.
+    // For all threads of the block.
     template <int kAtOnce = kPolledAtOnce, class Store>
     __device__ __forceinline__ void collect(float4* staging, int nbytes, float factor, Store store) const {
         if (num_blocks < 2) return;
-        const int others = num_blocks - 1, room = divide(nbytes / (16 * kStripVectors), others);
+        const int others = num_blocks - 1, room = divide(nbytes / (16 * kFragmentVectors), others);
 #pragma unroll 1
         for (int first = begin, last; first < end; first = last) {
             last = min(end, first + room);
-            const int vectors = (last - first) * kStripVectors;  // of each other block
+            const int vectors = (last - first) * kFragmentVectors;  // of each other block
             __syncthreads();
             gather<kAtOnce>(staging, first, vectors, others);
             __syncthreads();
@@ -263,16 +267,17 @@ private:
     template <class Store>
     __device__ __forceinline__ void merge(const float4* staging, int first, int last, int others, float factor,
                                           Store store) const {
-        const int threads = blockDim.x, vectors = (last - first) * kStripVectors, all = (last - first) * 4;
+        const int threads = blockDim.x, vectors = (last - first) * kFragmentVectors, all = (last - first) * 4;
         if constexpr (!kPacked) {
 #pragma unroll 1
             for (int x = threadIdx.x; x < all; x += threads) {
-                const int strip = first + x / 4;
-                const float4 *const theirs = staging + x / 4 * kStripVectors, *const ours = own + strip * kStripVectors;
+                const int fragment = first + x / 4;
+                const float4 *const theirs = staging + x / 4 * kFragmentVectors, *const ours =
+                                                                                     own + fragment * kFragmentVectors;
                 PartialState<1> state{ours[4].x, ours[4].y, {ours[x % 4]}};
                 state.merge(reinterpret_cast<const unsigned char*>(theirs + x % 4), 16 * vectors, 0,
                             reinterpret_cast<const unsigned char*>(theirs + 4), 16 * vectors, others, factor);
-                store(strip, x % 4, state);
+                store(fragment, x % 4, state);
             }
         } else {
             // several lanes share a vector, with 4 or more partial results each, where threads are more than vectors
@@ -282,18 +287,19 @@ private:
 #pragma unroll 1
             for (int x0 = threadIdx.x / 32 * 32; x0 < end_x; x0 += threads) {
                 const int x = x0 + threadIdx.x % 32, vector = x % 4, share = x / 4 % 8 & (shares - 1);
-                const int strip = min(first + (x >> (share_bits + 2)), last - 1);
+                const int fragment = min(first + (x >> (share_bits + 2)), last - 1);
                 PartialState<kHalves> state;
-                if (share == 0) state.unpack(own[strip * kStripVectors + 4], own[strip * kStripVectors + vector]);
-                state.merge_packed(staging + (strip - first) * kStripVectors, vector, vectors, share, shares, others,
-                                   factor);
+                if (share == 0)
+                    state.unpack(own[fragment * kFragmentVectors + 4], own[fragment * kFragmentVectors + vector]);
+                state.merge_packed(staging + (fragment - first) * kFragmentVectors, vector, vectors, share, shares,
+                                   others, factor);
                 if (shares > 1) state.join_lanes(4, 4 * shares, factor);
-                if (share == 0 && x < end_x) store(strip, vector, state);
+                if (share == 0 && x < end_x) store(fragment, vector, state);
             }
         }
     }
 
-    // Waits for `vectors` vectors, from strip `first` on, of each other block, and copies them to staging [others,
+    // Waits for `vectors` vectors, from fragment `first` on, of each other block, and copies them to staging [others,
     // vectors].
     template <int kAtOnce>
     __device__ __forceinline__ void gather(float4* staging, int first, int vectors, int others) const {
@@ -306,8 +312,8 @@ private:
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
                 const int at = x + i * threads, other = static_cast<int>((static_cast<float>(at) + 0.5f) * inverse);
-                addresses[i] =
-                    partials_of(first_block + other + (other >= rank)) + first * kStripVectors + at - other * vectors;
+                addresses[i] = partials_of(first_block + other + (other >= rank)) + first * kFragmentVectors + at
+                               - other * vectors;
             }
             for (;; poll_again()) {  // all together: a poll takes a round trip to the L2
                 bool all_published = true;

@@ -1,5 +1,4 @@
-// How rows lie in a tile of shared memory: without padding, and so that neither cp.async nor ldmatrix meets a bank
-// conflict.
+// Layout of rows in a tile of shared memory: without padding, and without bank conflicts of cp.async and ldmatrix.
 //
 // ldmatrix reads the same chunk (16 bytes) of 8 consecutive rows at once. Without a swizzle these lie kRowBytes apart,
 // in the same banks where kRowBytes is a multiple of 128. So the chunks of a row are permuted: chunk c of row r lies at
@@ -35,8 +34,8 @@ __device__ __forceinline__ unsigned stored_offset(unsigned row, unsigned chunk) 
     return swizzled_offset_of<kStoredRowChunks>(row, chunk);
 }
 
-// Where a chunk of a row lies in a tile of kRows rows: as above, which is what ldmatrix wants; or, as products of a
-// warpgroup want it (warpgroup.cuh), in panels of 64 columns, one after another, each of kRows rows of 128 bytes.
+// Address of a chunk of a row in a tile of kRows rows. Without kPanels: as above, for ldmatrix. With kPanels: for
+// products of a warpgroup (warpgroup.cuh), in panels of 64 columns, one after another, each of kRows rows of 128 bytes.
 template <bool kPanels, int kRows>
 struct TileLayout {
     static constexpr int kPanelBytes = 128 * kRows;
@@ -69,14 +68,14 @@ struct LdmatrixAddress {
     }
 };
 
-// The address that a lane passes to a series of ldmatrix over a tile of codes: of row `lane` of 32 rows, and of the
-// same chunk of each of them.
-struct CodesAddress {
+// The address that a lane passes to a series of ldmatrix over a tile of quantized values: of row `lane` of 32 rows, and
+// of the same chunk of each of them.
+struct QuantizedAddress {
     static constexpr bool kChunksAreBits = (kStoredRowChunks & (kStoredRowChunks - 1)) == 0;
     SharedAddress tile, first;
     unsigned row;
 
-    __device__ __forceinline__ CodesAddress(SharedAddress tile, unsigned row)
+    __device__ __forceinline__ QuantizedAddress(SharedAddress tile, unsigned row)
         : tile(tile), first(tile + stored_offset(row, 0)), row(row) {}
 
     // In the rows that are `row_offset`, a multiple of 32, further down.

@@ -8,9 +8,9 @@
 //     S = Q K^T   A: Q, a panel of 64 rows       B: K, a panel of N rows; both from 16 columns on (kChunk 2 * d)
 //     O = P V     A: P, in registers             B: V, 16 rows of a panel of 64 columns, transposed
 //
-// Asynchronous: a product is there, and its operands may be written again, once warpgroup_wait has returned. Between
-// warpgroup_begin and that no register of a product may be touched. What was written to shared memory is seen behind
-// shared_memory_fence and a barrier.
+// Products are asynchronous. A product is complete, and its operands may be overwritten, once warpgroup_wait has
+// returned. Between warpgroup_begin and warpgroup_wait no register of a product may be touched. A product reads shared
+// memory that was written before shared_memory_fence and a barrier.
 #pragma once
 
 #include "attention/element.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ void warpgroup_wait(float (&d)[kFragments][4]) {
     for (int j = 0; j < kFragments; j++)
         asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
 }
-// Where A is in registers: called behind that, so that these keep it until then.
+// For a product whose A is in registers: called after warpgroup_wait, so that the registers keep A until then.
 template <int kParts>
 __device__ __forceinline__ void hold_registers(unsigned (&a)[kParts][4]) {
 #pragma unroll
@@ -37,7 +37,7 @@ __device__ __forceinline__ void hold_registers(unsigned (&a)[kParts][4]) {
 // Makes what this thread wrote to shared memory visible to products.
 __device__ __forceinline__ void shared_memory_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// How a product finds a panel: 128-byte swizzle, groups of 8 rows 1024 bytes apart.
+// Descriptor of a panel: 128-byte swizzle, groups of 8 rows 1024 bytes apart.
 __device__ __forceinline__ unsigned long long panel_descriptor(SharedAddress start) {
     return 1ull << 62 | 64ull << 32 | 1ull << 16 | (start & 0x3FFFF) >> 4;
 }

@@ -30,7 +30,7 @@ struct ConvParams {
     void* out;  // [B, width, channels]
 };
 
-// What enters the convolution at a token: x, or its product with the gate, rounded as the state keeps it.
+// Input of the convolution at a token: x, or its product with the gate, rounded as the state keeps it.
 template <int kChannels, bool kGated>
 struct Input {
     Fetched<Element, kChannels> x, gate;

@@ -26,7 +26,7 @@ struct ChunkTile {
 
     SharedAddress base;
 
-    // Where a chunk of a row begins, in bytes.
+    // Offset of a chunk of a row, in bytes.
     static __device__ __forceinline__ int offset(unsigned row, unsigned chunk) {
         return static_cast<int>(row * kRowBytes + (chunk ^ row / (8 / kPlaces) % kPlaces) * 16);
     }

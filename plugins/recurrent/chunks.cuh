@@ -1,9 +1,9 @@
 // Chunks of tokens, one after another, with a state between them: what Mamba-2 and the gated delta rule share.
 //
-// What has a state is computed transposed: tokens are columns, and a warp has 16 rows of the state. Then what comes out
-// of a product is in the registers where the next one wants it, and the warps with states need nothing of each other.
-// Matrices between the tokens of a chunk, which no state has a part in, are made by other warps, one chunk ahead, for
-// all of them; and the copies are one chunk further.
+// States are computed transposed: tokens are columns, and a warp has 16 rows of the state. So the result of a product
+// is in the registers that the next product reads, and the warps with states exchange nothing. Other warps compute the
+// matrices between the tokens of a chunk, which do not depend on states. They do so one chunk ahead, for all warps with
+// states. The copies are one chunk further.
 #pragma once
 
 #include "attention/cp_async.cuh"

@@ -16,7 +16,7 @@ constexpr int kDeltaTileTokens = 16;
 
 constexpr int kWarps = kDeltaThreads / 32;
 
-// What a thread owns, and its part of the state.
+// Part of a state that a thread owns.
 struct Part {
     static constexpr int kRows = kDeltaMaxKeyDim / (32 / kDeltaScanLanes);
     static constexpr int kBlockColumns = kWarps * kDeltaScanLanes * kColumns;
@@ -102,7 +102,8 @@ struct Part {
             return left[0];
         }
     }
-    // Which of the values sum_rows gives to a lane, and a lane that has value `value`, of the same columns as this one.
+    // Index of the value that sum_rows gives to a lane; and a lane that has value `value`, of the same columns as this
+    // one.
     __device__ __forceinline__ int own_value() const {
         int value = 0;
 #pragma unroll

@@ -12,9 +12,9 @@
 //     out_t = scale / |q_t| (exp(cum_t) q_t S + sum_{s <= t} exp(cum_t - cum_s) (q_t k_s) U_s)
 //     S = exp(cum_last) S + sum_s exp(cum_last - cum_s) k_s^T U_s
 //
-// So q and k are multiplied as they came, in 16 bits, and their norms are a matter of rows. What the state comes from
-// enters its products as sums of two values of 16 bits (SplitPair), so that a state is as precise as that of a scan.
-// chunks.cuh says how a block goes about it.
+// So q and k are multiplied as they came, in 16 bits, and their norms scale rows. The operands that update a state are
+// sums of two values of 16 bits (SplitPair), so that a state is as precise as with a scan. chunks.cuh describes the
+// schedule of a block.
 #pragma once
 
 #include "recurrent/delta_rule_matrices.cuh"

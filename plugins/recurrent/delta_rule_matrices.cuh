@@ -55,7 +55,7 @@ struct DeltaMatrixWarp {
         cp_async_commit_group();
     }
 
-    // What the gates of a chunk come from: neighbouring tokens for each lane.
+    // Loads the gates of a chunk: neighbouring tokens for each lane.
     __device__ __forceinline__ void load_gates(long long chunk) {
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; i++) {
@@ -89,7 +89,7 @@ struct DeltaMatrixWarp {
                     second = __shfl_sync(~0u, row % 2 ? high[3] : high[2], source);
         return {first, second};
     }
-    // What the changes of a block have of those before.
+    // Makes the matrix from earlier changes to the changes of a block.
     __device__ __forceinline__ void make_changes(long long chunk, int block) const {
         DeltaScratch& scratch = memory.scratch(warp);
         const DeltaMatrices matrices = memory.matrices(chunk);
@@ -155,7 +155,7 @@ struct DeltaMatrixWarp {
         }
     }
 
-    // What the outputs of a block have of changes.
+    // Makes the matrix from changes to the outputs of a block.
     __device__ __forceinline__ void make_scores(long long chunk, int block) const {
         const DeltaScratch& scratch = memory.scratch(warp);
         const DeltaMatrices matrices = memory.matrices(chunk);

@@ -16,7 +16,7 @@ struct DeltaScales {
     float total[4];             // the decay over the chunk
 };
 
-// What a matrix warp keeps for itself.
+// Scratch memory of a matrix warp.
 struct DeltaScratch {
     float sums[kChunkTokens];  // logarithms of the decay from the state before the chunk, to base 2
     float beta[kChunkTokens];
@@ -29,12 +29,12 @@ struct DeltaMatrices {
 
     unsigned char* data;
 
-    // What a change has of earlier ones: minus their share; of a block with itself, the inverse of I + share. In two
-    // parts.
+    // Matrix from the changes of an earlier block to those of a later one: minus their share. Of a block with itself:
+    // the inverse of I + share. In two parts.
     __device__ __forceinline__ unsigned char* change(int later, int earlier, int part) const {
         return data + (2 * block_pair(later, earlier) + part) * kMatrixTileBytes;
     }
-    // What an output has of a change.
+    // Matrix from changes to outputs.
     __device__ __forceinline__ unsigned char* score(int later, int earlier) const {
         return data + (2 * kBlockPairs + block_pair(later, earlier)) * kMatrixTileBytes;
     }

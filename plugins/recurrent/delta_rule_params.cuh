@@ -1,4 +1,4 @@
-// What the kernels of the gated delta rule are told.
+// Parameters of the kernels of the gated delta rule.
 #pragma once
 
 #include "recurrent/elements.cuh"

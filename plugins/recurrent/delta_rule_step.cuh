@@ -1,4 +1,4 @@
-// What a token of the gated delta rule does to a state.
+// Update of a state by one token of the gated delta rule.
 //
 // S = decay * S; change = beta * (v - k S); S = S + k^T change; out = q S. Both products with S are made before it
 // changes: q (decay * S + k^T change) = decay * q S + (q k) change. So there is one reduction over rows for each token.
@@ -11,7 +11,7 @@ constexpr int kDeltaMaxKeyDim = 128;
 
 constexpr int kColumns = kPerVector<State>;
 
-// What a token does to all columns.
+// Scalars of a token, for all columns.
 struct DeltaStep {
     float decay, beta;
     float inverse_k;  // 1 / |k|

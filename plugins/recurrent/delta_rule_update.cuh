@@ -40,7 +40,7 @@ struct UpdateKey {
     }
 };
 
-// What a thread owns of a state: kColumns columns of some rows.
+// Part of a state that a thread owns: kColumns columns of some rows.
 struct UpdateShare {
     long long slot, head;
     int lane, part;   // among the threads of its rows, and of its columns

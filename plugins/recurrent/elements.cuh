@@ -176,7 +176,7 @@ __device__ __forceinline__ float rounded(Type, float value) {
 }
 __device__ __forceinline__ float rounded(Float32, float value) { return value; }
 
-// Where the tokens of an activation [B, s, ...] are: strides of slots and of tokens count bytes.
+// Tokens of an activation [B, s, ...]: strides of slots and of tokens count bytes.
 struct Tokens {
     const unsigned char* data;
     long long slot_stride;

@@ -18,7 +18,7 @@ constexpr int kMambaTileTokens = 16;
 constexpr int kWidth = kPerVector<State>;
 constexpr int kVectors = kMambaLaneElements / kWidth;
 
-// What a thread owns: lane `lane` of `lanes`, of rows row(0), row(1), ... of a head of a slot.
+// Part of a state that a thread owns: lane `lane` of `lanes`, of rows row(0), row(1), ... of a head of a slot.
 struct Owned {
     long long slot, head, first_row;
     int lane, lanes, rows_at_once;
@@ -34,7 +34,7 @@ struct Owned {
     }
     // The first element of a vector.
     __device__ __forceinline__ int element(int vector) const { return (vector * lanes + lane) * kWidth; }
-    // Where a row begins in the states of all slots.
+    // Index of the first element of a row in the states of all slots.
     __device__ __forceinline__ long long state_index(const MambaParams& params, int i) const {
         return ((slot * params.heads + head) * params.head_dim + row(i)) * params.state_size;
     }
@@ -45,7 +45,7 @@ struct Owned {
     }
 };
 
-// This thread's share of a row of a state, or of B or C. What is behind the end is 0.
+// This thread's share of a row of a state, or of B or C; 0 after the end of the row.
 struct RowShare {
     float values[kVectors][kWidth];
 

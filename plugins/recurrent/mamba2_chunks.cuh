@@ -27,7 +27,7 @@ struct MambaScales {
     float total[4];              // the decay over the chunk
 };
 
-// What a matrix warp keeps for itself: steps, and their sums times a, to base 2.
+// Scratch memory of a matrix warp: steps, and their sums times a, to base 2.
 struct MambaScratch {
     float steps[kChunkTokens], sums[kChunkTokens];
 };
@@ -54,7 +54,7 @@ struct MambaMemory {
     __device__ __forceinline__ unsigned char* matrices(long long chunk) const {
         return data + kTilesBytes + static_cast<int>(chunk % 2) * kMatricesBytes;
     }
-    // What outputs of a block have of the inputs of another one.
+    // Matrix from the inputs of a block to the outputs of a later one.
     __device__ __forceinline__ unsigned char* matrix(long long chunk, int later, int earlier) const {
         return matrices(chunk) + block_pair(later, earlier) * kMatrixTileBytes;
     }
@@ -66,7 +66,7 @@ struct MambaMemory {
     }
 };
 
-// What a thread knows of its block and of fragments.
+// Place of a thread in its block and in fragments.
 struct MambaPlace {
     long long slot, head, group, first_row;
     int lane, row, column;  // row and column in fragments
@@ -115,7 +115,7 @@ struct MambaMatrixWarp : MambaPlace {
                    (params.head_dim - first_row) / 8);
         cp_async_commit_group();
     }
-    // What the steps of a chunk come from: neighbouring tokens for each lane.
+    // Loads the gates of a chunk: neighbouring tokens for each lane.
     __device__ __forceinline__ void load_gates(long long chunk) {
 #pragma unroll
         for (int i = 0; i < kTokensPerLane; i++) {
@@ -222,7 +222,7 @@ struct MambaStateWarp : MambaPlace {
         }
     }
 
-    // What a chunk's outputs have of the state before it.
+    // Adds the contribution of the state before the chunk to its outputs.
     __device__ __forceinline__ void multiply_state(long long chunk, float (&outputs)[kTokenTiles][4]) const {
         const MambaScales& scales = memory.scales(chunk);
 #pragma unroll
@@ -244,7 +244,7 @@ struct MambaStateWarp : MambaPlace {
             for (int i = 0; i < 4; i++) outputs[tile][i] *= i % 2 ? decay.y : decay.x;
         }
     }
-    // What they have of its inputs, which are rows of X^T.
+    // Adds the contribution of the inputs of the chunk, which are rows of X^T.
     __device__ __forceinline__ void multiply_inputs(long long chunk, const unsigned (&inputs)[kChunkBlocks][4],
                                                     float (&outputs)[kTokenTiles][4]) const {
 #pragma unroll

@@ -1,4 +1,4 @@
-// What the kernels of Mamba-2 are told.
+// Parameters of the kernels of Mamba-2.
 #pragma once
 
 #include "recurrent/elements.cuh"

@@ -35,7 +35,7 @@ struct ShareType<false> {
     using Type = unsigned;
 };
 
-// Where top_k ends.
+// End of top_k.
 struct Cut {
     FoundBin bin;  // a coarse one, with numbers of tokens; -1: behind all tokens that have a weight
     Number members, weight_before;
@@ -90,8 +90,8 @@ struct RowSampler {
         return end;
     }
 
-    // What top_k keeps, and with top_p the class in which the random number falls, the most likely first, and how many
-    // of its tokens are up to there.
+    // Finds the tokens that top_k keeps. With top_p also the class in which the random number falls, the most likely
+    // first, and the number of its tokens up to there.
     __device__ __forceinline__ void choose_class(const unsigned long long& random) {
         BinSums<Weight> weights{};
         Cut cut{{-1, 0, 0}, 0, 0, 0};
@@ -136,7 +136,7 @@ struct RowSampler {
         if (threadIdx.x == 0) atomicAdd(&row.likely_weight, sum);
     }
 
-    // Where the classes of a coarse bin are counted; -1: nowhere.
+    // Index of the counts of the classes of a coarse bin; -1: not counted.
     __device__ __forceinline__ int slot_of(int coarse_bin) const {
         int slot = -1;
 #pragma unroll
@@ -146,14 +146,14 @@ struct RowSampler {
         return slot;
     }
 
-    // What is to be counted of a coarse bin: nothing if that was done before, or if there is no such bin.
+    // Bins to count in a coarse bin: none if that was done before, or if there is no such bin.
     __device__ __forceinline__ FineBins add_fine_bin(int coarse_bin, int counted) {
         if (coarse_bin < 0 || slot_of(coarse_bin) >= 0) return {-1, 0};
         fine_bins ^= static_cast<Number>(coarse_bin ^ kNoCoarseBin) << kCoarseBits * num_fine;
         return {coarse_bin, (num_fine++ - counted) * kFineBins};
     }
 
-    // What a thread has of the counts of a coarse bin, which may be none.
+    // Counts of a thread in a coarse bin; 0 where it has none.
     __device__ __forceinline__ uint4 counts_in(int coarse_bin) const {
         return coarse_bin < 0 ? uint4{0, 0, 0, 0} : counts_of_thread(row.fine_count[slot_of(coarse_bin)], kFineBins);
     }
@@ -241,8 +241,8 @@ struct RowSampler {
         }
     }
 
-    // What a token counts for where the token is looked for: without top_p its weight, as tokens are in the order of
-    // their ids; else 1 if it is of the class that was chosen.
+    // Value of a token in the search for the chosen one. Without top_p: its weight, as tokens are in the order of their
+    // ids. With top_p: 1 if it is of the chosen class, else 0.
     template <bool kByWeight>
     using Share = typename ShareType<kByWeight>::Type;
     template <bool kByWeight>
@@ -357,9 +357,9 @@ __device__ __forceinline__ Number edit_and_find_largest(const Chunk& chunk, cons
     return block_max(static_cast<Number>(best) << 32 | (~0u - static_cast<unsigned>(place)));
 }
 
-// What a launch works on. tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep
-// theirs. counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab]
-// with them.
+// Arguments of a launch. tokens[row]: the token that a row chooses, 0 if it cannot. Rows that are not active keep
+// theirs. counts [rows, vocab] and bias [rows, vocab] may be null if no row needs them; then edited [groups, vocab]
+// too.
 struct Batch {
     const float* logits;
     long long row_stride, vocab, rows;

@@ -212,7 +212,7 @@ __device__ __forceinline__ ThreadBins<Weight> weights_of_thread(const Weight* co
     const auto join = [](unsigned low, unsigned high) { return static_cast<Number>(high) << 32 | low; };
     return {{join(a.x, a.y), join(a.z, a.w), join(b.x, b.y), join(b.z, b.w)}};
 }
-// What so many tokens of classes from `first_class` on weigh, in units of these classes.
+// Weight of these numbers of tokens, of classes from `first_class` on, in units of these classes.
 __device__ __forceinline__ ThreadBins<Number> units_of_thread(const uint4& counts, unsigned first_class) {
     if (!(counts.x | counts.y | counts.z | counts.w)) return {};
     ThreadBins<Number> units;

@@ -14,7 +14,7 @@ constexpr float kLog2E = 1.44269504f;
 // Sums of probabilities are integers, so they do not depend on their order.
 constexpr float kOne = 0x1p40f;
 
-// What a block found, followed by its most likely tokens as ranked().
+// Result of a block, followed by its most likely tokens as ranked().
 struct ChunkSum {
     float largest;
     unsigned unused;

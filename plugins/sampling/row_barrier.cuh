@@ -28,7 +28,7 @@ struct RowBarrier {
     unsigned* come;
     unsigned blocks, wanted;  // wanted: at first what the word was
 
-    // What any block wrote before is there for all of them afterwards. For all threads of the block.
+    // Afterwards all blocks of the row see what any of them wrote before. For all threads of the block.
     __device__ __forceinline__ void wait() {
         wanted += blocks;
         __syncthreads();

@@ -31,9 +31,9 @@ struct RowChunk {
 // The tokens of each warp among `count` ones.
 __device__ __forceinline__ int run_of_warp(int count) { return (count + kRowThreads - 1) / kRowThreads * 32; }
 
-// For the tokens of a thread from `from` to `to`, kAtOnce at a time: one = load(token, exists) of each, then prepare()
-// all of them, then visit(token, one, exists). There are as many calls for all lanes of a warp, so some tokens do not
-// exist. What is slow and does not depend on other lanes belongs into load(), where it overlaps.
+// Visits the tokens of a thread from `from` to `to`, kAtOnce at a time: one = load(token, exists) of each, then
+// prepare() all of them, then visit(token, one, exists). All lanes of a warp have as many calls, so some tokens do not
+// exist. Slow code that does not depend on other lanes belongs into load(), where it overlaps.
 template <int kAtOnce = kTokensAtOnce, class Load, class Prepare, class Visit>
 __device__ __forceinline__ void for_each_token(int from, int to, Load load, Prepare prepare, Visit visit) {
     const int length = run_of_warp(to - from), first_of_run = from + static_cast<int>(threadIdx.x) / 32 * length,

@@ -1,5 +1,5 @@
-// How the blocks that share a row tell each other a number each, without a counter: a block publishes it as a flagged
-// vector, all others poll.
+// Exchange of one number per block among the blocks that share a row, without a counter: a block publishes it as a
+// flagged vector, and all others poll.
 #pragma once
 
 #include "attention/flagged_vector.cuh"

@@ -1,4 +1,4 @@
-// What the kernels are told about a row, and what they say. trt_kvcache/kernels/sampling_rows.py has the same fields.
+// Parameters and results of a row. trt_kvcache/kernels/sampling_rows.py has the same fields.
 #pragma once
 
 constexpr long long kActive = 1, kGreedy = 2, kPenalised = 4, kBiased = 8, kLogprobs = 16;
@@ -21,7 +21,7 @@ struct RowResult {
     float logit;       // with an error: the largest logit
 };
 
-// How often a token was generated; the highest bit: it is in the prompt.
+// Number of times that a token was generated. The highest bit: it is in the prompt.
 constexpr unsigned kInPrompt = 0x80000000u;
 
 // The logit after bias and penalties: the operations of LogitsEdits. Few tokens have any.

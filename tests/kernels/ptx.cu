@@ -44,7 +44,9 @@ extern "C" __global__ void matrices(unsigned* out, const unsigned* rows, const u
     for (int i = 0; i < 4; i++) out[4 * lane + i] = loaded[i];
 }
 
-extern "C" __global__ void transposed_matrix(unsigned* out, const unsigned* words) { out[threadIdx.x] = transpose_matrix(words[threadIdx.x]); }
+extern "C" __global__ void transposed_matrix(unsigned* out, const unsigned* words) {
+    out[threadIdx.x] = transpose_matrix(words[threadIdx.x]);
+}
 
 // Two commit groups; the first is read while the second may still be in flight.
 extern "C" __global__ void copies(uint4* out, const uint4* from, const unsigned* valid) {
@@ -64,32 +66,36 @@ extern "C" __global__ void loads(uint4* out, const uint4* from, const unsigned* 
     out[threadIdx.x] = load_once(from + threadIdx.x, valid[threadIdx.x], evict_first_policy());
 }
 
-extern "C" __global__ void convert(unsigned* packed, float2* unpacked, const float2* values, const unsigned* words, long long bfloat16) {
+extern "C" __global__ void convert(unsigned* packed, float2* unpacked, const float2* values, const unsigned* words,
+                                   long long bfloat16) {
     const int x = blockIdx.x * 32 + threadIdx.x;
     packed[x] = bfloat16 ? pack(BFloat16{}, values[x]) : pack(Float16{}, values[x]);
     unpacked[x] = bfloat16 ? unpack(BFloat16{}, words[x]) : unpack(Float16{}, words[x]);
 }
 
 template <class Type>
-__device__ uint2 widened(Type, unsigned codes, long long kind) {
-    if (kind == 3) return widen_in_order(Type{}, Float8{}, codes);
-    return kind == 0 ? widen(Type{}, Int8{}, codes) : kind == 1 ? widen(Type{}, Float8{}, codes) : widen_by_bits(Type{}, codes);
+__device__ uint2 widened(Type, unsigned quantized, long long kind) {
+    if (kind == 3) return widen_in_order(Type{}, Float8{}, quantized);
+    return kind == 0   ? widen(Type{}, Int8{}, quantized)
+           : kind == 1 ? widen(Type{}, Float8{}, quantized)
+                       : widen_by_bits(Type{}, quantized);
 }
 // kind: 0 for Int8, 1 for Float8, 2 for Float8 by bits, 3 for Float8 in order.
-extern "C" __global__ void widen_codes(uint2* out, const unsigned* codes, long long kind, long long bfloat16) {
+extern "C" __global__ void widen_quantized(uint2* out, const unsigned* quantized, long long kind, long long bfloat16) {
     const int x = blockIdx.x * 32 + threadIdx.x;
-    out[x] = bfloat16 ? widened(BFloat16{}, codes[x], kind) : widened(Float16{}, codes[x], kind);
+    out[x] = bfloat16 ? widened(BFloat16{}, quantized[x], kind) : widened(Float16{}, quantized[x], kind);
 }
-extern "C" __global__ void quantize_values(unsigned* codes, const float4* values, const float* scales, long long kind) {
+extern "C" __global__ void quantize_values(unsigned* quantized, const float4* values, const float* scales,
+                                           long long kind) {
     const int x = blockIdx.x * 32 + threadIdx.x;
     const float4 value = values[x];
     if (kind == 2) {
-        codes[x] = 0;
+        quantized[x] = 0;
         const float all[4] = {value.x, value.y, value.z, value.w};
-        for (int i = 0; i < 4; i++) codes[x] |= float8_by_bits(__fdiv_rn(all[i], scales[x])) << (8 * i);
+        for (int i = 0; i < 4; i++) quantized[x] |= float8_by_bits(__fdiv_rn(all[i], scales[x])) << (8 * i);
     } else {
-        codes[x] = kind ? quantize(Float8{}, {value.x, value.y}, {value.z, value.w}, scales[x])
-                        : quantize(Int8{}, {value.x, value.y}, {value.z, value.w}, scales[x]);
+        quantized[x] = kind ? quantize(Float8{}, {value.x, value.y}, {value.z, value.w}, scales[x])
+                            : quantize(Int8{}, {value.x, value.y}, {value.z, value.w}, scales[x]);
     }
 }
 
@@ -128,10 +134,11 @@ extern "C" __global__ void publish(float4* received, float4* places, const float
 }
 
 #ifdef WARPGROUPS
-// A warpgroup: sums [64, columns] += a * b, where a and b are [64, 64], and of each only 16 columns are taken, from 16 * `part` on: a row of b
-// gives a column of the product. With `transposed`, 16 rows of b.
+// A warpgroup: sums [64, columns] += a * b, where a and b are [64, 64], and of each only 16 columns are taken, from 16
+// * `part` on: a row of b gives a column of the product. With `transposed`, 16 rows of b.
 template <class Type, int kFragments>
-__device__ void multiply_panels(float* sums, const unsigned char* a, const unsigned char* b, long long part, long long transposed) {
+__device__ void multiply_panels(float* sums, const unsigned char* a, const unsigned char* b, long long part,
+                                long long transposed) {
     DYNAMIC_SHARED(unsigned char, panels);  // two of 64 rows
     const int thread = threadIdx.x, row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
     for (int x = thread; x < 64 * 8; x += 128) {
@@ -147,7 +154,8 @@ __device__ void multiply_panels(float* sums, const unsigned char* a, const unsig
         for (int e = 0; e < 4; e++) sum[j][e] = sums[(row + e / 2 * 8) * 64 + 8 * j + column + e % 2];
     }
     for (int i = 0; i < 4; i++) {
-        left[i] = *reinterpret_cast<const unsigned*>(a + (row + i % 2 * 8) * 128 + 32 * part + (column + i / 2 * 8) * 2);
+        left[i] =
+            *reinterpret_cast<const unsigned*>(a + (row + i % 2 * 8) * 128 + 32 * part + (column + i / 2 * 8) * 2);
     }
     const SharedAddress start = shared_address(panels);
     warpgroup_begin();
@@ -166,12 +174,13 @@ __device__ void multiply_panels(float* sums, const unsigned char* a, const unsig
         for (int e = 0; e < 4; e++) sums[(row + e / 2 * 8) * 64 + 8 * j + column + e % 2] = sum[j][e];
     }
 }
-extern "C" __global__ void panel_products(float* sums, const unsigned char* a, const unsigned char* b, long long part, long long transposed,
-                                  long long columns, long long bfloat16) {
+extern "C" __global__ void panel_products(float* sums, const unsigned char* a, const unsigned char* b, long long part,
+                                          long long transposed, long long columns, long long bfloat16) {
     if (columns == 32) {
         bfloat16 ? multiply_panels<BFloat16, 4>(sums, a, b, part, 0) : multiply_panels<Float16, 4>(sums, a, b, part, 0);
     } else {
-        bfloat16 ? multiply_panels<BFloat16, 8>(sums, a, b, part, transposed) : multiply_panels<Float16, 8>(sums, a, b, part, transposed);
+        bfloat16 ? multiply_panels<BFloat16, 8>(sums, a, b, part, transposed)
+                 : multiply_panels<Float16, 8>(sums, a, b, part, transposed);
     }
 }
 #endif

@@ -61,16 +61,16 @@ def test_few(memory, stream, name, multiprocessors, monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
-@pytest.mark.parametrize("form", ["planned", *PREFILL_VARIANTS])
-def test_prefill(memory, stream, name, form, monkeypatch):
+@pytest.mark.parametrize("variant", ["planned", *PREFILL_VARIANTS])
+def test_prefill(memory, stream, name, variant, monkeypatch):
     case = PREFILL_CASES[name]
-    appends = form not in ("planned", "short", "wide", "whole")
-    if appends and not memory.is_host and case.width > prefill_variant(case.head_dim, memory.arch, form).tile_keys:
+    appends = variant not in ("planned", "short", "wide", "whole")
+    if appends and not memory.is_host and case.width > prefill_variant(case.head_dim, memory.arch, variant).tile_keys:
         return  # new tokens are in one tile
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
-    if form != "planned":
+    if variant != "planned":
         monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.decode_plan", lambda *_: None)
-        monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefill_plan", lambda params: plan_of(params, form))
+        monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefill_plan", lambda params: plan_of(params, variant))
     check(case, memory, stream)
 
 
@@ -101,14 +101,14 @@ def test_quantized_prefill(memory, stream, name, kv_dtype, scales, monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
-@pytest.mark.parametrize("form", PREFILL_VARIANTS)
-def test_quantized_prefill_forms(memory, stream, name, form, monkeypatch):
+@pytest.mark.parametrize("variant", PREFILL_VARIANTS)
+def test_quantized_prefill_variants(memory, stream, name, variant, monkeypatch):
     if memory.is_host:
-        pytest.skip("the forms are those of the kernel")
+        pytest.skip("the variants are those of the kernel")
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
     monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.decode_plan", lambda *_: None)
-    monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefill_plan", lambda params: plan_of(params, form))
-    turn = list(PREFILL_CASES).index(name) + PREFILL_VARIANTS.index(form)  # each form has all kinds of caches
+    monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefill_plan", lambda params: plan_of(params, variant))
+    turn = list(PREFILL_CASES).index(name) + PREFILL_VARIANTS.index(variant)  # each variant has all kinds of caches
     check(quantized(PREFILL_CASES[name], *QUANTIZED[turn % len(QUANTIZED)]), memory, stream)
 
 

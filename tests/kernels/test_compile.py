@@ -14,13 +14,13 @@ OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_110", "sm_121")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("all_forms", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("all_variants", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arch", [*EACH_KIND, *(pytest.param(arch, marks=pytest.mark.slow) for arch in OTHERS)])
-def test_every_source_for_every_architecture(arch, all_forms):
+def test_every_source_for_every_architecture(arch, all_variants):
     number = compile.ARCHITECTURES.index(arch)
-    form = f"{('float16', 'bfloat16')[number % 2]}-{HEAD_DIMS[number % len(HEAD_DIMS)]}"  # others for others
-    forms = ("", form, f"{form}-{tuple(STORED_TYPES)[number % len(STORED_TYPES)]}")
-    for name in (name for name in sources.source_names() if all_forms or name.partition("-")[2] in forms):
+    variant = f"{('float16', 'bfloat16')[number % 2]}-{HEAD_DIMS[number % len(HEAD_DIMS)]}"  # others for others
+    variants = ("", variant, f"{variant}-{tuple(STORED_TYPES)[number % len(STORED_TYPES)]}")
+    for name in (name for name in sources.source_names() if all_variants or name.partition("-")[2] in variants):
         code = compile.compile_cubin(name, arch)
         assert code[:4] == b"\x7fELF"
         assert int.from_bytes(code[18:20], "little") == 190  # EM_CUDA

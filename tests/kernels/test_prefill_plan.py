@@ -56,7 +56,7 @@ def call():
         (2, {"tokens": 4}, "16", True),
     ],
 )
-def test_form(call, width, sizes, name, splits):
+def test_variant(call, width, sizes, name, splits):
     plan = prefill_plan(call(width, **sizes))
     assert (plan.name, plan.splits) == (name, splits)
     assert plan.appends == (width <= MAX_APPENDED_WIDTH and name in ("16", "32", "64"))
@@ -74,7 +74,7 @@ def test_form(call, width, sizes, name, splits):
         (2048, {}, "whole", False),
     ],
 )
-def test_form_over_codes(call, width, sizes, name, splits):
+def test_variant_over_codes(call, width, sizes, name, splits):
     plan = prefill_plan(call(width, **sizes, kv_scales="some"))
     assert (plan.name, plan.splits, plan.appends) == (name, splits, False)
 
@@ -103,17 +103,17 @@ def test_few_new_tokens_in_row_blocks(call, width, sizes, expected):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_room(call, arch, head_dim, kv_scales):
     for name in PREFILL_VARIANTS:
-        form = prefill_variant(head_dim, arch, name, kv_scales is not None)
-        assert form.shared_nbytes * form.blocks_per_sm <= shared_limit(arch) + (1 if form.blocks_per_sm == 1 else 0)
-        assert arch == "sm_90" or not form.warpgroups
+        variant = prefill_variant(head_dim, arch, name, kv_scales is not None)
+        assert variant.shared_nbytes * variant.blocks_per_sm <= shared_limit(arch) + (1 if variant.blocks_per_sm == 1 else 0)
+        assert arch == "sm_90" or not variant.warpgroups
         if name != "whole":
-            assert form.rows * form.blocks_per_sm <= MAX_PREFILL_ROWS_PER_SM
+            assert variant.rows * variant.blocks_per_sm <= MAX_PREFILL_ROWS_PER_SM
         plan = plan_of(call(40, head_dim=head_dim, arch=arch, kv_scales=kv_scales), name)
         if plan.appends:
-            assert form.tile_keys >= MAX_APPENDED_WIDTH  # new tokens are in one tile
-        assert plan.row_blocks * form.rows >= 40 * 4
+            assert variant.tile_keys >= MAX_APPENDED_WIDTH  # new tokens are in one tile
+        assert plan.row_blocks * variant.rows >= 40 * 4
         assert plan.blocks >= plan.row_blocks * 8
-        assert not plan.splits or plan.blocks <= 132 * form.blocks_per_sm
+        assert not plan.splits or plan.blocks <= 132 * variant.blocks_per_sm
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -152,12 +152,12 @@ CODES = {"int8": 0, "float8_e4m3fn": 1, "float8_e4m3fn by bits": 2}
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", [*CODES, "float8_e4m3fn in order"])
 def test_widen(call, random, kind, dtype):
-    codes = np.concatenate([np.arange(256), random.integers(0, 256, 768)]).astype(np.uint8)
+    quantized = np.concatenate([np.arange(256), random.integers(0, 256, 768)]).astype(np.uint8)
     if kind.endswith("bits"):
-        codes[codes & 0x7F == 0x7F] = 0
+        quantized[quantized & 0x7F == 0x7F] = 0
     number = CODES.get(kind, 3)
-    got, _ = call("widen_codes", np.zeros((256, 4), np.uint16), codes, number, int(dtype != np.float16), blocks=8)
-    stored = codes.view(numpy_dtype(kind.split()[0])).reshape(256, 4)[:, [0, 1, 2, 3] if number == 3 else [0, 2, 1, 3]]
+    got, _ = call("widen_quantized", np.zeros((256, 4), np.uint16), quantized, number, int(dtype != np.float16), blocks=8)
+    stored = quantized.view(numpy_dtype(kind.split()[0])).reshape(256, 4)[:, [0, 1, 2, 3] if number == 3 else [0, 2, 1, 3]]
     assert same(got.view(dtype), stored)
 
 

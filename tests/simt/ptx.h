@@ -168,8 +168,8 @@ unsigned multiply_add(Type, unsigned a, unsigned b, unsigned c) {
 }
 
 #define FLOAT8_INSTRUCTIONS
-inline uint2 float16_of_float8(unsigned codes) {
-    const auto element = [=](int i) { return simt::of_float8(codes >> (8 * i) & 0xFF); };
+inline uint2 float16_of_float8(unsigned quantized) {
+    const auto element = [=](int i) { return simt::of_float8(quantized >> (8 * i) & 0xFF); };
     return {pack(Float16{}, {element(0), element(1)}), pack(Float16{}, {element(2), element(3)})};
 }
 inline unsigned float8_of_floats(float2 values) {

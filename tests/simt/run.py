@@ -41,7 +41,7 @@ SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
 }
 
 #: Elements and head dims that attention is built for, over every K/V dtype, unless others are asked for: those that fast tests have.
-FORMS = ("float16-64", "bfloat16-80", "float16-128", "float16-256")
+VARIANTS = ("float16-64", "bfloat16-80", "float16-128", "float16-256")
 
 #: Pytest, without TensorRT; and so that what a sanitizer says before it ends the process is not lost.
 PYTEST = [sys.executable, "-m", "pytest", "-p", "tests.simt.no_tensorrt", "-p", "tests.simt.tiles"]
@@ -120,14 +120,14 @@ def use_tiles() -> str:
     return arch
 
 
-def is_chosen(name: str, forms: Sequence[str] = FORMS) -> bool:
-    """Whether a name of ``source_names`` is to be built: of attention in these forms, and everything else."""
+def is_chosen(name: str, variants: Sequence[str] = VARIANTS) -> bool:
+    """Whether a name of ``source_names`` is to be built: of attention in these variants, and everything else."""
     element_and_head_dim = "-".join(name.split("-")[1:3])
-    return not name.startswith("attention") or element_and_head_dim in forms
+    return not name.startswith("attention") or element_and_head_dim in variants
 
 
-def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS, only: Sequence[str] = ()) -> Path:
-    """Return the folder with the kernels of plugins/, compiled for the emulator: those of attention in these forms, or only some."""
+def build_cubins(sanitizer: str = "none", variants: Sequence[str] = VARIANTS, only: Sequence[str] = ()) -> Path:
+    """Return the folder with the kernels of plugins/, compiled for the emulator: those of attention in these variants, or only some."""
     from trt_kvcache.kernels import attention_tiles
     from trt_kvcache.kernels.source_variants import variant_macros
     from trt_kvcache.kernels.sources import cubin_name, source_files, source_folder, source_names, source_path
@@ -140,10 +140,10 @@ def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS, only: Se
 
         build_device()
         with ThreadPoolExecutor() as pool:
-            list(pool.map(build, only or [name for name in source_names() if is_chosen(name, forms)]))
+            list(pool.map(build, only or [name for name in source_names() if is_chosen(name, variants)]))
 
     sources = [*own_sources(), sizes, *(source_folder() / path for path in source_files())]
-    return once("-".join(["cubins", sanitizer, *forms, *only, tiles]), sources, make)
+    return once("-".join(["cubins", sanitizer, *variants, *only, tiles]), sources, make)
 
 
 def build_kernels(

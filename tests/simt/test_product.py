@@ -22,8 +22,8 @@ need_compiler()
 run.use_tiles()
 
 ATTENTION = "test_attention_kernels"
-_PREFILLS = (1 + len(PREFILL_VARIANTS)) * len(PREFILL_CASES)  # as it is planned, and in each form
-_OVER_CODES = len(PREFILL_VARIANTS) * len(PREFILL_CASES)  # in each form, over a quantized cache
+_PREFILLS = (1 + len(PREFILL_VARIANTS)) * len(PREFILL_CASES)  # as it is planned, and in each variant
+_QUANTIZED_PREFILLS = len(PREFILL_VARIANTS) * len(PREFILL_CASES)  # in each variant, over a quantized cache
 
 
 def run_tests(cubins: Path, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -84,7 +84,7 @@ def test_nothing_is_found(sanitizer, chosen, at_least):
         ("test_decode", len(DECODE_CASES)),
         ("test_few and not 12", len(FEW_CASES)),
         ("test_prefill", _PREFILLS),
-        ("test_quantized_prefill_forms", _OVER_CODES),
+        ("test_quantized_prefill_variants", _QUANTIZED_PREFILLS),
         ("test_quantized_decode", len(over_quantized(DECODE_CASES))),
         ("test_quantized_few", len(over_quantized(FEW_CASES))),
     ],
@@ -96,8 +96,8 @@ def test_nothing_is_found_in_attention(sanitizer, tests, count):
 
 @pytest.mark.slow
 def test_grid_of_attention():
-    forms = sorted({"-".join(name.split("-")[1:3]) for name in variant_names("attention_decode")})
-    result = run_tests(run.build_cubins("none", forms), "none", f"tests/kernels/{ATTENTION}.py", "-m", "device", "-k", "test_grid")
+    variants = sorted({"-".join(name.split("-")[1:3]) for name in variant_names("attention_decode")})
+    result = run_tests(run.build_cubins("none", variants), "none", f"tests/kernels/{ATTENTION}.py", "-m", "device", "-k", "test_grid")
     assert count_passed(result) == len(GRID)
 
 
@@ -108,11 +108,11 @@ def test_tiles_of_smaller_gpus(arch):
     command += [
         f"tests/kernels/{ATTENTION}.py",
         "-k",
-        "test_decode or test_few or test_prefill or test_quantized_prefill_forms or test_quantized_decode or test_quantized_few",
+        "test_decode or test_few or test_prefill or test_quantized_prefill_variants or test_quantized_decode or test_quantized_few",
     ]
     result = subprocess.run(command, env={**os.environ, "SIMT_TILES": arch}, cwd=run.REPOSITORY, capture_output=True, text=True)
-    over_codes = _OVER_CODES + len(over_quantized(DECODE_CASES)) + len(over_quantized(FEW_CASES))
-    assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS + over_codes
+    quantized = _QUANTIZED_PREFILLS + len(over_quantized(DECODE_CASES)) + len(over_quantized(FEW_CASES))
+    assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS + quantized
 
 
 RACE, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "bytes differ", "misaligned address"
@@ -122,12 +122,14 @@ FEW, FEW_KEYS, PACKED = "attention/few_new_tokens.cuh", "attention/few_new_keys.
 DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
     f"attention/{name}.cuh" for name in ("decode", "kv_pipeline", "schedule", "split_kv_reduce", "softmax_state")
 )
-BY_ROWS, BY_KEYS, DECODE_CODES = (f"attention/{name}.cuh" for name in ("decode_rows", "decode_keys", "decode_codes"))
+BY_ROWS, BY_KEYS, DECODE_QUANTIZED = (f"attention/{name}.cuh" for name in ("decode_rows", "decode_keys", "decode_quantized"))
 PREFILLING, PREFILL_TILES, PARTS = (f"attention/{name}.cuh" for name in ("prefill", "prefill_tiles", "prefill_schedule"))
 PREFILL_RING, NEW_ROWS = (f"attention/prefill_{name}.cuh" for name in ("ring", "new_rows"))
 PREFILL_SCORES, PREFILL_RESULTS = (f"attention/prefill_{name}.cuh" for name in ("scores", "results"))
-CODES, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
-OVER_CODES, DECODE_OVER_CODES, FEW_OVER_CODES = (f"{ATTENTION}.py::test_quantized_{test}" for test in ("prefill", "decode", "few"))
+STORED_RING, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
+PREFILL_OVER_QUANTIZED, DECODE_OVER_QUANTIZED, FEW_OVER_QUANTIZED = (
+    f"{ATTENTION}.py::test_quantized_{test}" for test in ("prefill", "decode", "few")
+)
 SAMPLING, CHOOSE = "test_sampling_kernels.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
@@ -196,8 +198,8 @@ MISTAKES = {
     ),
     "row blocks of different sizes share places": (
         REDUCE,
-        "block) * place_strips",
-        "block) * num_strips",
+        "block) * place_fragments",
+        "block) * num_fragments",
         "none",
         PREFILL,
         "waits for",
@@ -211,9 +213,9 @@ MISTAKES = {
         "assert",
     ),
     "a partial result is left out": (REDUCE, "vectors, others, factor", "vectors, others - 1, factor", "none", DECODE, "assert"),
-    "strips that there is no room for are left out": (REDUCE, "first = last)", "first = end)", "none", DECODE, "assert"),
+    "fragments that there is no room for are left out": (REDUCE, "first = last)", "first = end)", "none", DECODE, "assert"),
     "a block waits for itself": (REDUCE, "(other >= rank)", "0", "none", DECODE, "waits for"),
-    "all blocks merge the same strips": (REDUCE, "? rank * strips_per_block : 0", "? 0 : 0", "none", DECODE, "waits for"),
+    "all blocks merge the same fragments": (REDUCE, "? rank * fragments_per_block : 0", "? 0 : 0", "none", DECODE, "waits for"),
     "a workspace that is not left as it was": (REDUCE, "reset_vector(addresses[i]);", "", "none", DECODE, "assert"),
     "partial results are merged before they are there": (
         REDUCE,
@@ -273,7 +275,7 @@ MISTAKES = {
         "scales + token, token < tokens)",
         "scales + token, true)",
         "none",
-        DECODE_OVER_CODES,
+        DECODE_OVER_QUANTIZED,
         "assert",
     ),
     "scales of new tokens that are none": (
@@ -281,15 +283,15 @@ MISTAKES = {
         "scales[min(token + 1, at.count - 1)]",
         "scales[token + 1]",
         "none",
-        FEW_OVER_CODES,
+        FEW_OVER_QUANTIZED,
         "assert",
     ),
     "an output that stays relative to a smaller scale": (
-        DECODE_CODES,
+        DECODE_QUANTIZED,
         "value * inverse_of(power);",
         "1;",
         "none",
-        DECODE_OVER_CODES,
+        DECODE_OVER_QUANTIZED,
         "error <=",
     ),
     "a key that is quantized before its RoPE": (
@@ -297,7 +299,7 @@ MISTAKES = {
         "kv ? key[kRowWords + word] : apply_rope(key, word, angles)",
         "key[kv * kRowWords + word]",
         "none",
-        DECODE_OVER_CODES,
+        DECODE_OVER_QUANTIZED,
         "assert",
     ),
     "a decode mask that is one key off": (BY_KEYS, "x / 2 * 8 + lane / 4", "x / 2 * 8 + lane % 4", "none", DECODE, "assert"),
@@ -318,29 +320,29 @@ MISTAKES = {
         "assert",
     ),
     "the new token counted by every lane": (BY_KEYS, "lane / 4 ? 0.0f : 1.0f", "1.0f", "none", DECODE, "assert"),
-    "rows of a strip in each other's place": (BY_KEYS, "(vector ^ row / 4 * 2)", "vector", "none", DECODE, "assert"),
+    "rows of a fragment in each other's place": (BY_KEYS, "(vector ^ row / 4 * 2)", "vector", "none", DECODE, "assert"),
     "scales of other keys": (
         BY_KEYS,
         "token_scales.of(8 * x + place) : scales.key",
         "token_scales.of(8 * x) : scales.key",
         "none",
-        DECODE_OVER_CODES,
+        DECODE_OVER_QUANTIZED,
         "assert",
     ),
-    "scores that begin with nothing beside codes that are too large": (
+    "scores that begin with nothing beside quantized values that are too large": (
         BY_KEYS,
         "= queries.offset[x % 4]",
         "= 0",
         "none",
-        DECODE_OVER_CODES,
+        DECODE_OVER_QUANTIZED,
         "assert",
     ),
     "the same with several new tokens": (
-        DECODE_CODES,
+        DECODE_QUANTIZED,
         "= queries.offset[m][x % 4]",
         "= 0",
         "none",
-        FEW_OVER_CODES,
+        FEW_OVER_QUANTIZED,
         "assert",
     ),
     "few rows that see later new tokens": (FEW_KEYS, "distance < 0 || ", "", "none", FEW_TESTS, "assert"),
@@ -352,15 +354,15 @@ MISTAKES = {
         "return scale_of(1, token);",
         "return scale_of(1, 0);",
         "none",
-        FEW_OVER_CODES,
+        FEW_OVER_QUANTIZED,
         "assert",
     ),
-    "columns of codes in the order of elements": (
+    "columns of quantized values in the order of elements": (
         BY_KEYS,
         "kQuantized ? value : float4{",
         "false ? value : float4{",
         "none",
-        DECODE_OVER_CODES,
+        DECODE_OVER_QUANTIZED,
         "assert",
     ),
     "rows that no longer follow their maxima": (
@@ -379,10 +381,10 @@ MISTAKES = {
         FEW_TESTS,
         RACE,
     ),
-    "strips of a block in the place of another one's": (
+    "fragments of a block in the place of another one's": (
         REDUCE,
-        "blockIdx.x) * place_strips * kStripVectors;",
-        "blockIdx.x) * num_strips * kStripVectors;",
+        "blockIdx.x) * place_fragments * kFragmentVectors;",
+        "blockIdx.x) * num_fragments * kFragmentVectors;",
         "none",
         FEW_TESTS,
         "assert",
@@ -428,7 +430,7 @@ MISTAKES = {
         "warp / kRowWarps * kWarpKeys : 0",
         "0 : 0",
         "none",
-        OVER_CODES,
+        PREFILL_OVER_QUANTIZED,
         "error <=",
     ),
     "a half that is not the other's": (PREFILL_RESULTS, "b = values[(!is_second", "b = values[(is_second", "none", PREFILL, "error <="),
@@ -440,16 +442,30 @@ MISTAKES = {
         PREFILL,
         RACE,
     ),
-    "codes that are not waited for": (CODES, "cp_async_wait_group<kCodeStages - 1>();", "", "none", OVER_CODES, "assert"),
-    "codes behind the last token": (CODES, "at.key < live", "true", "none", OVER_CODES, "isnan"),
-    "scales behind the last token": (CODES, "key < work.rows.keys_end ? ", "true ? ", "none", OVER_CODES, "isnan"),
-    "scales of keys for values": (CODES, "work.rows.slot, kv, work", "work.rows.slot, 0, work", "none", OVER_CODES, "error <="),
+    "quantized values that are not waited for": (
+        STORED_RING,
+        "cp_async_wait_group<kQuantizedStages - 1>();",
+        "",
+        "none",
+        PREFILL_OVER_QUANTIZED,
+        "assert",
+    ),
+    "quantized values behind the last token": (STORED_RING, "at.key < live", "true", "none", PREFILL_OVER_QUANTIZED, "isnan"),
+    "scales behind the last token": (STORED_RING, "key < work.rows.keys_end ? ", "true ? ", "none", PREFILL_OVER_QUANTIZED, "isnan"),
+    "scales of keys for values": (
+        STORED_RING,
+        "work.rows.slot, kv, work",
+        "work.rows.slot, 0, work",
+        "none",
+        PREFILL_OVER_QUANTIZED,
+        "error <=",
+    ),
     "values that are as far ahead as keys": (
-        CODES,
+        STORED_RING,
         "load_rows(stage, 1, tile - kKeysAhead)",
         "load_rows(stage, 1, tile)",
         "none",
-        OVER_CODES,
+        PREFILL_OVER_QUANTIZED,
         "assert",
     ),
     "a tile that is converted while it is read": (
@@ -457,7 +473,7 @@ MISTAKES = {
         "shared_memory_fence();\n                __syncthreads();",
         "shared_memory_fence();",
         "thread",
-        OVER_CODES,
+        PREFILL_OVER_QUANTIZED,
         RACE,
     ),
     "scores that are not waited for": (
@@ -465,7 +481,7 @@ MISTAKES = {
         "scores.template wait<1>()",
         "scores.template wait<2>()",
         "none",
-        OVER_CODES,
+        PREFILL_OVER_QUANTIZED,
         "assert",
     ),
     "an output that stays relative to an older maximum": (
@@ -473,17 +489,24 @@ MISTAKES = {
         "if (is_far) output.scale(row_scales);",
         "",
         "none",
-        f"{OVER_CODES}_forms",
+        f"{PREFILL_OVER_QUANTIZED}_variants",
         "error <=",
     ),
-    "one scale of a head that is left out": (PARAMS, "value_scale = *scales.of(slot, 1, kv_head, 0);", "", "none", OVER_CODES, "error <="),
-    "a scale that is not written": (APPENDING, "if (lane == 0) *scale = factor;", "", "none", OVER_CODES, "isnan"),
+    "one scale of a head that is left out": (
+        PARAMS,
+        "value_scale = *scales.of(slot, 1, kv_head, 0);",
+        "",
+        "none",
+        PREFILL_OVER_QUANTIZED,
+        "error <=",
+    ),
+    "a scale that is not written": (APPENDING, "if (lane == 0) *scale = factor;", "", "none", PREFILL_OVER_QUANTIZED, "isnan"),
     "a scale of what one lane has": (
         APPENDING,
         "int distance = 16; distance > 0",
         "int distance = 0; distance > 0",
         "none",
-        OVER_CODES,
+        PREFILL_OVER_QUANTIZED,
         "assert",
     ),
     "a sum relative to an older maximum": (SOFTMAX, "sums[i] *= scale;", "", "none", PREFILL, "error <="),
@@ -862,13 +885,13 @@ def test_mistake(tmp_path, mistake):
     (sources / file).write_text(text.replace(right, wrong))
     cubins = tmp_path / "cubins"
     cubins.mkdir()
-    forms = run.FORMS if file.startswith("attention") else ()
-    for name in (name for name in source_names() if run.is_chosen(name, forms)):
+    variants = run.VARIANTS if file.startswith("attention") else ()
+    for name in (name for name in source_names() if run.is_chosen(name, variants)):
         source, cubin = source_path(name).relative_to(source_folder()), cubin_name(name, run.ARCH)
         if source == Path(file) or file.endswith(".cuh"):
             run.build_kernels(sources / source, cubins / cubin, sanitizer, macros=variant_macros(name, run.ARCH), include=sources)
         else:
-            (cubins / cubin).symlink_to(run.build_cubins(sanitizer, forms) / cubin)
+            (cubins / cubin).symlink_to(run.build_cubins(sanitizer, variants) / cubin)
     result = run_tests(cubins, sanitizer, f"tests/kernels/{tests}")
     assert said in result.stdout + result.stderr
     assert result.returncode != 0

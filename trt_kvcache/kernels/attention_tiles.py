@@ -66,7 +66,7 @@ class PrefillVariant(NamedTuple):
     blocks_per_sm: int
     #: Bytes of dynamic shared memory of a block.
     shared_nbytes: int
-    #: Splits of a row block, at most: shared memory has room for a strip of each while a block merges them.
+    #: Splits of a row block, at most: shared memory has room for a fragment of each while a block merges them.
     max_splits: int
     #: True if four warps multiply together (``wgmma``).
     warpgroups: bool
@@ -149,9 +149,9 @@ PREFILL_VARIANTS = ("16", "32", "64", "short", "wide", "whole")
 #: New tokens of a slot, at most, that "16", "32" and "64" append.
 MAX_APPENDED_WIDTH = 32
 
-#: Columns of a strip, a tile of the partial result of a prefill kernel, and its bytes: ``kStripVectors`` of
+#: Columns of a fragment, a tile of the partial result of a prefill kernel, and its bytes: ``kFragmentVectors`` of
 #: ``plugins/attention/split_kv_reduce.cuh``.
-_STRIP_COLUMNS, _STRIP_NBYTES = 32, 5 * 16
+_FRAGMENT_COLUMNS, _FRAGMENT_NBYTES = 32, 5 * 16
 
 #: Warps for rows, warps for keys; tiles of 16 rows of a warp; keys of a tile; stages; fewest tiles of a block; blocks of a multiprocessor;
 #: 1 if four warps multiply together (``plugins/attention/warpgroup.cuh``). ``benchmarks/attention_notes.md`` has what else was measured.
@@ -245,10 +245,10 @@ def prefill_variant(head_dim: int, arch: str, variant: str, quantized: bool = Fa
         tiles[f"{macro}_{variant.upper()}"] for macro in _PREFILL_MACROS
     )
     rows = 16 * row_warps * row_tiles
-    row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // _STRIP_COLUMNS)
+    row, fragments = row_nbytes(head_dim, "float16"), rows * -(-head_dim // _FRAGMENT_COLUMNS)
     tile = 2 * tile_keys * row
     ring, scales = (2 * tile + (stages - 1) * tile // 2, 8 * tile_keys) if quantized else (stages * tile, 0)
-    max_splits = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
+    max_splits = (ring - fragments // 2 * _FRAGMENT_NBYTES) // _FRAGMENT_NBYTES
     rings = key_warps if warpgroups and not quantized else 1
     warps, nbytes = row_warps * key_warps, rows * row + ring + scales
     return PrefillVariant(rows, warps, tile_keys // rings, min_tiles * rings, per_sm, nbytes, max_splits, bool(warpgroups))

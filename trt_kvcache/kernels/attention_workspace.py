@@ -28,15 +28,15 @@ def flagged_rows(multiprocessors: int, group: int) -> int:
 
 
 def partials_shape(multiprocessors: int, group: int, head_dim: int) -> tuple[int, ...]:
-    """Return the shape ``(rows, strips, 5, 4)`` of the float32 partial results of a launch."""
-    # A strip is 16 columns of a row: four vectors of 4 values, and one with maximum and sum (plugins/attention/split_kv_reduce.cuh).
+    """Return the shape ``(rows, fragments, 5, 4)`` of the float32 partial results of a launch."""
+    # A fragment is 16 columns of a row: four vectors of 4 values, and one with maximum and sum (plugins/attention/split_kv_reduce.cuh).
     # First come the flagged rows, for other blocks; then the rows that a decode block keeps for itself.
     own = multiprocessors * max(MAX_BLOCKS_PER_SM * group, MAX_FEW_ROWS)
-    return (flagged_rows(multiprocessors, group) + own, strips_per_row(head_dim), 5, 4)
+    return (flagged_rows(multiprocessors, group) + own, fragments_per_row(head_dim), 5, 4)
 
 
-def strips_per_row(head_dim: int) -> int:
-    """Return the strips of 16 columns of a row."""
+def fragments_per_row(head_dim: int) -> int:
+    """Return the fragments of 16 columns of a row."""
     return -(-head_dim // 16)
 
 
@@ -99,8 +99,8 @@ class AttentionWorkspace(Uncopyable):
         _, _, kv_heads, _, head_dim = cache.shape
         if self.partials.memory is not cache.memory:
             raise PlaceError(f"{name}: expected one of {cache.memory.device}, got one of {self.partials.memory.device}.")
-        strips, room = strips_per_row(head_dim), self.partials.shape[1]
-        if strips > room or num_heads // kv_heads * strips > self._group * room:
+        fragments, room = fragments_per_row(head_dim), self.partials.shape[1]
+        if fragments > room or num_heads // kv_heads * fragments > self._group * room:
             raise ShapeError(f"{name}: expected one made for {num_heads} over {kv_heads} heads of {head_dim}, got less.")
         check_open(name, self.partials)
 

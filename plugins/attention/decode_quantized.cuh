@@ -1,5 +1,5 @@
-// What is different in the decode kernels over a cache with scales: products of q and codes of K become scores,
-// probabilities become factors of codes of V, and a new token is quantized before anyone attends to it.
+// Decode kernels over a cache with scales. Products of q and quantized values of K become scores, probabilities become
+// factors of quantized values of V, and a new token is quantized before any block attends to it.
 //
 // One scale for all tokens of a head is a factor of its scores, and of its output. Scales of tokens are factors of
 // single scores and probabilities. The latter are rounded to elements, and a scale can be too small for Float16, so
@@ -21,7 +21,7 @@ struct HeadScales {
         value = params.scales_per_token() ? 0 : new_scales[kMaxNewTokens];
     }
 
-    // For an output that begins with one value of this scale: what its codes are multiplied with.
+    // For an output that begins with one value of this scale: what its quantized values are multiplied with.
     __device__ __forceinline__ float relative_to_new_value(const DecodeParams& params, float scale) {
         if (!params.scales_per_token()) return 1;
         value = power_below(scale);
@@ -99,11 +99,11 @@ struct HeadScales {
     }
 };
 
-// Products of q and the codes of the keys of a tile. See stored_kv.cuh.
-template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, const QueryFragments<kRows>& queries,
-                                                   const unsigned char* tile) {
-    const CodesAddress rows(shared_address(tile), threadIdx.x % 32);
+// Products of q and the quantized values of the keys of a tile. See stored_kv.cuh.
+template <int kRows, class Quantized = Stored>
+__device__ __forceinline__ void multiply_quantized_keys(TileScores<kRows>& scores, const QueryFragments<kRows>& queries,
+                                                        const unsigned char* tile) {
+    const QuantizedAddress rows(shared_address(tile), threadIdx.x % 32);
 #pragma unroll
     for (int m = 0; m < kRowTiles<kRows>; m++) {
 #pragma unroll
@@ -113,14 +113,14 @@ __device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, co
     for (int j = 0; j < kTileTokens / 32; j++) {
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
-            unsigned codes[4];
-            ldmatrix_x4(codes, rows(d, 32 * j));
+            unsigned quantized[4];
+            ldmatrix_x4(quantized, rows(d, 32 * j));
             unsigned a[kRowTiles<kRows>][4];
 #pragma unroll
             for (int m = 0; m < kRowTiles<kRows>; m++) queries.a_fragment(a[m], m, d);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const uint2 b = widen_keys(Element{}, Codes{}, codes[i]);
+                const uint2 b = widen_keys(Element{}, Quantized{}, quantized[i]);
 #pragma unroll
                 for (int m = 0; m < kRowTiles<kRows>; m++)
                     mma_m16n8k16(Element{}, scores[m][4 * j + i], a[m], b.x, b.y);
@@ -129,12 +129,13 @@ __device__ __forceinline__ void multiply_key_codes(TileScores<kRows>& scores, co
     }
 }
 
-// Adds probabilities times the codes of the values of a tile to the output: of each 16 columns the even ones, then the
-// odd ones.
-template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void multiply_value_codes(RowStates<kRows>& state, const TileScores<kRows>& probabilities,
-                                                     const unsigned char* tile) {
-    const CodesAddress rows(shared_address(tile), threadIdx.x % 32);
+// Adds probabilities times the quantized values of the values of a tile to the output: of each 16 columns the even
+// ones, then the odd ones.
+template <int kRows, class Quantized = Stored>
+__device__ __forceinline__ void multiply_quantized_values(RowStates<kRows>& state,
+                                                          const TileScores<kRows>& probabilities,
+                                                          const unsigned char* tile) {
+    const QuantizedAddress rows(shared_address(tile), threadIdx.x % 32);
 #pragma unroll
     for (int j = 0; j < kTileTokens / 32; j++) {
         unsigned a[2][kRowTiles<kRows>][4];  // of 16 tokens each
@@ -148,12 +149,12 @@ __device__ __forceinline__ void multiply_value_codes(RowStates<kRows>& state, co
         }
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
-            unsigned codes[4];
-            ldmatrix_x4_trans(codes, rows(d, 32 * j));
+            unsigned quantized[4];
+            ldmatrix_x4_trans(quantized, rows(d, 32 * j));
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                const uint2 b0 = widen(Element{}, Codes{}, codes[2 * k]),
-                            b1 = widen(Element{}, Codes{}, codes[2 * k + 1]);
+                const uint2 b0 = widen(Element{}, Quantized{}, quantized[2 * k]),
+                            b1 = widen(Element{}, Quantized{}, quantized[2 * k + 1]);
 #pragma unroll
                 for (int m = 0; m < kRowTiles<kRows>; m++) {
                     mma_m16n8k16(Element{}, state[m].output[2 * d], a[k][m], b0.x, b1.x);
@@ -164,20 +165,21 @@ __device__ __forceinline__ void multiply_value_codes(RowStates<kRows>& state, co
     }
 }
 
-// The same with the new tokens, which are the 8 keys of one B fragment. `row`: where the codes of the row begin that
-// this lane passes to ldmatrix; rows are not swizzled. `odd`: sums of every other chunk, to be added to the scores.
-template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void multiply_new_key_codes(float (&scores)[kRowTiles<kRows>][1][4],
-                                                       float (&odd)[kRowTiles<kRows>][4],
-                                                       const QueryFragments<kRows>& queries, SharedAddress row) {
+// The same with the new tokens, which are the 8 keys of one B fragment. `row`: where the quantized values of the row
+// begin that this lane passes to ldmatrix; rows are not swizzled. `odd`: sums of every other chunk, to be added to the
+// scores.
+template <int kRows, class Quantized = Stored>
+__device__ __forceinline__ void multiply_new_quantized_keys(float (&scores)[kRowTiles<kRows>][1][4],
+                                                            float (&odd)[kRowTiles<kRows>][4],
+                                                            const QueryFragments<kRows>& queries, SharedAddress row) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int first = 0; first < kStoredRowChunks; first += 4) {
-        unsigned codes[4];
-        ldmatrix_x4(codes, row + 16 * min(first + lane / 8, kStoredRowChunks - 1));
+        unsigned quantized[4];
+        ldmatrix_x4(quantized, row + 16 * min(first + lane / 8, kStoredRowChunks - 1));
 #pragma unroll
         for (int i = 0; i < 4 && first + i < kStoredRowChunks; i++) {
-            const uint2 b = widen_in_order(Element{}, Codes{}, codes[i]);
+            const uint2 b = widen_in_order(Element{}, Quantized{}, quantized[i]);
 #pragma unroll
             for (int m = 0; m < kRowTiles<kRows>; m++) {
                 unsigned a[4];
@@ -187,18 +189,18 @@ __device__ __forceinline__ void multiply_new_key_codes(float (&scores)[kRowTiles
         }
     }
 }
-template <int kRows, class Codes = Stored>
-__device__ __forceinline__ void multiply_new_value_codes(RowStates<kRows>& state,
-                                                         const float (&probabilities)[kRowTiles<kRows>][1][4],
-                                                         SharedAddress row) {
+template <int kRows, class Quantized = Stored>
+__device__ __forceinline__ void multiply_new_quantized_values(RowStates<kRows>& state,
+                                                              const float (&probabilities)[kRowTiles<kRows>][1][4],
+                                                              SharedAddress row) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int first = 0; first < kStoredRowChunks; first += 4) {
-        unsigned codes[4];
-        ldmatrix_x4_trans(codes, row + 16 * min(first + lane / 8, kStoredRowChunks - 1));
+        unsigned quantized[4];
+        ldmatrix_x4_trans(quantized, row + 16 * min(first + lane / 8, kStoredRowChunks - 1));
 #pragma unroll
         for (int i = 0; i < 4 && first + i < kStoredRowChunks; i++) {
-            const uint2 b = widen(Element{}, Codes{}, codes[i]);
+            const uint2 b = widen(Element{}, Quantized{}, quantized[i]);
 #pragma unroll
             for (int m = 0; m < kRowTiles<kRows>; m++) {
                 const float (&p)[4] = probabilities[m][0];
@@ -210,12 +212,12 @@ __device__ __forceinline__ void multiply_new_value_codes(RowStates<kRows>& state
     }
 }
 
-// Quantizes a row of K or (kv: 1) V of a new token: word_of(x) gives two elements. The codes are written to `codes`,
-// and to the cache at `position`; the scale is that in `scale`, or that of the row, which is written there and to the
-// cache. For a whole warp.
-template <class WordOf, class Codes = Stored>
+// Quantizes a row of K or (kv: 1) V of a new token: word_of(x) gives two elements. The quantized values are written to
+// `quantized`, and to the cache at `position`; the scale is that in `scale`, or that of the row, which is written there
+// and to the cache. For a whole warp.
+template <class WordOf, class Quantized = Stored>
 __device__ __forceinline__ void quantize_row(const DecodeParams& params, const TileCoord& at, int kv, int position,
-                                             unsigned char* codes, float* scale, WordOf word_of) {
+                                             unsigned char* quantized, float* scale, WordOf word_of) {
     constexpr int kQuads = kHeadDim / 4, kLaneQuads = (kQuads + 31) / 32;
     const int lane = threadIdx.x % 32;
     float2 low[kLaneQuads], high[kLaneQuads];
@@ -232,8 +234,8 @@ __device__ __forceinline__ void quantize_row(const DecodeParams& params, const T
     }
     float used = *scale;
     if (params.scales_per_token())
-        used = scale_of_row(Codes{}, __uint_as_float(warp_max(static_cast<int>(__float_as_uint(largest)))));
-    __syncwarp();  // all have read what may lie where `codes` are
+        used = scale_of_row(Quantized{}, __uint_as_float(warp_max(static_cast<int>(__float_as_uint(largest)))));
+    __syncwarp();  // all have read what may lie where `quantized` are
     unsigned char* const appended =
         params.cache + at.slot * params.slot_stride + kv * params.kv_stride
         + (static_cast<long long>(at.kv_head) * params.max_sequence_length + position) * kStoredRowBytes;
@@ -241,8 +243,8 @@ __device__ __forceinline__ void quantize_row(const DecodeParams& params, const T
     for (int i = 0; i < kLaneQuads; i++) {
         const int quad = lane + 32 * i;
         if (quad >= kQuads) continue;
-        const unsigned word = quantize(Codes{}, low[i], high[i], used);
-        reinterpret_cast<unsigned*>(codes)[quad] = word;
+        const unsigned word = quantize(Quantized{}, low[i], high[i], used);
+        reinterpret_cast<unsigned*>(quantized)[quad] = word;
         reinterpret_cast<unsigned*>(appended)[quad] = word;
     }
     if (!params.scales_per_token() || lane > 0) return;
