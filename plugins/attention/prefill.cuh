@@ -73,135 +73,196 @@ struct Prefill {
     static_assert(!kAppends || 64 % kWarpKeys == 0, "a tile of new tokens has values for all keys of their warps");
     static_assert(kWarpKeys % 16 == 0, "a warp's part of a tile is whole fragments");
 
-    // Computes what the tiles of a part contribute to its row block. Ends with all copies arrived, without a barrier.
+    // Keys of a warp in a tile: `first` to first + kWarpKeys - 1, of which those before `end` are live.
+    struct Keys {
+        int first, end;
+    };
+
+    // The steps of a warp over the tiles of its block. One of its three pipelines runs.
+    struct Steps {
+        Output& output;
+        Ring& ring;
+        const Work& work;
+        const PrefillParams& params;
+        const unsigned char* const queries;
+        const bool has_token_scales;
+        const int span;               // tokens that a row sees, at most
+        int positions[kRowTiles][2];  // of this lane's rows
+        // Of the rows that are computed together: the first one, and positions of the first and of the last live one.
+        // The last position is -1 if none is live.
+        int group_row, group_first, group_last;
+
+        __device__ __forceinline__ Steps(Output& output, Ring& ring, const Work& work, const PrefillParams& params,
+                                         const unsigned char* queries)
+            : output(output), ring(ring), work(work), params(params), queries(queries),
+              has_token_scales(kQuantized && params.scales.per_token),
+              span(params.window > 0 ? params.window : 0x7FFFFFFF) {
+            const Rows& rows = work.rows;
+            const int lane = threadIdx.x % 32;
+#pragma unroll
+            for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int row = row_warp() * kWarpRows + 16 * m + 8 * i + lane / 4;
+                    positions[m][i] = rows.past + rows.token_of(params, row);
+                }
+            }
+            group_row = row_warp() * kWarpRows / kGroupRows * kGroupRows;
+            const int live = min(kGroupRows, rows.rows - group_row);
+            group_first = rows.past + rows.token_of(params, group_row);
+            group_last = live > 0 ? rows.past + rows.token_of(params, group_row + live - 1) : -1;
+        }
+
+        // Scores ahead, of warpgroups over a quantized cache. A step starts two products: the scores of the next tile,
+        // and the output of this one. While they run, it converts the tile after the next one.
+        __device__ __forceinline__ void run_scores_ahead() const {
+            const SharedAddress query_rows = shared_address(queries) + group_row * 128;
+            const auto meet = [] {
+                shared_memory_fence();
+                __syncthreads();
+            };
+            typename Scores::Packed a;
+            Scores scores;
+            typename Output::RowScales row_scales;
+            meet();
+            scores.clear();
+            scores.begin_products(query_rows, keys_address(work.begin));
+            ring.advance(work.begin - 1);
+            scores.wait();
+            // there is no output yet
+            to_probabilities(scores, keys_of(work.begin), scales_of(work.begin), row_scales);
+            scores.pack(a);
+#pragma unroll 1
+            for (int tile = work.begin; tile + 1 < work.end; tile++) {
+                meet();
+                scores.clear();
+                scores.begin_products(query_rows, keys_address(tile + 1));
+                output.begin_products(a, keys_address(tile) + kTileBytes);
+                ring.advance(tile);
+                scores.template wait<1>();
+                const bool is_far = to_probabilities(scores, keys_of(tile + 1), scales_of(tile + 1), row_scales);
+                output.wait(a);
+                if (is_far) output.scale(row_scales);
+                scores.pack(a);
+            }
+            meet();
+            output.begin_products(a, keys_address(work.end - 1) + kTileBytes);
+            output.wait(a);
+        }
+
+        // Warpgroups: four warps multiply 64 rows with a tile (wgmma). A step computes scores, probabilities and output
+        // of one tile, and fills the next place of the ring meanwhile (kFillsMeanwhile) or first.
+        __device__ __forceinline__ void run_by_warpgroups() const {
+            const SharedAddress query_rows = shared_address(queries) + group_row * 128;
+            for (int tile = ring.start(); work.has(tile); tile = ring.after(tile)) {
+                ring.wait();  // for this tile
+                shared_memory_fence();
+                ring.barrier();
+                const SharedAddress part = keys_address(tile);
+                const float* const scales = scales_of(tile);
+                if constexpr (!kFillsMeanwhile) ring.advance(tile);
+                const Keys keys = keys_of(tile);
+                if (!sees(keys)) {
+                    if constexpr (kFillsMeanwhile) ring.advance(tile);
+                    continue;
+                }
+                Scores scores = {};
+                scores.begin_products(query_rows, part);
+                if constexpr (kFillsMeanwhile) ring.advance(tile);
+                scores.wait();
+                typename Output::RowScales row_scales;
+                to_probabilities(scores, keys, scales, row_scales);
+                typename Scores::Packed a;
+                scores.pack(a);
+                output.begin_products(a, part + kTileBytes);
+                output.wait(a);
+            }
+        }
+
+        // Warps: each one multiplies its rows with its keys of a tile (mma). A step fills the next place of the ring,
+        // and then computes scores, probabilities and output of one tile.
+        __device__ __forceinline__ void run_by_warps() const {
+            const int lane = threadIdx.x % 32;
+            const LdmatrixAddress query_rows(shared_address(queries + row_warp() * kWarpRows * kRowBytes), lane % 16,
+                                             lane / 16);
+            for (int tile = ring.start(); work.has(tile); tile = ring.after(tile)) {
+                ring.wait();  // for this tile
+                ring.barrier();
+                const SharedAddress part = keys_address(tile);
+                const float* const scales = scales_of(tile);
+                ring.advance(tile);
+                const Keys keys = keys_of(tile);
+                if (!sees(keys)) continue;
+                const LdmatrixAddress key_tile(part, lane % 8 + lane / 16 * 8, lane / 8 % 2),
+                    value_tile(part + kTileBytes, lane % 16, lane / 16);
+                Scores scores = {};
+                scores.add_products(query_rows, key_tile);
+                typename Output::RowScales row_scales;
+                to_probabilities(scores, keys, scales, row_scales);
+                output.add_products(scores, value_tile);
+            }
+        }
+
+    private:
+        static __device__ __forceinline__ int row_warp() { return threadIdx.x / 32 % kRowWarps; }
+        // The first key of this warp, counted from the start of a tile.
+        static __device__ __forceinline__ int warp_key() {
+            return kRings < kKeyWarps ? static_cast<int>(threadIdx.x) / 32 / kRowWarps * kWarpKeys : 0;
+        }
+        __device__ __forceinline__ SharedAddress keys_address(int tile) const {
+            return shared_address(ring.tile(tile)) + warp_key() * (kWarpgroups ? 128 : kRowBytes);
+        }
+        __device__ __forceinline__ const float* scales_of(int tile) const { return ring.scales(tile) + warp_key(); }
+        __device__ __forceinline__ Keys keys_of(int tile) const {
+            const Rows& rows = work.rows;
+            int first = (rows.first_tile + tile) * kRingKeys, end = rows.keys_end;
+            if (work.has_new_tokens(tile)) {
+                first = rows.past;
+                end = rows.past + rows.count;
+            }
+            return {first + warp_key(), end};
+        }
+        // True if a row of the group may attend to one of these keys.
+        __device__ __forceinline__ bool sees(const Keys& keys) const {
+            return keys.first <= group_last && keys.first < keys.end && keys.first + kWarpKeys > group_first - span + 1;
+        }
+        // Makes probabilities of scores, in place. scales: of the keys. kScoresAhead: returns true if the output has
+        // yet to be multiplied with row_scales.
+        __device__ __forceinline__ bool to_probabilities(Scores& scores, const Keys& keys, const float* scales,
+                                                         typename Output::RowScales& row_scales) const {
+            if (has_token_scales) scores.apply_key_scales(scales);
+            scores.apply_softcap(params.score);
+            const bool needs_mask =
+                keys.first + kWarpKeys - 1 > group_first || keys.first <= positions[kRowTiles - 1][1] - span;
+            if (needs_mask || keys.first + kWarpKeys > keys.end)
+                scores.apply_mask(positions, keys.first, keys.end, span);
+            return output.template update_softmax<kScoresAhead>(scores, params.score.factor, row_scales);
+        }
+    };
+
+    // Accumulates the output of a block over the tiles of its work. Ends with all copies arrived, without a barrier.
     static __device__ __forceinline__ void accumulate(Output& output, unsigned char* queries,
                                                       unsigned char* shared_ring, const PrefillParams& params,
                                                       const Work& work) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps;
-        // the first one of the warp's in a tile
-        const int warp_key = kRings < kKeyWarps ? warp / kRowWarps * kWarpKeys : 0;
-        const int span = params.window > 0 ? params.window : 0x7FFFFFFF;
-        const Rows& rows = work.rows;
         Ring ring(shared_ring, params, work);
-        NewRows::fill_queries(queries, params, rows, work.kv_head, [&] {
+        NewRows::fill_queries(queries, params, work.rows, work.kv_head, [&] {
             ring.begin();
             if (work.has_new_tokens(ring.start()))
-                NewRows::fill_new_tokens(ring.tile(ring.start()), params, rows, work.kv_head);
+                NewRows::fill_new_tokens(ring.tile(ring.start()), params, work.rows, work.kv_head);
         });
         if constexpr (Ring::kRings > 1) {  // the threads of all rings have stored q
             shared_memory_fence();
             __syncthreads();
         }
         ring.prepare_first();  // the barrier of the first step follows
-        const bool has_token_scales = kQuantized && params.scales.per_token;
-        int positions[kRowTiles][2];
-#pragma unroll
-        for (int m = 0; m < kRowTiles; m++) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                positions[m][i] = rows.past + rows.token_of(params, row_warp * kWarpRows + 16 * m + 8 * i + lane / 4);
-            }
-        }
-        // Of the rows that are computed together: positions of the first and of the last one that is live; the last one
-        // is before the first if none is.
-        const int group_row = row_warp * kWarpRows / kGroupRows * kGroupRows,
-                  live = min(kGroupRows, rows.rows - group_row);
-        const int group_first = rows.past + rows.token_of(params, group_row);
-        const int group_last = live > 0 ? rows.past + rows.token_of(params, group_row + live - 1) : -1;
+        const Steps steps(output, ring, work, params, queries);
         output.reset();
-
-        const SharedAddress group_queries = shared_address(queries) + group_row * 128;
-        const auto part_of = [&](int tile) {
-            return shared_address(ring.tile(tile)) + warp_key * (kWarpgroups ? 128 : kRowBytes);
-        };
-        // scales: of the warp's keys.
-        const auto to_probabilities = [&](Scores& scores, int first_key, int keys_end, const float* scales,
-                                          typename Output::RowScales& row_scales) {
-            if (has_token_scales) scores.apply_key_scales(scales);
-            scores.apply_softcap(params.score);
-            const bool needs_mask =
-                first_key + kWarpKeys - 1 > group_first || first_key <= positions[kRowTiles - 1][1] - span;
-            if (needs_mask || first_key + kWarpKeys > keys_end) scores.apply_mask(positions, first_key, keys_end, span);
-            return output.template update_softmax<kScoresAhead>(scores, params.score.factor, row_scales);
-        };
         if constexpr (kScoresAhead) {
-            typename Scores::Packed a;
-            Scores scores;
-            typename Output::RowScales row_scales;
-            const auto first_key_of = [&](int tile) { return (rows.first_tile + tile) * kRingKeys + warp_key; };
-            const auto scales_of = [&](int tile) { return ring.scales(tile) + warp_key; };
-            const auto meet = [] {
-                shared_memory_fence();
-                __syncthreads();
-            };
-            meet();
-            scores.clear();
-            scores.begin_products(group_queries, part_of(work.begin));
-            ring.advance(work.begin - 1);
-            scores.wait();
-            // there is no output yet
-            to_probabilities(scores, first_key_of(work.begin), rows.keys_end, scales_of(work.begin), row_scales);
-            scores.pack(a);
-#pragma unroll 1
-            for (int tile = work.begin; tile + 1 < work.end; tile++) {
-                meet();
-                scores.clear();
-                scores.begin_products(group_queries, part_of(tile + 1));
-                output.begin_products(a, part_of(tile) + kTileBytes);
-                ring.advance(tile);
-                scores.template wait<1>();
-                const bool is_far =
-                    to_probabilities(scores, first_key_of(tile + 1), rows.keys_end, scales_of(tile + 1), row_scales);
-                output.wait(a);
-                if (is_far) output.scale(row_scales);
-                scores.pack(a);
-            }
-            meet();
-            output.begin_products(a, part_of(work.end - 1) + kTileBytes);
-            output.wait(a);
-            cp_async_wait_group<0>();
-            return;
-        }
-
-        const LdmatrixAddress query_rows(shared_address(queries + row_warp * kWarpRows * kRowBytes), lane % 16,
-                                         lane / 16);
-        for (int tile = ring.start(); work.has(tile); tile = ring.after(tile)) {
-            ring.wait();  // for this tile
-            if constexpr (kWarpgroups) shared_memory_fence();
-            ring.barrier();
-            const SharedAddress part = part_of(tile);
-            const float* const scales = ring.scales(tile) + warp_key;
-            if constexpr (!kFillsMeanwhile) ring.advance(tile);
-            int first_key = (rows.first_tile + tile) * kRingKeys, keys_end = rows.keys_end;
-            if (work.has_new_tokens(tile)) {
-                first_key = rows.past;
-                keys_end = rows.past + rows.count;
-            }
-            first_key += warp_key;
-            if (first_key > group_last || first_key >= keys_end || first_key + kWarpKeys <= group_first - span + 1) {
-                if constexpr (kFillsMeanwhile) ring.advance(tile);
-                continue;
-            }
-            const LdmatrixAddress key_tile(part, lane % 8 + lane / 16 * 8, lane / 8 % 2),
-                value_tile(part + kTileBytes, lane % 16, lane / 16);
-            Scores scores = {};
-            if constexpr (kWarpgroups) {
-                scores.begin_products(group_queries, part);
-                if constexpr (kFillsMeanwhile) ring.advance(tile);
-                scores.wait();
-            } else {
-                scores.add_products(query_rows, key_tile);
-            }
-            typename Output::RowScales row_scales;
-            to_probabilities(scores, first_key, keys_end, scales, row_scales);
-            if constexpr (kWarpgroups) {
-                typename Scores::Packed a;
-                scores.pack(a);
-                output.begin_products(a, part + kTileBytes);
-                output.wait(a);
-            } else {
-                output.add_products(scores, value_tile);
-            }
+            steps.run_scores_ahead();
+        } else if constexpr (kWarpgroups) {
+            steps.run_by_warpgroups();
+        } else {
+            steps.run_by_warps();
         }
         cp_async_wait_group<0>();
     }

@@ -416,10 +416,18 @@ MISTAKES = {
         DECODE,
         "assert",
     ),
-    "a tile that is still read": (
+    "a tile that warps still read": (
         PREFILLING,
-        "ring.barrier();\n            const SharedAddress",
-        "const SharedAddress",
+        "ring.wait();  // for this tile\n                ring.barrier();",
+        "ring.wait();",
+        "thread",
+        PREFILL,
+        RACE,
+    ),
+    "a tile that warpgroups still read": (
+        PREFILLING,
+        "shared_memory_fence();\n                ring.barrier();",
+        "shared_memory_fence();",
         "thread",
         PREFILL,
         RACE,
@@ -427,7 +435,7 @@ MISTAKES = {
     "products that are not waited for": (PREFILLING, "                scores.wait();\n", "", "none", PREFILL, "assert"),
     "the keys of the other warpgroup": (
         PREFILLING,
-        "warp / kRowWarps * kWarpKeys : 0",
+        "static_cast<int>(threadIdx.x) / 32 / kRowWarps * kWarpKeys : 0",
         "0 : 0",
         "none",
         PREFILL_OVER_QUANTIZED,
