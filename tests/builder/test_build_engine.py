@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache._util import atomic_folder
 from trt_kvcache.builder import build_engine as builder, checked_build, definition, serialization

@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 import pytest
 from numpydoc.docscrape import FunctionDoc
 
-from tests.helpers.small_model import SMALL, with_layers, with_mixer
-from tests.helpers.tensorrt_modules import fake_module
+from tests.helpers.fake_tensorrt import fake_module
+from tests.helpers.models import SMALL, with_layers, with_mixer
 from trt_kvcache import NetworkScript, build_engine, estimate_build
 from trt_kvcache.builder import resolved_options
 from trt_kvcache.builder.options import BuildKeywords, BuildOptions

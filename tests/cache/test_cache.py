@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import (
+from tests.helpers.caches import (
     ALL_KINDS,
     KINDS,
     LAYOUTS,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.cache_cases import (
+from tests.helpers.caches import (
     KINDS,
     LAYOUTS,
     CapturingMemory,

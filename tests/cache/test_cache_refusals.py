@@ -7,7 +7,7 @@ operations refuse besides is here for slots and lengths, and in the file of the 
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import ALL_KINDS, KINDS, B, CapturingMemory, S, Unchanged, cache_holding, on_device
+from tests.helpers.caches import ALL_KINDS, KINDS, B, CapturingMemory, S, Unchanged, cache_holding, on_device
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import (
     CapacityError,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import Image, Unchanged, fill_all, make_cache, states_of, whole
+from tests.helpers.caches import Image, Unchanged, fill_all, make_cache, states_of, whole
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import (

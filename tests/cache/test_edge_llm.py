@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.cache_cases import hybrid_config, kv_config, linear_config, mamba_config
+from tests.helpers.caches import hybrid_config, kv_config, linear_config, mamba_config
 from trt_kvcache import CacheConfig, HybridCacheManager, KVCacheManager, LayerType, LinearKVCache, MambaCacheManager
 from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.errors import LayerIndexError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import (
+from tests.helpers.caches import (
     ATTENTION,
     HEADS,
     LAYER_TYPES,

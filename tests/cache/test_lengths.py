@@ -2,12 +2,12 @@
 
 import copy
 import pickle
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import CapturingMemory
-from tests.helpers.observe import unchanged
+from tests.helpers.caches import CapturingMemory, state_of_lengths, whole
 from trt_kvcache import HostMemory, Lengths
 from trt_kvcache.errors import (
     CapacityError,
@@ -39,6 +39,18 @@ def device(lengths):
 
 def on_device(memory, values, stream, dtype=np.int32):
     return memory.to_device(np.array(values, dtype), stream=stream)
+
+
+@contextmanager
+def unchanged(lengths):
+    """All bytes with their padding, the host's copy and the live memory are afterwards as before."""
+
+    def observe():
+        return whole(lengths.tensor).numpy().tobytes(), state_of_lengths(lengths), lengths.tensor.memory.live_nbytes
+
+    before = observe()
+    yield
+    assert observe() == before
 
 
 class TestStart:

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import LAYOUTS, Image, Unchanged, fill_all, linear_config, make_cache, whole
-from tests.helpers.observe import fill_kv
+from tests.helpers.caches import LAYOUTS, Image, Unchanged, fill_all, linear_config, make_cache, whole
 from trt_kvcache import CacheConfig, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache, MambaCacheManager
 from trt_kvcache.errors import ClosedError, LayerIndexError, ShapeError
 
@@ -57,7 +56,7 @@ def test_a_padded_buffer_is_not_dense(cache):
 
 
 def test_the_buffer_shows_the_layers(cache, stream):
-    fill_kv(cache, stream=stream)
+    fill_all(cache, stream)
     buffer = cache.kv_cache_buffer.numpy().view(np.uint16)
     for layer in range(4):
         combined = cache.get_combined_kv_cache(layer).numpy().view(np.uint16)
@@ -86,7 +85,7 @@ def test_the_same_bytes_as_a_manager_of_equal_layers(memory, stream, layout):
     layers = [KVLayerConfig(num_kv_heads=2, head_dim=16)] * 4
     config = KVCacheConfig(layers=layers, max_batch_size=3, max_sequence_length=7, layout=layout)
     with linear, KVCacheManager(config, memory=memory) as manager:
-        fill_kv(linear, stream=stream, value=0)
+        fill_all(linear, stream, value=0)
         for cache in (linear, manager):
             for layer in range(4):
                 for which, view in enumerate(cache.get_separate_kv_cache(layer)):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.cache_cases import CapturingMemory, Image, Unchanged, fill_all, kv_config, make_cache, mamba_config, states_of
+from tests.helpers.caches import CapturingMemory, Image, Unchanged, fill_all, kv_config, make_cache, mamba_config, states_of
 from trt_kvcache import HostMemory, KVCacheManager, Lengths, MambaCacheManager, estimate_memory
 from trt_kvcache.errors import (
     CapacityError,

@@ -6,7 +6,7 @@ That they are refused on a closed cache, without a stream and in a capture: test
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import FailingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, state_of, states_of
+from tests.helpers.caches import FailingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, state_of, states_of
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, PlaceError, ShapeError, SlotError

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save
 
 from tests.helpers.engine_files import make_engine_folder, segment_plans
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from tests.paths import GOLDEN
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING
 from trt_kvcache.engine_folder.folder import EngineFolder

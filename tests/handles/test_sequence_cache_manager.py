@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import HEADS, B, CapturingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache
-from tests.helpers.sequence_cases import STATES, TOKEN, Sequences, joined, make_sequences, raw, tokens
+from tests.handles.sequences import STATES, TOKEN, Sequences, joined, make_sequences, raw, tokens
+from tests.helpers.caches import HEADS, B, CapturingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache
 from trt_kvcache import SequenceCacheManager
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import (

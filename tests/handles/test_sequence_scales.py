@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import HEADS, Unchanged, cache_holding, make_cache
-from tests.helpers.sequence_cases import On
+from tests.handles.sequences import On
+from tests.helpers.caches import HEADS, Unchanged, cache_holding, make_cache
 from trt_kvcache import SequenceCacheManager
 from trt_kvcache.errors import ConfigError, DTypeError, ShapeError
 

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import FailingMemory
+from tests.helpers.caches import FailingMemory
 from trt_kvcache import DeviceTensor
 from trt_kvcache.errors import CapacityError, ClosedError, LayoutError, ShapeError
 from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved

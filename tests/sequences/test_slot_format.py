@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.cache_cases import HEADS, NO_RECURRENT_STATE, SEQUENCE_KINDS, kv_config, make_cache, mamba_config
+from tests.helpers.caches import HEADS, NO_RECURRENT_STATE, SEQUENCE_KINDS, kv_config, make_cache, mamba_config
 from trt_kvcache import HostMemory, KVLayerConfig, KVLayout
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.sequences.slot_copy import SlotCopy

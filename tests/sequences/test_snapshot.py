@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 
-from tests.helpers.cache_cases import SEQUENCE_KINDS, Image, Unchanged, cache_holding, fill_all, kv_config, make_cache, mamba_config
-from tests.helpers.hybrid_model import HybridModel, hybrid_cache
-from tests.helpers.snapshot_cases import MODEL, SAMPLER, TOKENS, host_cache, load, refused, save
+from tests.helpers.caches import SEQUENCE_KINDS, Image, Unchanged, cache_holding, fill_all, kv_config, make_cache, mamba_config
 from tests.paths import ROOT
+from tests.sequences.hybrid_model import HybridModel, hybrid_cache
+from tests.sequences.snapshots import MODEL, SAMPLER, TOKENS, host_cache, load, refused, save
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayerConfig, KVLayout, LayerType
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, SlotError, SnapshotError
 from trt_kvcache.sequences.model_identity import ModelIdentity
@@ -235,7 +235,7 @@ class TestIntoAShorterCache:
 
 GO_ON = """
 import json, sys
-from tests.helpers.hybrid_model import HybridModel, hybrid_cache
+from tests.sequences.hybrid_model import HybridModel, hybrid_cache
 from trt_kvcache import HostMemory, KVLayout
 from trt_kvcache.sequences.snapshot import load_snapshot
 from trt_kvcache.sequences.model_identity import ModelIdentity

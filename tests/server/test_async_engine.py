@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.helpers.pace import Pace
+from tests.helpers.sessions import Pace
 from tests.server.engines import MODEL, alone, answers, held_slots, request, run, running, source
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, QueueFullError, RangeError, ShapeError
 from trt_kvcache.server.async_engine import AsyncEngine, RequestContext

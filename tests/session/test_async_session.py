@@ -8,9 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.helpers.pace import Pace
-from tests.helpers.requests import alone, make, sampled
-from tests.helpers.sessions import continuation, damage_logits
+from tests.helpers.sessions import Pace, alone, continuation, damage_logits, make, sampled
 from tests.paths import ROOT
 from trt_kvcache import AsyncSession, SamplingParams
 from trt_kvcache.errors import CapacityError, ClosedError, EngineError, ProcessorError, RangeError

@@ -1,6 +1,6 @@
 """``InferenceSession.generate``: tokens, texts, reasons to finish, seeds.
 
-The engine is the exact one of ``tests.helpers.fakes``: its logits are a function of all tokens that it finds in a slot.
+The engine is the exact one of ``tests.helpers.recording``: its logits are a function of all tokens that it finds in a slot.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import BOS, EOS
-from tests.helpers.fakes import (
+from tests.helpers.recording import (
     logits_after,
 )
 from tests.helpers.sessions import MAX_SEQUENCE_LENGTH, by_prompt, continuation, damage_logits, make, refuse

@@ -14,8 +14,8 @@ from huggingface_hub import errors
 
 import trt_kvcache
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.fake_hub import fake_hub
 from tests.paths import ROOT
+from tests.session.hub import fake_hub
 from trt_kvcache import InferenceSession
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import CheckpointError, ConfigError, EngineError

@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoint.tokenizer_folders import EOS, byte_level_folder
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.builder.build_engine import build_engine

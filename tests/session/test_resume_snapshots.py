@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cache_cases import Unchanged
-from tests.helpers.small_model import write_model
-from tests.helpers.snapshot_cases import MODEL, TOKENS, host_cache, save
+from tests.helpers.caches import Unchanged
+from tests.helpers.models import write_model
 from tests.paths import GOLDEN
+from tests.sequences.snapshots import MODEL, TOKENS, host_cache, save
 from tests.session.reference_sessions import LONG, OPTIONS, SAMPLED, UNSEEDED, fails, same, tokens
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError, ShapeError, SnapshotError

@@ -1,6 +1,6 @@
 """``InferenceSession`` against lists of tokens: what it holds, what it answers, what it refuses.
 
-The engine is the exact one of ``tests.helpers.fakes``: its logits are a function of all tokens that it finds in a slot.
+The engine is the exact one of ``tests.helpers.recording``: its logits are a function of all tokens that it finds in a slot.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.helpers.fakes import (
+from tests.helpers.recording import (
     VOCAB,
     Journal,
     RecordingCache,

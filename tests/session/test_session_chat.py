@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.checkpoint.tokenizer_folders import BOS, byte_level_folder
-from tests.helpers.requests import drain
-from tests.helpers.sessions import make, refuse
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
+from tests.helpers.sessions import drain, make, refuse
 from trt_kvcache import ChatPrompt, InferenceSession
 from trt_kvcache.errors import ConfigError
 

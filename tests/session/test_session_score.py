@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.helpers.fakes import VOCAB, logits_after
+from tests.helpers.recording import VOCAB, logits_after
 from tests.helpers.sessions import continuation, damage_logits, make, refuse
 from tests.helpers.tolerance import assert_close
 from tests.session.every_logit import with_every_logit

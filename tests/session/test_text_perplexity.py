@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from tests.paths import SHIPPED
 from trt_kvcache import InferenceSession, perplexity, text_perplexity
 from trt_kvcache.errors import ConfigError, RangeError

@@ -15,10 +15,25 @@ from typing import Any
 import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
-from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeStream, FakeTensorRT
-from tests.helpers.small_model import write_model
-from tests.helpers.tensorrt_engines import BATCH, IDENTITY, PREFILL, VOCAB, D, H, S, enqueue, install, make_ready, set_shapes, tensor
-from tests.helpers.tensorrt_modules import FakeLogger
+from tests.helpers.fake_tensorrt import (
+    BATCH,
+    IDENTITY,
+    PREFILL,
+    VOCAB,
+    D,
+    FakeGpuMemory,
+    FakeLogger,
+    FakeStream,
+    FakeTensorRT,
+    H,
+    S,
+    enqueue,
+    install,
+    make_ready,
+    set_shapes,
+    tensor,
+)
+from tests.helpers.models import write_model
 from tests.paths import ROOT
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from tests.helpers.engine_files import PLAN, make_config
-from tests.helpers.fake_tensorrt import FakeTensorRT
+from tests.helpers.fake_tensorrt import FakeTensorRT, install
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
-from tests.helpers.plugin_on_host import run_plugins_on_host
-from tests.helpers.small_model import SMALL
-from tests.helpers.tensorrt_engines import install
+from tests.helpers.models import SMALL
 from tests.helpers.tolerance import assert_close
+from tests.trt.plugin.on_host import run_plugins_on_host
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ModelIdentity
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.quantized_kv import QuantizedKV

@@ -14,8 +14,8 @@ from hypothesis.extra.numpy import arrays
 from tests.checkpoint.folders import edit_tensors
 from tests.checkpoint.quantized.test_engines import logits
 from tests.helpers.engine_files import make_engine_folder
+from tests.helpers.models import write_model
 from tests.helpers.quantized_models import write_values
-from tests.helpers.small_model import write_model
 from trt_kvcache import InferenceSession
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized import rounding
