@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.errors import raises
 from tests.helpers.models import write_model
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache import Checkpoint, build_engine, estimate_build
@@ -56,7 +57,7 @@ def test_plugin_attention_has_its_constants_beside_the_plan(tmp_path: Path) -> N
 
 def test_the_chosen_attention_is_that_of_a_build() -> None:
     assert estimate_build(GOLDEN / "gemma2", **SIZES) == estimate_build(GOLDEN / "gemma2", **SIZES, attention="mask")
-    with pytest.raises(ConfigError, match="attention: expected mask or plugin, got native"):
+    with raises(ConfigError, "attention", expected="mask or plugin", got="native"):
         estimate_build(GOLDEN / "gemma2", **SIZES, attention="native")
 
 
@@ -189,5 +190,5 @@ def test_logits_of_more_tokens_take_more_activations(tmp_path: Path) -> None:
 
 
 def test_more_logits_than_new_tokens_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_logits_per_slot: expected at most max_prefill_length=16, got 17"):
+    with raises(ConfigError, "max_logits_per_slot", expected="at most max_prefill_length=16", got=17):
         estimate_build(SHIPPED, max_prefill_length=16, max_logits_per_slot=17)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.caches import LAYOUTS, Image, Unchanged, fill_all, linear_config, make_cache, whole
+from tests.helpers.errors import raises
 from trt_kvcache import CacheConfig, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache, MambaCacheManager
 from trt_kvcache.errors import ClosedError, LayerIndexError, ShapeError
 
@@ -157,7 +158,7 @@ class TestStates:
             assert cache.capture_ssm_states(0, stream=stream) == cache.capture_conv_states(0, stream=stream) == []
             cache.restore_recurrent_states([], 0, stream=stream)
             for get in (cache.get_ssm_state_for_layer, cache.get_conv_state_for_layer):
-                with pytest.raises(LayerIndexError, match=r"^recurrent_layer_idx 0: expected 0 <= recurrent_layer_idx < 0\."):
+                with raises(LayerIndexError, "recurrent_layer_idx 0", expected="0 <= recurrent_layer_idx < 0"):
                     get(0)
             with pytest.raises(ShapeError, match="there is no recurrent layer"):
                 cache.restore_conv_states([cache.lengths.tensor], 0, stream=stream)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import BOS, EOS
+from tests.helpers.errors import raises
 from tests.helpers.recording import (
     logits_after,
 )
@@ -140,9 +141,7 @@ class TestGenerate:
         next(events)
         next(events)
         damage_logits(session, 0)
-        with pytest.raises(
-            EngineError, match=r"^logits: expected finite numbers, got nan for token 0\. The engine or its cache is damaged\.$"
-        ):
+        with raises(EngineError, "logits", expected="finite numbers", got="nan for token 0"):
             next(events)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.models import HYBRID_TOLERANCES, HYBRIDS, hybrid_model, write_model
 from tests.paths import GOLDEN
@@ -166,5 +167,5 @@ def test_a_capturing_stream_is_refused():
 
 def test_a_torch_that_cannot_use_the_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(device, "gpu_failure", lambda index: "torch 9.9 without CUDA")
-    with pytest.raises(EngineError, match=r"^torch: expected one that can use cuda:0, got torch 9\.9 without CUDA\.$"):
+    with raises(EngineError, "torch", expected="cuda:0", got="torch 9.9 without CUDA"):
         device.CudaDevice(CudaMemory())
