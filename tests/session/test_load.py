@@ -104,7 +104,7 @@ class TestFolders:
     def test_each_kind_of_folder_names_the_call_for_the_other(self, engine_folder):
         with raises(ConfigError, engine_folder, expected="model folder", got="engine folder"):
             InferenceSession.from_model(engine_folder)
-        with raises(EngineError, MODEL, expected="engine folder"):
+        with raises(EngineError, MODEL, expected="engine folder", says="engine.plan"):
             InferenceSession.open(MODEL)
 
 
