@@ -41,7 +41,7 @@ from environment import describe_environment, write_result
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
-from tests.helpers.gguf_floats import write_floats  # noqa: E402
+from tests.helpers.gguf_files import write_floats  # noqa: E402
 from trt_kvcache import InferenceSession  # noqa: E402
 
 PROMPTS = (

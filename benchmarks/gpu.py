@@ -283,9 +283,8 @@ def attention_on_the_gpu() -> dict[str, Any]:
 
 
 def attention_in_a_transformers_model() -> dict[str, Any]:
-    """Generate on our cache and attention in a torch model, and compare with its own SDPA: see ``tests/helpers/hf_cache.py``."""
-    sys.path.append(str(ROOT))
-    from tests.helpers import hf_cache
+    """Generate on our cache and attention in a torch model, and compare with its own SDPA: see ``hf_cache.py``."""
+    import hf_cache
 
     return hf_cache.hf_adapter()
 

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.helpers import quantized_models as made
-from tests.helpers.gguf_models import write_gguf_file
+from tests.helpers.gguf_files import write_gguf_file
 from trt_kvcache import InferenceSession, perplexity, text_perplexity
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
 

@@ -2,6 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache import KVCacheConfig, KVLayerConfig, MambaCacheConfig, dtypes
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.errors import DTypeError
@@ -45,9 +46,8 @@ def test_an_unknown_name_is_refused(function, name):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.uint16, np.bool_, np.complex64, object, np.dtype(">i4"), ml_dtypes.float8_e5m2])
 def test_an_unknown_numpy_dtype_is_refused(dtype):
-    with pytest.raises(DTypeError) as caught:
+    with raises(DTypeError, "dtype", expected=NAMES, got=f"NumPy dtype {np.dtype(dtype)}"):
         dtypes.dtype_name(dtype)
-    assert str(caught.value) == f"dtype: expected one of {NAMES}, got NumPy dtype {np.dtype(dtype)}."
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.plot import Plot, draw, size_text
 
@@ -26,9 +27,8 @@ def test_the_ending_of_the_name_is_the_format(tmp_path, name, start):
 
 
 def test_another_ending_is_refused_and_nothing_is_written(tmp_path):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, f"{tmp_path}/a.jpg", expected="file name that ends with .svg, .png, .pdf"):
         dot().save(tmp_path / "a.jpg")
-    assert str(caught.value) == f"{tmp_path}/a.jpg: expected a file name that ends with .svg, .png, .pdf."
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache._util.checks import as_int, int_in_range, layer_index, one_of, slot_index
 from trt_kvcache.errors import ConfigError, LayerIndexError, RangeError, ShapeError, SlotError
 
@@ -34,9 +35,8 @@ def test_integers_in_a_range(value):
 
 @pytest.mark.parametrize("value", [1, 8, -(2**70), 2**70])
 def test_integers_out_of_a_range(value):
-    with pytest.raises(RangeError) as caught:
+    with raises(RangeError, "count", expected="2 to 7", got=value):
         int_in_range("count", value, 2, 7)
-    assert str(caught.value) == f"count: expected an integer from 2 to 7, got {value}."
 
 
 def test_a_range_without_an_end_holds_any_integer_from_its_start():
@@ -55,9 +55,8 @@ def test_one_of_the_known():
 
 @pytest.mark.parametrize("value", ["paged", "", None, 3])
 def test_none_of_the_known(value):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "layout", expected="combined, separate", got=repr(value)):
         one_of("layout", value, ("combined", "separate"))
-    assert str(caught.value) == f"layout: expected one of combined, separate, got {value!r}."
 
 
 @pytest.mark.parametrize("check", [slot_index, layer_index])
@@ -67,16 +66,14 @@ def test_indices_from_zero_up_to_the_count(check):
 
 @pytest.mark.parametrize("index", [3, -1, 2**70])
 def test_slots_never_wrap(index):
-    with pytest.raises(SlotError) as caught:
+    with raises(SlotError, f"slot {index}", expected="0 <= slot < 3 (active slots)"):
         slot_index(index, 3, of="active slots")
-    assert str(caught.value) == f"slot {index}: expected 0 <= slot < 3 (active slots). Slots never wrap."
 
 
 @pytest.mark.parametrize("index", [3, -1, 2**70])
 def test_layers_never_wrap(index):
-    with pytest.raises(LayerIndexError) as caught:
+    with raises(LayerIndexError, f"layer_idx {index}", expected="0 <= layer_idx < 3"):
         layer_index(index, 3, name="layer_idx")
-    assert str(caught.value) == f"layer_idx {index}: expected 0 <= layer_idx < 3. Indices never wrap."
 
 
 @pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.errors import ConfigError
 
@@ -57,5 +58,5 @@ def test_a_value_that_cannot_be_read():
 
 
 def test_what_the_configuration_itself_refuses_is_said_as_it_says_it():
-    with pytest.raises(ConfigError, match=r"^Config\.sizes: expected at least one, got none\.$"):
+    with raises(ConfigError, "Config.sizes", expected="at least one", got="none"):
         read({"sizes": []})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.benchmarking import BenchmarkCase
 from trt_kvcache.benchmarking.cases import check_cases
 from trt_kvcache.errors import CapacityError, ConfigError
@@ -25,9 +26,8 @@ def test_names_and_the_tokens_that_a_slot_holds_at_the_end(sizes, name, tokens):
 
 
 def test_a_case_without_anything_to_measure():
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "BenchmarkCase", expected="prompt_tokens or generate_tokens above 0", got="0 for both"):
         BenchmarkCase(depth=5)
-    assert str(caught.value) == "BenchmarkCase: expected prompt_tokens or generate_tokens above 0, got 0 for both."
 
 
 def test_a_number_out_of_range_is_named():
@@ -42,18 +42,18 @@ class TestFit:
         check_cases([self.case], max_batch_size=2, max_sequence_length=16)
 
     def test_too_many_slots(self):
-        with pytest.raises(CapacityError) as caught:
+        with raises(CapacityError, "pp6+tg3 @ d7", expected="batch of at most 1 (max_batch_size)", got=2):
             check_cases([self.case], max_batch_size=1, max_sequence_length=16)
-        assert str(caught.value) == "pp6+tg3 @ d7: expected a batch of at most 1 (max_batch_size), got 2."
 
     def test_too_many_tokens(self):
-        with pytest.raises(CapacityError) as caught:
+        with raises(
+            CapacityError,
+            "pp6+tg3 @ d7",
+            expected="at most 15 tokens in a slot (max_sequence_length)",
+            got="16: 7 of the depth, 6 of the prompt, 3 generated",
+        ):
             check_cases([self.case], max_batch_size=2, max_sequence_length=15)
-        assert str(caught.value) == (
-            "pp6+tg3 @ d7: expected at most 15 tokens in a slot (max_sequence_length), got 16: "
-            "7 of the depth, 6 of the prompt, 3 generated."
-        )
 
     def test_no_case(self):
-        with pytest.raises(ConfigError, match=r"^cases: expected at least one, got none\.$"):
+        with raises(ConfigError, "cases", expected="at least one", got="none"):
             check_cases([], max_batch_size=2, max_sequence_length=15)

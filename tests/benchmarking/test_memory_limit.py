@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from safetensors.numpy import load_file
 
-from tests.helpers.fakes import kv_config
+from tests.helpers.recording import kv_config
 from tests.paths import ROOT
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager
 from trt_kvcache.benchmarking import MemoryLimit, copy_bytes_per_second, copy_speed, describe_environment

@@ -16,10 +16,9 @@ import pytest
 
 from tests.bindings.network import FLOAT, INT32
 from tests.checkpoint.folders import edit_tensors
-from tests.helpers.fake_tensorrt import FakeGpuMemory
+from tests.helpers.fake_tensorrt import FakeGpuMemory, enqueue, make_ready, set_shapes, tensor
+from tests.helpers.models import write_model
 from tests.helpers.quantized_models import ALL_CASES, write_quantized
-from tests.helpers.small_model import write_model
-from tests.helpers.tensorrt_engines import enqueue, make_ready, set_shapes, tensor
 from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, KVCacheManager, build_engine
 from trt_kvcache.builder import resolved_options

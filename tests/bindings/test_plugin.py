@@ -14,9 +14,9 @@ import pytest
 from tests.bindings.conftest import VERSION
 from tests.bindings.network import FLOAT, FP8, HALF, INT8, INT32
 from tests.bindings.plugin_calls import Creator, Plugin, Typed, fields
-from tests.helpers.plugin_on_host import run_plugins_on_host
 from tests.kernels.attention import Case, inputs as case_inputs, make_workspace
 from tests.paths import ROOT
+from tests.trt.plugin.on_host import run_plugins_on_host
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import ConfigError, ShapeError
 from trt_kvcache.kernels import attend

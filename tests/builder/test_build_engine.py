@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.small_model import write_model
+from tests.helpers.errors import raises
+from tests.helpers.models import write_model
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache._util import atomic_folder
 from trt_kvcache.builder import build_engine as builder, checked_build, definition, serialization
@@ -428,7 +429,7 @@ def test_place_that_holds_something_else(no_tensorrt: None, tmp_path: Path) -> N
         build_engine(model, notes, **SIZES)
     with pytest.raises(ConfigError, match=r"but it holds config\.json, model\.safetensors"):
         build_engine(model, model, **SIZES)
-    with pytest.raises(ConfigError, match=r"thesis\.txt: expected a folder to make or an engine folder to replace, got a file"):
+    with raises(ConfigError, "thesis.txt", expected="folder to make or an engine folder to replace", got="file"):
         build_engine(model, notes / "thesis.txt", **SIZES)
     with pytest.raises(ConfigError, match=r"engine path .*: nothing can be written to .*thesis\.txt"):
         build_engine(model, notes / "thesis.txt" / "engine", **SIZES)

@@ -10,8 +10,9 @@ from typing import Any, get_type_hints
 import pytest
 from numpydoc.docscrape import FunctionDoc
 
-from tests.helpers.small_model import SMALL, with_layers, with_mixer
-from tests.helpers.tensorrt_modules import fake_module
+from tests.helpers.errors import raises
+from tests.helpers.fake_tensorrt import fake_module
+from tests.helpers.models import SMALL, with_layers, with_mixer
 from trt_kvcache import NetworkScript, build_engine, estimate_build
 from trt_kvcache.builder import resolved_options
 from trt_kvcache.builder.options import BuildKeywords, BuildOptions
@@ -108,7 +109,7 @@ def test_every_option_is_shown_by_what_takes_it(function: Any) -> None:
 
 @pytest.mark.parametrize("head_dim", [8, 20, 34, 264, 512])
 def test_head_dim_without_attention_kernels(head_dim: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^head_dim: expected a multiple of 8 from 16 to 256, the model has {head_dim}\."):
+    with raises(ConfigError, "head_dim", expected="multiple of 8 from 16 to 256"):
         resolve(with_mixer(MODEL, head_dim=head_dim)).cache_for(with_mixer(MODEL, head_dim=head_dim))
 
 
@@ -126,9 +127,7 @@ def test_what_the_network_does_not_compute_is_refused(monkeypatch: pytest.Monkey
 
 def test_longer_than_the_model_was_made_for() -> None:
     options = resolve(max_sequence_length=65)
-    with pytest.raises(
-        ConfigError, match=r"max_sequence_length: expected at most 64, the positions that the model was made for .*, got 65"
-    ):
+    with raises(ConfigError, "max_sequence_length", expected="at most 64", got=65):
         options.cache_for(MODEL)
     assert resolve(max_sequence_length=64).cache_for(MODEL).max_sequence_length == 64
 
@@ -181,12 +180,12 @@ def test_compute_capabilities_that_rtx_supports() -> None:
     rtx = load("tensorrt_rtx")
     resolve(compute_capabilities=("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")).check_tensorrt(rtx)
     for unknown in ("9.0", "86", "8"):
-        with pytest.raises(ConfigError, match=rf"compute_capabilities: expected some of 7\.5, 8\.0, .*, got '{unknown}'"):
+        with raises(ConfigError, "compute_capabilities", expected="7.5, 8.0", got=f"'{unknown}'"):
             resolve(compute_capabilities=("8.6", unknown)).check_tensorrt(rtx)
 
 
 def test_plugin_attention_needs_tensorrt_10_3() -> None:
-    with pytest.raises(ConfigError, match=r"attention: KVCacheAttention: expected TensorRT 10\.3 or newer, got tensorrt 8\.6\.1"):
+    with raises(ConfigError, "attention: KVCacheAttention", expected="TensorRT 10.3 or newer", got="tensorrt 8.6.1"):
         resolve(attention="plugin").check_tensorrt(full_tensorrt("8.6.1"))
 
 
@@ -208,7 +207,7 @@ def test_models_that_the_plugin_does_not_support(changes: dict[str, Any], messag
 
 
 def test_a_dtype_that_the_plugin_does_not_support() -> None:
-    with pytest.raises(ConfigError, match=r"^dtype: expected one of float16, bfloat16 for plugin attention, got float32\.$"):
+    with raises(ConfigError, "dtype", expected="float16, bfloat16 for plugin attention", got="float32"):
         resolve(with_mixer(MODEL, head_dim=64), attention="plugin", dtype="float32").check_kernels(with_mixer(MODEL, head_dim=64))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.tensorrt_modules import FakeLogger, fake_module
+from tests.helpers.fake_tensorrt import FakeLogger, fake_module
 from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.log import Messages, TensorRTLog

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tensorrt_modules import FakeLogger, fake_module
+from tests.helpers.errors import raises
+from tests.helpers.fake_tensorrt import FakeLogger, fake_module
 from trt_kvcache.builder.timing_cache import check_timing_cache, read_timing_cache, write_timing_cache
 from trt_kvcache.errors import BuildError, ConfigError
 from trt_kvcache.trt.log import TensorRTLog
@@ -86,5 +87,5 @@ def test_a_file_that_cannot_be_used_is_left_alone(log: TensorRTLog, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["none/timings", "."])
 def test_what_cannot_be_written_is_refused_before_the_build(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="timing_cache: expected a file in a folder that exists, got "):
+    with raises(ConfigError, "timing_cache", expected="file in a folder that exists"):
         check_timing_cache(tmp_path / name)

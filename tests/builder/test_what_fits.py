@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.helpers.gguf_models import write_gguf
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.models import write_model
 from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_quantized
-from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN
 from trt_kvcache import KVCacheConfig, estimate_build, what_fits
 from trt_kvcache.builder.options import BuildOptions

@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import (
+from tests.helpers.caches import (
     ALL_KINDS,
     KINDS,
     LAYOUTS,
@@ -32,6 +32,7 @@ from tests.helpers.cache_cases import (
     states_of,
     whole,
 )
+from tests.helpers.errors import raises
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory, KVCacheManager, Lengths, LinearKVCache, MambaCacheManager
 from trt_kvcache.errors import CapacityError, CaptureError, ClosedError, ConfigError, PlaceError
@@ -197,18 +198,16 @@ class TestSharedLengths:
     @pytest.mark.parametrize(("batch", "length"), [(B + 1, S), (B, S - 1)])
     def test_of_other_sizes_are_refused(self, memory, batch, length):
         lengths = Lengths(batch, length, memory=memory)
-        with pytest.raises(ConfigError) as caught:
+        with raises(ConfigError, "lengths", expected=f"{B} slots of {S} tokens", got=f"{batch} slots of {length}"):
             KVCacheManager(kv_config(), memory=memory, lengths=lengths)
-        assert str(caught.value) == f"lengths: expected {B} slots of {S} tokens, got {batch} slots of {length}."
         assert memory.live_nbytes == lengths.nbytes
         lengths.close()
 
     def test_of_another_memory_are_refused(self, memory):
         lengths = Lengths(B, S, memory=HostMemory())
         before = memory.live_nbytes
-        with pytest.raises(PlaceError) as caught:
+        with raises(PlaceError, "lengths", expected="lengths in the memory of the cache", got="lengths in another one (cpu)"):
             KVCacheManager(kv_config(), memory=memory, lengths=lengths)
-        assert str(caught.value) == "lengths: expected lengths in the memory of the cache, got lengths in another one (cpu)."
         assert memory.live_nbytes == before
 
 
@@ -370,18 +369,16 @@ class TestConstruction:
     @ALL_KINDS
     @pytest.mark.parametrize(
         ("memory", "got"),
-        [(None, "None"), ("cpu", "'cpu'"), (HostMemory, "the class HostMemory. Create one: HostMemory()"), (3, "3")],
+        [(None, "None"), ("cpu", "'cpu'"), (HostMemory, "the class HostMemory"), (3, "3")],
         ids=["None", "text", "class", "number"],
     )
     def test_something_that_is_no_memory(self, kind, memory, got):
-        with pytest.raises(PlaceError) as caught:
+        with raises(PlaceError, "memory", expected="HostMemory or CudaMemory", got=got):
             make_cache(kind, memory)
-        assert str(caught.value) == f"memory: expected a HostMemory or CudaMemory, got {got}."
 
     def test_something_that_is_no_lengths(self):
-        with pytest.raises(ConfigError) as caught:
+        with raises(ConfigError, "lengths", expected="Lengths of another cache", got="[1, 2]"):
             KVCacheManager(kv_config(), memory=HostMemory(), lengths=[1, 2])
-        assert str(caught.value) == "lengths: expected the Lengths of another cache, got [1, 2]."
 
     def test_more_than_the_host_has(self):
         memory = HostMemory()

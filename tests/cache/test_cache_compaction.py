@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.cache_cases import (
+from tests.helpers.caches import (
     KINDS,
     LAYOUTS,
     CapturingMemory,
@@ -20,6 +20,7 @@ from tests.helpers.cache_cases import (
     mamba_config,
     state_of,
 )
+from tests.helpers.errors import raises
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory, KVCacheManager, KVLayout, Lengths, MambaCacheManager
 from trt_kvcache.errors import CaptureError, ClosedError, DTypeError, LengthsUnknown, MappingError, PlaceError, RangeError, ShapeError
@@ -346,10 +347,9 @@ class TestDeviceMapping:
     def test_a_replay_needs_the_captured_batch(self, memory, stream):
         with make_cache("manager", memory) as cache:
             cache.reset_for_new_sequences([3, 5], stream=stream)
-            with Unchanged(cache), pytest.raises(MappingError) as caught:
+            with Unchanged(cache), raises(MappingError, "compact_batch", expected="old_batch=2", got=3):
                 cache.lengths.replayed_compaction(3, 2)
-            assert str(caught.value) == "compact_batch: expected old_batch=2, the active batch size, got 3."
-            with Unchanged(cache), pytest.raises(RangeError, match=r"^new_batch: expected an integer from 0 to 2, got 3\.$"):
+            with Unchanged(cache), raises(RangeError, "new_batch", expected="0 to 2", got=3):
                 cache.lengths.replayed_compaction(2, 3)
         with pytest.raises(ClosedError):
             cache.lengths.replayed_compaction(2, 1)

@@ -7,7 +7,8 @@ operations refuse besides is here for slots and lengths, and in the file of the 
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import ALL_KINDS, KINDS, B, CapturingMemory, S, Unchanged, cache_holding, on_device
+from tests.helpers.caches import ALL_KINDS, KINDS, B, CapturingMemory, S, Unchanged, cache_holding, on_device
+from tests.helpers.errors import raises
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import (
     CapacityError,
@@ -202,19 +203,17 @@ class TestArguments:
             assert str(caught.value) == text
 
     def test_rewind_never_lengthens(self, memory, stream):
-        with cache_holding("manager", memory, stream, *HELD) as cache:
-            with Unchanged(cache), pytest.raises(RangeError) as caught:
-                cache.rewind(1, 6, stream=stream)
-            assert str(caught.value) == "rewind: slot 1 holds 5 tokens; expected 0 to 5, got 6."
+        refused = raises(RangeError, "rewind: slot 1 holds 5 tokens", expected="0 to 5", got=6)
+        with cache_holding("manager", memory, stream, *HELD) as cache, Unchanged(cache), refused:
+            cache.rewind(1, 6, stream=stream)
 
     @ALL_KINDS
     def test_increments_of_another_memory(self, memory, stream, kind):
         host = HostMemory()
         foreign = on_device(host, [1, 1, 1], host.create_stream())
-        with cache_holding(kind, memory, stream, *HELD) as cache:
-            with Unchanged(cache), pytest.raises(PlaceError) as caught:
-                cache.commit_sequence_length(foreign, max_increment=1, stream=stream)
-            assert str(caught.value) == f"increment: expected a tensor of {memory.device}, got one of cpu."
+        refused = raises(PlaceError, "increment", expected=f"tensor of {memory.device}", got="cpu")
+        with cache_holding(kind, memory, stream, *HELD) as cache, Unchanged(cache), refused:
+            cache.commit_sequence_length(foreign, max_increment=1, stream=stream)
 
 
 class TestUnknownLengths:

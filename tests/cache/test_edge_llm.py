@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.cache_cases import hybrid_config, kv_config, linear_config, mamba_config
+from tests.helpers.caches import hybrid_config, kv_config, linear_config, mamba_config
+from tests.helpers.errors import raises
 from trt_kvcache import CacheConfig, HybridCacheManager, KVCacheManager, LayerType, LinearKVCache, MambaCacheManager
 from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.errors import LayerIndexError
@@ -38,9 +39,13 @@ def test_a_flat_configuration_is_read_back():
 
 
 def test_a_manager_of_one_type_has_no_layer_of_the_other(memory):
-    with make_cache(kv_config(), memory=memory) as cache, pytest.raises(LayerIndexError) as caught:
+    with (
+        make_cache(kv_config(), memory=memory) as cache,
+        raises(LayerIndexError, "recurrent_layer_idx 0", expected="0 <= recurrent_layer_idx < 0"),
+    ):
         cache.get_conv_state(0)
-    assert str(caught.value) == "recurrent_layer_idx 0: expected 0 <= recurrent_layer_idx < 0. Indices never wrap."
-    with make_cache(mamba_config(), memory=memory) as cache, pytest.raises(LayerIndexError) as caught:
+    with (
+        make_cache(mamba_config(), memory=memory) as cache,
+        raises(LayerIndexError, "attn_layer_idx 0", expected="0 <= attn_layer_idx < 0"),
+    ):
         cache.get_combined_kv_cache(0)
-    assert str(caught.value) == "attn_layer_idx 0: expected 0 <= attn_layer_idx < 0. Indices never wrap."

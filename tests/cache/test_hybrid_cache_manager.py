@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import (
+from tests.helpers.caches import (
     ATTENTION,
     HEADS,
     LAYER_TYPES,
@@ -16,6 +16,7 @@ from tests.helpers.cache_cases import (
     make_cache,
     mamba_config,
 )
+from tests.helpers.errors import raises
 from trt_kvcache import (
     HybridCacheConfig,
     HybridCacheManager,
@@ -147,7 +148,7 @@ def test_a_layer_of_another_kind_or_out_of_range(memory, name):
             with pytest.raises(LayerIndexError) as caught:
                 getattr(cache, name)(index)
             assert str(caught.value) == f"layer_idx {index}: {text}"
-        with pytest.raises(LayerIndexError, match=r"^layer_idx: expected an integer, got 1\.0\.$"):
+        with raises(LayerIndexError, "layer_idx", expected="integer", got="1.0"):
             getattr(cache, name)(1.0)
 
 
@@ -191,7 +192,7 @@ class TestOneKindOfLayer:
                 cache.restore_recurrent_states([], 0, stream=stream)
                 cache.restore_conv_states((), 0, stream=stream)
                 tensor = memory.to_device(np.zeros((2, 3, 5), np.float32), stream=stream)
-                with pytest.raises(ShapeError, match=r"^saved: expected no tensor, as there is no recurrent layer, got 1\.$"):
+                with raises(ShapeError, "saved", expected="no tensor", got=1):
                     cache.restore_conv_states([tensor], 0, stream=stream)
                 del tensor
                 with pytest.raises(SlotError):
@@ -200,7 +201,7 @@ class TestOneKindOfLayer:
                     cache.clear_mamba_states(stream=None)
             cache.rewind(1, 2, stream=stream)
             assert cache.host_kv_cache_lengths == (3, 2)
-            with pytest.raises(LayerIndexError, match=r"^layer_idx 0: expected a layer of kind mamba, got attention\.$"):
+            with raises(LayerIndexError, "layer_idx 0", expected="layer of kind mamba", got="attention"):
                 cache.get_recurrent_state(0)
 
     def test_mamba_alone(self, memory, stream):
@@ -218,7 +219,7 @@ class TestOneKindOfLayer:
                 assert cache.capture_kv_cache(0, 3, stream=stream) == []
                 cache.restore_kv_cache([], 0, stream=stream)
                 tensor = memory.to_device(np.zeros((2, 2, 3, 16), np.float16), stream=stream)
-                with pytest.raises(ShapeError, match=r"^saved: expected no tensor, as there is no attention layer, got 1\.$"):
+                with raises(ShapeError, "saved", expected="no tensor", got=1):
                     cache.restore_kv_cache([tensor], 0, stream=stream)
                 del tensor
                 for call, error in (
@@ -252,11 +253,11 @@ def test_scales_by_token(memory):
     with HybridCacheManager(config, memory=memory) as cache:
         assert [cache.get_kv_scales(layer).shape for layer in (1, 2, 4)] == [(5, 2, heads, 8) for heads, _ in HEADS]
         assert cache.kv_scale_rows is cache.kv_cache_manager.kv_scale_rows
-        with pytest.raises(LayerIndexError, match=r"^layer_idx 0: expected a layer of kind attention, got mamba\.$"):
+        with raises(LayerIndexError, "layer_idx 0", expected="layer of kind attention", got="mamba"):
             cache.get_kv_scales(0)
 
 
 @pytest.mark.parametrize("config", [None, kv_config(), mamba_config()], ids=["None", "kv", "mamba"])
 def test_of_something_else_than_its_configuration(memory, config):
-    with pytest.raises(ConfigError, match=r"^HybridCacheManager: expected a HybridCacheConfig, got "):
+    with raises(ConfigError, "HybridCacheManager", expected="HybridCacheConfig"):
         HybridCacheManager(config, memory=memory)

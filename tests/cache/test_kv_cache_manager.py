@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import LAYOUTS
+from tests.helpers.caches import LAYOUTS
 from trt_kvcache import (
     KVCacheConfig,
     KVCacheManager,

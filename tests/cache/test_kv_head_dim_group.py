@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import HEADS, LAYER_TYPES, Image, cache_holding, hybrid_config, kv_config, make_cache
+from tests.helpers.caches import HEADS, LAYER_TYPES, Image, cache_holding, hybrid_config, kv_config, make_cache
 from trt_kvcache import HybridCacheManager, KVCacheManager, KVLayout
 from trt_kvcache.errors import ClosedError
 from trt_kvcache.kernels import KVLayerInfos, save_kv_cache_batched

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import HEADS, LAYOUTS, B, FailingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache, state_of
+from tests.helpers.caches import HEADS, LAYOUTS, B, FailingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache, state_of
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import CacheConfig, DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
 from trt_kvcache.errors import CapacityError, ClosedError, DTypeError, LayoutError, PlaceError, RangeError, ShapeError, SlotError

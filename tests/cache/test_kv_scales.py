@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import HEADS, LAYOUTS, Image, Unchanged, cache_holding, make_cache, on_device
+from tests.helpers.caches import HEADS, LAYOUTS, Image, Unchanged, cache_holding, make_cache, on_device
 from trt_kvcache import KVLayout
 from trt_kvcache.errors import DTypeError, ShapeError
 

@@ -4,8 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import LAYOUTS, whole
-from tests.helpers.observe import fill_kv, unchanged
+from tests.helpers.caches import LAYOUTS, Unchanged, fill_all, whole
 from trt_kvcache import (
     CacheConfig,
     HostMemory,
@@ -82,7 +81,7 @@ def table_cache(kind, memory, layout):
 @LAYOUTS
 def test_views_read_the_bytes_of_the_table(memory, stream, kind, layout):
     with table_cache(kind, memory, layout) as cache:
-        written = fill_kv(cache, stream=stream)
+        written = fill_all(cache, stream)
         for layer in range(2):
             # One allocation per layer of a KVCacheManager; layer 1 of a LinearKVCache starts at byte 1024 of its only one.
             storage = written[layer] if kind is KVCacheManager else written[0][1024 * layer :]
@@ -100,7 +99,7 @@ def test_views_read_the_bytes_of_the_table(memory, stream, kind, layout):
 @LAYOUTS
 def test_rows_written_through_a_view_land_where_the_table_says(memory, stream, kind, layout):
     with table_cache(kind, memory, layout) as cache:
-        fill_kv(cache, stream=stream, value=0xEE)
+        fill_all(cache, stream, value=0xEE)
         for layer in range(2):
             expected = np.full(1024, 0xEE, np.uint8)
             for (slot, which, head), offset in placed_rows(layout).items():
@@ -230,7 +229,7 @@ class TestDlpack:
     def test_numpy_sees_the_same_bytes(self, kind, layout, dtype):
         memory = HostMemory()
         with make(kind, memory, dtype=dtype, layout=layout) as cache:
-            fill_kv(cache, stream=memory.create_stream())
+            fill_all(cache, memory.create_stream())
             for view in (cache.get_combined_kv_cache(1), *cache.get_separate_kv_cache(1), cache.lengths.tensor):
                 array = np.from_dlpack(view)
                 assert array.ctypes.data == view.ptr
@@ -287,6 +286,6 @@ BAD_LAYERS = [
 @pytest.mark.parametrize(("index", "text"), BAD_LAYERS)
 @pytest.mark.parametrize("getter", ["get_combined_kv_cache", "get_separate_kv_cache", "get_layer_config"])
 def test_a_layer_out_of_range(memory, kind, getter, index, text):
-    with make(kind, memory) as cache, unchanged(cache), pytest.raises(LayerIndexError) as caught:
+    with make(kind, memory) as cache, Unchanged(cache), pytest.raises(LayerIndexError) as caught:
         getattr(cache, getter)(index)
     assert str(caught.value) == text

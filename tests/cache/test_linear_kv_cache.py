@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import LAYOUTS, Image, Unchanged, fill_all, linear_config, make_cache, whole
-from tests.helpers.observe import fill_kv
+from tests.helpers.caches import LAYOUTS, Image, Unchanged, fill_all, linear_config, make_cache, whole
+from tests.helpers.errors import raises
 from trt_kvcache import CacheConfig, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache, MambaCacheManager
 from trt_kvcache.errors import ClosedError, LayerIndexError, ShapeError
 
@@ -57,7 +57,7 @@ def test_a_padded_buffer_is_not_dense(cache):
 
 
 def test_the_buffer_shows_the_layers(cache, stream):
-    fill_kv(cache, stream=stream)
+    fill_all(cache, stream)
     buffer = cache.kv_cache_buffer.numpy().view(np.uint16)
     for layer in range(4):
         combined = cache.get_combined_kv_cache(layer).numpy().view(np.uint16)
@@ -86,7 +86,7 @@ def test_the_same_bytes_as_a_manager_of_equal_layers(memory, stream, layout):
     layers = [KVLayerConfig(num_kv_heads=2, head_dim=16)] * 4
     config = KVCacheConfig(layers=layers, max_batch_size=3, max_sequence_length=7, layout=layout)
     with linear, KVCacheManager(config, memory=memory) as manager:
-        fill_kv(linear, stream=stream, value=0)
+        fill_all(linear, stream, value=0)
         for cache in (linear, manager):
             for layer in range(4):
                 for which, view in enumerate(cache.get_separate_kv_cache(layer)):
@@ -158,7 +158,7 @@ class TestStates:
             assert cache.capture_ssm_states(0, stream=stream) == cache.capture_conv_states(0, stream=stream) == []
             cache.restore_recurrent_states([], 0, stream=stream)
             for get in (cache.get_ssm_state_for_layer, cache.get_conv_state_for_layer):
-                with pytest.raises(LayerIndexError, match=r"^recurrent_layer_idx 0: expected 0 <= recurrent_layer_idx < 0\."):
+                with raises(LayerIndexError, "recurrent_layer_idx 0", expected="0 <= recurrent_layer_idx < 0"):
                     get(0)
             with pytest.raises(ShapeError, match="there is no recurrent layer"):
                 cache.restore_conv_states([cache.lengths.tensor], 0, stream=stream)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.cache_cases import CapturingMemory, Image, Unchanged, fill_all, kv_config, make_cache, mamba_config, states_of
+from tests.helpers.caches import CapturingMemory, Image, Unchanged, fill_all, kv_config, make_cache, mamba_config, states_of
+from tests.helpers.errors import raises
 from trt_kvcache import HostMemory, KVCacheManager, Lengths, MambaCacheManager, estimate_memory
 from trt_kvcache.errors import (
     CapacityError,
@@ -94,9 +95,8 @@ class TestLengths:
     def test_of_another_batch_or_memory_are_refused(self, memory):
         before = memory.live_nbytes
         lengths = Lengths(4, 7, memory=memory)
-        with pytest.raises(ConfigError) as caught:
+        with raises(ConfigError, "lengths", expected="5 slots of 7 tokens", got="4 slots of 7"):
             MambaCacheManager(mamba_config(), memory=memory, lengths=lengths)
-        assert str(caught.value) == "lengths: expected 5 slots of 7 tokens, got 4 slots of 7."
         lengths.close()
         with pytest.raises(PlaceError, match="lengths in another one"):
             MambaCacheManager(mamba_config(), memory=memory, lengths=Lengths(5, 7, memory=HostMemory()))
@@ -107,14 +107,13 @@ def test_layers_out_of_range(memory):
     with make_cache("mamba", memory) as cache:
         for get in (cache.get_recurrent_state, cache.get_conv_state, cache.get_next_recurrent_state, cache.get_next_conv_state):
             for index in (2, -1):
-                with pytest.raises(LayerIndexError) as caught:
+                with raises(LayerIndexError, f"recurrent_layer_idx {index}", expected="0 <= recurrent_layer_idx < 2"):
                     get(index)
-                assert str(caught.value) == (f"recurrent_layer_idx {index}: expected 0 <= recurrent_layer_idx < 2. Indices never wrap.")
 
 
 @pytest.mark.parametrize("config", [None, {}, kv_config()], ids=["None", "dict", "KVCacheConfig"])
 def test_of_something_else_than_its_configuration(memory, config):
-    with pytest.raises(ConfigError, match=r"^MambaCacheManager: expected a MambaCacheConfig, got "):
+    with raises(ConfigError, "MambaCacheManager", expected="MambaCacheConfig"):
         MambaCacheManager(config, memory=memory)
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.helpers.errors import raises
 from trt_kvcache import HostMemory, MambaCacheConfig, MambaCacheManager, estimate_memory
 from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
@@ -68,7 +69,7 @@ def test_layers_with_a_conv_state_only():
 
 @pytest.mark.parametrize("name", ["num_heads", "head_dim", "state_size"])
 def test_a_recurrent_state_has_all_its_sizes(name):
-    with pytest.raises(ConfigError, match=f"^MambaCacheConfig.{name}: expected an integer from 1 to {INT32_MAX}, got 0.$"):
+    with raises(ConfigError, f"MambaCacheConfig.{name}", expected=f"1 to {INT32_MAX}", got=0):
         MambaCacheConfig(**{**FIELDS, name: 0})
 
 

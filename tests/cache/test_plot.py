@@ -3,8 +3,8 @@
 import pytest
 from matplotlib import colors as matplotlib_colors
 
-from tests.helpers.cache_cases import kv_config
-from tests.helpers.small_model import write_model
+from tests.helpers.caches import kv_config
+from tests.helpers.models import write_model
 from trt_kvcache import HybridCacheConfig, InferenceSession, LayerType, MambaCacheConfig
 from trt_kvcache.cache.plot import COLOURS, LAYER_COLOUR, draw_cache
 from trt_kvcache.errors import RangeError, ShapeError

@@ -6,7 +6,8 @@ That they are refused on a closed cache, without a stream and in a capture: test
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import FailingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, state_of, states_of
+from tests.helpers.caches import FailingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, state_of, states_of
+from tests.helpers.errors import raises
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, PlaceError, ShapeError, SlotError
@@ -216,7 +217,7 @@ def test_what_cannot_be_restored(memory, stream, kind, make, error, text):
 def test_conv_states_have_a_dtype_of_their_own(memory, stream, kind):
     with cache_holding(kind, memory, stream, 3, 5) as cache:
         saved = [ones(memory, stream, 7, 3)] * 2
-        with Unchanged(cache), pytest.raises(DTypeError, match=r"^saved\[0\]: expected float16, got float32\.$"):
+        with Unchanged(cache), raises(DTypeError, "saved[0]", expected="float16", got="float32"):
             cache.restore_conv_states(saved, 1, stream=stream)
 
 
@@ -256,7 +257,7 @@ class TestWithoutARecurrentState:
             with Unchanged(cache):
                 assert cache.capture_recurrent_states(0, stream=stream) == []
                 cache.restore_recurrent_states([], 0, stream=stream)
-                with pytest.raises(ShapeError, match=r"^saved: expected 0 tensors, one per recurrent state, got 2\.$"):
+                with raises(ShapeError, "saved", expected="0 tensors", got=2):
                     cache.restore_recurrent_states(some, 0, stream=stream)
 
     def test_conv_states_are_captured_and_restored(self, memory, stream, ping_pong):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.fakes import kv_config
+from tests.helpers.recording import kv_config
 from trt_kvcache import (
     HostMemory,
     KVCacheManager,

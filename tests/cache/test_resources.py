@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.cache_cases import FailingMemory
+from tests.helpers.caches import FailingMemory
 from trt_kvcache import HostMemory
 from trt_kvcache.cache.resources import Resources
 from trt_kvcache.errors import CapacityError

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 
+from tests.helpers.errors import raises
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import CheckpointError, ConfigError, RangeError
 
@@ -127,7 +128,7 @@ def test_add_bos_token_without_a_begin_token_does_nothing(tmp_path: Path) -> Non
 
 
 def test_an_add_bos_token_that_is_no_flag_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: add_bos_token: expected true or false, got 'yes'\."):
+    with raises(CheckpointError, "tokenizer_config.json: add_bos_token", expected="true or false", got="'yes'"):
         Tokenizer.open(byte_level_folder(tmp_path, add_bos_token="yes"))
 
 
@@ -160,7 +161,7 @@ def test_whatever_the_library_raises_is_an_error_of_ours(tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError, match=re.escape(text)):
         tokenizer.decode([1])
     monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_str=fail))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a tokenizer, got an error"):
+    with raises(CheckpointError, "tokenizer.json", expected="tokenizer", got="error"):
         Tokenizer.open(folder)
 
 
@@ -184,5 +185,5 @@ def test_damaged_files(tmp_path: Path) -> None:
         Tokenizer.open(folder)
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text()[:100])
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a tokenizer, got an error: .* The file may be truncated"):
+    with raises(CheckpointError, "tokenizer.json", expected="tokenizer", got="error", says="The file may be truncated"):
         Tokenizer.open(folder)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.models import write_model
 from tests.helpers.quantized_models import CASES, write_quantized
-from tests.helpers.small_model import write_model
 from trt_kvcache import build_engine, estimate_build
 from trt_kvcache.cli import build as build_module
 from trt_kvcache.cli.flag_names import flags_of, in_flags, naming_flags

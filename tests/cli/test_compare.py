@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from trt_kvcache.cli import compare as compare_module
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.fake_hub import fake_hub
+from tests.session.hub import fake_hub
 
 from .conftest import SHIPPED
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
 from trt_kvcache.errors import ConfigError
 
@@ -79,12 +80,12 @@ def test_a_text_file_that_looks_like_json_is_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "\n", " \n\t\n"])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str) -> None:
-    with pytest.raises(ConfigError, match=r"prompts\.txt: expected at least one prompt, got none\.$"):
+    with raises(ConfigError, "prompts.txt", expected="at least one prompt", got="none"):
         read_prompt_file(text_file(tmp_path, content))
 
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"prompts\.txt: expected UTF-8, got byte 0xff at 2\.$"):
+    with raises(ConfigError, "prompts.txt", expected="UTF-8", got="byte 0xff at 2"):
         read_prompt_file(text_file(tmp_path, b"ab\xff"))
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.checkpoint.folders import edit_config, edit_tensors
 from tests.helpers.engine_files import make_engine_folder
+from tests.helpers.models import write_model
 from tests.helpers.quantized_models import CASES, write_quantized
-from tests.helpers.small_model import write_model
 from trt_kvcache.benchmarking import copy_speed
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.quantized_kv import QuantizedKV

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.helpers.errors import raises
 from trt_kvcache.cli.session_flags import SessionFlags, open_session
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.session.session_source import SessionSource
@@ -42,5 +41,5 @@ def test_a_session_is_opened_from_a_model_folder() -> None:
 
 
 def test_options_that_an_engine_folder_fixes_are_refused(engine: Path) -> None:
-    with pytest.raises(ConfigError, match="dtype: expected with a Hugging Face folder only"):
+    with raises(ConfigError, "dtype", expected="with a Hugging Face folder only"):
         open_session(source(engine, dtype="float16"))

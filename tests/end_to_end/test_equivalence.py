@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
-from tests.helpers.fakes import poison
+from tests.helpers.recording import poison
 from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, SamplingParams

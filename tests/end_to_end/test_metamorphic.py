@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import next_states_of, rows_of, states_of, whole
-from tests.helpers.hybrid_model import HybridModel, hybrid_cache
-from tests.helpers.small_model import write_model
+from tests.helpers.caches import next_states_of, rows_of, states_of, whole
+from tests.helpers.models import write_model
 from tests.helpers.tolerance import assert_close, assert_same_choice
+from tests.sequences.hybrid_model import HybridModel, hybrid_cache
 from trt_kvcache import HostMemory, InferenceSession, KVLayout
 
 PROMPTS = [[3, 17, 5, 29, 11], [8, 1], [30, 4, 4, 19], [9, 21, 6, 2, 13, 7, 7]]

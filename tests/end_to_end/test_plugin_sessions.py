@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.fakes import cache_rows, kv_config, poison, recorded
+from tests.helpers.recording import cache_rows, kv_config, poison, recorded
 from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache import InferenceSession, KVLayout, SamplingParams

@@ -6,8 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import S, make_cache, next_states_of, on_device, rows_of, states_of, whole
-from tests.helpers.sequence_cases import On, slots_of
+from tests.handles.sequences import On, slots_of
+from tests.helpers.caches import S, make_cache, next_states_of, on_device, rows_of, states_of, whole
 from trt_kvcache import HostMemory, KVLayout, SequenceCacheManager
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, LengthsUnknown, SequenceError

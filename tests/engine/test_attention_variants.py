@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.golden_models import model_of
+from tests.helpers.models import model_of
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.engine.attention_variants import (
     ATTENTION_VARIANTS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.engine.bindable import check_bindable
 from trt_kvcache.engine.protocol import TensorSpec
@@ -31,7 +32,7 @@ def test_the_shape_is_not_looked_at(memory: HostMemory) -> None:
 
 
 def test_a_tensor_in_another_memory_is_refused(memory: HostMemory) -> None:
-    with pytest.raises(BindingError, match=r"^`x`: expected a tensor in the engine's memory \(cpu\), got DeviceTensor.* in another\.$"):
+    with raises(BindingError, "`x`", expected="tensor in the engine's memory (cpu)", got=("DeviceTensor", "in another")):
         check_bindable(SPEC, tensor(HostMemory(), 4, 3), memory)
 
 
@@ -43,12 +44,12 @@ def test_another_dtype_is_refused(memory: HostMemory) -> None:
 def test_a_strided_view_is_refused(memory: HostMemory) -> None:
     wide = tensor(memory, 4, 2, 3)
     view = DeviceTensor(wide.allocation, shape=(4, 3), dtype="float32", strides=(6, 1))
-    with pytest.raises(LayoutError, match=r"^`x`: expected a contiguous view, got shape \(4, 3\) with strides \(6, 1\)\.$"):
+    with raises(LayoutError, "`x`", expected="contiguous view", got="(4, 3) with strides (6, 1)"):
         check_bindable(SPEC, view, memory)
 
 
 def test_an_address_that_is_not_aligned_is_refused(memory: HostMemory) -> None:
     whole = tensor(memory, 90)
     view = DeviceTensor(whole.allocation, shape=(4, 3), dtype="float32", offset=16)
-    with pytest.raises(LayoutError, match=r"^`x`: expected an address that is a multiple of 256, got 0x[0-9a-f]+10\.$"):
+    with raises(LayoutError, "`x`", expected="multiple of 256", got=hex(view.ptr)):
         check_bindable(SPEC, view, memory)

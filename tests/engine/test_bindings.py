@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.fakes import VOCAB, Journal, RecordingCache, RecordingEngine, RecordingMemory, kv_config, recorded, two_profiles
+from tests.helpers.recording import VOCAB, Journal, RecordingCache, RecordingEngine, RecordingMemory, kv_config, recorded, two_profiles
 from tests.paths import GOLDEN
 from trt_kvcache import (
     BindingPlan,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.fakes import VOCAB, engine_tensors, kv_config, two_profiles
+from tests.helpers.recording import VOCAB, engine_tensors, kv_config, two_profiles
 from tests.paths import GOLDEN
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager
 from trt_kvcache.engine.bound_tensors import BoundTensors, StepTensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.small_model import SMALL, with_layers
+from tests.helpers.models import SMALL, with_layers
 from trt_kvcache import KVCacheConfig, KVLayerConfig, KVLayout
 from trt_kvcache.engine.decoder_cache import cache_config
 from trt_kvcache.engine.decoder_tensors import decoder_tensors, shape_at, step_shape

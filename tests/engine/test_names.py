@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import ConfigError
@@ -66,17 +67,15 @@ def test_frozen_and_keyword_only():
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TensorNames)])
 @pytest.mark.parametrize("value", ["", None, 3, b"logits"])
 def test_a_name_is_a_non_empty_string(field, value):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, f"TensorNames.{field}", expected="non-empty string", got=repr(value)):
         TensorNames(**{field: value})
-    assert str(caught.value) == f"TensorNames.{field}: expected a non-empty string, got {value!r}."
 
 
 @pytest.mark.parametrize("field", ["k_cache", "v_cache", "present_k_cache", "present_v_cache", "kv_cache", "present_kv_cache"])
 @pytest.mark.parametrize("value", ["k_cache", "k_cache_{layer}", "{i}_{layer}", "{i}_{", "{i.x}"])
 def test_a_name_per_layer_holds_the_layer_and_nothing_else(field, value):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, f"TensorNames.{field}", expected="name with {i} for the layer index", got=repr(value)):
         TensorNames(**{field: value})
-    assert str(caught.value) == f"TensorNames.{field}: expected a name with {{i}} for the layer index, got {value!r}."
 
 
 def test_two_tensors_of_one_name_are_refused():

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.fakes import Journal, RecordingMemory
+from tests.helpers.recording import Journal, RecordingMemory
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import CapacityError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from trt_kvcache.engine_folder.folder import EngineFolder
 
 

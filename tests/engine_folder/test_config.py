@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.engine_files import make_config, make_engine_folder
+from tests.helpers.errors import raises
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.config import EngineFolderConfig
@@ -84,7 +85,7 @@ def test_a_profile_that_does_not_fit_the_others_is_refused(model: Path, profile:
 def test_tensors_without_more_logits_are_refused_where_the_profiles_have_them(model: Path) -> None:
     data = with_more_logits(model).to_dict()
     data["tensors"][-1]["shape"] = [-1, 37]
-    with pytest.raises(EngineError, match=r"tensor `logits`: expected output `logits` float32 \(-1, -1, 37\) for this model"):
+    with raises(EngineError, "tensor `logits`", expected="output `logits` float32 (-1, -1, 37) for this model"):
         read_config(data)
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.golden_models import model_of
-from tests.helpers.small_model import SMALL, with_layers
+from tests.helpers.models import SMALL, model_of, with_layers
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.engine.decoder_cache import cache_config
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames

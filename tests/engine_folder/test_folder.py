@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
+from tests.helpers.errors import raises
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine_folder.folder import EngineFolder, check_target, is_engine_folder
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError, EngineError
@@ -111,7 +112,7 @@ def test_damaged_folder_is_refused_by_name(folder: EngineFolder, damage: Callabl
 
 
 def test_a_file_is_refused_as_an_engine_folder(folder: EngineFolder) -> None:
-    with pytest.raises(EngineError, match=r"engine\.plan: expected an engine folder, got a file"):
+    with raises(EngineError, "engine.plan", expected="engine folder", got="file"):
         EngineFolder.open(folder.plan_path)
 
 

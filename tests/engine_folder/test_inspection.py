@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.inspection import inspect_engine
 from trt_kvcache.errors import EngineError

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import save
 
 from tests.helpers.engine_files import make_engine_folder, segment_plans
-from tests.helpers.small_model import write_model
+from tests.helpers.errors import raises
+from tests.helpers.models import write_model
 from tests.paths import GOLDEN
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING
 from trt_kvcache.engine_folder.folder import EngineFolder
@@ -52,7 +53,7 @@ def test_each_plan_is_found_by_its_span(original: EngineFolder) -> None:
 
 def test_constants_of_another_size_are_refused(path: Path) -> None:
     (path / "constants.safetensors").write_bytes(b"12345")
-    with pytest.raises(EngineError, match=r"constants\.safetensors: expected [0-9]+ bytes as config\.json records, got 5"):
+    with raises(EngineError, "constants.safetensors", expected="bytes as config.json records", got=5):
         EngineFolder.open(path)
 
 
@@ -92,7 +93,7 @@ def test_a_missing_stage_is_refused(path: Path) -> None:
     data = json.loads((path / "config.json").read_text())
     data["segments"]["steps"].pop()
     (path / "config.json").write_text(json.dumps(data))
-    with pytest.raises(EngineError, match=r"segments\.steps: expected 6 for this model and kv_cache, got 5"):
+    with raises(EngineError, "segments.steps", expected="6 for this model and kv_cache", got=5):
         EngineFolder.open(path)
 
 
@@ -109,7 +110,7 @@ def test_constants_that_do_not_fit_the_model_are_refused(path: Path, change: str
     data = json.loads((path / "config.json").read_text())
     data["segments"]["constants"] = asdict(FileRecord.of([content]))
     (path / "config.json").write_text(json.dumps(data))
-    with pytest.raises(EngineError, match=rf"constants\.safetensors: expected `{COS_SIN}` float32 \(38, 2, 32\), got "):
+    with raises(EngineError, "constants.safetensors", expected=f"`{COS_SIN}` float32 (38, 2, 32)"):
         EngineFolder.open(path).read_constants()
 
 
@@ -120,7 +121,7 @@ def test_attention_that_is_not_that_of_its_layer_is_refused(tmp_path: Path, chan
     data = json.loads((path / "config.json").read_text())
     data["segments"]["steps"][2]["attributes"].update(change)
     (path / "config.json").write_text(json.dumps(data))
-    with pytest.raises(EngineError, match=r"segments\.steps\[2\]: expected CustomOpNode"):
+    with raises(EngineError, "segments.steps[2]", expected="CustomOpNode"):
         EngineFolder.open(path)
 
 

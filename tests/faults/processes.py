@@ -22,7 +22,7 @@ place, mark = Path(sys.argv[1]), int(sys.argv[2])
 SNAPSHOTS = (
     BEGIN
     + """
-from tests.helpers.snapshot_cases import host_cache, save
+from tests.sequences.snapshots import host_cache, save
 with host_cache("manager", 5, 0) as cache:
     print("ready", flush=True)
     for number in itertools.count():

@@ -12,7 +12,7 @@ import pytest
 from tests.faults.mutations import damaged_json
 from tests.faults.watch import Findings
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.inspection import inspect_engine
 

@@ -17,8 +17,7 @@ from tests.checkpoint.gguf.convert import convert
 from tests.checkpoint.gguf.test_tokenizers import PUBLISHED, byte_level, sentencepiece
 from tests.checkpoint.gguf.tokenizers_in_metadata import write_tokenizer
 from tests.faults.mutations import damage_bytes
-from tests.faults.watch import Findings
-from tests.helpers.peak import begin_peak, peak_growth
+from tests.faults.watch import Findings, begin_peak, peak_growth
 from tests.paths import GOLDEN
 from trt_kvcache import Checkpoint, InferenceSession, Tokenizer
 from trt_kvcache.checkpoint.gguf.header import GGUFHeader

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.mutations import damage_bytes, damaged_json
-from tests.faults.watch import Findings
-from tests.helpers.peak import begin_peak, peak_growth
+from tests.faults.watch import Findings, begin_peak, peak_growth
 from tests.paths import ROOT
 from trt_kvcache import InferenceSession
 from trt_kvcache.model import ModelConfig

@@ -14,7 +14,7 @@ import pytest
 from tests.faults.mutations import damage_bytes, damage_value, damaged_json
 from tests.faults.sessions import GREEDY, answers, check_usable, every_model, prepared
 from tests.faults.watch import Findings
-from tests.helpers.snapshot_cases import MODEL, SAMPLER, host_cache, load, save
+from tests.sequences.snapshots import MODEL, SAMPLER, host_cache, load, save
 from trt_kvcache.sequences.snapshot import Snapshot
 
 

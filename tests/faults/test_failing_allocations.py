@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.sessions import MODEL, OPERATIONS, answers, check_goes_on, check_usable, every_model, live_nbytes, prepared
-from tests.helpers.cache_cases import FailingMemory
+from tests.helpers.caches import FailingMemory
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import CapacityError, ClosedError
 from trt_kvcache.session import open_model

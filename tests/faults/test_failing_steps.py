@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.faults.sessions import MODEL
-from tests.helpers.ahead import ahead
+from tests.helpers.sessions import ahead
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import EngineError
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.small_model import write_model
-from tests.helpers.snapshot_cases import host_cache, save
+from tests.helpers.models import write_model
+from tests.sequences.snapshots import host_cache, save
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.sequences.snapshot import Snapshot
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.sessions import MODEL, OPERATIONS, answers, check_goes_on, check_usable, every_model, prepared
-from tests.helpers.ahead import ahead
 from tests.helpers.interrupts import LineTracer
+from tests.helpers.sessions import ahead
 from trt_kvcache import InferenceSession
 
 

@@ -16,9 +16,9 @@ import pytest
 from tests.faults.processes import ENGINE_FOLDERS, SESSION_SNAPSHOTS, SNAPSHOTS, kill_at_random, start
 from tests.faults.sessions import GREEDY, every_model
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.small_model import write_model
-from tests.helpers.snapshot_cases import host_cache, save
+from tests.helpers.models import write_model
 from tests.paths import ROOT
+from tests.sequences.snapshots import host_cache, save
 from trt_kvcache import InferenceSession
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.engine_folder.folder import EngineFolder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.faults.sessions import every_model
-from tests.helpers.peak import begin_peak, peak_growth
+from tests.faults.watch import begin_peak, peak_growth
 from trt_kvcache import InferenceSession
 
 OPTIONS: dict[str, Any] = {"engine": "reference", "max_batch_size": 8, "max_sequence_length": 64, "max_prefill_length": 8}

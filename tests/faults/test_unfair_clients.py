@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from tests.helpers.pace import Pace
+from tests.helpers.sessions import Pace
 from tests.server.engines import answers, request, run, running
 from tests.server.http.running import Running, chat_model, serving
 from trt_kvcache.errors import QueueFullError

@@ -1,4 +1,4 @@
-"""Running one damaged file after another: which errors are ours, and what took too long or too much memory."""
+"""Running one damaged file after another: which errors are ours, and what takes too long or too much memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from trt_kvcache._util.peak_memory import peak_memory_nbytes
 from trt_kvcache.errors import KVCacheError
 
 #: How long one file may take. Most take milliseconds; a busy machine is slower, a hang has no end.
@@ -67,3 +69,15 @@ class Findings:
         assert not self._found, f"{len(self._found)} of {self.refused + self.accepted + len(self._found)} cases:\n" + "\n".join(
             self._found[:5]
         )
+
+
+def begin_peak() -> int:
+    """Forget the peak of this process so far, where the system can (Linux), and return the new one, in bytes."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_memory_nbytes() or 0
+
+
+def peak_growth(before: int) -> int:
+    """Return how much higher the peak is than ``begin_peak`` said, in bytes."""
+    return (peak_memory_nbytes() or 0) - before

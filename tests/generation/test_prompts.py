@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import BOS
+from tests.helpers.errors import raises
 from trt_kvcache import ChatPrompt
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, KVCacheError, RangeError, ShapeError
@@ -80,12 +81,12 @@ def test_what_is_refused(prompts: Any, error: type[KVCacheError], message: str) 
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_refuses_its_tokens(tokenizer: Tokenizer) -> None:
-    with pytest.raises(RangeError, match=r"^prompts\[0\]\[0\]: expected an integer from 0 to 4, got "):
+    with raises(RangeError, "prompts[0][0]", expected="0 to 4"):
         PromptReader(tokenizer, 5).rows(["the"])
 
 
 def test_tokens_are_named_in_messages() -> None:
-    with pytest.raises(RangeError, match=r"^tokens\[1\]: expected an integer from 0 to 8, got 9\.$"):
+    with raises(RangeError, "tokens[1]", expected="0 to 8", got=9):
         READER.tokens("tokens", [1, 9])
 
 
@@ -105,7 +106,7 @@ def test_a_sequence_of_prompts_stays_as_it_is(prompts: Any) -> None:
 
 
 def test_bytes_are_one_prompt_that_is_refused() -> None:
-    with pytest.raises(ShapeError, match=r"^prompts\[0\]: expected text or token ids, got bytes\."):
+    with raises(ShapeError, "prompts[0]", expected="text or token ids", got="bytes"):
         READER.rows(as_prompts(b"abc"))  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from tests.checkpoint.tokenizer_folders import EOS, byte_fallback_folder, byte_level_folder
 from tests.generation.stepping import next_token
+from tests.helpers.errors import raises
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.generation.request import GeneratedToken, Request
@@ -157,9 +158,8 @@ class TestStopText:
         assert said(say(request_for(tokenizer, stop=["a\ufffd"], max_new_tokens=3), tokens)) == ("", "stop")
 
     def test_a_stop_text_needs_a_tokenizer(self):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, "stop texts", expected="model folder with tokenizer.json", got="none"):
             request_for(stop=["x"])
-        assert str(error.value) == "stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids."
 
     @given(
         text=st.text("ab é", max_size=20), stops=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2), length=st.integers(1, 24)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.helpers.errors import raises
 from tests.kernels.plain_choice import plain_distribution
 from trt_kvcache.errors import EngineError, RangeError
 from trt_kvcache.generation.sampling import Sampler, SamplingParams
@@ -136,13 +137,12 @@ class TestChoice:
         logits = LOGITS.copy()
         logits[token] = bad
         sampler = Sampler(SamplingParams(temperature=temperature, seed=3))
-        with pytest.raises(EngineError) as error:
+        with raises(EngineError, "logits", expected="finite numbers", got=f"{bad} for token 5"):
             sampler.choose(logits, 0)
-        assert str(error.value) == f"logits: expected finite numbers, got {bad} for token 5. The engine or its cache is damaged."
         assert sampler.choose(LOGITS, 0) == Sampler(SamplingParams(temperature=temperature, seed=3)).choose(LOGITS, 0)
 
     def test_at_least_one_token_is_always_left(self):
-        with pytest.raises(EngineError, match=r"^logits: expected finite numbers, got -inf for token 0\."):
+        with raises(EngineError, "logits", expected="finite numbers", got="-inf for token 0"):
             Sampler(SamplingParams()).choose(np.full(4, -np.inf, np.float32), 0)
 
 

@@ -2,7 +2,7 @@ from functools import partial
 
 import pytest
 
-from tests.helpers.sequence_cases import make_sequences
+from tests.handles.sequences import make_sequences
 
 
 @pytest.fixture

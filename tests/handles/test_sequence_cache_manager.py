@@ -10,8 +10,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import HEADS, B, CapturingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache
-from tests.helpers.sequence_cases import STATES, TOKEN, Sequences, joined, make_sequences, raw, tokens
+from tests.handles.sequences import STATES, TOKEN, Sequences, joined, make_sequences, raw, tokens
+from tests.helpers.caches import HEADS, B, CapturingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache
+from tests.helpers.errors import raises
 from trt_kvcache import SequenceCacheManager
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import (
@@ -482,7 +483,7 @@ class TestConstruction:
         assert str(caught.value) == text
 
     def test_no_cache_at_all(self, memory):
-        with pytest.raises(ConfigError, match=rf"^SequenceCacheManager: expected .*, got {type(memory).__name__}\.$"):
+        with raises(ConfigError, "SequenceCacheManager", got=type(memory).__name__):
             SequenceCacheManager(memory)
 
     def test_a_cache_is_under_one_at_a_time(self, memory):
@@ -494,15 +495,13 @@ class TestConstruction:
         SequenceCacheManager(cache).close()
 
     def test_swapping_is_on_or_off(self, memory):
-        with pytest.raises(ConfigError) as caught:
+        with raises(ConfigError, "enable_swapping", expected="True or False", got=1):
             SequenceCacheManager(make_cache("manager", memory), enable_swapping=1)
-        assert str(caught.value) == "enable_swapping: expected True or False, got 1."
 
     @pytest.mark.parametrize("threshold", [0, -0.5, 1.5, True, "1", float("nan")])
     def test_a_threshold_is_a_share(self, memory, threshold):
-        with pytest.raises(ConfigError) as caught:
+        with raises(ConfigError, "swap_threshold", expected="above 0 and at most 1", got=repr(threshold)):
             SequenceCacheManager(make_cache("manager", memory), swap_threshold=threshold)
-        assert str(caught.value) == f"swap_threshold: expected a number above 0 and at most 1, got {threshold!r}."
 
     def test_tokens_that_are_there_belong_to_no_sequence(self, memory, stream):
         with cache_holding("manager", memory, stream, 3, 4) as cache:

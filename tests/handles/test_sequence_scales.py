@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import HEADS, Unchanged, cache_holding, make_cache
-from tests.helpers.sequence_cases import On
+from tests.handles.sequences import On
+from tests.helpers.caches import HEADS, Unchanged, cache_holding, make_cache
+from tests.helpers.errors import raises
 from trt_kvcache import SequenceCacheManager
 from trt_kvcache.errors import ConfigError, DTypeError, ShapeError
 
@@ -111,7 +112,7 @@ def test_scales_that_do_not_fit(sequences, change, error, text):
 def test_scales_where_there_are_none(memory, stream):
     with make_cache("manager", memory, dtype="int8") as cache, On(SequenceCacheManager(cache), stream) as sequences:
         seq, (rows, scales) = sequences.create_sequence(), drawn(3, 1)
-        with pytest.raises(DTypeError, match=r"^key_scales: expected None, as the cache has no scales by token, got list\.$"):
+        with raises(DTypeError, "key_scales", expected="None", got="list"):
             sequences.append(seq, *rows, key_scales=scales[0])
-        with pytest.raises(ConfigError, match=r"^get_scales: expected a cache with scales by token, got one without\.$"):
+        with raises(ConfigError, "get_scales", expected="cache with scales by token", got="without"):
             sequences.get_scales(seq)

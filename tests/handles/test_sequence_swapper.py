@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import LAYOUTS, B, FailingMemory, Image, S, Unchanged, fill_all
-from tests.helpers.sequence_cases import LOST, STATES, TOKEN, handles, make_sequences, raw, slots_of, tokens
+from tests.handles.sequences import LOST, STATES, TOKEN, handles, make_sequences, raw, slots_of, tokens
+from tests.helpers.caches import LAYOUTS, B, FailingMemory, Image, S, Unchanged, fill_all
 from tests.simt.standin import ALLOCATIONS, StandIn, needs_standin
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import CapacityError, SequenceError

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers.cache_cases import SEQUENCE_KINDS, B, FailingMemory, Image, S, fill_all, on_device
-from tests.helpers.sequence_cases import LOST, TOKEN, make_sequences, slots_of
+from tests.handles.sequences import LOST, TOKEN, make_sequences, slots_of
+from tests.helpers.caches import SEQUENCE_KINDS, B, FailingMemory, Image, S, fill_all, on_device
 from trt_kvcache.errors import CapacityError, LengthsUnknown, SequenceError
 
 UNPIN = "Reset the slot to the length of the sequence, or unpin it before. Nothing was changed."

@@ -1,18 +1,51 @@
-"""A stand-in for TensorRT's runtime half that records what is called, and a stand-in for GPU memory.
+"""A stand-in for TensorRT: its modules, its runtime half, which records what is called, GPU memory, and engines over them.
 
 It knows what the documentation says: shapes and addresses belong to a context, switching a context's profile forgets its shapes.
 """
 
-import enum
-from types import SimpleNamespace
+from __future__ import annotations
 
-from tests.helpers.tensorrt_modules import FakeLogger
-from trt_kvcache.engine.decoder_tensors import step_shape
+import enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trt_kvcache.engine.decoder_tensors import shape_at, step_shape
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.memory.host_memory import HostMemory
+from trt_kvcache.trt import engine_sources, loaded_plan, module as trt_module, tensorrt_engine
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT
+
+
+class FakeLogger:
+    """The base class of TensorRT's loggers."""
+
+    class Severity(enum.IntEnum):
+        INTERNAL_ERROR = 0
+        ERROR = 1
+        WARNING = 2
+        INFO = 3
+        VERBOSE = 4
+
+
+def fake_module(version: str, *, start: bool = True, log: str = "CUDA initialization failure with error: 35") -> ModuleType:
+    """Return a module of this version. With ``start=False`` its runtime logs ``log`` and cannot be created."""
+    module: Any = ModuleType("tensorrt")
+    module.__version__ = version
+    module.ILogger = FakeLogger
+
+    class Runtime:
+        def __init__(self, logger: Any) -> None:
+            if not start:
+                logger.log(FakeLogger.Severity.ERROR, log)
+                raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    module.Runtime = Runtime
+    return module
 
 
 class FakeStream:
@@ -233,3 +266,49 @@ class _Context(_Part):
     def execute_async_v3(self, stream):
         self.fake.run(self)
         return self.fake.record("execute_async_v3", self.profile, stream)
+
+
+# The engine of the model that ``models.write_model`` writes: H=2, S=38, D=24, 37 tokens, B=3, prefill up to 11.
+H, S, D, VOCAB, BATCH, PREFILL = 2, 38, 24, 37, 3, 11
+#: What the GPU and its driver say they are.
+IDENTITY = ("GPU", "uuid", "8.9", "13000")
+
+
+def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
+    """Make ``load`` give this TensorRT; return the list of flavours that it is asked for."""
+    loaded, asked = fake.tensorrt(flavour), []
+    for module in (engine_sources, tensorrt_engine):
+        monkeypatch.setattr(module, "load", lambda wanted: asked.append(wanted) or loaded)
+    monkeypatch.setattr(loaded_plan, "gpu_identity", lambda device: IDENTITY)
+    monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
+    return asked
+
+
+def refuses(error, message, call, *args, **options):
+    with pytest.raises(error, match=message):
+        call(*args, **options)
+
+
+def tensor(memory, shape, dtype):
+    return memory.to_device(np.zeros(shape, dtype), stream=memory.streams[0])
+
+
+def make_ready(engine, memory, batch=BATCH, width=1, logits=1):
+    """Bind what a step needs in the profile in use, and set the shapes; return what is bound."""
+    bound = {}
+    for spec in engine.tensors.values():
+        bound[spec.name] = bound[spec.alias] if spec.alias else tensor(memory, shape_at(spec.shape, BATCH, PREFILL), spec.dtype)
+        engine.bind(spec.name, bound[spec.name])
+    set_shapes(engine, batch, width, logits)
+    return bound
+
+
+def enqueue(engine):
+    engine.enqueue(FakeStream(0x77))
+
+
+def set_shapes(engine, batch, width=1, logits=1):
+    for spec in engine.tensors.values():
+        if spec.mode is TensorMode.INPUT:
+            engine.set_input_shape(spec.name, step_shape(spec, engine.names, batch=batch, width=width, logits=logits))

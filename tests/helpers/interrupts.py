@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import trt_kvcache
-from tests.helpers.fakes import VOCAB, cache_rows
+from tests.helpers.recording import VOCAB, cache_rows
 from trt_kvcache.errors import EngineError
 
 PACKAGE = str(Path(trt_kvcache.__file__).parent)

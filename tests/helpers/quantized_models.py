@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from tests.paths import GOLDEN
 
 Tensors = dict[str, np.ndarray[Any, Any]]

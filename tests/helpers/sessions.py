@@ -1,24 +1,36 @@
-"""Sessions over the recording engine of ``fakes``, and what they should answer."""
+"""Sessions over the recording engine of ``recording``: how they are made, run and paced, their expected answers and their state."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.helpers.fakes import cache_rows, kv_config, logits_after, recorded
-from trt_kvcache import InferenceSession, KVLayout
+from tests.helpers.recording import cache_rows, kv_config, logits_after, recorded
+from trt_kvcache import InferenceSession, KVLayout, PromptCache, SamplingParams
 from trt_kvcache.errors import KVCacheError
 
 MAX_SEQUENCE_LENGTH = 16
 
 
-def make(*, slots: int = 3, limit: int = MAX_SEQUENCE_LENGTH, combined: bool = False, **options: Any) -> InferenceSession:
-    """Return a session over a recording engine and cache; ``options`` are those of the session."""
-    layout = KVLayout.COMBINED if combined else KVLayout.SEPARATE
-    return InferenceSession(*recorded(kv_config(slots=slots, limit=limit, layout=layout), combined=combined), **options)
+def make(
+    *,
+    slots: int = 3,
+    limit: int = MAX_SEQUENCE_LENGTH,
+    layers: int = 2,
+    combined: bool = False,
+    profiles: Any = None,
+    reuse: int = 0,
+    **options: Any,
+) -> InferenceSession:
+    """Return a session over a recording engine and cache; ``reuse`` bytes are for copies of prompts, ``options`` for the session."""
+    kv = kv_config(slots=slots, limit=limit, layers=layers, layout=KVLayout.COMBINED if combined else KVLayout.SEPARATE)
+    engine, cache = recorded(kv, profiles=profiles, combined=combined)
+    return InferenceSession(engine, cache, **{"prompt_cache": PromptCache(cache, max_bytes=reuse), **options})
 
 
 def continuation(prompt: Sequence[int], count: int) -> list[int]:
@@ -74,3 +86,82 @@ def damage_logits(session: InferenceSession, slot: int) -> Callable[[], None]:
 
     session.engine._run = damaged
     return lambda: setattr(session.engine, "_run", run)
+
+
+def outcome(handle: Any) -> tuple[tuple[int, ...], str, str | None]:
+    """Return what became of a request."""
+    return handle.tokens, handle.text, handle.finish_reason
+
+
+def alone(session: InferenceSession, prompt: Sequence[int], params: SamplingParams) -> tuple[tuple[int, ...], str, str | None]:
+    """Return what ``generate`` makes of a prompt, in a session of its own."""
+    events = list(session.generate([prompt], params))
+    return tuple(event.token for event in events), "".join(event.text for event in events), events[-1].finish_reason
+
+
+def drain(session: InferenceSession) -> None:
+    """Step until every request has ended."""
+    while moved := session.step():
+        assert [handle.index for handle in moved] == sorted(handle.index for handle in moved)
+
+
+def sampled(count: int, seed: int = 0) -> SamplingParams:
+    """Return parameters with a temperature, a seed and a number of tokens."""
+    return SamplingParams(max_new_tokens=count, temperature=1.5, seed=seed)
+
+
+def ahead(session: InferenceSession) -> InferenceSession:
+    """Let a session choose its tokens where the logits are, and return it."""
+    assert session._decode_steps.can_be_on_device
+    session._decode_steps.on_device = True
+    return session
+
+
+class Pace:
+    """Says whether a step may run. One that may not does nothing, so that what comes between two steps goes on.
+
+    Steps run freely before :meth:`hold`.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.Event()
+        self._free.set()
+        self._allowed = threading.Semaphore(0)
+        self._seconds = 0.0
+
+    def hold(self) -> Pace:
+        """Let no step run from now on."""
+        self._allowed = threading.Semaphore(0)
+        self._free.clear()
+        return self
+
+    def allow(self, count: int) -> None:
+        """Let so many steps run, while it holds the others."""
+        for _ in range(count):
+            self._allowed.release()
+
+    def go(self) -> None:
+        """Let all steps run."""
+        self._free.set()
+
+    def slow(self, seconds: float) -> None:
+        """Have each step last so much longer."""
+        self._seconds = seconds
+
+    def may_step(self) -> bool:
+        """Tell whether a step may run now; take it from those that were allowed."""
+        time.sleep(self._seconds)
+        if self._free.is_set() or self._allowed.acquire(blocking=False):
+            return True
+        time.sleep(0.001)
+        return False
+
+    def attach(self, session: InferenceSession) -> InferenceSession:
+        """Pace this session, and return it."""
+        step = session.step
+
+        def paced() -> Any:
+            return step() if self.may_step() else []
+
+        session.step = paced  # type: ignore[method-assign]
+        return session

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.kernels.recurrent import TOLERANCE, check_slots, counts_of, random_array, randomize
+from tests.kernels.recurrent import TOLERANCE, check_slots, counts_of, pad, random_array, run_call
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import causal_conv1d
 
@@ -71,27 +71,15 @@ def make(case, seed=0):
 def run(place, case, arrays, weight, bias, past, new):
     """Run the call; return outputs and the present state."""
     tensors = dict(zip(arrays, place.packed(list(arrays.values()), case.rows), strict=True))
-    before = place.tensor(past)
-    present = before if case.in_place else place.empty(past.shape, case.dtypes[1])
-    out = place.empty(arrays["x"].shape, case.dtypes[0])
-    options = {"bias": None if bias is None else place.tensor(bias), "silu": case.silu, **tensors}
-    if new is not None:
-        options["new_lengths"] = place.tensor(np.array(new, np.int32))
-    causal_conv1d(options.pop("x"), place.tensor(weight), before, present=present, out=out, **options, stream=place.stream)
-    place.memory.synchronize(place.stream)
-    if not case.in_place:
-        assert before.numpy().tobytes() == past.tobytes()
-    return out.numpy(), present.numpy()
+    given = {**tensors, "weight": place.tensor(weight), "bias": None if bias is None else place.tensor(bias), "silu": case.silu}
+    return run_call(place, case, causal_conv1d, given, past=past, out_shape=arrays["x"].shape, new=new)
 
 
 def check(place, case, seed=0):
     arrays, weight, bias, past = make(case, seed)
     counts = counts_of(case.new, case.slots, case.width)
     wanted = convolve(arrays["x"], weight, bias, past, case.silu, arrays.get("gate_in"), arrays.get("gate_out"), counts)
-    for slot, count in enumerate(counts):
-        for array in arrays.values():
-            array[slot, count:] = np.nan
-    randomize(past, [slot for slot, count in enumerate(counts) if count == 0])
+    pad(case, arrays, past)
     out, state = run(place, case, arrays, weight, bias, past, case.new)
     check_slots(out, wanted[0], TOLERANCE[case.dtypes[0]])
     for slot, count in enumerate(counts):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.kernels.recurrent import TOLERANCE, check_slots, counts_of, random_array, randomize
+from tests.kernels.recurrent import check_call, counts_of, pad, random_array, run_call
 from trt_kvcache.kernels import mamba2_scan
 
 
@@ -93,32 +93,12 @@ def run(place, case, arrays, parameters, past, new):
     """Run the call; return outputs and the present state."""
     given = dict(zip(("x", "b", "c"), place.packed([arrays[name] for name in ("x", "b", "c")]), strict=True))
     given["dt"] = place.packed([arrays["dt"]], rows=arrays["dt"].shape[2] + 3)[0]
-    before = place.tensor(past)
-    present = before if case.in_place else place.empty(past.shape, case.dtypes[1])
-    out = place.empty(arrays["x"].shape, case.dtypes[0])
-    options = {name: place.tensor(array) for name, array in parameters.items()}
-    if new is not None:
-        options["new_lengths"] = place.tensor(np.array(new, np.int32))
-    mamba2_scan(**given, past=before, present=present, out=out, dt_limits=case.limits, **options, stream=place.stream)
-    place.memory.synchronize(place.stream)
-    if not case.in_place:
-        assert before.numpy().tobytes() == past.tobytes()
-    return out.numpy(), present.numpy()
+    given |= {name: place.tensor(array) for name, array in parameters.items()}
+    return run_call(place, case, mamba2_scan, {**given, "dt_limits": case.limits}, past=past, out_shape=arrays["x"].shape, new=new)
 
 
 def check(place, case, seed=0):
     arrays, parameters, past = make(case, seed)
-    counts = counts_of(case.new, case.slots, case.width)
-    out, state = scan(arrays, parameters, past, case.limits, counts)
-    for slot, count in enumerate(counts):
-        for array in arrays.values():
-            array[slot, count:] = np.nan
-    randomize(past, [slot for slot, count in enumerate(counts) if count == 0])
-    found, present = run(place, case, arrays, parameters, past, case.new)
-    check_slots(found, out, TOLERANCE[case.dtypes[0]])
-    for slot, count in enumerate(counts):
-        assert not found[slot, count:].any()
-        if count:
-            check_slots(present[slot][None], state[slot][None], TOLERANCE[case.dtypes[1]])
-        else:
-            assert present[slot].tobytes() == past[slot].tobytes()
+    expected = scan(arrays, parameters, past, case.limits, counts_of(case.new, case.slots, case.width))
+    pad(case, arrays, past)
+    check_call(case, run(place, case, arrays, parameters, past, case.new), expected, past)

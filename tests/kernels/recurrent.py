@@ -1,11 +1,11 @@
-"""What the tests of recurrent layers share: arrays on a device, strided as projections give them, and bounds of rounding."""
+"""Calls of recurrent layers on a device: tensors strided as projections give them, padding of any content, and bounds of rounding."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from trt_kvcache import DeviceTensor
+from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.source_variants import STATE_DTYPES
 
@@ -46,6 +46,12 @@ class Place:
         return parts
 
 
+def host_place():
+    """Return a place on the host, for tests that launch nothing."""
+    memory = HostMemory()
+    return Place(memory, memory.create_stream())
+
+
 def random_array(seed, shape, dtype, scale=1.0):
     return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(numpy_dtype(dtype))
 
@@ -59,6 +65,52 @@ def randomize(states, slots):
 def counts_of(new, slots, width):
     """Return the new tokens of each slot."""
     return [width] * slots if new is None else [max(min(count, width), 0) for count in new]
+
+
+def pad(case, arrays, past):
+    """Fill the padding of activations with NaN, and the states of slots without new tokens with random bytes."""
+    counts = counts_of(case.new, case.slots, case.width)
+    for slot, count in enumerate(counts):
+        for array in arrays.values():
+            array[slot, count:] = np.nan
+    randomize(past, [slot for slot, count in enumerate(counts) if count == 0])
+
+
+def run_call(place, case, function, given, *, past, out_shape, new):
+    """Call a recurrent layer; return outputs and the present state. The past state of another tensor stays as it is."""
+    before = place.tensor(past)
+    present = before if case.in_place else place.empty(past.shape, case.dtypes[1])
+    out = place.empty(out_shape, case.dtypes[0])
+    if new is not None:
+        given = {**given, "new_lengths": place.tensor(np.array(new, np.int32))}
+    function(**given, past=before, present=present, out=out, stream=place.stream)
+    place.memory.synchronize(place.stream)
+    if not case.in_place:
+        assert before.numpy().tobytes() == past.tobytes()
+    return out.numpy(), present.numpy()
+
+
+def check_call(case, found, expected, past):
+    """Compare outputs and states of a call with float64: padding gets zeros, and a slot without new tokens keeps its state."""
+    (out, present), (right_out, right_state) = found, expected
+    check_slots(out, right_out, TOLERANCE[case.dtypes[0]])
+    for slot, count in enumerate(counts_of(case.new, case.slots, case.width)):
+        assert not out[slot, count:].any()
+        if count:
+            check_slots(present[slot][None], right_state[slot][None], TOLERANCE[case.dtypes[1]])
+        else:
+            assert present[slot].tobytes() == past[slot].tobytes()
+
+
+def check_parts(run, arrays, past, parts, expected):
+    """Run tokens in parts, ``run(arrays, past)``, each on the state that the one before left, and compare with float64."""
+    out, state = expected
+    first = 0
+    for count in parts:
+        found, past = run({name: array[:, first : first + count] for name, array in arrays.items()}, past)
+        check_slots(found, out[:, first : first + count], TOLERANCE["float16"])
+        first += count
+    check_slots(past, state, TOLERANCE["float32"])
 
 
 def check_slots(found, expected, tolerance):

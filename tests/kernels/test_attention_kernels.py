@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from tests.kernels.attention import (
     DECODE_CASES,
     FEW_CASES,
@@ -259,7 +260,7 @@ def _check_refused(fitting, memory, stream, argument, wrong, message):
 
 
 def test_what_is_not_packed(memory):
-    with pytest.raises(KVCacheError, match=r"^qkv: expected a tensor \[B, s, 8, D\], got "):
+    with raises(KVCacheError, "qkv", expected="tensor [B, s, 8, D]"):
         split_qkv(New(2, 3, 7, 64).on(memory), 4, 2)
 
 

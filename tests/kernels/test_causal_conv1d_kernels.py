@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.causal_conv1d import CASES, Case, check, make, run
-from tests.kernels.recurrent import DTYPES, Place, refused
-from trt_kvcache import DeviceTensor, HostMemory
+from tests.kernels.recurrent import DTYPES, Place, host_place, refused
+from trt_kvcache import DeviceTensor
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, KVCacheError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import causal_conv1d
@@ -53,8 +53,7 @@ def test_however_tokens_are_split(memory, stream, channels, parts):
     ],
 )
 def test_which_kernel_runs(case, name, tile_tokens):
-    memory = HostMemory()
-    place = Place(memory, memory.create_stream())
+    place = host_place()
     x, weight, past = (
         place.zeros(*shape, dtype=numpy_dtype(dtype))
         for shape, dtype in (

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import DTypeError, MappingError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import MAX_MOVES, CompactionPlan, DeviceCompactionPlan
@@ -178,7 +179,7 @@ class TestRefused:
         memory = HostMemory()
         stream = memory.create_stream()
         good, wide = (memory.to_device(np.zeros(2, dtype), stream=stream) for dtype in (np.int32, np.int64))
-        with pytest.raises(PlaceError, match=r"^batch_mapping: expected integers on the host, got DeviceTensor\(\(2,\), int32, cpu\)\.$"):
+        with raises(PlaceError, "batch_mapping", expected="integers on the host", got="DeviceTensor((2,), int32, cpu)"):
             CompactionPlan.from_host(good, 2, 2, [1, 1])
         foreign = HostMemory().to_device(np.zeros(2, np.int32), stream=stream)
         for arguments, error, message in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, ShapeError
 from trt_kvcache.kernels import add_rms_norm, gelu_tanh_mul, qk_rms_norm, silu_mul
@@ -122,7 +123,7 @@ def test_q_and_k_that_do_not_fit_are_refused(memory, stream):
     ):
         with pytest.raises(error, match=text):
             qk_rms_norm(given, q_weight, weight, num_heads=2, num_kv_heads=1, eps=1e-5, stream=stream)
-    with pytest.raises(ShapeError, match=r"k_weight: expected \[6\] for each head or \[6\] for all, got "):
+    with raises(ShapeError, "k_weight", expected="[6] for each head or [6] for all"):
         qk_rms_norm(qkv, weight, tensor(12), num_heads=2, num_kv_heads=1, eps=1e-5, stream=stream)
     np.testing.assert_array_equal(qkv.numpy(), before)
 
@@ -153,14 +154,14 @@ def test_what_does_not_fit_is_refused(memory, stream):
     ):
         with pytest.raises(error, match=text):
             add_rms_norm(hidden, change, weight, out=tensor(2, 6), eps=1e-5, stream=stream)
-    with pytest.raises(ShapeError, match="out: expected None where weight is None, and nowhere else, got DeviceTensor"):
+    with raises(ShapeError, "out", expected="None where weight is None, and nowhere else", got="DeviceTensor"):
         add_rms_norm(hidden, tensor(2, 6), None, out=tensor(2, 6), eps=1e-5, stream=stream)
-    with pytest.raises(ShapeError, match=r"change_weight: expected shape \(6,\), got "):
+    with raises(ShapeError, "change_weight", expected="(6,)"):
         add_rms_norm(hidden, tensor(2, 6), weight, out=tensor(2, 6), eps=1e-5, change_weight=tensor(8), stream=stream)
-    with pytest.raises(ShapeError, match=r"hidden: expected .* an even number of columns"):
+    with raises(ShapeError, "hidden", expected="even number of columns"):
         add_rms_norm(tensor(2, 5), tensor(2, 5), tensor(5), out=tensor(2, 5), eps=1e-5, stream=stream)
     with pytest.raises(ShapeError, match=r"out: expected shape \(2, 2\), got "):
         silu_mul(tensor(2, 4), out=hidden, stream=stream)
-    with pytest.raises(DTypeError, match="gate_up: expected float16 or bfloat16, all of one dtype, got float32"):
+    with raises(DTypeError, "gate_up", expected="float16 or bfloat16", got="float32"):
         silu_mul(tensor(2, 4, dtype="float32"), out=hidden, stream=stream)
     np.testing.assert_array_equal(hidden.numpy(), before)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.errors import ClosedError, KVCacheError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import KVLayerInfos, StateInfos
@@ -130,7 +131,7 @@ class TestKVLayerInfos:
             with pytest.raises(PlaceError) as caught:
                 KVLayerInfos(views, stream=on)
             assert str(caught.value).startswith(message)
-        with pytest.raises(ShapeError, match=r"^views: expected a sequence of layers, at least one\.$"):
+        with raises(ShapeError, "views", expected="sequence of layers, at least one"):
             KVLayerInfos(mine, stream=stream)
         assert memory.live_nbytes == before
 

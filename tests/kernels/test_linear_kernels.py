@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import linear, linear_gelu_tanh_mul, linear_silu_mul, linear_tiles
@@ -190,7 +191,7 @@ class TestWhatDoesNotFitIsRefused:
         assert (given["out"].numpy() == 1).all()
 
     def test_an_odd_number_of_outputs_has_no_gate(self, tensor, stream):
-        with pytest.raises(ShapeError, match=r"weight: expected \[outputs of gate, then of up, 16 inputs\], got "):
+        with raises(ShapeError, "weight", expected="[outputs of gate, then of up, 16 inputs]"):
             linear_silu_mul(tensor(2, 16), tensor(5, 16), out=tensor(2, 2), stream=stream)
         with pytest.raises(DTypeError, match="out: expected float16, got float32"):
             linear_silu_mul(tensor(2, 16), tensor(6, 16), out=tensor(2, 3, dtype="float32"), stream=stream)
@@ -201,9 +202,9 @@ class TestWhatDoesNotFitIsRefused:
         shifted = DeviceTensor(wide.allocation, shape=(2, 16), dtype="float16", offset=2)
         with pytest.raises(LayoutError, match="x: expected a dense tensor, got "):
             linear(strided, tensor(6, 16), out=out, stream=stream)
-        with pytest.raises(LayoutError, match=r"x: expected an address at a multiple of 16 bytes, got .* at byte 2"):
+        with raises(LayoutError, "x", expected="address at a multiple of 16 bytes", got="at byte 2"):
             linear(shifted, tensor(6, 16), out=out, stream=stream)
-        with pytest.raises(LayoutError, match="weight: expected an address at a multiple of 16 bytes"):
+        with raises(LayoutError, "weight", expected="address at a multiple of 16 bytes"):
             linear(tensor(1, 16), shifted, out=tensor(1, 2), stream=stream)
         assert (out.numpy() == 1).all()
 
@@ -211,7 +212,7 @@ class TestWhatDoesNotFitIsRefused:
     def test_an_address_between_elements(self, tensor, stream, changed):
         given = {"bias": tensor(6), "out": tensor(1, 6)}
         given[changed] = DeviceTensor(tensor(8).allocation, shape=given[changed].shape, dtype="float16", offset=1)
-        with pytest.raises(LayoutError, match=rf"{changed}: expected an address at a multiple of 2 bytes, got .* at byte 1"):
+        with raises(LayoutError, changed, expected="address at a multiple of 2 bytes", got="at byte 1"):
             linear(tensor(1, 16), tensor(6, 16), **given, stream=stream)
 
     @pytest.mark.parametrize("overlapped", ["x", "weight", "bias"])
@@ -221,12 +222,12 @@ class TestWhatDoesNotFitIsRefused:
         allocation = given[overlapped].allocation
         columns = 16 if function is linear else 8
         out = DeviceTensor(allocation, shape=(1, columns), dtype="float16")
-        with pytest.raises(LayoutError, match=f"out: expected memory of its own, got .*, which {overlapped} overlaps"):
+        with raises(LayoutError, "out", expected="memory of its own", got=overlapped):
             function(given["x"], given["weight"], bias=given["bias"], out=out, stream=stream)
         assert (given[overlapped].numpy() == 1).all()
 
     def test_what_is_no_tensor(self, tensor, stream):
         for changed in ("x", "weight", "out"):
             given = {"x": tensor(2, 16), "weight": tensor(6, 16), "out": tensor(2, 6), changed: np.ones((2, 16), np.float16)}
-            with pytest.raises(PlaceError, match=f"{changed}: expected a DeviceTensor, got ndarray"):
+            with raises(PlaceError, changed, expected="DeviceTensor", got="ndarray"):
                 linear(given["x"], given["weight"], out=given["out"], stream=stream)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.mamba2 import CASES, Case, check, make, run, scan
-from tests.kernels.recurrent import DTYPES, TOLERANCE, Place, check_slots, refused
-from trt_kvcache import HostMemory
+from tests.kernels.recurrent import DTYPES, Place, check_parts, host_place, refused
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, KVCacheError, LayoutError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import mamba2_scan
@@ -58,8 +57,7 @@ def test_a_step_of_published_sizes(memory, stream, name):
     ],
 )
 def test_which_kernel_runs(case, arch, name):
-    memory = HostMemory()
-    place = Place(memory, memory.create_stream())
+    place = host_place()
     arrays, _, past = make(case)
     given = {name: place.tensor(array) for name, array in arrays.items()}
     rest = dict.fromkeys(("a", "present", "out", "d", "dt_bias", "new_lengths"), None)
@@ -72,13 +70,8 @@ def test_which_kernel_runs(case, arch, name):
 def test_however_tokens_are_split(memory, stream, parts):
     case = Case(2, 24, 40, width=24, slots=2)
     arrays, parameters, past = make(case, seed=60)
-    wanted, state = scan(arrays, parameters, past, case.limits, [24, 24])
-    place, first = Place(memory, stream), 0
-    for count in parts:
-        out, past = run(place, case, {name: array[:, first : first + count] for name, array in arrays.items()}, parameters, past, None)
-        check_slots(out, wanted[:, first : first + count], TOLERANCE["float16"])
-        first += count
-    check_slots(past, state, TOLERANCE["float32"])
+    place, expected = Place(memory, stream), scan(arrays, parameters, past, case.limits, [24, 24])
+    check_parts(lambda piece, before: run(place, case, piece, parameters, before, None), arrays, past, parts, expected)
 
 
 def fitting(place):

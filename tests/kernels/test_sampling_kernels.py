@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from tests.kernels.plain_choice import plain_choice
 from tests.kernels.sampling import CHOICES, KINDS, Row, make_logits, make_rows, make_tokens, params_of, random_edits, results_of
 from trt_kvcache import DeviceTensor, HostMemory
@@ -247,15 +248,13 @@ class TestRefused:
 
     def test_a_workspace_that_is_too_small(self, memory, stream, scene):
         scene["workspace"] = SamplingWorkspace(memory, rows=1, vocab_size=9, stream=stream)
-        with pytest.raises(ShapeError, match=r"workspace: expected one for \[2, 9\], got one for \[1, 9\]\."):
+        with raises(ShapeError, "workspace", expected="for [2, 9]", got="for [1, 9]"):
             choose_tokens(**scene)
 
     def test_a_workspace_without_room_for_edits(self, memory, stream, scene):
         scene["workspace"] = SamplingWorkspace(memory, rows=2, vocab_size=9, edits=False, stream=stream)
         before = params_of(scene["rows"])
-        with pytest.raises(
-            ShapeError, match=r"workspace: expected one with room for penalties and bias, got one without. Use edits=True\."
-        ):
+        with raises(ShapeError, "workspace", expected="room for penalties and bias", got="without"):
             choose_tokens(**scene)
         assert scene["tokens"].numpy().tolist() == [-7, -7]
         np.testing.assert_array_equal(params_of(scene["rows"]), before)
@@ -277,5 +276,5 @@ class TestRefused:
     def test_room_for_log_probabilities(self, memory, stream, scene, words):
         del scene["tokens"]
         out = memory.to_device(np.zeros((2, words), np.int32), stream=stream)
-        with pytest.raises(ShapeError, match=r"out: expected \[2, 1 \+ 2 \* top\] with top from 0 to 20, got"):
+        with raises(ShapeError, "out", expected="[2, 1 + 2 * top] with top from 0 to 20"):
             token_logprobs(**scene, out=out)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.cache_cases import CapturingMemory
+from tests.helpers.caches import CapturingMemory
 from trt_kvcache.errors import CaptureError, PlaceError
 from trt_kvcache.memory.graph_capture import refuse_capture
 

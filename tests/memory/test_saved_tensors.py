@@ -5,7 +5,8 @@ import gc
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import FailingMemory
+from tests.helpers.caches import FailingMemory
+from tests.helpers.errors import raises
 from trt_kvcache import DeviceTensor
 from trt_kvcache.errors import CapacityError, ClosedError, LayoutError, ShapeError
 from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
@@ -65,16 +66,16 @@ class TestCheck:
         self.check(kind(saved), memory)
 
     def test_a_generator_is_no_sequence(self, memory, saved):
-        with pytest.raises(ShapeError, match=r"^saved: expected a sequence of tensors, one per layer, got generator\.$"):
+        with raises(ShapeError, "saved", expected="sequence of tensors", got="generator"):
             self.check((tensor for tensor in saved), memory)
 
     def test_the_message_says_what_there_is_one_of_each_for(self, memory, saved):
-        with pytest.raises(ShapeError, match=r"^saved: expected 3 tensors, one per layer, got 2\.$"):
+        with raises(ShapeError, "saved", expected="3 tensors", got=2):
             self.check(saved[:2], memory)
 
     def test_a_view_with_gaps(self, memory, saved):
         gaps = DeviceTensor(saved[1].allocation, shape=(2, 3), strides=(4, 1), dtype="float16")
-        with pytest.raises(LayoutError, match=r"^saved\[0\]: expected a dense tensor, got DeviceTensor"):
+        with raises(LayoutError, "saved[0]", expected="dense tensor", got="DeviceTensor"):
             self.check([gaps, *saved[1:]], memory)
 
     def test_a_closed_tensor(self, memory, saved):

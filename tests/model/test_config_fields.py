@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 
@@ -78,5 +79,5 @@ def test_other_values_than_a_flag_are_refused(value: object) -> None:
 
 
 def test_the_prefix_stands_before_the_name() -> None:
-    with pytest.raises(ConfigError, match=r"^rope\.x: expected a positive integer, got 0\.$"):
+    with raises(ConfigError, "rope.x", expected="positive integer", got=0):
         ConfigFields({"x": 0}, "rope.").integer("x")

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.golden_models import features_of
-from tests.helpers.small_model import SMALL, with_mixer
+from tests.helpers.models import SMALL, features_of, with_mixer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import GatedDeltaNetConfig, ModelConfig, NormConfig, QkNormConfig, QueryScaling, RopeConfig
 from trt_kvcache.model.features import FEATURES, check_features, features

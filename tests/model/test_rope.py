@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import RopeConfig, rope_table
@@ -143,9 +144,9 @@ def test_a_table_needs_an_even_head_and_a_length(head_dim: int, length: int) -> 
 
 
 def test_the_constructor_checks_its_values() -> None:
-    with pytest.raises(ConfigError, match=r"RopeConfig\.kind: expected one of default, linear, .*, got 'mrope'"):
+    with raises(ConfigError, "RopeConfig.kind", expected="default, linear", got="'mrope'"):
         RopeConfig(kind="mrope", theta=1.0)
-    with pytest.raises(ConfigError, match=r"RopeConfig\.theta: expected a finite number > 0, got 0.0"):
+    with raises(ConfigError, "RopeConfig.theta", expected="finite number > 0", got="0.0"):
         RopeConfig(kind="default", theta=0.0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from tests.helpers.small_model import SMALL, with_layers, with_mixer
+from tests.helpers.models import SMALL, with_layers, with_mixer
 from tests.paths import GOLDEN
 from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig
 from trt_kvcache.model.tensor_shapes import tensor_shapes

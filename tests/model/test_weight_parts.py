@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.helpers.small_model import SMALL
+from tests.helpers.models import SMALL
 from tests.paths import GOLDEN
 from trt_kvcache.checkpoint.decoder_weights import decoder_weights
 from trt_kvcache.errors import ConfigError

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from tests.helpers.tolerance import assert_close
 from trt_kvcache.errors import ConfigError, DTypeError, ShapeError
 from trt_kvcache.ops.attention_op import AttentionOp
@@ -116,7 +117,7 @@ def test_outputs_are_the_result_and_the_cache_in_place() -> None:
     ids=["k", "cache", "lengths", "cos_sin", "q"],
 )
 def test_shapes_that_do_not_fit_are_refused(changes: dict[str, TensorType]) -> None:
-    with pytest.raises(ShapeError, match=r"^attention: expected inputs of shapes .* and at most 9 new tokens, got "):
+    with raises(ShapeError, "attention", expected=("inputs of shapes", "and at most 9 new tokens")):
         AttentionOp(**HEADS).outputs(types(**changes))
 
 
@@ -138,7 +139,7 @@ def test_more_new_tokens_than_a_slot_holds_are_refused() -> None:
     ids=["v", "lengths", "cos_sin"],
 )
 def test_dtypes_that_do_not_fit_are_refused(changes: dict[str, TensorType]) -> None:
-    with pytest.raises(DTypeError, match=r"^attention: expected q, k and v of one dtype, the cache of the same or quantized, "):
+    with raises(DTypeError, "attention", expected="q, k and v of one dtype"):
         AttentionOp(**HEADS).outputs(types(**changes))
 
 
@@ -157,5 +158,5 @@ def test_the_workspace_is_that_of_the_kernels() -> None:
 
 
 def test_attributes_beyond_the_kernels_are_refused_for_them() -> None:
-    with pytest.raises(ConfigError, match="head_dim: expected one of 64, 80, 96, 128, 256, got 6"):
+    with raises(ConfigError, "head_dim", expected="64, 80, 96, 128, 256", got=6):
         AttentionOp(**HEADS).kernel_attributes()

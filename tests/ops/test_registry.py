@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.ops import registry
 from trt_kvcache.ops.attention_op import AttentionOp
@@ -34,9 +35,7 @@ def test_a_registered_operation_is_created_with_its_attributes():
 def test_a_name_is_registered_once(kind):
     register_operation("windowed", AttentionOp)
     before = dict(registry.OPERATIONS)
-    with pytest.raises(
-        ConfigError, match=f"^kind: expected a name that is not taken, so none of attention, embedding, windowed, got '{kind}'"
-    ):
+    with raises(ConfigError, "kind", expected="name that is not taken", got=f"'{kind}'"):
         register_operation(kind, EmbeddingOp)
     assert before == registry.OPERATIONS
 
@@ -51,6 +50,6 @@ def test_an_unregistered_name_is_free_again():
 
 @pytest.mark.parametrize("kind", ["attention", "embedding", "unknown"])
 def test_only_registered_names_can_be_unregistered(kind):
-    with pytest.raises(ConfigError, match=rf"^kind: expected a name that was registered, got '{kind}'\.$"):
+    with raises(ConfigError, "kind", expected="name that was registered", got=f"'{kind}'"):
         unregister_operation(kind)
     assert set(registry.OPERATIONS) == {"attention", "embedding"}

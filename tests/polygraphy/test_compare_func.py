@@ -10,6 +10,7 @@ import pytest
 from polygraphy.comparator import IterationResult
 from polygraphy.logger import G_LOGGER
 
+from tests.helpers.errors import raises
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.polygraphy.compare_func import SessionCompareFunc
 from trt_kvcache.polygraphy.path_comparison import TOLERANCES
@@ -56,5 +57,5 @@ def test_a_tolerance_of_its_own() -> None:
     assert SessionCompareFunc(dtype="bfloat16").tolerance == TOLERANCES["bfloat16"]
     with pytest.raises(RangeError, match="tolerance: expected 0 or more, got -1"):
         SessionCompareFunc(tolerance=-1)
-    with pytest.raises(ConfigError, match="dtype: expected one of float32, float16, bfloat16, int8, float8_e4m3fn, got 'int4'"):
+    with raises(ConfigError, "dtype", expected="float32, float16, bfloat16, int8, float8_e4m3fn", got="'int4'"):
         SessionCompareFunc(dtype="int4")

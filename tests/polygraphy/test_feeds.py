@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.errors import DTypeError, RangeError, ShapeError
 from trt_kvcache.polygraphy.feeds import complete_feed, decoding_steps, make_feed, read_feed
 
@@ -41,18 +42,18 @@ def test_without_reset_it_goes_on() -> None:
 def test_int64_becomes_int32_where_it_fits() -> None:
     feed = complete_feed({"input_ids": np.array([[3]], np.int64), "new_lengths": np.array([1], np.uint64)})
     assert (feed["input_ids"].dtype, feed["new_lengths"].dtype) == (np.int32, np.int32)
-    with pytest.raises(RangeError, match=r"`input_ids`: expected values that int32 holds, got 0 to 4294967297"):
+    with raises(RangeError, "`input_ids`", expected="values that int32 holds", got="0 to 4294967297"):
         complete_feed({"input_ids": np.array([[0, 2**32 + 1]])})
-    with pytest.raises(DTypeError, match=r"`input_ids`: expected int32 or int64, got float64"):
+    with raises(DTypeError, "`input_ids`", expected="int32 or int64", got="float64"):
         complete_feed({"input_ids": np.array([[1.5]])})
 
 
 def test_arrays_that_disagree_are_refused() -> None:
     feed = make_feed([[1, 2], [3]], reset=False)
-    with pytest.raises(ShapeError, match=r"`new_lengths`: expected shape \(2,\), one per row of `input_ids`, got \(3,\)"):
+    with raises(ShapeError, "`new_lengths`", expected="(2,)", got="(3,)"):
         read_feed({**feed, "new_lengths": np.array([1, 1, 1], np.int32)})
     for length in (-1, 3):
-        with pytest.raises(RangeError, match=rf"`new_lengths`\[1\]: expected 0 to 2, the width of `input_ids`, got {length}"):
+        with raises(RangeError, "`new_lengths`[1]", expected="0 to 2", got=length):
             read_feed({**feed, "new_lengths": np.array([2, length], np.int32)})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.errors import raises
 from tests.paths import ROOT
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError
@@ -146,7 +147,7 @@ def test_the_configuration_is_that_of_the_builder(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_network_of_another_script_is_refused() -> None:
-    with pytest.raises(BuildError, match="load_config: expected the network that load_network of a NetworkScript returned"):
+    with raises(BuildError, "load_config", expected="network that load_network of a NetworkScript returned"):
         NetworkScript(MODEL, **SIZES).load_config(None, object())
 
 

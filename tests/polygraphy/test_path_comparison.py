@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from tests.paths import GOLDEN
 from trt_kvcache import HybridCacheManager
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError
@@ -274,17 +275,17 @@ def test_a_prefill_alone_can_be_compared() -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ConfigError, match="paths: expected at least two, with different names, got a"):
+    with raises(ConfigError, "paths", expected="at least two"):
         compare_paths([SessionRunner(SOURCE, "a")], PROMPTS, steps=1)
     with pytest.raises(ConfigError, match="with different names, got a, a"):
         compare_paths([SessionRunner(SOURCE, "a"), SessionRunner(SOURCE, "a")], PROMPTS, steps=1)
     with pytest.raises(RangeError, match="steps"):
         compare_paths([SessionRunner(SOURCE, "a"), SessionRunner(SOURCE, "b")], PROMPTS, steps=-1)
-    with pytest.raises(ConfigError, match="tolerances: expected one for float32, got float16"):
+    with raises(ConfigError, "tolerances", expected="for float32", got="float16"):
         _compare(SOURCE, SOURCE, tolerances={"float16": 1.0})
     with SOURCE() as session, pytest.raises(ConfigError, match="b: expected a separate session"):
         compare_paths([SessionRunner(session, "a"), SessionRunner(session, "b")], PROMPTS, steps=1)
-    with pytest.raises(ShapeError, match="b: expected the layers and vocabulary of a, got another model's"):
+    with raises(ShapeError, "b", expected="layers and vocabulary of a", got="another model's"):
         _compare(SOURCE, SessionSource(GOLDEN / "llama", engine="reference", dtype="float32", **SIZES))
 
 

@@ -11,6 +11,7 @@ from polygraphy.comparator import Comparator, DataLoader
 from polygraphy.exception import PolygraphyException
 from polygraphy.logger import G_LOGGER
 
+from tests.helpers.errors import raises
 from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, EngineError, ShapeError
@@ -247,7 +248,7 @@ def test_greedy_feeds_take_text_where_there_is_a_tokenizer() -> None:
 
 def test_options_of_a_model_are_refused_for_an_engine_folder(tmp_path: Path) -> None:
     (tmp_path / "engine.plan").write_bytes(b"plan")
-    with pytest.raises(ConfigError, match=r"max_batch_size, dtype: expected with a Hugging Face folder only; .* is an engine folder"):
+    with raises(ConfigError, "max_batch_size, dtype", expected=("with a Hugging Face folder only", "is an engine folder")):
         SessionSource(tmp_path, max_batch_size=1, dtype="float16")()
     with pytest.raises(EngineError, match=r"config\.json"):
         SessionSource(tmp_path, engine="reference")()

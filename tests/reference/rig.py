@@ -4,7 +4,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from tests.golden.weights import SEEDS
-from tests.helpers.fakes import kv_views
+from tests.helpers.recording import kv_views
 from tests.paths import GOLDEN
 from trt_kvcache import HostMemory, KVLayout
 from trt_kvcache.cache.edge_llm import make_cache

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from tests.helpers.cache_cases import FailingMemory, cache_holding
+from tests.helpers.caches import FailingMemory, cache_holding
 from trt_kvcache import PromptCache, SequenceCacheManager
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.sequences.model_identity import ModelIdentity

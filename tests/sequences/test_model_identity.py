@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.sequences.model_identity import ModelIdentity
 
@@ -36,25 +37,24 @@ def test_frozen():
 
 @pytest.mark.parametrize("fingerprint", ["", None, 3, b"x"])
 def test_a_fingerprint_is_a_text(fingerprint):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "ModelIdentity.fingerprint", expected="text", got=repr(fingerprint)):
         ModelIdentity(fingerprint=fingerprint)
-    assert str(caught.value) == f"ModelIdentity.fingerprint: expected a text, got {fingerprint!r}."
 
 
 @pytest.mark.parametrize("rope", ["linear", [1]])
 def test_rope_is_a_mapping(rope):
-    with pytest.raises(ConfigError, match=r"^ModelIdentity\.rope: expected a Mapping, got "):
+    with raises(ConfigError, "ModelIdentity.rope", expected="Mapping"):
         ModelIdentity(fingerprint="x", rope=rope)
 
 
 @pytest.mark.parametrize("value", [{1}, np.inf, np.float32(1), object()], ids=["a set", "infinity", "a NumPy float", "an object"])
 def test_rope_holds_json_values(value):
-    with pytest.raises(ConfigError, match=r"^ModelIdentity\.rope: expected JSON values, got "):
+    with raises(ConfigError, "ModelIdentity.rope", expected="JSON values"):
         ModelIdentity(fingerprint="x", rope={"a": value})
 
 
 def test_rope_does_not_hold_itself():
     rope = {}
     rope["a"] = rope
-    with pytest.raises(ConfigError, match=r"^ModelIdentity\.rope: expected JSON values, got "):
+    with raises(ConfigError, "ModelIdentity.rope", expected="JSON values"):
         ModelIdentity(fingerprint="x", rope=rope)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.cache_cases import SEQUENCE_KINDS, CapturingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, on_device
-from tests.helpers.hybrid_model import VOCAB, HybridModel, hybrid_cache
+from tests.helpers.caches import SEQUENCE_KINDS, CapturingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, on_device
+from tests.helpers.errors import raises
+from tests.sequences.hybrid_model import VOCAB, HybridModel, hybrid_cache
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.errors import (
@@ -241,10 +242,10 @@ def test_off_by_default(memory, stream):
 def test_without_recurrent_layers_a_slot_may_hold_more(memory, stream):
     with cache_holding("manager", memory, stream, 4) as cache, PromptCache(cache, max_bytes=PLENTY) as prompts:
         prompts.insert([1, 2, 3], 0, stream=stream)
-        with pytest.raises(RangeError, match=r"^tokens: slot 0 holds 4; expected no more, got 5\.$"):
+        with raises(RangeError, "tokens: slot 0 holds 4", expected="no more", got=5):
             prompts.insert([1, 2, 3, 4, 5], 0, stream=stream)
         match = prompts.find([1, 2, 3, 4])
-        with Unchanged(cache), pytest.raises(RangeError, match=r"^tokens to restore: expected an integer from 0 to 3, got 4\.$"):
+        with Unchanged(cache), raises(RangeError, "tokens to restore", expected="0 to 3", got=4):
             prompts.restore(PromptMatch(match.entry, 4), 0, stream=stream)
 
 
@@ -585,7 +586,7 @@ def test_how_it_may_not_be_made(memory, options, error, text):
 
 
 def test_it_is_over_a_cache_of_whole_sequences(memory):
-    with pytest.raises(ConfigError, match=r"^cache: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got MambaCacheManager"):
+    with raises(ConfigError, "cache", expected="KVCacheManager, LinearKVCache or HybridCacheManager", got="MambaCacheManager"):
         PromptCache(make_cache("mamba", memory))
 
 
@@ -628,6 +629,6 @@ def test_a_copy_with_other_scales_is_refused(place):
         copy = prompts.copy_to_host(prompts.insert([1, 2, 3], 0, stream=stream), stream=stream)
         assert PromptCache(caches[-1], max_bytes=PLENTY, place=place).insert_copy([1, 2, 3], copy, stream=stream)
     prompts = PromptCache(caches[0], max_bytes=PLENTY, place=place)
-    with pytest.raises(ShapeError, match=r"^copy: v_scale of attention layer 0: expected 0\.5, got 2\.0\. It was made of another cache\.$"):
+    with raises(ShapeError, "copy: v_scale of attention layer 0", expected="0.5", got="2.0"):
         prompts.insert_copy([1, 2, 3], copy, stream=stream)
     assert prompts.entries == ()

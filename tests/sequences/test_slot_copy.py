@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.cache_cases import SEQUENCE_KINDS, B, Image, Unchanged, cache_holding, fill_all, make_cache
+from tests.helpers.caches import SEQUENCE_KINDS, B, Image, Unchanged, cache_holding, fill_all, make_cache
 from trt_kvcache.errors import RangeError, SlotError
 from trt_kvcache.sequences.slot_copy import SlotCopy
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.helpers.cache_cases import LAYOUTS, SEQUENCE_KINDS, FailingMemory, Image, S, Unchanged, cache_holding, fill_all
+from tests.helpers.caches import LAYOUTS, SEQUENCE_KINDS, FailingMemory, Image, S, Unchanged, cache_holding, fill_all
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.cache_cases import HEADS, NO_RECURRENT_STATE, SEQUENCE_KINDS, kv_config, make_cache, mamba_config
+from tests.helpers.caches import HEADS, NO_RECURRENT_STATE, SEQUENCE_KINDS, kv_config, make_cache, mamba_config
+from tests.helpers.errors import raises
 from trt_kvcache import HostMemory, KVLayerConfig, KVLayout
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.sequences.slot_copy import SlotCopy
@@ -25,9 +26,11 @@ def test_every_cache_says_which_layers_its_slots_hold(kind, attention, recurrent
 
 @pytest.mark.parametrize("name", ["cache", "SequenceCacheManager"])
 def test_states_without_lengths_of_their_own_are_no_sequences(name):
-    with make_cache("mamba", HostMemory()) as cache, pytest.raises(ConfigError) as caught:
+    with (
+        make_cache("mamba", HostMemory()) as cache,
+        raises(ConfigError, name, expected="KVCacheManager, LinearKVCache or HybridCacheManager", got="MambaCacheManager"),
+    ):
         SlotFormat.of(cache, name=name)
-    assert str(caught.value) == f"{name}: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got MambaCacheManager."
 
 
 def test_tensors_are_k_and_v_of_each_layer_then_states():

@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 
-from tests.helpers.cache_cases import SEQUENCE_KINDS, Image, Unchanged, cache_holding, fill_all, kv_config, make_cache, mamba_config
-from tests.helpers.hybrid_model import HybridModel, hybrid_cache
-from tests.helpers.snapshot_cases import MODEL, SAMPLER, TOKENS, host_cache, load, refused, save
+from tests.helpers.caches import SEQUENCE_KINDS, Image, Unchanged, cache_holding, fill_all, kv_config, make_cache, mamba_config
+from tests.helpers.errors import raises
 from tests.paths import ROOT
+from tests.sequences.hybrid_model import HybridModel, hybrid_cache
+from tests.sequences.snapshots import MODEL, SAMPLER, TOKENS, host_cache, load, refused, save
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayerConfig, KVLayout, LayerType
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, SlotError, SnapshotError
 from trt_kvcache.sequences.model_identity import ModelIdentity
@@ -56,7 +57,7 @@ def test_an_entry_of_a_prompt_cache(tmp_path, memory, stream, kind, place):
         prompts = PromptCache(source, max_bytes=1 << 20, place=place)
         of_entry = partial(Snapshot.of_entry, prompts, prompts.insert(TOKENS, 0, stream=stream), stream=stream)
         of_entry(model=MODEL).write(path)
-        with pytest.raises(ConfigError, match=r"^model: expected a ModelIdentity, got 'x'\.$"):
+        with raises(ConfigError, "model", expected="ModelIdentity", got="'x'"):
             of_entry(model="x")
     restore_entry = partial(Snapshot.read(path).restore_entry, stream=stream)
     with cache_holding(kind, memory, stream, 0) as target:
@@ -174,7 +175,7 @@ class TestArguments:
     @pytest.mark.parametrize("slot", [5, -1])
     def test_slots_out_of_range_are_not_loaded(self, saved, slot):
         cache, path = saved
-        with Unchanged(cache), pytest.raises(SlotError, match=rf"^slot {slot}: expected 0 <= slot < 5 \(batch slots\)"):
+        with Unchanged(cache), raises(SlotError, f"slot {slot}", expected="0 <= slot < 5 (batch slots)"):
             load(path, cache, slot)
 
     @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ class TestArguments:
     @pytest.mark.parametrize("model", [None, "x"])
     def test_a_snapshot_is_loaded_for_a_model(self, saved, model):
         cache, path = saved
-        with Unchanged(cache), pytest.raises(ConfigError, match=rf"^model: expected a ModelIdentity, got {model!r}\.$"):
+        with Unchanged(cache), raises(ConfigError, "model", expected="ModelIdentity", got=repr(model)):
             load(path, cache, model=model)
 
     def test_the_rope_of_a_model_is_compared_as_it_is_stored(self, saved):
@@ -229,13 +230,13 @@ class TestIntoAShorterCache:
         prompts = PromptCache(short, max_bytes=1 << 20, place=place)
         Snapshot.read(saved[1]).restore_entry(prompts, model=MODEL, stream=stream)
         match = prompts.find([*TOKENS, 1])
-        with Unchanged(short), pytest.raises(RangeError, match=r"^tokens to restore: expected an integer from 0 to 4, got 5\.$"):
+        with Unchanged(short), raises(RangeError, "tokens to restore", expected="0 to 4", got=5):
             prompts.restore(match, 0, stream=stream)
 
 
 GO_ON = """
 import json, sys
-from tests.helpers.hybrid_model import HybridModel, hybrid_cache
+from tests.sequences.hybrid_model import HybridModel, hybrid_cache
 from trt_kvcache import HostMemory, KVLayout
 from trt_kvcache.sequences.snapshot import load_snapshot
 from trt_kvcache.sequences.model_identity import ModelIdentity
@@ -252,7 +253,7 @@ print(json.dumps([tokens, [row.tobytes().hex() for row in logits], "safetensors"
 
 def test_with_states_all_tokens_of_a_slot_are_saved(tmp_path, memory, stream):
     with cache_holding("hybrid", memory, stream, 5) as cache:
-        with Unchanged(cache), pytest.raises(RangeError, match=r"^tokens: slot 0 holds 5; expected exactly 5"):
+        with Unchanged(cache), raises(RangeError, "tokens: slot 0 holds 5", expected="exactly 5"):
             save(tmp_path / "a", cache, tokens=TOKENS[:4])
         assert os.listdir(tmp_path) == []
 

@@ -9,8 +9,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tests.helpers.cache_cases import Unchanged, kv_config, mamba_config
-from tests.helpers.snapshot_cases import MODEL, SAMPLER, TOKENS, host_cache, load, refused, rewritten, save
+from tests.helpers.caches import Unchanged, kv_config, mamba_config
+from tests.sequences.snapshots import MODEL, SAMPLER, TOKENS, host_cache, load, refused, rewritten, save
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, LayerType, __version__
 from trt_kvcache.errors import SnapshotError
 from trt_kvcache.sequences import snapshot_file

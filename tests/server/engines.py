@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
-from tests.helpers.pace import Pace
+from tests.helpers.sessions import Pace
 from tests.paths import ROOT
 from trt_kvcache import InferenceSession
 from trt_kvcache.server.async_engine import AsyncEngine, Context

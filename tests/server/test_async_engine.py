@@ -9,7 +9,8 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.helpers.pace import Pace
+from tests.helpers.errors import raises
+from tests.helpers.sessions import Pace
 from tests.server.engines import MODEL, alone, answers, held_slots, request, run, running, source
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, QueueFullError, RangeError, ShapeError
 from trt_kvcache.server.async_engine import AsyncEngine, RequestContext
@@ -219,7 +220,7 @@ def test_the_queue_is_bounded_and_says_when_to_try_again():
         async with running(1, max_queue=1, pace=pace) as engine:
             tasks = [asyncio.create_task(answers(engine, request([5 + index], 60))) for index in range(2)]
             await asyncio.sleep(0)
-            with pytest.raises(QueueFullError, match="queue: expected room for 1 more of 2 requests, got 0") as caught:
+            with raises(QueueFullError, "queue", expected="room for 1 more of 2 requests", got=0) as caught:
                 await answers(engine, request([9], 1))
             assert caught.value.retry_after >= 1
             with pytest.raises(QueueFullError, match="room for 3 more of 2"):
@@ -396,7 +397,7 @@ def test_a_failed_start_says_why():
 def test_errors_name_the_engine_before_its_start_and_after_its_end():
     async def main():
         engine = AsyncEngine(source(1), model="tiny")
-        with pytest.raises(ClosedError, match=r"^this AsyncEngine: expected start\(\) first"):
+        with raises(ClosedError, "this AsyncEngine", expected="start() first"):
             await engine.stats()
         await engine.start()
         await engine.cleanup()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.pace import Pace
+from tests.helpers.errors import raises
+from tests.helpers.sessions import Pace
 from tests.server.engines import alone, answers, request, run, running
 from trt_kvcache.errors import ClosedError, ConfigError, QueueFullError
 
@@ -183,7 +184,7 @@ def test_a_drain_ends_with_many_clients_waiting():
 def test_a_name_that_is_no_short_text_is_refused(client):
     async def main():
         async with running(1) as engine:
-            with pytest.raises(ConfigError, match="client: expected a text of at most 256 characters"):
+            with raises(ConfigError, "client", expected="text of at most 256 characters"):
                 await answers(engine, {**request([5]), "client": client})
             assert engine.num_live == 0
 

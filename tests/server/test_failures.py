@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.pace import Pace
+from tests.helpers.sessions import Pace
 from tests.server.engines import answers, request, run, running, source
 from trt_kvcache import AsyncSession
 from trt_kvcache.errors import ClosedError, EngineError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.pace import Pace
+from tests.helpers.sessions import Pace
 from tests.paths import ROOT
 from tests.server.engines import read_all
 from tests.server.needs_libraries import need_libraries

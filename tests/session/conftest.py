@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.models import write_model
 from tests.helpers.sessions import make
-from tests.helpers.small_model import write_model
 from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import InferenceSession
 

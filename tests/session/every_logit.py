@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.helpers.fakes import kv_config, recorded
+from tests.helpers.recording import kv_config, recorded
 from trt_kvcache import InferenceSession, KVLayout
 from trt_kvcache.engine.decoder_profiles import decoder_profiles
 

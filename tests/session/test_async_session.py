@@ -8,9 +8,8 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.helpers.pace import Pace
-from tests.helpers.requests import alone, make, sampled
-from tests.helpers.sessions import continuation, damage_logits
+from tests.helpers.errors import raises
+from tests.helpers.sessions import Pace, alone, continuation, damage_logits, make, sampled
 from tests.paths import ROOT
 from trt_kvcache import AsyncSession, SamplingParams
 from trt_kvcache.errors import CapacityError, ClosedError, EngineError, ProcessorError, RangeError
@@ -281,7 +280,7 @@ def test_a_request_can_be_cancelled_when_all_has_ended():
 def test_it_must_be_started_once():
     async def main():
         served = AsyncSession(make())
-        with pytest.raises(ClosedError, match=r"^this AsyncSession: expected start\(\) first, or async with\.$"):
+        with raises(ClosedError, "this AsyncSession", expected="start() first, or async with"):
             await served.submit([1])
         async with served:
             with pytest.raises(ClosedError, match="second time"):
@@ -349,7 +348,7 @@ def test_in_words():
 
 
 def test_the_number_of_requests_is_checked():
-    with pytest.raises(RangeError, match=r"^max_requests: expected at least 1, got 0\.$"):
+    with raises(RangeError, "max_requests", expected="at least 1", got=0):
         AsyncSession(make(), max_requests=0)
 
 
@@ -399,7 +398,7 @@ def test_answers_to_one_prompt_are_submitted_together():
     async def main():
         async with AsyncSession(make(slots=3), max_requests=3) as served:
             first, second = await asyncio.gather(*[submit_and_wait(served, [4, 5, 6], params) for _ in range(2)])
-            with pytest.raises(CapacityError, match="params: expected at most max_requests=3 answers, got 4"):
+            with raises(CapacityError, "params", expected="at most max_requests=3 answers", got=4):
                 await served.submit_answers([4], [*params, params[0]])
             with pytest.raises(CapacityError, match="prompt 0 has 17 tokens"):
                 await served.submit_answers([1] * 17, params)

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import byte_level_folder, opened
-from tests.helpers.ahead import ahead
-from tests.helpers.fakes import VOCAB, cache_rows, kv_config, recorded
 from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, count_calls, journal, lengths, names
-from tests.helpers.sessions import damage_logits
+from tests.helpers.recording import VOCAB, cache_rows, kv_config, recorded
+from tests.helpers.sessions import ahead, damage_logits
 from tests.session.every_logit import with_every_logit
 from trt_kvcache import GeneratedToken, InferenceSession, ModelIdentity, PromptCache, SamplingParams
 from trt_kvcache.errors import ClosedError, CudaError, EngineError, KVCacheError, ProcessorError

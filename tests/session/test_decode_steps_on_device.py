@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.ahead import ahead
-from tests.helpers.fakes import engine_tensors, kv_config, logits_after, two_profiles
+from tests.helpers.recording import engine_tensors, kv_config, logits_after, two_profiles
+from tests.helpers.sessions import ahead
 from trt_kvcache import DeviceTensor, InferenceSession, KVCacheManager, SamplingParams
 from trt_kvcache.engine.names import DEFAULT_NAMES as NAMES
 

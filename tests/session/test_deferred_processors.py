@@ -8,17 +8,36 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.helpers.ahead import ahead
-from tests.helpers.fakes import poison
-from tests.helpers.late import Late
-from tests.helpers.requests import alone, drain, make, outcome
+from tests.helpers.recording import poison
+from tests.helpers.sessions import ahead, alone, drain, make, outcome
 from tests.paths import GOLDEN, ROOT
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.errors import ProcessorError
+from trt_kvcache.generation.sampling import DeferredProcessor
 
 S = 16
 MODELS = {"attention": ROOT / "examples" / "tiny-llama", "hybrid": GOLDEN / "lfm2", "states": GOLDEN / "mamba2"}
 every_model = pytest.mark.parametrize("folder", MODELS.values(), ids=MODELS)
+
+
+class Late(DeferredProcessor):
+    """Changes nothing, and is ready when it has been asked ``delay(n)`` more times after n tokens; fails after ``fails`` tokens."""
+
+    def __init__(self, delay=lambda count: 2, fails=None):
+        self.delay, self.fails = delay, fails
+        self.asked: dict[int, int] = {}
+        self.called: list[int] = []
+
+    def ready(self, tokens, seconds=0.0):
+        count = len(tokens)
+        self.asked[count] = self.asked.get(count, 0) + 1
+        return self.asked[count] > self.delay(count)
+
+    def __call__(self, tokens, logits):
+        self.called.append(len(tokens))
+        if len(tokens) == self.fails:
+            raise ProcessorError("late: failed")
+        return logits
 
 
 def late(count, *args, **options):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.fakes import two_profiles
-from tests.helpers.requests import alone, drain, make as make_queue
-from tests.helpers.sessions import by_prompt, continuation, make, refuse
+from tests.helpers.recording import two_profiles
+from tests.helpers.sessions import alone, by_prompt, continuation, drain, make, refuse
 from trt_kvcache import SamplingParams
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import BindingError, CapacityError, ClosedError, ShapeError
@@ -58,7 +57,7 @@ def test_the_iterator_ends_when_another_call_changes_the_sequences(read):
 
 
 def test_submitted_requests_continue_afterwards():
-    session = make_queue(slots=2)
+    session = make(slots=2)
     handle = session.submit([1, 2], max_new_tokens=6)
     session.step()
     assert len(list(session.generate([[1], [2], [3]], max_new_tokens=2))) == 6
@@ -79,7 +78,7 @@ def test_what_is_refused_is_refused_at_once():
 
 def test_an_engine_that_does_not_take_every_number_of_slots_is_refused_at_once():
     fixed = [EngineProfile(name=one.name, min_batch=2, max_batch=2, min_width=1, max_width=one.max_width) for one in two_profiles(2, 4)]
-    session = make_queue(slots=2, profiles=fixed)
+    session = make(slots=2, profiles=fixed)
     refuse(session, BindingError, lambda: session.generate([[1], [2], [3]]))
 
 

@@ -1,6 +1,6 @@
 """``InferenceSession.generate``: tokens, texts, reasons to finish, seeds.
 
-The engine is the exact one of ``tests.helpers.fakes``: its logits are a function of all tokens that it finds in a slot.
+The engine is the exact one of ``tests.helpers.recording``: its logits are a function of all tokens that it finds in a slot.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import BOS, EOS
-from tests.helpers.fakes import (
+from tests.helpers.errors import raises
+from tests.helpers.recording import (
     logits_after,
 )
 from tests.helpers.sessions import MAX_SEQUENCE_LENGTH, by_prompt, continuation, damage_logits, make, refuse
@@ -140,9 +141,7 @@ class TestGenerate:
         next(events)
         next(events)
         damage_logits(session, 0)
-        with pytest.raises(
-            EngineError, match=r"^logits: expected finite numbers, got nan for token 0\. The engine or its cache is damaged\.$"
-        ):
+        with raises(EngineError, "logits", expected="finite numbers", got="nan for token 0"):
             next(events)
 
 

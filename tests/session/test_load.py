@@ -14,8 +14,9 @@ from huggingface_hub import errors
 
 import trt_kvcache
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.fake_hub import fake_hub
+from tests.helpers.errors import raises
 from tests.paths import ROOT
+from tests.session.hub import fake_hub
 from trt_kvcache import InferenceSession
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
@@ -87,31 +88,24 @@ class TestFolders:
         trt_kvcache.load("some-org/model", engine="reference").close()
 
     def test_a_revision_is_for_the_hub(self):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, "revision", expected=f"with an id of the Hugging Face Hub only; {MODEL} is a folder here"):
             trt_kvcache.load(MODEL, revision="main")
-        assert str(error.value) == f"revision: expected with an id of the Hugging Face Hub only; {MODEL} is a folder here."
 
     @pytest.mark.parametrize("name", ["nothing", "/no/where", "a/b/c", "../x/y", "~/x", "-a/b", "a/", "ä/b", Path("some-org/model")])
     def test_what_is_neither_a_folder_nor_an_id(self, name):
-        with pytest.raises(CheckpointError) as error:
+        with raises(
+            CheckpointError,
+            str(Path(name).expanduser()),
+            expected=("model folder", "engine folder", "Hugging Face Hub"),
+            got="nothing there",
+        ):
             trt_kvcache.load(name)
-        assert str(error.value) == (
-            f"{Path(os.path.expanduser(name))}: expected a model folder, an engine folder, or an id of the Hugging Face Hub such as "
-            "Qwen/Qwen3-0.6B, got nothing there."
-        )
 
     def test_each_kind_of_folder_names_the_call_for_the_other(self, engine_folder):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, engine_folder, expected="model folder", got="engine folder"):
             InferenceSession.from_model(engine_folder)
-        assert str(error.value) == (
-            f"{engine_folder}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it."
-        )
-        with pytest.raises(EngineError) as error:
+        with raises(EngineError, MODEL, expected="engine folder", says="engine.plan"):
             InferenceSession.open(MODEL)
-        assert str(error.value) == (
-            f"{MODEL}: expected an engine folder, but it has no engine.plan. `trt-kvcache build` makes one; "
-            "InferenceSession.from_model and trt_kvcache.load open a model folder."
-        )
 
 
 class TestHub:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.helpers.requests import drain, make
+from tests.helpers.sessions import drain, make
 from tests.paths import ROOT
 from trt_kvcache import InferenceSession
 from trt_kvcache.session import open_model

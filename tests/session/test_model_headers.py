@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.helpers.models import write_model
 from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_quantized
-from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache import estimate_build, what_fits
 from trt_kvcache.cli import main

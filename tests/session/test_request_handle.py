@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.requests import alone, drain, make, outcome
-from tests.helpers.sessions import continuation
+from tests.helpers.sessions import alone, continuation, drain, make, outcome
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.checkpoint import Tokenizer
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.fakes import VOCAB, poison
 from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, count_calls, decode_calls, journal, lengths
-from tests.helpers.requests import alone, drain, make, outcome, sampled
-from tests.helpers.sessions import damage_logits
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
+from tests.helpers.recording import VOCAB, poison
+from tests.helpers.sessions import alone, damage_logits, drain, make, outcome, sampled
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import BindingError, CapacityError, ClosedError, ConfigError, EngineError, RangeError, ShapeError

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tests.helpers.requests import alone, drain, make, outcome, sampled
+from tests.helpers.sessions import alone, drain, make, outcome, sampled
 from trt_kvcache import SamplingParams
 from trt_kvcache.errors import ConfigError
 

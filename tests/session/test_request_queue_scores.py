@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.helpers.requests import alone, drain, outcome, sampled
-from tests.helpers.sessions import make, refuse
+from tests.helpers.sessions import alone, drain, make, outcome, refuse, sampled
 from tests.session.every_logit import with_every_logit
 from trt_kvcache import AsyncSession, InferenceSession
 from trt_kvcache.errors import ConfigError, RangeError

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cache_cases import Unchanged
-from tests.helpers.small_model import write_model
-from tests.helpers.snapshot_cases import MODEL, TOKENS, host_cache, save
+from tests.helpers.caches import Unchanged
+from tests.helpers.errors import raises
+from tests.helpers.models import write_model
 from tests.paths import GOLDEN
+from tests.sequences.snapshots import MODEL, TOKENS, host_cache, save
 from tests.session.reference_sessions import LONG, OPTIONS, SAMPLED, UNSEEDED, fails, same, tokens
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError, ShapeError, SnapshotError
@@ -147,7 +148,7 @@ def test_a_session_without_a_model_identity_saves_no_snapshots(opened, tmp_path)
 @pytest.mark.parametrize("paths", [5, [5], b"a.kv", None])
 def test_what_is_no_path_is_refused(opened, paths):
     session = opened()
-    with pytest.raises(ShapeError, match="snapshots: expected a path or a sequence of paths, got "):
+    with raises(ShapeError, "snapshots", expected="path or a sequence of paths"):
         session.load_snapshots(paths)
 
 
@@ -197,5 +198,5 @@ def test_keys_that_longrope_rotated_for_shorter_sequences_are_refused(tmp_path):
         source.save_snapshot(tmp_path / "one.kv")
         same_angles.load_snapshots(tmp_path / "one.kv")
         assert same_angles.tokens(0) == (1, 2, 3)
-        with pytest.raises(SnapshotError, match=r"rope: expected .*'is_long': True.* as the model has, got .*'is_long': False"):
+        with raises(SnapshotError, "rope", expected=("'is_long': True", "as the model has"), got="'is_long': False"):
             others.load_snapshots(tmp_path / "one.kv")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.fakes import VOCAB, Journal, RecordingCache, RecordingEngine, RecordingMemory, kv_config, logits_after
+from tests.helpers.recording import VOCAB, Journal, RecordingCache, RecordingEngine, RecordingMemory, kv_config, logits_after
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import BindingError, LayoutError
 from trt_kvcache.session.chunks import Chunk

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.checkpoint.tokenizer_folders import BOS, byte_level_folder
-from tests.helpers.requests import drain
-from tests.helpers.sessions import make, refuse
-from tests.helpers.small_model import write_model
+from tests.helpers.errors import raises
+from tests.helpers.models import write_model
+from tests.helpers.sessions import drain, make, refuse
 from trt_kvcache import ChatPrompt, InferenceSession
 from trt_kvcache.errors import ConfigError
 
@@ -96,9 +96,8 @@ def test_messages_that_the_template_refuses(session):
 
 def test_a_conversation_is_no_next_turn(session):
     list(session.generate([1, 2], **OPTIONS))
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "prompts[0]", expected="text or token ids for a next turn", got="conversation"):
         session.generate(ChatPrompt(HELLO), append=True)
-    assert str(error.value) == "prompts[0]: expected text or token ids for a next turn, got a conversation. Pass all of it with reuse=True."
 
 
 def test_without_a_template_it_is_refused_at_once(tokenizer):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.helpers.fakes import kv_config, recorded
 from tests.helpers.interrupts import (
     ERRORS,
     LineTracer,
@@ -17,6 +16,7 @@ from tests.helpers.interrupts import (
     sequences,
     state,
 )
+from tests.helpers.recording import kv_config, recorded
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.engine.decoder_profiles import decoder_profiles
 from trt_kvcache.errors import EngineError

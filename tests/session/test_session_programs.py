@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.fakes import (
+from tests.helpers.recording import (
     VOCAB,
     logits_after,
     poison,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.errors import raises
 from tests.session.reference_sessions import LONG, fails, same, tokens
 from trt_kvcache import InferenceSession, PromptCache
 from trt_kvcache.errors import ConfigError
@@ -51,7 +52,7 @@ def test_the_prompt_cache_is_off_by_default(opened):
 
 def test_another_cache_is_refused(opened):
     one, other = opened(), opened()
-    with pytest.raises(ConfigError, match="prompt_cache: expected one over the cache of this session"):
+    with raises(ConfigError, "prompt_cache", expected="over the cache of this session"):
         InferenceSession(one.engine, one.cache, prompt_cache=PromptCache(other.cache, max_bytes=1 << 20))
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.fakes import VOCAB, logits_after
-from tests.helpers.requests import drain, make as make_queue
-from tests.helpers.sessions import by_prompt, continuation, make, refuse
+from tests.helpers.recording import VOCAB, logits_after
+from tests.helpers.sessions import by_prompt, continuation, drain, make, refuse
 from tests.session.reference_sessions import LONG, tokens
 from trt_kvcache import SamplingParams
 from trt_kvcache.errors import ProcessorError, RangeError
@@ -58,7 +57,7 @@ def test_eight_requests_in_a_batch_get_what_they_get_alone():
 @pytest.mark.parametrize("slots", [1, 2, 8])
 @pytest.mark.parametrize("reuse", [0, 1 << 20], ids=["", "with a prompt cache"])
 def test_queued_requests_get_what_they_get_alone(slots, reuse):
-    session = make_queue(slots=slots, limit=32, reuse=reuse)
+    session = make(slots=slots, limit=32, reuse=reuse)
     handles = [session.submit(prompt, params) for prompt, params in zip(PROMPTS * 2, EIGHT * 2, strict=True)]
     cancelled = session.submit([1, 2], EIGHT[0])
     for _ in range(4):
@@ -138,7 +137,7 @@ def test_a_processor_that_fails_leaves_generate_as_before_the_step(at):
 
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_step_whose_processor_failed_can_be_repeated(at):
-    session = make_queue(slots=2)
+    session = make(slots=2)
     good = session.submit([1, 2], max_new_tokens=6)
     bad = session.submit([3], max_new_tokens=6, logits_processors=[FailsAt(at)])
     failures = []
@@ -153,7 +152,7 @@ def test_a_step_whose_processor_failed_can_be_repeated(at):
 
 
 def test_a_request_whose_processor_always_fails_can_be_cancelled():
-    session = make_queue(slots=2)
+    session = make(slots=2)
     good = session.submit([1, 2], max_new_tokens=4)
     bad = session.submit([3], logits_processors=[lambda seen, logits: None])
     with pytest.raises(ProcessorError, match=r"^request 1: logits_processors\[0\] .*got NoneType\.$") as error:

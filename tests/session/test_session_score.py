@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.helpers.fakes import VOCAB, logits_after
+from tests.helpers.errors import raises
+from tests.helpers.recording import VOCAB, logits_after
 from tests.helpers.sessions import continuation, damage_logits, make, refuse
 from tests.helpers.tolerance import assert_close
 from tests.session.every_logit import with_every_logit
@@ -211,7 +212,7 @@ def test_a_step_that_fails_leaves_no_slot_active_and_the_session_usable(opened: 
 def test_logits_that_are_nan_are_an_error_of_the_engine() -> None:
     with with_every_logit() as session:
         mend = damage_logits(session, 1)
-        with pytest.raises(EngineError, match="logits: expected finite numbers, got nan"):
+        with raises(EngineError, "logits", expected="finite numbers", got="nan"):
             session.score([[1, 2, 3]])
         mend()
         assert session.cache.active_batch_size == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.engine_files import make_engine_folder
+from tests.helpers.errors import raises
 from tests.paths import ROOT
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import ConfigError
@@ -36,7 +37,7 @@ def test_an_engine_folder_refuses_what_its_build_has_fixed(tmp_path):
     message = rf"^max_batch_size, dtype: expected with a Hugging Face folder only; {folder} is an engine folder, built with its own\.$"
     with pytest.raises(ConfigError, match=message):
         SessionSource(folder, engine="reference", max_batch_size=2, dtype="float16")()
-    with pytest.raises(ConfigError, match=r"^max_batch_size: expected with a Hugging Face folder only"):
+    with raises(ConfigError, "max_batch_size", expected="with a Hugging Face folder only"):
         InferenceSession.open(folder, engine="reference", max_batch_size=2)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from tests.helpers.fakes import VOCAB, cache_rows, logits_after
+from tests.helpers.recording import VOCAB, cache_rows, logits_after
 from tests.helpers.sessions import continuation, make, observe, refuse
 from tests.helpers.tolerance import assert_close
 from tests.session.every_logit import with_every_logit

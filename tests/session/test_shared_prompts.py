@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.fakes import poison
-from tests.helpers.requests import alone, drain, make, outcome, sampled
+from tests.helpers.recording import poison
+from tests.helpers.sessions import alone, drain, make, outcome, sampled
 from tests.session.test_states import MODELS, alone as alone_with_states, open_model, params_of, tokens_of
 from trt_kvcache import SamplingParams
 from trt_kvcache.errors import CapacityError

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
-from tests.helpers.ahead import ahead
-from tests.helpers.fakes import cache_rows, poison
+from tests.helpers.recording import cache_rows, poison
+from tests.helpers.sessions import ahead
 from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS

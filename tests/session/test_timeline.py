@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from trt_kvcache import InferenceSession
 from trt_kvcache.session.timeline import SlotMove, SlotSpan, Timeline
 

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.helpers.golden_models import skip_what_is_not_computed
+from tests.helpers.models import skip_what_is_not_computed
 from tests.reference import rig
 
 

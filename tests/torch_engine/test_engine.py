@@ -7,7 +7,7 @@ from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
 
-from tests.helpers.small_model import SMALL, with_mixer  # noqa: E402
+from tests.helpers.models import SMALL, with_mixer  # noqa: E402
 from tests.reference.rig import Rig, random_ids  # noqa: E402
 from tests.reference.test_engine import *  # noqa: E402, F403
 from trt_kvcache import HostMemory  # noqa: E402

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers import hybrid_shapes
+from tests.helpers.errors import raises
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
-from tests.helpers.small_model import write_model
+from tests.helpers.models import HYBRID_TOLERANCES, HYBRIDS, hybrid_model, write_model
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS
 from tests.torch_engine.needs_torch import need_torch
@@ -100,34 +100,34 @@ def open_hybrid(open_engine, model, dtype, attention, memory):
 
 @pytest.mark.parametrize("attention", ["native", "plugin"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("name", hybrid_shapes.NAMES)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_with_states(name, dtype, attention):
-    model = hybrid_shapes.hybrid_model(name)
+    model = hybrid_model(name)
     with (
         open_hybrid(TorchEngine.open, model, dtype, attention, CudaMemory()) as ours,
         open_hybrid(ReferenceEngine, model, dtype, attention, HostMemory()) as reference,
     ):
         assert ours.engine._has_state_kernels
-        compare(ours, reference, dtype, hybrid_shapes.TOLERANCES)
+        compare(ours, reference, dtype, HYBRID_TOLERANCES)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", hybrid_shapes.NAMES)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_states_without_kernels(name, dtype, monkeypatch):
     """Operations of torch in their place, which a graph replays too."""
     monkeypatch.setattr(engine, "states_are_supported", lambda *_: False)
-    model = hybrid_shapes.hybrid_model(name)
+    model = hybrid_model(name)
     with (
         open_hybrid(TorchEngine.open, model, dtype, "native", CudaMemory()) as ours,
         open_hybrid(ReferenceEngine, model, dtype, "native", HostMemory()) as reference,
     ):
-        compare(ours, reference, dtype, hybrid_shapes.TOLERANCES)
+        compare(ours, reference, dtype, HYBRID_TOLERANCES)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", hybrid_shapes.NAMES)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_a_replayed_step_is_an_eager_one(name, dtype, monkeypatch):
-    model = hybrid_shapes.hybrid_model(name)
+    model = hybrid_model(name)
     run = device.CudaDevice.run
     with (
         open_hybrid(TorchEngine.open, model, dtype, "native", CudaMemory()) as replayed,
@@ -167,5 +167,5 @@ def test_a_capturing_stream_is_refused():
 
 def test_a_torch_that_cannot_use_the_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(device, "gpu_failure", lambda index: "torch 9.9 without CUDA")
-    with pytest.raises(EngineError, match=r"^torch: expected one that can use cuda:0, got torch 9\.9 without CUDA\.$"):
+    with raises(EngineError, "torch", expected="cuda:0", got="torch 9.9 without CUDA"):
         device.CudaDevice(CudaMemory())

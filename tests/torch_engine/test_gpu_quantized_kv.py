@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from tests.torch_engine.needs_torch import need_torch
 
 need_torch()

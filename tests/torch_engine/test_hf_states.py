@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.helpers.golden_models import model_of
+from tests.helpers.models import model_of
 from tests.paths import GOLDEN
 from tests.torch_engine.needs_torch import need_torch
 
@@ -16,7 +16,7 @@ import torch  # noqa: E402
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: `make test-torch` installs it")
 
-from tests.helpers.hf_states import cache_over, config_for  # noqa: E402
+from tests.torch_engine.hf_states import cache_over, config_for  # noqa: E402
 from trt_kvcache import CudaMemory, HostMemory, HybridCacheManager  # noqa: E402
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice  # noqa: E402
 from trt_kvcache.trt.engine_bindings import stream_handle  # noqa: E402

@@ -11,9 +11,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.helpers import hybrid_shapes
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
-from tests.helpers.small_model import write_model
+from tests.helpers.models import HYBRID_TOLERANCES, hybrid_model, write_model
 from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
@@ -139,14 +138,14 @@ def test_layers_with_states_agree_with_the_reference_engine(memory, calls, model
 
 @pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_next"])
 def test_so_do_layers_with_states_and_attention_of_published_sizes(memory, calls, name):
-    checkpoint, host = RandomCheckpoint(hybrid_shapes.hybrid_model(name)), HostMemory()
+    checkpoint, host = RandomCheckpoint(hybrid_model(name)), HostMemory()
     config = decoder_cache_config(checkpoint.config, **SIZES, dtype="float16", attention="plugin")
     options = {"kv": config, "max_prefill_length": 7, "attention": "plugin"}
     with (
         InferenceSession(TorchEngine.open(checkpoint, **options, memory=memory), HybridCacheManager(config, memory=memory)) as session,
         InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), HybridCacheManager(config, memory=host)) as reference,
     ):
-        check_agreement(session, reference, hybrid_shapes.TOLERANCES["float16"])
+        check_agreement(session, reference, HYBRID_TOLERANCES["float16"])
     assert calls["attend"] > 0
     assert calls["causal_conv1d"] > 0
     assert (calls["qk_rms_norm"] == calls["attend"]) == (name != "nemotron_h"), "which has no norms of q and k"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.cli.conftest import run  # noqa: F401
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from tests.paths import GOLDEN, ROOT
 from tests.torch_engine.needs_torch import need_torch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.models import write_model
 from tests.helpers.quantized_models import ALL_CASES, write_quantized, write_values
-from tests.helpers.small_model import write_model
 from tests.helpers.tolerance import assert_close
 from tests.torch_engine.needs_torch import need_torch
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeStream
-from tests.helpers.graph_stream import GraphStream
+from tests.trt.graph_stream import GraphStream
 from trt_kvcache.errors import CudaError
 from trt_kvcache.memory.cuda_driver import cuda_core_error
 from trt_kvcache.trt.cuda_graphs import MAX_GRAPHS, CudaGraphCache

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeStream
-from tests.helpers.tensorrt_modules import FakeLogger, fake_module
+from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeLogger, FakeStream, fake_module
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT

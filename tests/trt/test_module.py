@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.tensorrt_modules import fake_module
+from tests.helpers.errors import raises
+from tests.helpers.fake_tensorrt import fake_module
 from trt_kvcache.engine.attention_variants import attention_variant
 from trt_kvcache.errors import BuildError, DTypeError, EngineError
 from trt_kvcache.trt import module as trt_module
@@ -53,7 +54,7 @@ def test_the_caller_chooses_the_error_type(installed: Any) -> None:
 
 
 def test_an_unknown_flavour_is_refused(installed: Any) -> None:
-    with pytest.raises(EngineError, match="TensorRT flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'trt'"):
+    with raises(EngineError, "TensorRT flavour", expected="auto, tensorrt, tensorrt_rtx", got="'trt'"):
         load("trt")
 
 
@@ -100,7 +101,7 @@ def test_full_tensorrt_is_not_called_where_the_driver_does_not_start(installed: 
 def test_auto_skips_a_full_tensorrt_that_is_too_old(installed: Any) -> None:
     installed(tensorrt=fake_module("10.2.0.34"), tensorrt_rtx=fake_module("1.7.1"))
     assert load().flavour == "tensorrt_rtx"
-    with pytest.raises(EngineError, match=r"tensorrt: version 10\.2\.0\.34 is too old\. Expected 11\.0 or newer, or 10\.3 for plugin"):
+    with raises(EngineError, "tensorrt: version 10.2.0.34 is too old", expected="11.0 or newer, or 10.3 for plugin"):
         load("tensorrt")
 
 

@@ -9,10 +9,23 @@ import numpy as np
 import pytest
 
 from tests.helpers.engine_files import make_engine_folder, segment_plans
-from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeSegment, FakeTensorRT
-from tests.helpers.graph_stream import GraphStream
-from tests.helpers.small_model import write_model
-from tests.helpers.tensorrt_engines import BATCH, PREFILL, VOCAB, S, enqueue, install, make_ready, refuses, set_shapes, tensor
+from tests.helpers.fake_tensorrt import (
+    BATCH,
+    PREFILL,
+    VOCAB,
+    FakeGpuMemory,
+    FakeSegment,
+    FakeTensorRT,
+    S,
+    enqueue,
+    install,
+    make_ready,
+    refuses,
+    set_shapes,
+    tensor,
+)
+from tests.helpers.models import write_model
+from tests.trt.graph_stream import GraphStream
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
 from trt_kvcache.engine_folder.folder import EngineFolder

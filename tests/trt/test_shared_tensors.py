@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.fake_tensorrt import FakeGpuMemory
-from tests.helpers.tensorrt_modules import fake_module
+from tests.helpers.fake_tensorrt import FakeGpuMemory, fake_module
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt.engine_resources import EngineResources

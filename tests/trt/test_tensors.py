@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.helpers.errors import raises
 from tests.helpers.fake_tensorrt import FakeTensorRT
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
@@ -70,7 +71,7 @@ def test_inputs_come_first(fake: FakeTensorRT) -> None:
 
 def test_a_tensor_in_host_memory_is_refused(fake: FakeTensorRT) -> None:
     fake.host_tensors.add("past")
-    with pytest.raises(EngineError, match=r"^`past`: expected a tensor in GPU memory, the engine has it on the host\."):
+    with raises(EngineError, "`past`", expected="tensor in GPU memory"):
         read(fake)
 
 
@@ -96,7 +97,7 @@ def test_a_shape_inside_the_range(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 1), (4, 1), (3, 12), (3,), (3, 1, 1)])
 def test_a_shape_outside_the_range_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(BindingError, match=r"^`ids`: expected a shape from \(1, 1\) to \(3, 11\) in this profile, got \("):
+    with raises(BindingError, "`ids`", expected="(1, 1) to (3, 11) in this profile", got="("):
         ProfileRanges({"ids": ((1, 1), (3, 11))}).check("ids", shape)
 
 
@@ -118,7 +119,7 @@ def test_profiles_need_the_token_ids(fake: FakeTensorRT) -> None:
 
 
 def test_token_ids_have_two_dimensions(fake: FakeTensorRT) -> None:
-    with pytest.raises(EngineError, match=r"^`past`: expected two dimensions \(slots, new tokens per slot\), the engine has 3\."):
+    with raises(EngineError, "`past`", expected="two dimensions", says=3):
         read_profiles(ranges(fake), TensorNames(input_ids="past"))
 
 

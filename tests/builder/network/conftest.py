@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.builder.network.parts import Part
-from tests.helpers.golden_models import attentions_of, skip_what_is_not_computed
+from tests.helpers.models import attentions_of, skip_what_is_not_computed
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS
 from trt_kvcache.builder import resolved_options

@@ -1,7 +1,7 @@
 """What a session needs to run on networks in the interpreter, by way of the engines that run TensorRT."""
 
 from tests.helpers.fake_tensorrt import FakeStream
-from tests.helpers.plugin_on_host import array_at
+from tests.trt.plugin.on_host import array_at
 from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.network import decoder
 from trt_kvcache.builder.network.decomposable import attention_layer_config

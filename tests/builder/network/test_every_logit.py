@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.golden_models import attentions_of
+from tests.helpers.models import attentions_of
 from tests.helpers.tolerance import assert_close
 from tests.reference.rig import MODELS
 from trt_kvcache.builder.serialization import make_config, serialize

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.small_model import SMALL
+from tests.helpers.models import SMALL
 from tests.reference import rig
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.model import LayerConfig, ModelConfig, NormConfig, QkNormConfig

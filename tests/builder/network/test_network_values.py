@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.sweeps import each_once
+from tests.builder.network.sweeps import each_once
 from tests.paths import GOLDEN
 from tests.reference.rig import Rig, golden
 from trt_kvcache.cache.recurrent_states import StateKind

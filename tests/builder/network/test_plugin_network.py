@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.trt.plugin import AttentionAttributes

@@ -14,11 +14,10 @@ import pytest
 
 from tests.builder.network.conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH, SIZES, Defined, recording
 from tests.builder.network.interpreter import layer_kind
+from tests.builder.network.sweeps import each_once
 from tests.builder.network.test_network_values import LOGITS_TOLERANCE, ROWS_TOLERANCE, STEPS, Network, assert_near, run, total
-from tests.helpers.golden_models import attentions_of
+from tests.helpers.models import attentions_of, write_model
 from tests.helpers.quantized_models import ALL_CASES, FP4_CASES, FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_quantized
-from tests.helpers.small_model import write_model
-from tests.helpers.sweeps import each_once
 from tests.paths import GOLDEN
 from tests.reference import rig
 from trt_kvcache.builder.definition import define_decoder
@@ -149,7 +148,7 @@ def test_rounded_to_nearest(rtx: Any, opened: Any, tmp_path: Path, quantize: str
 def test_gguf(rtx: Any, tmp_path: Path, kind: str) -> None:
     """Scales of Q4_0 have both signs; rows of an embedding have no product that takes offsets, so its codes are int8."""
     pytest.importorskip("gguf")
-    from tests.helpers.gguf_models import write_gguf
+    from tests.helpers.gguf_files import write_gguf
 
     write_gguf(tmp_path / "model", kind)
     defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", "float16")

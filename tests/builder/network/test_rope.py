@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.builder.network.parts import Part, normal
-from tests.helpers.small_model import SMALL
+from tests.helpers.models import SMALL
 from trt_kvcache.builder.network.rope import apply_rope, cos_sin, rope_tables
 from trt_kvcache.model import ModelConfig, rope_table
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.helpers.golden_models import attentions_of
-from tests.helpers.sweeps import each_once
+from tests.builder.network.sweeps import each_once
+from tests.helpers.models import attentions_of
 from tests.reference.rig import MODELS, golden
 from trt_kvcache.builder.definition import define_constants, define_segments
 from trt_kvcache.builder.options import BuildOptions

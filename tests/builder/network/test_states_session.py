@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
-from tests.helpers.fake_tensorrt import FakeTensorRT
-from tests.helpers.golden_models import attentions_of, model_of
-from tests.helpers.hybrid_shapes import TOLERANCES
-from tests.helpers.tensorrt_engines import install
+from tests.helpers.fake_tensorrt import FakeTensorRT, install
+from tests.helpers.models import HYBRID_TOLERANCES, attentions_of, model_of
 from tests.reference.rig import MODELS, golden
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.cache.edge_llm import make_cache
@@ -53,7 +51,7 @@ def test_a_session_gives_the_logits_of_hugging_face_and_of_the_reference_engine(
         prompts = [ids[: lengths[0]], PROMPTS[1], PROMPTS[0]]
         steps = [session.prefill(prompts) for session in (ours, reference)]
         for tokens in zip(*(ids[lengths[0] : lengths[-1]], *(range(4, 70),) * 2), strict=False):
-            assert_near(steps[0], steps[1], TOLERANCES[dtype])
+            assert_near(steps[0], steps[1], HYBRID_TOLERANCES[dtype])
             held = len(ours.tokens(0))
             if held in expected:
                 assert_near(steps[0][0], expected[held], GOLDEN_TOLERANCE[dtype])
@@ -61,7 +59,7 @@ def test_a_session_gives_the_logits_of_hugging_face_and_of_the_reference_engine(
             if held == lengths[0] + 3:
                 turns = [[], [7, 8, 9], [3]]
                 for one, other in zip(*(session.append(turns)[1:] for session in (ours, reference)), strict=True):
-                    assert_near(one, other, TOLERANCES[dtype])
+                    assert_near(one, other, HYBRID_TOLERANCES[dtype])
         assert_near(steps[0][0], expected[lengths[-1]], GOLDEN_TOLERANCE[dtype])
 
 

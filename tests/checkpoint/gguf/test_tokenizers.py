@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.errors import raises
+
 pytest.importorskip("gguf")
 
 import gguf
@@ -226,7 +228,7 @@ def test_pieces_that_nobody_has_are_refused(written: Callable[..., Path]) -> Non
         writer.add_token_list(["a", "a" * 50_000])
         writer.add_token_scores([0.0, 0.0])
 
-    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.tokens: expected pieces of at most 1024 characters, got one of 50000"):
+    with raises(CheckpointError, "tokenizer.ggml.tokens", expected="pieces of at most 1024 characters", got=50000):
         Tokenizer.open(written(edit))
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.folders import refused
+from tests.helpers.models import write_model
 from tests.helpers.quantized_models import write_values
-from tests.helpers.small_model import write_model
 from trt_kvcache import InferenceSession
 from trt_kvcache.checkpoint import Checkpoint
 
 pytest.importorskip("gguf")
 
-from tests.helpers.gguf_models import write_gguf
+from tests.helpers.gguf_files import write_gguf
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])

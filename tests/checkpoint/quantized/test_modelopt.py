@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from trt_kvcache.checkpoint import Checkpoint
 
 pytest.importorskip("modelopt", reason="nvidia-modelopt")

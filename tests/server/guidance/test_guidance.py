@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.errors import raises
 from tests.server.engines import MODEL, alone, answers, request, run, running
 from tests.server.guidance.grammars import CHAINED, CHOICE, ENDLESS, SLOW, guided
 from tests.server.needs_libraries import need_libraries
@@ -272,5 +273,5 @@ def test_a_model_without_an_end_token_is_refused(tokenizer):
 
 
 def test_options_are_checked():
-    with pytest.raises(RangeError, match=r"GuidanceOptions\.compile_seconds: expected a number above 0, got 0"):
+    with raises(RangeError, "GuidanceOptions.compile_seconds", expected="above 0", got=0):
         GuidanceOptions(compile_seconds=0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.helpers.pace import Pace
+from tests.helpers.sessions import Pace
 from tests.server.engines import MODEL, paced, source
 from trt_kvcache.server import AsyncEngine
 from trt_kvcache.server.http import ServerOptions, make_app

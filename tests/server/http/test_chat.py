@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.checkpoint.tokenizer_folders import EOS, byte_level_folder
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from tests.server.engines import read_all, source
 from tests.server.http.running import NAME, Running, chat_model, serving
 from trt_kvcache import ChatPrompt

@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 from tests.server.engines import read_all, source
 from tests.server.http.running import NAME, Running, events_of, serving
 

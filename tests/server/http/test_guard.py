@@ -9,6 +9,7 @@ import time
 import httpx
 import pytest
 
+from tests.helpers.errors import raises
 from tests.server.http.running import serving
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.http.guard import Guard
@@ -132,7 +133,7 @@ def test_small_events_are_not_held_back():
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org"])
 def test_other_machines_need_a_key(host: str):
-    with pytest.raises(ConfigError, match="host: expected an address of this machine alone, such as 127"):
+    with raises(ConfigError, "host", expected="127.0.0.1"):
         bound_socket(host, 0, ServerOptions())
 
 
@@ -145,7 +146,7 @@ def test_other_machines_may_be_served_with_a_key_or_on_purpose():
 def test_a_port_that_is_taken_is_named():
     with bound_socket("127.0.0.1", 0, ServerOptions()) as first:
         port = first.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port: expected one that is free, got {port}, which another process has"):
+        with raises(ConfigError, "port", expected="free", got=port):
             bound_socket("127.0.0.1", port, ServerOptions())
     with pytest.raises(OSError, match=r"192\.0\.2\.1:8000"):  # an address of nobody
         bound_socket("192.0.2.1", 8000, ServerOptions(any_host=True))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers.errors import raises
 from tests.trt.plugin.stand_in import Size, tensorrt
 from tests.trt.plugin.test_plugin_tensors import FIELDS, NAMES, QUANTIZED, QUANTIZED_SHAPES, SHAPES
 from trt_kvcache.errors import DTypeError, KVCacheError, ShapeError
@@ -34,7 +35,7 @@ def test_outputs_have_the_symbolic_sizes_of_their_inputs():
 
 
 def test_constant_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ShapeError, match=r"^k: expected \[3, 4, 2, 80\], got \[3, 4, 6, 80\]\.$"):
+    with raises(ShapeError, "k", expected="[3, 4, 2, 80]", got="[3, 4, 6, 80]"):
         output_shapes(k=KNOWN["q"])
 
 
@@ -109,7 +110,7 @@ class TestWithTensorRT:
         assert [plugin.get_aliased_input(output) for output in range(len(aliased))] == aliased
         types = [getattr(kinds, name) for name in QUANTIZED_DTYPES.values()]
         assert plugin.get_output_data_types(types) == [kinds.HALF, kinds.INT32, kinds.FLOAT][: len(aliased)]
-        with pytest.raises(DTypeError, match=r"^cache: expected int32, got float8_e4m3fn\.$"):
+        with raises(DTypeError, "cache", expected="int32", got="float8_e4m3fn"):
             plugin.get_output_data_types([*types[:3], kinds.FP8, *types[4:]])
 
     def test_dtypes_that_do_not_fit_are_refused(self, rtx, plugin):

@@ -4,15 +4,11 @@ The model is Llama of Hugging Face transformers with random weights, its ``Cache
 transformers is missing, a Llama written out below. Run as a script, it works in host memory without a GPU.
 """
 
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from torch.nn import functional
 
 from trt_kvcache import CudaMemory, DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.kernels import AttentionWorkspace, attend
@@ -102,14 +98,15 @@ class TorchLlama(torch.nn.Module):
         """Run ids ``[B, s]``; return ``[B, s, vocab]``."""
         x = self.embedding(ids)
         for index, layer in enumerate(self.layers):
-            y = F.rms_norm(x, (HIDDEN,))
+            y = functional.rms_norm(x, (HIDDEN,))
             q, k, v = (layer[name](y).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for name in "qkv")
             x = x + layer["o"](attention(index, q, k, v).flatten(2))
-            y = F.rms_norm(x, (HIDDEN,))
-            x = x + layer["down"](F.silu(layer["gate"](y)) * layer["up"](y))
-        return self.head(F.rms_norm(x, (HIDDEN,)))
+            y = functional.rms_norm(x, (HIDDEN,))
+            x = x + layer["down"](functional.silu(layer["gate"](y)) * layer["up"](y))
+        return self.head(functional.rms_norm(x, (HIDDEN,)))
 
     def own(self, ids):
+        """Return the logits of all tokens on SDPA of torch."""
         cos, sin = (torch.from_numpy(side).to(ids.device)[: ids.shape[1]] for side in self.angles.swapaxes(0, 1))
 
         def turn(x):
@@ -118,7 +115,7 @@ class TorchLlama(torch.nn.Module):
 
         def sdpa(layer, q, k, v):
             k, v = (side.repeat_interleave(HEADS // KV_HEADS, dim=1) for side in (turn(k), v))
-            return F.scaled_dot_product_attention(turn(q), k, v, is_causal=True).transpose(1, 2)
+            return functional.scaled_dot_product_attention(turn(q), k, v, is_causal=True).transpose(1, 2)
 
         return self.logits(ids, sdpa)
 
@@ -136,6 +133,7 @@ class HuggingFaceLlama:
         self._own.set_attn_implementation("sdpa")
 
     def to(self, *where):
+        """Move both models, and give ours the weights of the other, our cache and our attention."""
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
@@ -153,6 +151,7 @@ class HuggingFaceLlama:
         return self._adapter(module.layer_idx, q, k, v), None
 
     def logits(self, ids, attention):
+        """Run tokens on our cache; return the logits of all."""
         self._adapter = attention
         return self._ours(ids, past_key_values=_cache_over(attention), use_cache=True).logits
 
@@ -164,6 +163,7 @@ class HuggingFaceLlama:
         return found.sequences, list(found.logits)
 
     def own(self, ids):
+        """Return the logits of all tokens on the model's own attention."""
         return self._own(ids).logits
 
 

@@ -1,4 +1,4 @@
-"""GGUF files of models of Llama's names, packed by the ``gguf`` package."""
+"""GGUF files, written by the ``gguf`` package: of tiny models with Llama's names, and copies of files with floating-point weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-from tests.helpers.small_model import write_model
+from tests.helpers.models import write_model
 
 NAMES = {
     "embed_tokens": "token_embd",
@@ -76,3 +76,21 @@ def write_gguf(folder: Path, kind: str, architecture: str = "llama") -> dict[str
     (folder / "model.safetensors").unlink()
     types = dict.fromkeys(tensors, kind)
     return write_gguf_file(folder / "model.gguf", tensors, types, heads=(4, 2), architecture=architecture)
+
+
+def write_floats(source: Path, target: Path, dtype: str = "float32") -> Path:
+    """Write the values of a file's matrices in ``float32`` or ``float16``, all else as it is."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if dtype == "float32" else gguf.LlamaFileType.MOSTLY_F16)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, values.astype(dtype if values.ndim > 1 else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target

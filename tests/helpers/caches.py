@@ -1,4 +1,4 @@
-"""Caches of every kind, and what they hold: all bytes, with NumPy views of rows and states into a copy of them."""
+"""Small caches of every kind, their contents as bytes and NumPy views, and checks that a call left them unchanged."""
 
 import numpy as np
 import pytest
@@ -124,12 +124,15 @@ def whole(tensor):
     return DeviceTensor(tensor.allocation, shape=(tensor.allocation.nbytes,), dtype="uint8")
 
 
-def fill_all(cache, stream, seed=0):
-    """Overwrite every byte of K, V and states, padding included, at random."""
-    random = np.random.default_rng(seed)
-    for tensor in [*rows_of(cache), *scales_of(cache), *states_of(cache), *next_states_of(cache)]:
-        cache.memory.upload(whole(tensor), random.integers(0, 256, tensor.allocation.nbytes, np.uint8), stream=stream)
-        cache.memory.synchronize(stream)
+def fill_all(cache, stream, seed=0, *, value=None):
+    """Overwrite every byte of K, V, scales and states, padding included, at random or with a value; return one array per allocation."""
+    random, written = np.random.default_rng(seed), {}
+    for tensor in map(whole, [*rows_of(cache), *scales_of(cache), *states_of(cache), *next_states_of(cache)]):
+        if tensor.ptr not in written:
+            content = random.integers(0, 256, tensor.shape, np.uint8) if value is None else np.full(tensor.shape, value, np.uint8)
+            cache.memory.upload(tensor, written.setdefault(tensor.ptr, content), stream=stream)
+    cache.memory.synchronize(stream)
+    return list(written.values())
 
 
 def cache_holding(kind, memory, stream, *lengths, **changes):
@@ -212,19 +215,22 @@ class Image:
                 assert ((whole(tensor).numpy() == self._bytes[name]) | self._unknown[name]).all()
 
 
-def state_of(cache):
-    """Everything beside K, V and states that an operation could change."""
-    lengths = cache.lengths
+def state_of_lengths(lengths):
+    """Everything that an operation could change in a ``Lengths``."""
     try:
         host = lengths.host
     except LengthsUnknown as error:
         host = str(error)
     return {
         "device": lengths.tensor.numpy().tolist(),
-        "active": (cache.active_batch_size, lengths.active_tensor.shape, lengths.tensor.ptr),
+        "active": (lengths.active_batch_size, lengths.active_tensor.shape, lengths.active_tensor.ptr, lengths.tensor.ptr),
         "mirror": (host, lengths.upper_bounds, lengths.all_empty),
-        "parity": getattr(cache, "parity", 0),
     }
+
+
+def state_of(cache):
+    """Everything beside K, V and states that an operation could change."""
+    return {**state_of_lengths(cache.lengths), "cache": (cache.active_batch_size, getattr(cache, "parity", 0))}
 
 
 class Unchanged:

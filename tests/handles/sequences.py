@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import Unchanged, make_cache
+from tests.helpers.caches import Unchanged, make_cache
 from trt_kvcache import SequenceCacheManager
 from trt_kvcache.dtypes import numpy_dtype
 

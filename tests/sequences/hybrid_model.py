@@ -6,7 +6,7 @@ the states, which are read and written where they are.
 
 import numpy as np
 
-from tests.helpers.cache_cases import kv_config, mamba_config
+from tests.helpers.caches import kv_config, mamba_config
 from trt_kvcache import HybridCacheConfig, HybridCacheManager, LayerType
 
 VOCAB, HIDDEN = 41, 24

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.helpers.cache_cases import Unchanged, cache_holding
+from tests.helpers.caches import Unchanged, cache_holding
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import SnapshotError
 from trt_kvcache.generation.sampler_state import SamplerState
