@@ -43,7 +43,10 @@ def hub(tmp_path: Path) -> Iterator[tuple[Command, list[str]]]:
         yield run, downloaded
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# All commands resolve ids in one place, so one that loads weights and one that reads the configuration alone stand for the others.
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[] if name in ("generate", "memory") else pytest.mark.slow) for name in COMMANDS]
+)
 def test_a_model_of_the_hub(hub: tuple[Command, list[str]], command: str):
     run, downloaded = hub
     done = run(command, HUB_ID, *COMMANDS[command])

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from tests.helpers.recording import poison
 from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.paths import GOLDEN
+from tests.sweeps import each_once
 from trt_kvcache import InferenceSession, SamplingParams
 
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.safetensors"))
@@ -58,8 +59,7 @@ def splits(length):
 
 
 # An enqueue is given where it starts, and how many tokens it has. Three parts have all of these pairs; one token each has the most parts.
-@pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "attention"), each_once(FAMILIES, ["native", "mask", "plugin"]))
 def test_every_split_of_a_short_sequence(name, attention):
     tokens = tokens_of(name)[:7]
     session = opened(name, attention=attention)
@@ -75,12 +75,12 @@ def test_every_split_of_a_short_sequence(name, attention):
     assert session.tokens(0) == tokens
 
 
-@pytest.mark.parametrize(("attention", "value"), [("native", np.nan), ("mask", 1e30), ("plugin", np.nan)])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "attention"), each_once(FAMILIES, ["native", "mask", "plugin"]))
 @settings(max_examples=6)
 @given(data=st.data())
-def test_ragged_batches_over_poisoned_rows(name, attention, value, data):
+def test_ragged_batches_over_poisoned_rows(name, attention, data):
     """Rows of different length, cut at random, on a cache whose dead rows hold what must not be read."""
+    value = 1e30 if attention == "mask" else np.nan
     slots = 3
     session = opened(name, slots=slots, attention=attention)
     whole = tokens_of(name)
@@ -100,8 +100,7 @@ def test_ragged_batches_over_poisoned_rows(name, attention, value, data):
     poison(session.cache, value)
 
 
-@pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "attention"), each_once(FAMILIES, ["native", "mask", "plugin"]))
 def test_a_larger_cache_changes_nothing(name, attention):
     tokens = tokens_of(name)
     for limit in (S, 40, 64):

@@ -5,6 +5,7 @@ import pytest
 from tests.helpers.recording import cache_rows, kv_config, poison, recorded
 from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN, SHIPPED
+from tests.sweeps import each_once
 from trt_kvcache import InferenceSession, KVLayout, SamplingParams
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.session import open_model
@@ -35,8 +36,11 @@ def test_the_plugin_takes_a_combined_cache():
         assert (native.cache.kv_config.layout, plugin.cache.kv_config.layout) == (KVLayout.SEPARATE, KVLayout.COMBINED)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("folder", [*FAMILIES, SHIPPED], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    ("folder", "dtype"),
+    each_once([*FAMILIES, SHIPPED], ["float32", "float16", "bfloat16"]),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_generation_with_compaction(folder, dtype):
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (20, 3, 9)]
     native, plugin = open_both(folder, dtype=dtype)

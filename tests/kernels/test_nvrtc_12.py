@@ -12,14 +12,12 @@ from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder, source_name
 ARCH = "sm_87"
 ENDS = ("-float16-128", "-bfloat16-256", "-float16-128-float8_e4m3fn", "-bfloat16-256-int8", "-float16-float32", "float32-float32")
 NAMES = [name for name in source_names() if "-" not in name or name.endswith(ENDS)]
-LONG = ("attention_decode_few", "attention_prefill", "recurrent_delta_rule")  # five to fifteen seconds each
-FIRST = ("-float16-128", "-float16-float32")  # one variant of each kernel
+# The largest kernel of each room; together they include nearly all headers. The others compile in `make test-all`.
+FIRST = ("attention_prefill-float16-128", "recurrent_causal_conv1d-float16-float32", "sampling_choose", "states")
 
 
 def marks(name):
-    """Return the markers of a kernel: one variant of each is compiled for every change."""
-    repeats = "-" in name and not name.endswith(FIRST)
-    return [pytest.mark.slow] if repeats else [pytest.mark.long] * name.startswith(LONG)
+    return [pytest.mark.long if name in FIRST else pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,15 @@ import pytest
 
 from tests.helpers.errors import raises
 from tests.helpers.tolerance import assert_close
+from tests.sweeps import each_once
 from trt_kvcache.errors import BindingError, ConfigError, EngineError
 
 from .rig import DECODE, MODELS, PREFILL, Rig, golden, random_ids
 from .test_golden import TOLERANCE
 
 VERIFY = 2
-ATTENTION = pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
+VARIANTS = ["native", "mask", "plugin"]
+ATTENTION = pytest.mark.parametrize("attention", VARIANTS)
 
 
 def step_by_step(model: str, ids: np.ndarray, attention: str) -> np.ndarray:
@@ -23,8 +25,7 @@ def step_by_step(model: str, ids: np.ndarray, attention: str) -> np.ndarray:
     return np.stack(steps, axis=1)
 
 
-@ATTENTION
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "attention"), each_once(MODELS, VARIANTS))
 def test_one_prefill_gives_the_logits_of_every_step(model: str, attention: str) -> None:
     rig = Rig(model, attention=attention, logits=24)
     ids = random_ids(rig.model.vocab_size, 3, 24)
@@ -32,8 +33,7 @@ def test_one_prefill_gives_the_logits_of_every_step(model: str, attention: str) 
     assert_close(found, step_by_step(model, ids, attention))
 
 
-@ATTENTION
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "attention"), each_once(MODELS, VARIANTS))
 def test_they_are_those_of_hugging_face(model: str, attention: str) -> None:
     ids, expected = golden(model)
     found = Rig(model, attention=attention, logits=24).step(ids, [0], [range(24)])[0]

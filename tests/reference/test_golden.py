@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.tolerance import assert_close
+from tests.sweeps import each_once
 
 from .rig import GOLDEN, MODELS, Rig, golden
 
@@ -27,8 +28,7 @@ def test_one_full_pass(model, attention):
         assert_close(rig.step(ids, [0], [length - 1])[0], logits, TOLERANCE)
 
 
-@pytest.mark.parametrize("widths", [[1] * 24, [24], [5, 1, 8, 1, 9], [23, 1], [8, 8, 8]])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "widths"), each_once(MODELS, [[1] * 24, [5, 1, 8, 1, 9], [24], [23, 1], [8, 8, 8]]))
 def test_any_split_into_chunks_and_decode_steps(model, widths):
     ids, expected = golden(model)
     native, mask, plugin = (Rig(model, attention=attention).run(ids, widths) for attention in ("native", "mask", "plugin"))

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.builder.network.sweeps import each_once
 from tests.paths import GOLDEN
 from tests.reference.rig import Rig, golden
+from tests.sweeps import each_once
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.dtypes import numpy_dtype

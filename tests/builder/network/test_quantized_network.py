@@ -14,12 +14,12 @@ import pytest
 
 from tests.builder.network.conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH, SIZES, Defined, recording
 from tests.builder.network.interpreter import layer_kind
-from tests.builder.network.sweeps import each_once
 from tests.builder.network.test_network_values import LOGITS_TOLERANCE, ROWS_TOLERANCE, STEPS, Network, assert_near, run, total
 from tests.helpers.models import attentions_of, write_model
 from tests.helpers.quantized_models import ALL_CASES, FP4_CASES, FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_quantized
 from tests.paths import GOLDEN
 from tests.reference import rig
+from tests.sweeps import each_once
 from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES
 from trt_kvcache.builder.options import BuildOptions

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.builder.network.sweeps import each_once
 from tests.helpers.models import attentions_of
 from tests.reference.rig import MODELS, golden
+from tests.sweeps import each_once
 from trt_kvcache.builder.definition import define_constants, define_segments
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions

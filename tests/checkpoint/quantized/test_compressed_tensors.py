@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import ml_dtypes
@@ -10,11 +11,9 @@ import pytest
 
 from trt_kvcache.checkpoint.quantized.compressed_tensors import CompressedTensors
 
-pytest.importorskip("compressed_tensors")
+# Its import takes ten seconds, so not while tests are collected.
+pytestmark = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="needs compressed-tensors")
 torch = pytest.importorskip("torch")
-
-from compressed_tensors.compressors import BaseCompressor  # noqa: E402
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # noqa: E402
 
 SHAPE = (24, 64)
 
@@ -47,6 +46,9 @@ def shape_of_scales(weights: dict[str, Any]) -> tuple[int, ...]:
 
 def stored_by_the_library(packing: str, weights: dict[str, Any], dtype: Any) -> tuple[Any, dict[str, Any], Any]:
     """Return its compressor, what it stores of a random matrix, and its scheme."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
     torch.manual_seed(3)
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     shape = shape_of_scales(weights)

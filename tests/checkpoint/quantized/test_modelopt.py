@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,12 @@ import pytest
 from tests.helpers.models import write_model
 from trt_kvcache.checkpoint import Checkpoint
 
-pytest.importorskip("modelopt", reason="nvidia-modelopt")
+# Its import takes ten seconds, so not while tests are collected.
+pytestmark = pytest.mark.skipif(find_spec("modelopt") is None, reason="needs nvidia-modelopt")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it uses what torch advises against
-    import modelopt.torch.quantization as quantization
-    from modelopt.torch.export import export_hf_checkpoint
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
 #: By what it says in ``hf_quant_config.json``.
 CASES = {
@@ -39,7 +35,10 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp(request.param)
     source = write_model(folder / "source", **SIZES)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # it uses what torch advises against
+        import modelopt.torch.quantization as quantization
+        from modelopt.torch.export import export_hf_checkpoint
+
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         model.config.architectures = [type(model).__name__]
 
@@ -72,6 +71,8 @@ def _fp8(parts: dict[str, Any]) -> Any:
 
 
 def _nvfp4(parts: dict[str, Any]) -> Any:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
     codes = parts["weight"]
     tensor = NVFP4QTensor(torch.Size([len(codes), 2 * codes.shape[1]]), torch.float32, codes)
     return tensor.dequantize(torch.float32, scale=parts["weight_scale"], double_scale=parts["weight_scale_2"], block_sizes={-1: 16})
