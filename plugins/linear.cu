@@ -12,8 +12,8 @@
 //     block   a tile of up to 16 outputs, or 32, after another: every gridDim.x'th one. With a gate, of 16 of the gate
 //             and the same of up. All tiles have tile_outputs of them, which are fewer where blocks then read about as
 //             much as each other
-//     warp    every kWarps'th run of 64 inputs. The sums of the warps are added up in shared memory, in their order
-//     lane    in a run: of outputs g and g + 8 of each 16, inputs 8t to 8t+7 and 32 more. (g: lane / 4, t: lane % 4)
+//     warp    every kWarps'th fragment of 64 inputs. The sums of the warps are added in shared memory, in their order
+//     lane    of a fragment: outputs g and g + 8 of each 16, inputs 8t to 8t+7 and 32 more (g: lane / 4, t: lane % 4)
 
 #include "attention/cp_async.cuh"
 #include "attention/element.cuh"
@@ -32,9 +32,9 @@ using Element = ELEMENT;
 constexpr int kElementBytes = 2;
 constexpr int kTileOutputs = 16;  // of mma
 constexpr int kTileRows = 8;
-constexpr int kRunInputs = 64;                    // of a warp: 128 bytes, a line, of each output
-constexpr int kHalfInputs = kRunInputs / 2;       // of a load of all its lanes
-constexpr int kStepInputs = kWarps * kRunInputs;  // of all warps
+constexpr int kFragmentInputs = 64;                    // of a warp: 128 bytes, a line, of each output
+constexpr int kHalfInputs = kFragmentInputs / 2;       // of a load of all its lanes
+constexpr int kStepInputs = kWarps * kFragmentInputs;  // of all warps
 
 struct LinearParams {
     const unsigned char *x, *weight;
@@ -69,12 +69,12 @@ struct OutputTile {
 // Registers of a lane for 64 inputs of kTiles * kTileOutputs rows of W: the first and the second half of rows g and g +
 // 8 of each tile.
 template <int kTiles>
-struct WeightRun {
+struct WeightFragment {
     uint4 words[kTiles][2][2];
 };
 
-// Loads the runs of a warp, a group of kDepth of them after another: all those of a tile, then those of the block's
-// next tile.
+// Loads the fragments of a warp, a group of kDepth of them after another: all those of a tile, then those of the
+// block's next tile.
 template <int kTiles, bool kGated>
 class WeightStream {
     using Tile = OutputTile<kTiles, kGated>;
@@ -87,14 +87,14 @@ public:
         begin_tile();
     }
 
-    __device__ __forceinline__ void load(WeightRun<kTiles>& run, int step) const {
+    __device__ __forceinline__ void load(WeightFragment<kTiles>& fragment, int step) const {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int ahead = step * kStepInputs + half * kHalfInputs;
             const bool valid = input_ + ahead < params_.inputs;
 #pragma unroll
             for (int x = 0; x < 2 * kTiles; x++)
-                run.words[x / 2][x % 2][half] = load_once(rows_[x] + ahead * kElementBytes, valid, policy_);
+                fragment.words[x / 2][x % 2][half] = load_once(rows_[x] + ahead * kElementBytes, valid, policy_);
         }
     }
 
@@ -115,7 +115,7 @@ public:
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if (tile_ >= params_.tiles) return;
         const unsigned char* const row = Tile::weight_row(params_, tile_, lane % kRows);
-        const int first = kGroupInputs + warp * kRunInputs;
+        const int first = kGroupInputs + warp * kFragmentInputs;
 #pragma unroll 1
         for (int step = lane / kRows; step < params_.prefetched_steps && first + step * kStepInputs < params_.inputs;
              step += kSteps) {
@@ -146,7 +146,7 @@ private:
 };
 
 // The same inputs of x: rows g of each tile of 8.
-struct InputRun {
+struct InputFragment {
     uint4 words[kRowTiles][2];
 
     __device__ __forceinline__ void load(const unsigned char* const (&x_rows)[kRowTiles], int input, int inputs) {
@@ -163,8 +163,8 @@ struct InputRun {
 };
 
 template <int kTiles>
-__device__ __forceinline__ void add_products(float (&sums)[kTiles][kRowTiles][4], const WeightRun<kTiles>& weights,
-                                             const InputRun& x) {
+__device__ __forceinline__ void add_products(float (&sums)[kTiles][kRowTiles][4], const WeightFragment<kTiles>& weights,
+                                             const InputFragment& x) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
@@ -220,12 +220,12 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
     using Partials = PartialSums<kTiles>;
     SHARED_ARRAY(float, shared_sums, 2 * Partials::kFloats);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first_input = warp * kRunInputs + lane % 4 * 8;
+    const int first_input = warp * kFragmentInputs + lane % 4 * 8;
 
     Stream weights(params, first_input);
-    WeightRun<kTiles> runs[Stream::kDepth];
+    WeightFragment<kTiles> fragments[Stream::kDepth];
 #pragma unroll
-    for (int step = 0; step < Stream::kDepth; step++) weights.load(runs[step], step);
+    for (int step = 0; step < Stream::kDepth; step++) weights.load(fragments[step], step);
     weights.prefetch();
     grid_dependency_wait();
     grid_dependents_may_launch();
@@ -235,7 +235,7 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
     for (int i = 0; i < kRowTiles; i++) {
         x_rows[i] = params.x + min(i * kTileRows + lane / 4, params.rows - 1) * params.inputs * kElementBytes;
     }
-    InputRun x[Stream::kDepth];
+    InputFragment x[Stream::kDepth];
 #pragma unroll
     for (int step = 0; step < Stream::kDepth; step++)
         x[step].load(x_rows, first_input + step * kStepInputs, params.inputs);
@@ -249,10 +249,10 @@ __device__ __forceinline__ void linear(const LinearParams& params) {
             const int next = group + Stream::kGroupInputs < params.inputs ? group + Stream::kGroupInputs : 0;
 #pragma unroll
             for (int step = 0; step < Stream::kDepth; step++) {
-                const InputRun inputs = x[step];
+                const InputFragment inputs = x[step];
                 x[step].load(x_rows, next + first_input + step * kStepInputs, params.inputs);
-                add_products(sums, runs[step], inputs);
-                weights.load(runs[step], step);
+                add_products(sums, fragments[step], inputs);
+                weights.load(fragments[step], step);
             }
         }
 #pragma unroll

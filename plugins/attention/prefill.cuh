@@ -35,9 +35,10 @@
 #include "dependent_launch.cuh"
 
 // The sizes of a variant of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16
-// rows and a part of each kTileKeys keys. kWarpgroups: four of them, with 64 rows and the same keys, multiply together.
+// rows and kWarpKeys of each kTileKeys keys. kWarpgroups: four of them, with 64 rows and the same keys, multiply
+// together.
 template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages,
-          int kMinTilesPerPart>
+          int kMinTilesPerSplit>
 struct Prefill {
     static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles,
                          kBlockRows = kRowWarps * kWarpRows;
@@ -158,7 +159,7 @@ struct Prefill {
                 ring.wait();  // for this tile
                 shared_memory_fence();
                 ring.barrier();
-                const SharedAddress part = keys_address(tile);
+                const SharedAddress tile_keys = keys_address(tile);
                 const float* const scales = scales_of(tile);
                 if constexpr (!kFillsMeanwhile) ring.advance(tile);
                 const Keys keys = keys_of(tile);
@@ -167,14 +168,14 @@ struct Prefill {
                     continue;
                 }
                 Scores scores = {};
-                scores.begin_products(query_rows, part);
+                scores.begin_products(query_rows, tile_keys);
                 if constexpr (kFillsMeanwhile) ring.advance(tile);
                 scores.wait();
                 typename Output::RowScales row_scales;
                 to_probabilities(scores, keys, scales, row_scales);
                 typename Scores::Packed a;
                 scores.pack(a);
-                output.begin_products(a, part + kTileBytes);
+                output.begin_products(a, tile_keys + kTileBytes);
                 output.wait(a);
             }
         }
@@ -188,13 +189,13 @@ struct Prefill {
             for (int tile = ring.start(); work.has(tile); tile = ring.after(tile)) {
                 ring.wait();  // for this tile
                 ring.barrier();
-                const SharedAddress part = keys_address(tile);
+                const SharedAddress tile_keys = keys_address(tile);
                 const float* const scales = scales_of(tile);
                 ring.advance(tile);
                 const Keys keys = keys_of(tile);
                 if (!sees(keys)) continue;
-                const LdmatrixAddress key_tile(part, lane % 8 + lane / 16 * 8, lane / 8 % 2),
-                    value_tile(part + kTileBytes, lane % 16, lane / 16);
+                const LdmatrixAddress key_tile(tile_keys, lane % 8 + lane / 16 * 8, lane / 8 % 2),
+                    value_tile(tile_keys + kTileBytes, lane % 16, lane / 16);
                 Scores scores = {};
                 scores.add_products(query_rows, key_tile);
                 typename Output::RowScales row_scales;
@@ -278,8 +279,8 @@ struct Prefill {
         if (splits) grid_dependents_may_launch();
         const BlocksForRowBlocks blocks(params);
         grid_dependency_wait();
-        const Work work =
-            splits ? part_of_row_block<Rows>(params, kMinTilesPerPart * kRings, blocks) : whole_row_block<Rows>(params);
+        const Work work = splits ? split_of_row_block<Rows>(params, kMinTilesPerSplit * kRings, blocks)
+                                 : whole_row_block<Rows>(params);
         const Rows& rows = work.rows;
         if (kQuantized && work.begin < work.end) params.use_head_scales(rows.slot, work.kv_head);
         const float factor = params.score.factor;

@@ -6,10 +6,10 @@
 // none of these tiles, but in one more behind them.
 //
 // Lengths live on the device, so the launch depends on shapes alone. Where blocks are more than row blocks, the tiles
-// of each row block are divided into parts of tiles_per_part tiles, one for each block. That number is as small as the
-// blocks allow: for row blocks of equal lengths (as many parts for each) or of different ones (in proportion),
-// whichever gives less. A part belongs to one row block, because to begin with another one costs a block as much time
-// as several tiles. In order: slot, row block, K/V head, part.
+// of each row block are divided into splits of tiles_per_split tiles, one for each block. That number is as small as
+// the blocks allow: for row blocks of equal lengths (as many splits for each) or of different ones (in proportion),
+// whichever gives less. A split belongs to one row block, because to begin with another one costs a block as much time
+// as several tiles. In order: slot, row block, K/V head, split.
 #pragma once
 
 #include "attention/math.cuh"
@@ -121,7 +121,7 @@ struct BlocksForRowBlocks {
     int numbers;      // row blocks of one K/V head
     int alike, rest;  // blocks for each, if all have as many, and blocks beside one for each
     float inverse_alike, inverse_rest;
-    int number, kv_head, part;  // of this block, if all have as many; behind the last number, if it has none
+    int number, kv_head, split;  // of this block, if all have as many; behind the last number, if it has none
 
     __device__ __forceinline__ explicit BlocksForRowBlocks(const PrefillParams& params) {
         numbers = params.batch_size * params.row_blocks;
@@ -132,36 +132,37 @@ struct BlocksForRowBlocks {
         inverse_alike = reciprocal_approx(static_cast<float>(alike));
         inverse_rest = reciprocal_approx(static_cast<float>(max(rest, 1)));
         const int item = divide_small(static_cast<int>(blockIdx.x), inverse_alike);
-        part = static_cast<int>(blockIdx.x) - item * alike;
+        split = static_cast<int>(blockIdx.x) - item * alike;
         number = divide_small(item, params.num_kv_heads);
         kv_head = item - number * params.num_kv_heads;
     }
 };
 
-// A part of a row block for each block, where all row blocks see about as many keys: as many blocks for each, and what
+// A split of a row block for each block, where all row blocks see about as many keys: as many blocks for each, and what
 // is left of them has none.
 template <class RowBlock>
-__device__ __forceinline__ PrefillWork<RowBlock> part_of_alike(const PrefillParams& params, int min_tiles_per_part,
-                                                               const BlocksForRowBlocks& blocks) {
+__device__ __forceinline__ PrefillWork<RowBlock> split_of_alike(const PrefillParams& params, int min_tiles_per_split,
+                                                                const BlocksForRowBlocks& blocks) {
     PrefillWork<RowBlock> work;
     work.rows.load(params, min(blocks.number, blocks.numbers - 1));
     work.has_padding = work.rows.count < params.width;
-    const int tiles_per_part =
-        max(divide_small(work.rows.num_tiles + blocks.alike - 1, blocks.inverse_alike), min_tiles_per_part);
+    const int tiles_per_split =
+        max(divide_small(work.rows.num_tiles + blocks.alike - 1, blocks.inverse_alike), min_tiles_per_split);
     work.kv_head = blocks.kv_head;
-    work.first_block = static_cast<int>(blockIdx.x) - blocks.part;
-    work.begin = blocks.part * tiles_per_part;
-    work.end = blocks.number < blocks.numbers ? min(work.begin + tiles_per_part, work.rows.num_tiles) : 0;
-    work.num_blocks = divide_small(work.rows.num_tiles + tiles_per_part - 1, tiles_per_part);
+    work.first_block = static_cast<int>(blockIdx.x) - blocks.split;
+    work.begin = blocks.split * tiles_per_split;
+    work.end = blocks.number < blocks.numbers ? min(work.begin + tiles_per_split, work.rows.num_tiles) : 0;
+    work.num_blocks = divide_small(work.rows.num_tiles + tiles_per_split - 1, tiles_per_split);
     return work;
 }
 
 // The same for any row blocks. For a whole warp; the same in all of them.
 template <class RowBlock>
-__device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const PrefillParams& params, int min_tiles_per_part,
-                                                                   const BlocksForRowBlocks& blocks) {
+__device__ __forceinline__ PrefillWork<RowBlock> split_of_row_block(const PrefillParams& params,
+                                                                    int min_tiles_per_split,
+                                                                    const BlocksForRowBlocks& blocks) {
     if (params.batch_size == 1 && (RowBlock::kHasNewTokens || blocks.numbers == 1))
-        return part_of_alike<RowBlock>(params, min_tiles_per_part, blocks);
+        return split_of_alike<RowBlock>(params, min_tiles_per_split, blocks);
     const int lane = threadIdx.x % 32, numbers = blocks.numbers;
     const RowBlock early = row_block<RowBlock>(params, lane);
     PrefillWork<RowBlock> work;
@@ -177,17 +178,18 @@ __device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const Prefill
     work.has_padding = __any_sync(~0u, is_padded);
     total = warp_sum(total) * params.num_kv_heads;
     longest = warp_max(longest);
-    int tiles_per_part = divide_small(longest + blocks.alike - 1, blocks.inverse_alike);
+    int tiles_per_split = divide_small(longest + blocks.alike - 1, blocks.inverse_alike);
     if (blocks.rest > 0)
-        tiles_per_part = min(tiles_per_part, divide(total + blocks.rest - 1, blocks.rest, blocks.inverse_rest));
-    tiles_per_part = max(tiles_per_part, min_tiles_per_part);
+        tiles_per_split = min(tiles_per_split, divide(total + blocks.rest - 1, blocks.rest, blocks.inverse_rest));
+    tiles_per_split = max(tiles_per_split, min_tiles_per_split);
 
-    const float inverse = reciprocal_approx(static_cast<float>(tiles_per_part));
-    int before = 0;  // parts of the row blocks before
+    const float inverse = reciprocal_approx(static_cast<float>(tiles_per_split));
+    int before = 0;  // splits of the row blocks before
 #pragma unroll 1
     for (int first = 0; first < numbers; first += 32) {
         const RowBlock rows = first ? row_block<RowBlock>(params, first + lane) : early;
-        const int parts = divide_small(rows.num_tiles + tiles_per_part - 1, inverse), own = parts * params.num_kv_heads;
+        const int splits = divide_small(rows.num_tiles + tiles_per_split - 1, inverse),
+                  own = splits * params.num_kv_heads;
         int sum = own;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
@@ -199,11 +201,11 @@ __device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const Prefill
             const int found = __ffs(static_cast<int>(beyond)) - 1;
             before += __shfl_sync(~0u, sum - own, found);
             work.rows = rows.of_lane(found);
-            work.num_blocks = __shfl_sync(~0u, parts, found);
+            work.num_blocks = __shfl_sync(~0u, splits, found);
             work.kv_head = divide_small(static_cast<int>(blockIdx.x) - before, work.num_blocks);
             work.first_block = before + work.kv_head * work.num_blocks;
-            work.begin = (static_cast<int>(blockIdx.x) - work.first_block) * tiles_per_part;
-            work.end = min(work.begin + tiles_per_part, work.rows.num_tiles);
+            work.begin = (static_cast<int>(blockIdx.x) - work.first_block) * tiles_per_split;
+            work.end = min(work.begin + tiles_per_split, work.rows.num_tiles);
             break;
         }
         before += __shfl_sync(~0u, sum, 31);

@@ -246,13 +246,13 @@ struct DeltaChunks {
           first_column(static_cast<long long>(blockIdx.x) * Memory::kColumns),
           count(count_new(params.new_lengths, slot, params.width)) {}
 
-    // For each run of 8 columns of the block in `rows` rows.
+    // For each vector of 8 columns of the block in `rows` rows.
     template <class Work>
     __device__ __forceinline__ void for_runs(long long rows, Work work) const {
-        constexpr int kRuns = Memory::kColumns / 8;
-        for (long long i = threadIdx.x; i < rows * kRuns; i += Memory::kThreads) {
-            const long long of_head = first_column + i % kRuns * 8;
-            if (of_head < params.value_dim) work(i / kRuns, of_head);
+        constexpr int kVectors = Memory::kColumns / 8;
+        for (long long i = threadIdx.x; i < rows * kVectors; i += Memory::kThreads) {
+            const long long of_head = first_column + i % kVectors * 8;
+            if (of_head < params.value_dim) work(i / kVectors, of_head);
         }
     }
     __device__ __forceinline__ void zero_padding() const {

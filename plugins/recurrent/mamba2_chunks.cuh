@@ -91,7 +91,7 @@ struct MambaMatrixWarp : MambaPlace {
           warp((static_cast<int>(threadIdx.x) - kMambaStateThreads) / 32), a(params.a[head]),
           bias(params.dt_bias ? params.dt_bias[head] : 0.0f), d(params.d ? params.d[head] : 0.0f) {}
 
-    // Starts to copy a tile, with zeros behind the new tokens and behind `chunks` runs of 8 elements.
+    // Starts to copy a tile, with zeros behind the new tokens and after `chunks` vectors of 8 elements.
     template <int kRowElements>
     __device__ __forceinline__ void fetch_tile(const ChunkTile<kRowElements>& tile, const Tokens& tokens,
                                                long long first, long long element, long long chunks) const {
@@ -318,13 +318,13 @@ struct MambaChunks : MambaPlace {
     }
 
     __device__ __forceinline__ void zero_padding() const {
-        constexpr int kRuns = kMambaChunkRows / 8;
-        for (long long i = count * kRuns + threadIdx.x; i < params.width * kRuns; i += kMambaChunkThreads) {
-            const long long of_head = first_row + i % kRuns * 8;
+        constexpr int kVectors = kMambaChunkRows / 8;
+        for (long long i = count * kVectors + threadIdx.x; i < params.width * kVectors; i += kMambaChunkThreads) {
+            const long long of_head = first_row + i % kVectors * 8;
             const float zeros[8] = {};
             if (of_head >= params.head_dim) continue;
             store_elements(Type{}, params.out,
-                           ((slot * params.width + i / kRuns) * params.heads + head) * params.head_dim + of_head,
+                           ((slot * params.width + i / kVectors) * params.heads + head) * params.head_dim + of_head,
                            zeros);
         }
     }

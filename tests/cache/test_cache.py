@@ -12,6 +12,7 @@ import weakref
 import numpy as np
 import pytest
 
+from tests.cache.scene import WITH_ROWS, driver_calls
 from tests.helpers.caches import (
     ALL_KINDS,
     KINDS,
@@ -33,16 +34,9 @@ from tests.helpers.caches import (
     whole,
 )
 from tests.helpers.errors import raises
-from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
+from tests.simt.standin import ALLOCATIONS, WAITS, needs_standin
 from trt_kvcache import HostMemory, KVCacheManager, Lengths, LinearKVCache, MambaCacheManager
 from trt_kvcache.errors import CapacityError, CaptureError, ClosedError, ConfigError, PlaceError
-
-WITH_ROWS = pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
-
-
-def infos_nbytes(cache):
-    """Bytes of the arrays that tell kernels where the layers are."""
-    return sum(group.device_layer_infos.nbytes for group in cache.kv_head_dim_groups)
 
 
 class TestOperations:
@@ -104,16 +98,17 @@ class TestOperations:
     def test_none_waits_or_allocates(self, memory, stream, kind):
         with make_cache(kind, memory) as cache:
             ones, mapping = (on_device(memory, values, stream) for values in ([1, 1, 1], [0, -1]))
-            for _ in range(2):  # the first time loads the kernels
-                standin = StandIn()
+
+            def operations():
                 cache.reset_for_new_sequences([3, 0, 1], stream=stream)
                 cache.commit_sequence_length(1, stream=stream)
                 cache.commit_sequence_length([1, 0, 2], stream=stream)
                 cache.commit_sequence_length(ones, max_increment=1, stream=stream)
                 cache.compact_batch([1, -1, 0], 3, 2, stream=stream)
                 cache.compact_batch(mapping, 2, 1, stream=stream)
-                made = standin.take_calls()
-            assert made
+
+            made, launches = driver_calls(operations)
+            assert launches
             assert not {*made} & (WAITS | ALLOCATIONS)
             cache.sync_lengths(stream=stream)
             assert cache.host_kv_cache_lengths == (5,)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.helpers.caches import (
+    ALL_KINDS,
     KINDS,
     LAYOUTS,
     CapturingMemory,
@@ -25,7 +26,6 @@ from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory, KVCacheManager, KVLayout, Lengths, MambaCacheManager
 from trt_kvcache.errors import CaptureError, ClosedError, DTypeError, LengthsUnknown, MappingError, PlaceError, RangeError, ShapeError
 
-ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 # lengths, mapping, lengths afterwards. A slot of seven tokens is full.
 MAPPINGS = [
     ([3, 5, 0, 7], [0, -1, 1, 2], [3, 0, 7]),

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from tests.cache.scene import PING_PONG, WITH_STATES, driver_calls
 from tests.helpers.caches import Image, Unchanged, fill_all, make_cache, states_of, whole
 from tests.helpers.errors import raises
-from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
+from tests.simt.standin import ALLOCATIONS, WAITS, needs_standin
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import (
     ConfigError,
@@ -13,9 +14,6 @@ from trt_kvcache.errors import (
     RangeError,
     SlotError,
 )
-
-WITH_STATES = pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid", "conv"])
-PING_PONG = pytest.mark.parametrize("ping_pong", [False, True])
 
 
 @WITH_STATES
@@ -256,11 +254,8 @@ class TestKeepStates:
     @needs_standin
     def test_it_is_a_launch_for_each_kind_and_neither_waits_nor_allocates(self, memory, stream, kind):
         with make_cache(kind, memory, ping_pong=True) as cache:
-            for _ in range(2):  # the first time loads the kernels
-                standin = StandIn()
-                cache.keep_states(1, stream=stream)
-                made = standin.take_calls()
-            assert sum(call.startswith("cuLaunchKernel") for call in made) == (1 if kind == "conv" else 2)
+            made, launches = driver_calls(lambda: cache.keep_states(1, stream=stream))
+            assert launches == (1 if kind == "conv" else 2)
             assert not {*made} & (WAITS | ALLOCATIONS)
 
 
@@ -268,8 +263,8 @@ class TestKeepStates:
 @WITH_STATES
 def test_operations_neither_wait_nor_allocate(memory, stream, kind):
     with make_cache(kind, memory, ping_pong=True) as cache:
-        for _ in range(2):  # the first run loads the kernels
-            standin = StandIn()
+
+        def operations():
             cache.reset_for_new_sequences([0, 3, 0], stream=stream)
             cache.commit_sequence_length(1, stream=stream)
             cache.set_active_batch_size(5, stream=stream)
@@ -277,5 +272,6 @@ def test_operations_neither_wait_nor_allocate(memory, stream, kind):
             cache.clear_mamba_states(stream=stream)
             cache.swap()
             cache.copy_back(1, 2, stream=stream)
-            made = standin.take_calls()
+
+        made, _ = driver_calls(operations)
         assert not {*made} & (WAITS | ALLOCATIONS)

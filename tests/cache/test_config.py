@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.cache.scene import KV_CONFIGS
 from trt_kvcache import (
     CacheConfig,
     HostMemory,
@@ -117,18 +118,6 @@ def test_a_short_name_of_a_dtype_becomes_its_name(kind):
     short, full = (kind(**layers, max_batch_size=3, max_sequence_length=7, dtype=name) for name in ("fp8", "float8_e4m3fn"))
     assert short == full
     assert short.dtype == "float8_e4m3fn"
-
-
-LAYERS = st.builds(KVLayerConfig, num_kv_heads=st.integers(1, 4), head_dim=st.sampled_from([16, 32, 80]))
-
-KV_CONFIGS = st.builds(
-    KVCacheConfig,
-    layers=st.lists(LAYERS, min_size=1, max_size=4),
-    max_batch_size=st.integers(1, 5),
-    max_sequence_length=st.integers(1, 40),
-    dtype=st.sampled_from(["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]),
-    layout=st.sampled_from(KVLayout),
-)
 
 
 @given(KV_CONFIGS)

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.cache.scene import KV_CONFIGS
 from trt_kvcache import (
     CacheConfig,
     HostMemory,
@@ -15,7 +16,6 @@ from trt_kvcache import (
     HybridCacheManager,
     KVCacheConfig,
     KVLayerConfig,
-    KVLayout,
     LayerType,
     MambaCacheConfig,
     estimate_memory,
@@ -76,16 +76,6 @@ def test_attention_layers_alone():
     assert (alone.max_batch_size, alone.max_sequence_length, alone.nbytes) == (3, 7, KV.nbytes)
 
 
-LAYERS = st.builds(KVLayerConfig, num_kv_heads=st.integers(1, 4), head_dim=st.sampled_from([16, 32, 80]))
-LENGTHS, BATCHES = st.integers(1, 40), st.integers(1, 5)
-KV_PARTS = st.builds(
-    KVCacheConfig,
-    layers=st.lists(LAYERS, min_size=1, max_size=4),
-    max_batch_size=BATCHES,
-    max_sequence_length=LENGTHS,
-    dtype=st.sampled_from(["float16", "float32", "int8"]),
-    layout=st.sampled_from(KVLayout),
-)
 SIZES = ("num_layers", "max_batch_size", "num_heads", "head_dim", "state_size", "conv_dim", "conv_kernel")
 MAMBA_PARTS = st.builds(MambaCacheConfig, **dict.fromkeys(SIZES, st.integers(1, 5)), ping_pong=st.booleans())
 
@@ -97,7 +87,7 @@ def hybrid_of(kv, mamba, seed):
     return HybridCacheConfig(layer_types=types, kv=kv, mamba=dataclasses.replace(mamba, max_batch_size=kv.max_batch_size))
 
 
-CONFIGS = st.builds(hybrid_of, KV_PARTS, MAMBA_PARTS, st.integers(0, 99))
+CONFIGS = st.builds(hybrid_of, KV_CONFIGS, MAMBA_PARTS, st.integers(0, 99))
 
 
 @given(CONFIGS)

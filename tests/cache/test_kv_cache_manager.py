@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.cache.scene import HEADS, B, S, kv_config
 from tests.helpers.caches import LAYOUTS
 from trt_kvcache import (
     KVCacheConfig,
@@ -14,15 +15,6 @@ from trt_kvcache import (
 from trt_kvcache.errors import (
     ShapeError,
 )
-
-# B=3, S=7; layers of (H, D)
-HEADS = [(2, 16), (1, 32), (4, 48)]
-B, S = 3, 7
-
-
-def kv_config(heads=HEADS, **changes):
-    layers = [KVLayerConfig(num_kv_heads=h, head_dim=d) for h, d in heads]
-    return KVCacheConfig(**{"layers": layers, "max_batch_size": B, "max_sequence_length": S, **changes})
 
 
 def test_the_numbers_of_the_contract(memory):

@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.cache.scene import OTHER_LAYOUT, WITH_ROWS, driver_calls
 from tests.helpers.caches import HEADS, LAYOUTS, B, FailingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache, state_of
-from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
+from tests.simt.standin import ALLOCATIONS, WAITS, needs_standin
 from trt_kvcache import CacheConfig, DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
 from trt_kvcache.errors import CapacityError, ClosedError, DTypeError, LayoutError, PlaceError, RangeError, ShapeError, SlotError
 
-OTHER = {KVLayout.COMBINED: KVLayout.SEPARATE, KVLayout.SEPARATE: KVLayout.COMBINED}
-KINDS = pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"])
 #: Tokens, and between which slots they go: none, one, some and all of a slot.
 MOVES = [(0, 0, 0), (1, 4, 0), (3, 2, 4), (S, 1, 1)]
@@ -31,7 +30,7 @@ def bytes_of(tensor):
 
 
 class TestCapture:
-    @KINDS
+    @WITH_ROWS
     @LAYOUTS
     @DTYPES
     def test_holds_the_first_tokens_of_a_slot(self, memory, stream, kind, layout, dtype):
@@ -41,7 +40,7 @@ class TestCapture:
                 for rows, tensor in zip(Image(cache).rows, saved, strict=True):
                     assert np.array_equal(bytes_of(tensor), rows[slot, :, :, :length])
 
-    @KINDS
+    @WITH_ROWS
     @LAYOUTS
     def test_is_dense_whatever_the_layout(self, memory, stream, kind, layout):
         with cache_holding(kind, memory, stream, 5, layout=layout) as cache:
@@ -49,19 +48,19 @@ class TestCapture:
         assert [tensor.shape for tensor in saved] == [(2, h, 3, d) for h, d in heads_of(kind)]
         assert {(tensor.dtype, tensor.memory, tensor.is_contiguous) for tensor in saved} == {("float16", memory, True)}
 
-    @KINDS
+    @WITH_ROWS
     def test_is_one_allocation_of_aligned_tensors(self, memory, stream, kind):
         with cache_holding(kind, memory, stream, 5) as cache:
             saved = cache.capture_kv_cache(0, 3, stream=stream)
         assert len({id(tensor.allocation) for tensor in saved}) == 1
         assert [tensor.ptr % 256 for tensor in saved] == [0] * len(saved)
 
-    @KINDS
+    @WITH_ROWS
     def test_changes_nothing(self, memory, stream, kind):
         with cache_holding(kind, memory, stream, 5) as cache, Unchanged(cache):
             cache.capture_kv_cache(0, 3, stream=stream)
 
-    @KINDS
+    @WITH_ROWS
     def test_outlives_its_cache(self, memory, stream, kind):
         before = memory.live_nbytes
         with cache_holding(kind, memory, stream, 0, 0, 5) as cache:
@@ -71,7 +70,7 @@ class TestCapture:
             assert np.array_equal(bytes_of(tensor), rows)
         assert memory.live_nbytes - before == saved[0].allocation.nbytes
 
-    @KINDS
+    @WITH_ROWS
     def test_is_released_with_its_last_tensor(self, memory, stream, kind):
         with cache_holding(kind, memory, stream, 5) as cache:
             before = memory.live_nbytes
@@ -80,7 +79,7 @@ class TestCapture:
             del last
             assert memory.live_nbytes == before
 
-    @KINDS
+    @WITH_ROWS
     def test_without_room(self, kind):
         memory = FailingMemory()
         stream = memory.create_stream()
@@ -89,7 +88,7 @@ class TestCapture:
             with Unchanged(cache), pytest.raises(CapacityError, match=r"^no room\.$"):
                 cache.capture_kv_cache(0, 3, stream=stream)
 
-    @KINDS
+    @WITH_ROWS
     @pytest.mark.parametrize(
         ("slot", "length", "error", "text"),
         [
@@ -108,25 +107,21 @@ class TestCapture:
             assert str(caught.value) == text
 
     @needs_standin
-    @KINDS
+    @WITH_ROWS
     def test_is_a_launch_for_each_head_dim_and_one_allocation(self, memory, stream, kind):
         with cache_holding(kind, memory, stream, 5) as cache:
-            kept = []  # to let go of memory is to wait
-            for _ in range(2):  # the first time loads the kernels
-                standin = StandIn()
-                kept.append(cache.capture_kv_cache(0, 3, stream=stream))
-                made = standin.take_calls()
-            assert sum(call.startswith("cuLaunchKernel") for call in made) == (1 if kind == "linear" else 2)
+            made, launches = driver_calls(lambda: cache.capture_kv_cache(0, 3, stream=stream))
+            assert launches == (1 if kind == "linear" else 2)
             assert (not {*made} & WAITS, sum(call in ALLOCATIONS for call in made)) == (True, 1)
 
 
 class TestRestore:
-    @KINDS
+    @WITH_ROWS
     @LAYOUTS
     @DTYPES
     def test_into_another_slot_of_another_layout(self, memory, stream, kind, layout, dtype):
         source = cache_holding(kind, memory, stream, 5, 5, layout=layout, dtype=dtype)
-        target = cache_holding(kind, memory, stream, 1, 2, layout=OTHER[layout], dtype=dtype)
+        target = cache_holding(kind, memory, stream, 1, 2, layout=OTHER_LAYOUT[layout], dtype=dtype)
         with source, target:
             for length, from_slot, to_slot in MOVES:
                 expected = Image(target)
@@ -135,14 +130,14 @@ class TestRestore:
                     into[to_slot, :, :, :length] = rows[from_slot, :, :, :length]
                 expected.check(target)
 
-    @KINDS
+    @WITH_ROWS
     def test_leaves_the_lengths_alone(self, memory, stream, kind):
         with cache_holding(kind, memory, stream, 5, 2) as cache:
             before = state_of(cache)
             cache.restore_kv_cache(cache.capture_kv_cache(0, 5, stream=stream), 1, stream=stream)
             assert state_of(cache) == before
 
-    @KINDS
+    @WITH_ROWS
     @pytest.mark.parametrize("slot", [5, -1, 1.0])
     def test_slots_out_of_range(self, memory, stream, kind, slot):
         with cache_holding(kind, memory, stream, 5) as cache:
@@ -151,15 +146,12 @@ class TestRestore:
                 cache.restore_kv_cache(saved, slot, stream=stream)
 
     @needs_standin
-    @KINDS
+    @WITH_ROWS
     def test_is_a_launch_for_each_head_dim_and_neither_waits_nor_allocates(self, memory, stream, kind):
         with cache_holding(kind, memory, stream, 5) as cache:
             saved = cache.capture_kv_cache(0, 3, stream=stream)
-            for _ in range(2):  # the first time loads the kernels
-                standin = StandIn()
-                cache.restore_kv_cache(saved, 1, stream=stream)
-                made = standin.take_calls()
-            assert sum(call.startswith("cuLaunchKernel") for call in made) == (1 if kind == "linear" else 2)
+            made, launches = driver_calls(lambda: cache.restore_kv_cache(saved, 1, stream=stream))
+            assert launches == (1 if kind == "linear" else 2)
             assert not {*made} & (WAITS | ALLOCATIONS)
 
 

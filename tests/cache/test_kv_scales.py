@@ -3,18 +3,16 @@
 import numpy as np
 import pytest
 
+from tests.cache.scene import OTHER_LAYOUT, WITH_ROWS
 from tests.helpers.caches import HEADS, LAYOUTS, Image, Unchanged, cache_holding, make_cache, on_device
-from trt_kvcache import KVLayout
 from trt_kvcache.errors import DTypeError, ShapeError
 
-OTHER = {KVLayout.COMBINED: KVLayout.SEPARATE, KVLayout.SEPARATE: KVLayout.COMBINED}
-KINDS = pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
 #: Tokens, and between which slots they go: none, one, some, a whole row of four scales, and all of a slot.
 MOVES = [(0, 0, 0), (1, 4, 0), (3, 2, 4), (4, 3, 2), (7, 1, 1)]
 TOKEN = {"dtype": "int8", "scales": "token"}
 
 
-@KINDS
+@WITH_ROWS
 @LAYOUTS
 def test_a_capture_holds_the_scales_of_the_tokens(memory, stream, kind, layout):
     with cache_holding(kind, memory, stream, 5, 5, layout=layout, **TOKEN) as cache:
@@ -31,11 +29,11 @@ def test_a_capture_holds_the_scales_of_the_tokens(memory, stream, kind, layout):
                 assert np.array_equal(found[:, :, :length], scales[slot, :, :, :length])
 
 
-@KINDS
+@WITH_ROWS
 @LAYOUTS
 def test_a_restore_into_another_slot_of_another_layout(memory, stream, kind, layout):
     source = cache_holding(kind, memory, stream, 5, 5, layout=layout, **TOKEN)
-    target = cache_holding(kind, memory, stream, 1, 2, layout=OTHER[layout], **TOKEN)
+    target = cache_holding(kind, memory, stream, 1, 2, layout=OTHER_LAYOUT[layout], **TOKEN)
     with source, target:
         for length, from_slot, to_slot in MOVES:
             expected = Image(target)

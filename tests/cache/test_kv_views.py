@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.cache.scene import HEADS, B, S, kv_config
 from tests.helpers.caches import LAYOUTS, Unchanged, fill_all, whole
 from trt_kvcache import (
     CacheConfig,
@@ -22,14 +23,6 @@ from trt_kvcache.errors import (
 )
 
 KINDS = pytest.mark.parametrize("kind", [KVCacheManager, LinearKVCache], ids=lambda kind: kind.__name__)
-# B=3, S=7; layers of (H, D)
-HEADS = [(2, 16), (1, 32), (4, 48)]
-B, S = 3, 7
-
-
-def kv_config(heads=HEADS, **changes):
-    layers = [KVLayerConfig(num_kv_heads=h, head_dim=d) for h, d in heads]
-    return KVCacheConfig(**{"layers": layers, "max_batch_size": B, "max_sequence_length": S, **changes})
 
 
 def make(kind, memory, **changes):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cache.scene import PING_PONG
 from tests.helpers.caches import CapturingMemory, Image, Unchanged, fill_all, kv_config, make_cache, mamba_config, states_of
 from tests.helpers.errors import raises
 from trt_kvcache import HostMemory, KVCacheManager, Lengths, MambaCacheManager, estimate_memory
@@ -12,8 +13,6 @@ from trt_kvcache.errors import (
     LayerIndexError,
     PlaceError,
 )
-
-PING_PONG = pytest.mark.parametrize("ping_pong", [False, True])
 
 
 def test_what_it_says_about_itself(memory):

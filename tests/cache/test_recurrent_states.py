@@ -6,9 +6,10 @@ That they are refused on a closed cache, without a stream and in a capture: test
 import numpy as np
 import pytest
 
+from tests.cache.scene import PING_PONG, driver_calls
 from tests.helpers.caches import FailingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, state_of, states_of
 from tests.helpers.errors import raises
-from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
+from tests.simt.standin import ALLOCATIONS, WAITS, needs_standin
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, PlaceError, ShapeError, SlotError
 
@@ -16,7 +17,6 @@ KINDS = pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid"])
 #: The two kinds of states, and the shape of one slot's in a layer.
 SHAPES = {"recurrent_states": (2, 3, 5), "conv_states": (7, 3)}
 PARTS = pytest.mark.parametrize("part", SHAPES)
-PING_PONG = pytest.mark.parametrize("ping_pong", [False, True])
 
 
 def capture(cache, part, slot, stream):
@@ -101,12 +101,8 @@ class TestCapture:
     @PARTS
     def test_is_one_launch_and_one_allocation(self, memory, stream, kind, part):
         with make_cache(kind, memory) as cache:
-            kept = []  # to let go of memory is to wait
-            for _ in range(2):  # the first time loads the kernels
-                standin = StandIn()
-                kept.append(capture(cache, part, 0, stream))
-                made = standin.take_calls()
-            assert sum(call.startswith("cuLaunchKernel") for call in made) == 1
+            made, launches = driver_calls(lambda: capture(cache, part, 0, stream))
+            assert launches == 1
             assert (not {*made} & WAITS, sum(call in ALLOCATIONS for call in made)) == (True, 1)
 
 
@@ -149,11 +145,8 @@ class TestRestore:
     def test_is_one_launch_and_neither_waits_nor_allocates(self, memory, stream, kind, part):
         with make_cache(kind, memory) as cache:
             saved = capture(cache, part, 0, stream)
-            for _ in range(2):  # the first time loads the kernels
-                standin = StandIn()
-                restore(cache, part, saved, 1, stream)
-                made = standin.take_calls()
-            assert sum(call.startswith("cuLaunchKernel") for call in made) == 1
+            made, launches = driver_calls(lambda: restore(cache, part, saved, 1, stream))
+            assert launches == 1
             assert not {*made} & (WAITS | ALLOCATIONS)
 
 

@@ -23,7 +23,7 @@ from trt_kvcache.kernels.delta_rule_kernels import (
 )
 from trt_kvcache.kernels.gated_norm_kernels import NORM_THREADS
 from trt_kvcache.kernels.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
-from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, RUN_INPUTS, TILE_ROWS, linear_macros
+from trt_kvcache.kernels.linear_tiles import FRAGMENT_INPUTS, ROW_COUNTS, TILE_ROWS, linear_macros
 from trt_kvcache.kernels.mamba2_kernels import CHUNK_ROWS, MAMBA_LANE_ELEMENTS, MAMBA_ROWS, MAMBA_THREADS, MAMBA_TILE_TOKENS
 from trt_kvcache.kernels.recurrent_chunks import CHUNK_STAGES
 from trt_kvcache.kernels.sampling_kernels import ROW_THREADS
@@ -85,7 +85,7 @@ class TestBothSides:
             ("kRowWorkspaceBytes", ROW_WORKSPACE_NBYTES),
             ("kMaxBlocksOfRow", MAX_BLOCKS_OF_ROW),
             ("kTileRows", TILE_ROWS),
-            ("kRunInputs", RUN_INPUTS),
+            ("kFragmentInputs", FRAGMENT_INPUTS),
             ("kFractionBits", FRACTION_BITS),
             ("kWeightBits", WEIGHT_BITS),
         ],

@@ -338,3 +338,39 @@ def test_readme_shows_end_to_end_where_there_is_a_result(monkeypatch):
     assert tables.with_block(readme, "one") == tables.with_block(tables.with_block(readme, "two"), "one") != readme
     if not tables.END_TO_END.is_file():
         assert f"{tables.BEGIN}\n{tables.END}" in readme
+
+
+class TestKernelResources:
+    """Registers and shared memory, from the machine code; blocks of a multiprocessor."""
+
+    @pytest.fixture
+    def script(self, monkeypatch):
+        pytest.importorskip("cuda.core")
+        monkeypatch.syspath_prepend(str(BENCHMARKS))
+        return importlib.import_module("kernel_resources")
+
+    @pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
+    def test_of_a_compiled_source(self, script, arch):
+        from trt_kvcache.kernels.compile import cubin
+
+        found = script.kernel_resources(cubin("lengths", arch), arch)
+        assert {"increment_scalar", "compact_lengths_8"} <= set(found)
+        for resources in found.values():
+            assert 0 < resources.registers <= 255
+            assert resources.code_nbytes > 0
+            assert resources.local_nbytes == 0
+            assert resources.static_nbytes < 48 << 10
+
+    @pytest.mark.parametrize(
+        ("registers", "threads", "shared_nbytes", "blocks"),
+        [
+            (32, 256, 0, 8),  # 64 warps
+            (33, 256, 0, 6),  # registers: 40 for each thread
+            (255, 256, 0, 1),
+            (32, 256, 100 << 10, 2),  # shared memory, with the share of the system
+            (16, 32, 0, 32),  # blocks
+        ],
+    )
+    def test_resident_blocks(self, script, registers, threads, shared_nbytes, blocks):
+        resources = script.KernelResources(registers, 0, 0, 0, threads)
+        assert script.resident_blocks("sm_90", resources, threads, shared_nbytes) == blocks

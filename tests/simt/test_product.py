@@ -206,8 +206,8 @@ MISTAKES = {
     ),
     "a part that another one has, too": (
         PARTS,
-        "work.end = min(work.begin + tiles_per_part",
-        "work.end = min(work.begin + 1 + tiles_per_part",
+        "work.end = min(work.begin + tiles_per_split",
+        "work.end = min(work.begin + 1 + tiles_per_split",
         "none",
         PREFILL,
         "assert",

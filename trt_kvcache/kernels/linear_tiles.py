@@ -16,8 +16,8 @@ SMALL_TILE, LARGE_TILE = 16, 32
 #: The least share of busy multiprocessors for full tiles, if each has more than a small one. Below it large tiles get fewer outputs.
 _MIN_BUSY_SHARE = 0.95
 
-#: Rows of a tile of x, and inputs of a run of a warp: ``kTileRows`` and ``kRunInputs`` of the source.
-TILE_ROWS, RUN_INPUTS = 8, 64
+#: Rows of a tile of x, and inputs of a fragment of a warp: ``kTileRows`` and ``kFragmentInputs`` of the source.
+TILE_ROWS, FRAGMENT_INPUTS = 8, 64
 
 _ELEMENT_NBYTES = 2
 
@@ -87,7 +87,7 @@ def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors
         tile, tile_outputs = LARGE_TILE, -(-outputs // (slots * -(-outputs // (slots * LARGE_TILE))))
     count = -(-outputs // tile_outputs)
     blocks = min(count, slots)
-    step_nbytes = tile * tiles.warps * RUN_INPUTS * _ELEMENT_NBYTES
+    step_nbytes = tile * tiles.warps * FRAGMENT_INPUTS * _ELEMENT_NBYTES
     prefetched_steps = tiles.prefetched_kib * _KIB * multiprocessors // (blocks * step_nbytes)
     return LinearPlan(compiled, tile, count, tile_outputs, tiles.warps, blocks, prefetched_steps)
 
