@@ -9,9 +9,11 @@ assembler include the machine code. So C++ never repeats a tile size.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from trt_kvcache.kernels.attention_tiles import (
     DECODE_ROWS,
@@ -60,36 +62,60 @@ _IMAGE = """    .balign 64
 """
 
 
-def embed(archs: Sequence[str], variants: Sequence[str], kv_dtypes: Sequence[str | None], folder: Path, *, jobs: int = 1) -> None:
-    """Write the sources of a library with these kernels into a folder. A ``kv_dtype`` of None is a cache in the dtype of q."""
-    wanted = [(arch, *variant.rsplit("-", 1), kv_dtype) for arch in archs for variant in variants for kv_dtype in kv_dtypes]
-    names = [(variant_name(source, dtype, dim, kv_dtype), arch) for arch, dtype, dim, kv_dtype in wanted for source in TILES]
+class Kernels(NamedTuple):
+    """Kernels of one row of the table."""
+
+    arch: str
+    dtype: str  # of q
+    head_dim: int
+    kv_dtype: str | None  # None: as dtype
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the compiled sources: of decode steps, of a few new tokens, of prefill."""
+        return [variant_name(source, self.dtype, self.head_dim, self.kv_dtype) for source in TILES]
+
+
+def write(kernels: Sequence[Kernels], machine_code: Sequence[bytes], folder: Path) -> None:
+    """Write the sources of a library with these kernels. ``machine_code`` is that of their sources, in order."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.{arch}.cubin" for name, arch in names]
-    if jobs > 1:
-        with ProcessPoolExecutor(jobs) as pool:
-            codes = list(pool.map(cubin, *zip(*names, strict=True))) if names else []
-    else:
-        codes = [cubin(name, arch) for name, arch in names]
-    for path, code in zip(paths, codes, strict=True):
+    paths = [folder.resolve() / f"{name}.{one.arch}.cubin" for one in kernels for name in one.sources]
+    symbols = [f"trt_kvcache_kernels_{index}" for index in range(len(paths))]
+    for path, code in zip(paths, machine_code, strict=True):
         path.write_bytes(code)
-    symbols = [f"trt_kvcache_kernels_{index}" for index in range(len(names))]
-    images = "".join(_IMAGE.format(symbol=symbol, path=path.resolve()) for symbol, path in zip(symbols, paths, strict=True))
+    images = "".join(_IMAGE.format(symbol=symbol, path=path) for symbol, path in zip(symbols, paths, strict=True))
     (folder / "kernels.S").write_text(f'    .section .rodata\n{images}    .section .note.GNU-stack,"",%progbits\n')
     count = len(TILES)
-    rows = [_row(*one, symbols[count * index : count * (index + 1)]) for index, one in enumerate(wanted)]
+    rows = [_row(one, symbols[count * index : count * (index + 1)]) for index, one in enumerate(kernels)]
     declarations = "\n".join(f"extern unsigned char const {symbol}[];" for symbol in symbols)
     (folder / "kernels.cpp").write_text(_TABLE.format(declarations=declarations, rows="\n".join(rows), count=len(rows)))
 
 
-def _row(arch: str, dtype: str, dim: str, kv_dtype: str | None, symbols: Sequence[str]) -> str:
+def kernels_of(archs: Iterable[str], variants: Iterable[str], kv_dtypes: Iterable[str | None]) -> list[Kernels]:
+    """Return the kernels of all combinations."""
+    splits = [(arch, *variant.rsplit("-", 1), kv_dtype) for arch, variant, kv_dtype in product(archs, variants, kv_dtypes)]
+    return [Kernels(arch, dtype, int(head_dim), kv_dtype) for arch, dtype, head_dim, kv_dtype in splits]
+
+
+def compile_all(kernels: Sequence[Kernels], jobs: int = 1) -> list[bytes]:
+    """Return the machine code of the sources of some kernels, in order; compiled before, it comes from the user's cache folder."""
+    names, archs = [name for one in kernels for name in one.sources], [one.arch for one in kernels for _ in one.sources]
+    if jobs == 1:
+        return list(map(cubin, names, archs))
+    with ProcessPoolExecutor(jobs) as pool:
+        return list(pool.map(cubin, names, archs))
+
+
+def _row(kernels: Kernels, symbols: Sequence[str]) -> str:
     """Return a row of the table: an ``AttentionKernels``."""
-    head_dim, quantized = int(dim), kv_dtype is not None
+    arch, dtype, head_dim, kv_dtype = kernels
+    quantized = kv_dtype is not None
     decode = _decode_tiles(decode_tiles(head_dim, arch, quantized=quantized), head_dim, quantized)
     few = _decode_tiles(few_tiles(head_dim, arch, quantized=quantized), head_dim, quantized)
-    prefill = ", ".join(_prefill_tiles(head_dim, arch, variant, quantized) for variant in PREFILL_VARIANTS)
-    kv, early = f'"{kv_dtype}"' if quantized else "nullptr", str(arch_number(arch) >= MIN_PDL_ARCH).lower()
-    return f'    {{"{arch}", "{dtype}", {dim}, {kv}, {early},\n     {decode}, {few},\n     {{{prefill}}},\n     {", ".join(symbols)}}},'
+    prefill = _braces(*(_prefill_tiles(head_dim, arch, variant, quantized) for variant in PREFILL_VARIANTS))
+    names = f'"{arch}", "{dtype}", {head_dim}, ' + (f'"{kv_dtype}"' if quantized else "nullptr")
+    early = str(arch_number(arch) >= MIN_PDL_ARCH).lower()
+    return f"    {{{names}, {early},\n     {decode}, {few},\n     {prefill},\n     {', '.join(symbols)}}},"
 
 
 def _decode_tiles(tiles: dict[str, int], head_dim: int, quantized: bool) -> str:
@@ -122,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder of the sources that it writes")
     options = parser.parse_args(arguments)
     kv_dtypes = [None if one == "same" else one for one in options.kv_dtype or ["same", *STORED_TYPES]]
-    embed(options.arch, options.variant, kv_dtypes, options.output, jobs=options.jobs)
+    kernels = kernels_of(options.arch, options.variant, kv_dtypes)
+    write(kernels, compile_all(kernels, options.jobs), options.output)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""The plugin library compiled with CMake against the declarations of this folder, once for each set of kernels."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.paths import ROOT
+from tests.simt.run import once
+
+SOURCES = ROOT / "plugins/tensorrt"
+DECLARATIONS = Path(__file__).parent / "declarations"
+
+#: The CMake folder of all libraries: only the table of kernels differs, and the rest is compiled once.
+_CMAKE = ROOT / "build/plugin_library"
+
+
+def need_cmake() -> None:
+    """Leave out a whole test file where CMake or g++ are missing; with ``TRT_KVCACHE_REQUIRE_EMULATOR=1`` that fails."""
+    missing = [tool for tool in ("cmake", "make", "g++") if shutil.which(tool) is None]
+    if missing and os.environ.get("TRT_KVCACHE_REQUIRE_EMULATOR") == "1":
+        pytest.fail(f"the plugin library cannot be built: {missing[0]} is not installed")
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed", allow_module_level=True)
+
+
+def embed_kernels() -> ModuleType:
+    """Return the module that writes the table of kernels: a script, which is in no package."""
+    spec = importlib.util.spec_from_file_location("embed_kernels", SOURCES / "embed_kernels.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cuda_include() -> Path:
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    return Path(find_nvidia_header_directory("cudart"))
+
+
+def build_library(
+    name: str = "empty", archs: Sequence[str] = (), variants: Sequence[str] = (), kv_dtypes: Sequence[str | None] = ()
+) -> Path:
+    """Return the path of a library with these kernels; without any, it can do all that a build of an engine needs."""
+    embed = embed_kernels()
+    kernels = embed.kernels_of(archs, variants, kv_dtypes)
+
+    def make(folder: Path) -> None:
+        embed.write(kernels, embed.compile_all(kernels), folder / "kernels")
+        _CMAKE.mkdir(parents=True, exist_ok=True)
+        with (_CMAKE / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            run("cmake", "-S", SOURCES, "-B", _CMAKE, f"-DTENSORRT_INCLUDE={DECLARATIONS}", f"-DCUDA_INCLUDE={cuda_include()}",
+                f"-DKERNELS={folder / 'kernels'}", "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS=-Werror")  # fmt: skip
+            run("cmake", "--build", _CMAKE)
+            shutil.copy(_CMAKE / "libtrt_kvcache_plugins.so", folder)
+
+    inputs = [path for folder in (SOURCES, DECLARATIONS) for path in sorted(folder.iterdir()) if path.is_file()]
+    return once(f"plugin-library-{name}", inputs, make) / "libtrt_kvcache_plugins.so"
+
+
+def run(*command: object) -> None:
+    """Run a program, and show what it prints only if it fails."""
+    done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
