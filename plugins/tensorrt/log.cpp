@@ -3,22 +3,25 @@
 #include <atomic>
 #include <cstdio>
 
+using nvinfer1::ILogger;
+using nvinfer1::ILoggerFinder;
+
 namespace trt_kvcache {
 namespace {
 
-std::atomic<nvinfer1::ILoggerFinder*> logger_finder{nullptr};
+std::atomic<ILoggerFinder*> logger_finder{nullptr};
 
 }  // namespace
 
-void set_logger_finder(nvinfer1::ILoggerFinder* finder) { logger_finder = finder; }
+void set_logger_finder(ILoggerFinder* finder) { logger_finder = finder; }
 
-void log(nvinfer1::ILogger::Severity severity, std::string const& text) noexcept {
-    nvinfer1::ILoggerFinder* const finder = logger_finder;
-    nvinfer1::ILogger* const logger = finder ? finder->findLogger() : nullptr;
+void log(ILogger::Severity severity, std::string const& text) noexcept {
+    ILoggerFinder* const finder = logger_finder;
+    ILogger* const logger = finder ? finder->findLogger() : nullptr;
     if (logger) {
         logger->log(severity, text.c_str());
     } else {
-        std::fprintf(stderr, "%s\n", text.c_str());  // TensorRT gave none, as where a program opens the library itself
+        std::fprintf(stderr, "%s\n", text.c_str());  // there is no TensorRT, or it has no logger yet
     }
 }
 

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -67,6 +67,17 @@ def build_library(
 
     inputs = [path for folder in (SOURCES, DECLARATIONS) for path in sorted(folder.iterdir()) if path.is_file()]
     return once(f"plugin-library-{name}", inputs, make) / "libtrt_kvcache_plugins.so"
+
+
+def build_shared(name: str, sources: Sequence[Path], write: Callable[[Path], list[Path]]) -> Path:
+    """Return a library of a test: ``NAME.cpp`` of this folder, some sources of the plugin library, and files that ``write`` writes."""
+    source = Path(__file__).parent / f"{name}.cpp"
+
+    def make(folder: Path) -> None:
+        run("g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", f"-I{SOURCES}", source, *sources, *write(folder),
+            "-o", folder / f"{name}.so")  # fmt: skip
+
+    return once(f"plugin-library-{name}", [source, *sorted(SOURCES.glob("*.?pp")), SOURCES / "embed_kernels.py"], make) / f"{name}.so"
 
 
 def run(*command: object) -> None:

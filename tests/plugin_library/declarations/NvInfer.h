@@ -39,19 +39,16 @@ public:
     virtual ~IVersionedInterface() noexcept = default;
 };
 
-class ILogger {
+// These two are as in TensorRT for RTX; in TensorRT 10 they begin with their own function.
+class ILogger : public IVersionedInterface {
 public:
     enum class Severity : int32_t { kINTERNAL_ERROR = 0, kERROR = 1, kWARNING = 2, kINFO = 3, kVERBOSE = 4 };
     virtual void log(Severity severity, AsciiChar const* text) noexcept = 0;
-    virtual ~ILogger() = default;
 };
 
-class ILoggerFinder {
+class ILoggerFinder : public IVersionedInterface {
 public:
     virtual ILogger* findLogger() noexcept = 0;
-
-protected:
-    virtual ~ILoggerFinder() noexcept = default;
 };
 
 // --- fields ---
