@@ -95,7 +95,8 @@ bool KVCacheAttention::supportsFormatCombination(int32_t position, DynamicPlugin
         auto const inputs = inputs_of(attributes_, num_inputs);
         Input const input = position < num_inputs ? inputs[position] : outputs_[position - num_inputs].like;
         PluginTensorDesc const& desc = tensors[position].desc;
-        return desc.format == TensorFormat::kLINEAR && takes_dtype(input, attributes_, desc.type, tensors[0].desc.type);
+        if (desc.format != TensorFormat::kLINEAR) return false;
+        return position == 0 ? is_dtype_of_q(desc.type) : takes_dtype(input, attributes_, desc.type, tensors[0].desc.type);
     });
 }
 

@@ -149,8 +149,9 @@ AttentionSizes check_shapes(AttentionAttributes const& attributes, std::vector<S
     return sizes;
 }
 
+bool is_dtype_of_q(DataType dtype) { return dtype == DataType::kHALF || dtype == DataType::kBF16; }
+
 bool takes_dtype(Input input, AttentionAttributes const& attributes, DataType dtype, DataType q) {
-    if (input == Input::kQ) return dtype == DataType::kHALF || dtype == DataType::kBF16;
     DataType const expected = dtype_of(input, attributes);
     return dtype == (expected == DataType::kHALF ? q : expected);
 }
@@ -158,7 +159,7 @@ bool takes_dtype(Input input, AttentionAttributes const& attributes, DataType dt
 void check_dtypes(AttentionAttributes const& attributes, std::vector<DataType> const& dtypes) {
     auto const inputs = inputs_of(attributes, static_cast<int32_t>(dtypes.size()));
     for (size_t i = 0; i < dtypes.size(); i++) {
-        if (takes_dtype(inputs[i], attributes, dtypes[i], dtypes[0])) continue;
+        if (i == 0 ? is_dtype_of_q(dtypes[0]) : takes_dtype(inputs[i], attributes, dtypes[i], dtypes[0])) continue;
         DataType const expected = dtype_of(inputs[i], attributes);
         throw_invalid(name_of(inputs[i]), ": expected ",
                       i == 0 ? "float16 or bfloat16" : name_of(expected == DataType::kHALF ? dtypes[0] : expected), ", got ",

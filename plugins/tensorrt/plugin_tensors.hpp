@@ -38,7 +38,9 @@ AttentionSizes check_shapes(AttentionAttributes const& attributes, std::vector<S
 // Checks the dtypes of the inputs.
 void check_dtypes(AttentionAttributes const& attributes, std::vector<nvinfer1::DataType> const& dtypes);
 
-// Whether an input may have a dtype, given that of q.
+bool is_dtype_of_q(nvinfer1::DataType dtype);
+
+// Whether an input, or an output that is like it, has the right dtype, given that of q.
 bool takes_dtype(Input input, AttentionAttributes const& attributes, nvinfer1::DataType dtype, nvinfer1::DataType q);
 
 }  // namespace trt_kvcache
