@@ -20,7 +20,7 @@ SOURCES = ROOT / "plugins/tensorrt"
 DECLARATIONS = Path(__file__).parent / "declarations"
 
 #: The CMake folder of all libraries: only the table of kernels differs, and the rest is compiled once.
-_CMAKE = ROOT / "build/plugin_library"
+_CMAKE = ROOT / "build/plugin_library_of_tests"
 
 
 def need_cmake() -> None:
@@ -48,6 +48,12 @@ def cuda_include() -> Path:
     return Path(find_nvidia_header_directory("cudart"))
 
 
+def rtx_library() -> Path | None:
+    """Return the library of TensorRT for RTX, which that of the plugins is linked with if it registers itself."""
+    spec = importlib.util.find_spec("tensorrt_rtx_libs")
+    return None if spec is None or spec.origin is None else Path(spec.origin).with_name("libtensorrt_rtx.so.1")
+
+
 def build_library(
     name: str = "empty", archs: Sequence[str] = (), variants: Sequence[str] = (), kv_dtypes: Sequence[str | None] = ()
 ) -> Path:
@@ -60,10 +66,12 @@ def build_library(
         _CMAKE.mkdir(parents=True, exist_ok=True)
         with (_CMAKE / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            run("cmake", "-S", SOURCES, "-B", _CMAKE, f"-DTENSORRT_INCLUDE={DECLARATIONS}", f"-DCUDA_INCLUDE={cuda_include()}",
-                f"-DKERNELS={folder / 'kernels'}", "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS=-Werror")  # fmt: skip
+            paths = {"TENSORRT_INCLUDE": DECLARATIONS, "TENSORRT_LIBRARY": rtx_library() or "", "CUDA_INCLUDE": cuda_include()}
+            settings = paths | {"KERNELS": folder / "kernels", "CMAKE_BUILD_TYPE": "Release", "CMAKE_CXX_FLAGS": "-Werror"}
+            run("cmake", "-S", SOURCES, "-B", _CMAKE, *(f"-D{name}={value}" for name, value in settings.items()))
             run("cmake", "--build", _CMAKE)
-            shutil.copy(_CMAKE / "libtrt_kvcache_plugins.so", folder)
+            for library in _CMAKE.glob("*.so"):
+                shutil.copy(library, folder)
 
     inputs = [path for folder in (SOURCES, DECLARATIONS) for path in sorted(folder.iterdir()) if path.is_file()]
     return once(f"plugin-library-{name}", inputs, make) / "libtrt_kvcache_plugins.so"

@@ -1,6 +1,7 @@
 """Build plans with plugin layers in TensorRT for RTX, from creators of the library or of Python: a process has one or the other.
 
-``python -m tests.plugin_library.build_in_rtx (LIBRARY | python) FOLDER [--embed]`` prints what the registry and TensorRT's log say, as JSON.
+``python -m tests.plugin_library.build_in_rtx (LIBRARY | python) FOLDER [--embed | --opened]`` prints
+as JSON what the registry and the log say.
 """
 
 import ctypes
@@ -72,13 +73,15 @@ def build(rtx: Any, layer: Layer, embedded: list[str], changed: dict[str, tuple[
     return None if plan is None else bytes(plan), messages.errors
 
 
-def main(creators: str, folder: Path, embeds: bool) -> None:
+def main(creators: str, folder: Path, embeds: bool, opened: bool) -> None:
     """Build a plan of each layer into a folder."""
     rtx = load("tensorrt_rtx")
     open_parser(folder)
     registry = rtx.module.get_plugin_registry()
     if creators == "python":
         register(rtx)
+    elif opened:
+        ctypes.CDLL(creators)  # as Polygraphy does
     else:
         registry.load_library(creators)
     said: dict[str, Any] = {}
@@ -95,4 +98,4 @@ def main(creators: str, folder: Path, embeds: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), "--embed" in sys.argv)
+    main(sys.argv[1], Path(sys.argv[2]), "--embed" in sys.argv, "--opened" in sys.argv)

@@ -173,4 +173,19 @@ public:
     virtual AsciiChar const* getPluginNamespace() const noexcept = 0;
 };
 
+// As in TensorRT for RTX; the registry of TensorRT 10 has functions for older plugins before these.
+class IPluginRegistry {
+public:
+    virtual ~IPluginRegistry() noexcept = default;
+    virtual void setErrorRecorder(void*) noexcept = 0;
+    virtual void* getErrorRecorder() const noexcept = 0;
+    virtual bool isParentSearchEnabled() const = 0;
+    virtual void setParentSearchEnabled(bool) = 0;
+    virtual void* loadLibrary(AsciiChar const*) noexcept = 0;
+    virtual void deregisterLibrary(void*) noexcept = 0;
+    virtual bool registerCreator(IPluginCreatorInterface&, AsciiChar const*) noexcept = 0;
+};
+
 }  // namespace nvinfer1
+
+extern "C" nvinfer1::IPluginRegistry* getPluginRegistry() noexcept;

@@ -1,0 +1,30 @@
+// Registers the creators when the library is opened: for programs that open plugin libraries without TensorRT's registry.
+//
+// Polygraphy and Triton do. A registry that opens a library itself refuses creators that are there already, so this is in a second library.
+#include <NvInfer.h>
+
+#include <cstdint>
+
+#include "log.hpp"
+
+extern "C" nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count);
+
+namespace {
+
+struct Registration {
+    Registration() {
+        int32_t count = 0;
+        nvinfer1::IPluginCreatorInterface* const* const creators = getCreators(count);
+        for (int32_t i = 0; i < count; i++) {
+            auto* const creator = static_cast<nvinfer1::IPluginCreatorV3One*>(creators[i]);
+            if (!getPluginRegistry()->registerCreator(*creator, creator->getPluginNamespace())) {
+                trt_kvcache::log(nvinfer1::ILogger::Severity::kERROR,
+                                 "libtrt_kvcache_plugins_registered.so: expected no creator of KVCacheAttention in the registry, got one.");
+            }
+        }
+    }
+};
+
+Registration const registration;
+
+}  // namespace
