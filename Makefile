@@ -120,8 +120,8 @@ docs: $(READY)  ## Build the documentation into build/docs; a warning is a failu
 plugins: $(READY)  ## Compile the CUDA sources ahead of time into build/plugins
 	$(BIN)/python -m trt_kvcache.kernels.compile
 
-# TENSORRT_INCLUDE: the folder of NvInfer.h. KV_DTYPES may be limited to some of same, float8_e4m3fn and int8: a kernel takes seconds to compile.
-CUDA_INCLUDE ?= $$($(BIN)/python -c "from cuda.pathfinder import find_nvidia_header_directory as find; print(find('cudart'))")
+# TENSORRT_INCLUDE: the folder of NvInfer.h. CUDA_INCLUDE: that of cuda.h, by default in /usr/local/cuda. KV_DTYPES may be limited to some of
+# same, float8_e4m3fn and int8: a kernel takes seconds to compile.
 PLUGIN_LIBRARY := build/plugin_library
 .PHONY: plugin-library
 plugin-library: $(READY)  ## Compile the plugin library in C++: TENSORRT_INCLUDE=... ARCHS="sm_89 sm_120" VARIANTS="bfloat16-128"

@@ -43,11 +43,13 @@ public:
 class ILogger : public IVersionedInterface {
 public:
     enum class Severity : int32_t { kINTERNAL_ERROR = 0, kERROR = 1, kWARNING = 2, kINFO = 3, kVERBOSE = 4 };
+    InterfaceInfo getInterfaceInfo() const noexcept override { return {"ILogger", 1, 0}; }
     virtual void log(Severity severity, AsciiChar const* text) noexcept = 0;
 };
 
 class ILoggerFinder : public IVersionedInterface {
 public:
+    InterfaceInfo getInterfaceInfo() const noexcept override { return {"ILoggerFinder", 1, 0}; }
     virtual ILogger* findLogger() noexcept = 0;
 };
 
@@ -189,3 +191,5 @@ public:
 }  // namespace nvinfer1
 
 extern "C" nvinfer1::IPluginRegistry* getPluginRegistry() noexcept;
+
+#include "NvInferRuntime.h"
