@@ -2,8 +2,8 @@
 //
 //     decode ENGINE_FOLDER COUNT TOKEN_ID... [--plugins=libtrt_kvcache_plugins.so]
 //
-// It was compiled, but has not run: no TensorRT that ran its engine was at hand. For engines in one piece of models without recurrent
-// layers and without 8-bit K and V. A tokenizer is another program's task.
+// It was compiled, but has not run: no TensorRT that ran its engine was at hand. For engines in one piece of models
+// without recurrent layers and without 8-bit K and V. A tokenizer is another program's task.
 #include <NvInfer.h>
 #include <cuda_runtime_api.h>
 
@@ -65,7 +65,8 @@ public:
     Decoder(std::string const& folder, std::string const& plugins)
         : config_(folder), runtime_(nvinfer1::createInferRuntime(logger_)) {
         check(config_.in_one_piece, "an engine in segments needs Python: opening " + folder);
-        if (!plugins.empty()) check(runtime_->getPluginRegistry().loadLibrary(plugins.c_str()) != nullptr, "loading " + plugins);
+        if (!plugins.empty())
+            check(runtime_->getPluginRegistry().loadLibrary(plugins.c_str()) != nullptr, "loading " + plugins);
         std::vector<char> const plan = read_file(folder + "/engine.plan");
         engine_.reset(runtime_->deserializeCudaEngine(plan.data(), plan.size()));
         check(engine_ != nullptr, "deserialising " + folder + "/engine.plan");
@@ -78,7 +79,8 @@ public:
         }
         void* const activations = allocate("activations", static_cast<size_t>(scratch));
         for (size_t i = 0; i < config_.profiles.size(); i++) {
-            contexts_.emplace_back(engine_->createExecutionContext(nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED));
+            contexts_.emplace_back(
+                engine_->createExecutionContext(nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED));
             check(contexts_[i] != nullptr, "creating an execution context");
             contexts_[i]->setDeviceMemoryV2(activations, scratch);
             check(contexts_[i]->setOptimizationProfileAsync(static_cast<int32_t>(i), stream_), "choosing a profile");
@@ -97,11 +99,14 @@ public:
         upload(config_.kvcache_start_index, &start, 1);
         upload(config_.last_token_ids, &last, 1);
         for (EngineConfig::Tensor const& tensor : config_.tensors) {
-            if (tensor.is_input) check(contexts_[profile]->setInputShape(tensor.name.c_str(), shape_of(tensor.name, width)), tensor.name);
+            if (tensor.is_input)
+                check(contexts_[profile]->setInputShape(tensor.name.c_str(), shape_of(tensor.name, width)),
+                      tensor.name);
         }
         check(contexts_[profile]->enqueueV3(stream_), "enqueueV3");
         std::vector<float> logits(static_cast<size_t>(config_.vocab_size));
-        check(cudaMemcpyAsync(logits.data(), addresses_.at(config_.logits), logits.size() * sizeof(float), cudaMemcpyDeviceToHost, stream_),
+        check(cudaMemcpyAsync(logits.data(), addresses_.at(config_.logits), logits.size() * sizeof(float),
+                              cudaMemcpyDeviceToHost, stream_),
               "cudaMemcpyAsync");
         check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
         length_ += width;  // the engine has appended K and V; the length is the caller's to keep
@@ -131,7 +136,8 @@ private:
         return shape;
     }
 
-    // Gives each tensor memory, in every context. Outputs of the cache are at the address of their input: the engine updates it in place.
+    // Gives each tensor memory, in every context. Outputs of the cache are at the address of their input: the engine
+    // updates it in place.
     void bind() {
         int64_t longest = 1;
         for (EngineConfig::Profile const& profile : config_.profiles) longest = std::max(longest, profile.max_width);
@@ -145,7 +151,8 @@ private:
                 for (int32_t axis = 0; axis < shape.nbDims; axis++) nbytes *= static_cast<size_t>(shape.d[axis]);
                 address = allocate(tensor.name, nbytes);
             }
-            for (auto& context : contexts_) check(context->setTensorAddress(tensor.name.c_str(), address), "binding " + tensor.name);
+            for (auto& context : contexts_)
+                check(context->setTensorAddress(tensor.name.c_str(), address), "binding " + tensor.name);
         }
     }
 
@@ -154,7 +161,8 @@ private:
     }
 
     void upload(std::string const& name, int32_t const* values, size_t count) {
-        check(cudaMemcpyAsync(addresses_.at(name), values, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream_), "cudaMemcpyAsync");
+        check(cudaMemcpyAsync(addresses_.at(name), values, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream_),
+              "cudaMemcpyAsync");
     }
 
     Logger logger_;

@@ -22,8 +22,8 @@ constexpr double kMinScoreFactor = 1e-6, kMaxScoreFactor = 1e6;
 // A field is an integer or a real number of the attributes.
 struct Field {
     char const* name;
-    int32_t AttentionAttributes::*integer;
-    double AttentionAttributes::*real;
+    int32_t AttentionAttributes::* integer;
+    double AttentionAttributes::* real;
     bool required;
 
     PluginFieldType type() const { return integer ? PluginFieldType::kINT32 : PluginFieldType::kFLOAT64; }
@@ -55,7 +55,8 @@ void read_integer(PluginField const& given, int32_t& value) {
                            : given.type == PluginFieldType::kINT64 ? *static_cast<int64_t const*>(given.data)
                                                                    : -1;
     if (number < 0 || number > std::numeric_limits<int32_t>::max()) {
-        throw_invalid(given.name, ": expected an integer from 0 to ", std::numeric_limits<int32_t>::max(), ", got ", number, ".");
+        throw_invalid(given.name, ": expected an integer from 0 to ", std::numeric_limits<int32_t>::max(), ", got ",
+                      number, ".");
     }
     value = static_cast<int32_t>(number);
 }
@@ -101,8 +102,9 @@ AttentionAttributes AttentionAttributes::from_fields(PluginFieldCollection const
         Field const* const field = find_field(given.name, count);
         if (!field) throw_invalid("field '", given.name, "' is unknown.");
         if (!names.insert(given.name).second) throw_invalid("field '", given.name, "' is given twice.");
-        bool const accepted = field->integer ? given.type == PluginFieldType::kINT32 || given.type == PluginFieldType::kINT64
-                                             : given.type == PluginFieldType::kFLOAT32 || given.type == PluginFieldType::kFLOAT64;
+        bool const accepted = field->integer
+                                  ? given.type == PluginFieldType::kINT32 || given.type == PluginFieldType::kINT64
+                                  : given.type == PluginFieldType::kFLOAT32 || given.type == PluginFieldType::kFLOAT64;
         if (!accepted || given.length != 1 || !given.data) {
             throw_invalid("field '", given.name, "': expected one value of type ",
                           field->integer ? "INT32 or INT64" : "FLOAT32 or FLOAT64", ", got ", given.length, " of type ",
@@ -115,7 +117,8 @@ AttentionAttributes AttentionAttributes::from_fields(PluginFieldCollection const
         }
     }
     for (size_t i = 0; i < count; i++) {
-        if (kFields[i].required && !names.count(kFields[i].name)) throw_invalid("fields: expected ", kFields[i].name, " too.");
+        if (kFields[i].required && !names.count(kFields[i].name))
+            throw_invalid("fields: expected ", kFields[i].name, " too.");
     }
     if (quantized) {
         check_code("kv_dtype", attributes.kv_dtype, "float8_e4m3fn", "int8");
@@ -125,7 +128,9 @@ AttentionAttributes AttentionAttributes::from_fields(PluginFieldCollection const
     return attributes;
 }
 
-double AttentionAttributes::score_scale() const { return scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(head_dim)); }
+double AttentionAttributes::score_scale() const {
+    return scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(head_dim));
+}
 
 std::vector<PluginField> AttentionAttributes::fields() const {
     std::vector<PluginField> fields = field_names(quantized());

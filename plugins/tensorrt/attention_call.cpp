@@ -61,13 +61,15 @@ void add_score_factors(Arguments& arguments, AttentionAttributes const& attribut
 
 }  // namespace
 
-AttentionCall::AttentionCall(AttentionAttributes const& attributes, AttentionSizes const& sizes, char const* dtype, Gpu const& gpu)
+AttentionCall::AttentionCall(AttentionAttributes const& attributes, AttentionSizes const& sizes, char const* dtype,
+                             Gpu const& gpu)
     : attributes_(attributes),
-      shape_{sizes.batch,          sizes.width,        sizes.tokens,          attributes.num_kv_heads,
+      shape_{sizes.batch,        sizes.width,         sizes.tokens,          attributes.num_kv_heads,
              attributes.group(), attributes.head_dim, attributes.quantized()},
       kernels_(&find_kernels(text_of("sm_", gpu.arch), dtype, attributes.head_dim, kv_dtype_of(attributes))) {
     if (gpu.multiprocessors > kMaxMultiprocessors) {
-        throw_failure("the GPU: expected at most ", kMaxMultiprocessors, " multiprocessors, got ", gpu.multiprocessors, ".");
+        throw_failure("the GPU: expected at most ", kMaxMultiprocessors, " multiprocessors, got ", gpu.multiprocessors,
+                      ".");
     }
     kv_nbytes_ = shape_.num_kv_heads * shape_.tokens * shape_.head_dim * (shape_.quantized ? 1 : kElementNbytes);
     slot_nbytes_ = 2 * kv_nbytes_;
@@ -125,7 +127,8 @@ void AttentionCall::run(AttentionAddresses const& addresses, CUstream stream) co
     if (flagged_nbytes_) {
         CudaDriver const& driver = CudaDriver::get();
         auto const workspace = reinterpret_cast<CUdeviceptr>(addresses.workspace);
-        driver.check(driver.cuMemsetD8Async(workspace, 0, static_cast<size_t>(flagged_nbytes_), stream), "cuMemsetD8Async");
+        driver.check(driver.cuMemsetD8Async(workspace, 0, static_cast<size_t>(flagged_nbytes_), stream),
+                     "cuMemsetD8Async");
     }
     if (is_decode_) return decode(addresses, stream);
     if (!prefill_plan_.appends) append(addresses, stream);
@@ -134,10 +137,12 @@ void AttentionCall::run(AttentionAddresses const& addresses, CUstream stream) co
 
 // Arguments in the order of plugins/attention/decode.cu and decode_few.cu. Tensors of TensorRT are contiguous.
 void AttentionCall::decode(AttentionAddresses const& addresses, CUstream stream) const {
-    int64_t const row = shape_.head_dim * kElementNbytes, kv_token = shape_.num_kv_heads * row, q_token = shape_.group * kv_token;
+    int64_t const row = shape_.head_dim * kElementNbytes, kv_token = shape_.num_kv_heads * row,
+                  q_token = shape_.group * kv_token;
     Arguments arguments;
     arguments.add_all(addresses.lengths, addresses.new_lengths, shape_.tokens, int64_t{attributes_.window});
-    arguments.add_all(shape_.batch, shape_.num_kv_heads, decode_plan_.splits_per_head, decode_plan_.heads_per_block, shape_.group);
+    arguments.add_all(shape_.batch, shape_.num_kv_heads, decode_plan_.splits_per_head, decode_plan_.heads_per_block,
+                      shape_.group);
     if (decode_plan_.few) arguments.add(shape_.width);
     arguments.add_all(static_cast<void const*>(addresses.cache), slot_nbytes_, kv_nbytes_);
     auto const add_rows = [&](void const* rows, int64_t token) {
@@ -170,7 +175,8 @@ void AttentionCall::append(AttentionAddresses const& addresses, CUstream stream)
 
 // Of the prefill kernels in plugins/attention/prefill.cu.
 void AttentionCall::prefill(AttentionAddresses const& addresses, CUstream stream) const {
-    int64_t const row = shape_.head_dim * kElementNbytes, kv_token = shape_.num_kv_heads * row, q_token = shape_.group * kv_token;
+    int64_t const row = shape_.head_dim * kElementNbytes, kv_token = shape_.num_kv_heads * row,
+                  q_token = shape_.group * kv_token;
     Arguments arguments;
     arguments.add_all(addresses.lengths, addresses.new_lengths, shape_.tokens, int64_t{attributes_.window});
     arguments.add_all(shape_.batch, shape_.num_kv_heads, shape_.group, shape_.width, prefill_plan_.row_blocks,
@@ -209,7 +215,8 @@ void AttentionCall::launch(Launch const& launch, void** arguments, CUstream stre
     config.numAttrs = count;
     CudaDriver const& driver = CudaDriver::get();
     // The driver takes a kernel of a library in place of a function.
-    driver.check(driver.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(launch.kernel), arguments, nullptr), "cuLaunchKernelEx");
+    driver.check(driver.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(launch.kernel), arguments, nullptr),
+                 "cuLaunchKernelEx");
 }
 
 }  // namespace trt_kvcache

@@ -27,7 +27,8 @@ struct AttentionAddresses {
 class AttentionCall {
 public:
     // Plans the launches for a GPU, and loads the kernels.
-    AttentionCall(AttentionAttributes const& attributes, AttentionSizes const& sizes, char const* dtype, Gpu const& gpu);
+    AttentionCall(AttentionAttributes const& attributes, AttentionSizes const& sizes, char const* dtype,
+                  Gpu const& gpu);
 
     // Launches the kernels: neither waits nor allocates, and can be captured in a graph.
     void run(AttentionAddresses const& addresses, CUstream stream) const;

@@ -11,7 +11,8 @@ std::string name_of(std::string const& dtype, int32_t head_dim, char const* kv_d
 
 }  // namespace
 
-AttentionKernels const& find_kernels(std::string const& arch, std::string const& dtype, int32_t head_dim, char const* kv_dtype) {
+AttentionKernels const& find_kernels(std::string const& arch, std::string const& dtype, int32_t head_dim,
+                                     char const* kv_dtype) {
     std::string const wanted = name_of(dtype, head_dim, kv_dtype);
     std::string present;
     for (size_t i = 0; i < kNumAttentionKernels; i++) {
@@ -20,7 +21,8 @@ AttentionKernels const& find_kernels(std::string const& arch, std::string const&
         if (kernels.arch == arch && name == wanted) return kernels;
         present += text_of(present.empty() ? "" : ", ", name, " for ", kernels.arch);
     }
-    throw_failure("kernels: expected ", wanted, " for ", arch, " in this library, got ", present.empty() ? "none" : present,
+    throw_failure("kernels: expected ", wanted, " for ", arch, " in this library, got ",
+                  present.empty() ? "none" : present,
                   ". Build it with them: make plugin-library ARCHS=... VARIANTS=...");
 }
 

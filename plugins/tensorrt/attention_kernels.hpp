@@ -1,6 +1,6 @@
 // The compiled attention kernels that this library carries, with the tile sizes that they were compiled with.
 //
-// embed_kernels.py compiles them and writes the table. So the sizes of a launch are always those of the kernel that is launched.
+// embed_kernels.py compiles them and writes the table, so a launch has the sizes that its kernel was compiled with.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +38,7 @@ struct PrefillTiles {
 // Kernels of one architecture, dtype of q, head dim and dtype of K and V.
 struct AttentionKernels {
     char const* arch;
-    char const* dtype;     // float16 or bfloat16
+    char const* dtype;  // float16 or bfloat16
     int32_t head_dim;
     char const* kv_dtype;  // float8_e4m3fn or int8; null: as dtype
     bool starts_early;     // programmatic dependent launch
@@ -52,6 +52,7 @@ extern AttentionKernels const kAttentionKernels[];
 extern size_t const kNumAttentionKernels;
 
 // The kernels for an architecture such as "sm_89". Throws with what this library has instead.
-AttentionKernels const& find_kernels(std::string const& arch, std::string const& dtype, int32_t head_dim, char const* kv_dtype);
+AttentionKernels const& find_kernels(std::string const& arch, std::string const& dtype, int32_t head_dim,
+                                     char const* kv_dtype);
 
 }  // namespace trt_kvcache

@@ -17,7 +17,8 @@ constexpr int32_t kDefaultSharedNbytes = 48 * 1024;  // more must be allowed fir
 template <typename Function>
 void find(void* library, char const* name, Function& function) {
     function = reinterpret_cast<Function>(dlsym(library, name));
-    if (!function) throw_failure("libcuda.so.1: expected ", name, ", which a driver of CUDA 12 has, got an older driver.");
+    if (!function)
+        throw_failure("libcuda.so.1: expected ", name, ", which a driver of CUDA 12 has, got an older driver.");
 }
 
 int attribute(CUdevice_attribute name, CUdevice device) {
@@ -39,7 +40,7 @@ std::map<std::pair<CUlibrary, std::pair<std::string, CUdevice>>, LoadedKernel> k
 
 }  // namespace
 
-// cuda.h gives some functions another name in the library (cuMemsetD8Async, cuMemcpyDtoDAsync_v2): the preprocessor knows which.
+// cuda.h defines some names as those of a later version (cuMemcpyDtoDAsync_v2): the library has these.
 #define NAME_OF(function) #function
 #define FIND(function) find(library, NAME_OF(function), function)
 
@@ -73,8 +74,8 @@ Gpu current_gpu() {
     CudaDriver const& driver = CudaDriver::get();
     Gpu gpu{};
     driver.check(driver.cuCtxGetDevice(&gpu.device), "cuCtxGetDevice");
-    gpu.arch = 10 * attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, gpu.device) +
-               attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, gpu.device);
+    gpu.arch = 10 * attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, gpu.device)
+               + attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, gpu.device);
     gpu.multiprocessors = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, gpu.device);
     return gpu;
 }
@@ -83,11 +84,14 @@ CUkernel load_kernel(unsigned char const* image, char const* name, CUdevice devi
     CudaDriver const& driver = CudaDriver::get();
     std::lock_guard<std::mutex> const lock(mutex);
     CUlibrary& library = libraries[image];
-    if (!library) driver.check(driver.cuLibraryLoadData(&library, image, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
+    if (!library)
+        driver.check(driver.cuLibraryLoadData(&library, image, nullptr, nullptr, 0, nullptr, nullptr, 0),
+                     "cuLibraryLoadData");
     LoadedKernel& loaded = kernels[{library, {name, device}}];
     if (!loaded.kernel) driver.check(driver.cuLibraryGetKernel(&loaded.kernel, library, name), name);
     if (shared_nbytes > loaded.shared_nbytes) {
-        driver.check(driver.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_nbytes, loaded.kernel, device),
+        driver.check(driver.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_nbytes,
+                                                 loaded.kernel, device),
                      name);
         loaded.shared_nbytes = shared_nbytes;
     }

@@ -1,4 +1,4 @@
-// CUDA's driver API, opened when it is first needed: so the library loads on a machine without a GPU, where engines are built.
+// CUDA's driver API, opened when it is first needed: engines are built on machines without a GPU, too.
 #pragma once
 
 #include <cuda.h>

@@ -45,9 +45,7 @@ void warn_of_copies() {
 }  // namespace
 
 KVCacheAttention::KVCacheAttention(AttentionAttributes const& attributes)
-    : attributes_(attributes),
-      outputs_(outputs_of(attributes_)),
-      fields_(attributes_.fields()),
+    : attributes_(attributes), outputs_(outputs_of(attributes_)), fields_(attributes_.fields()),
       stored_fields_{static_cast<int32_t>(fields_.size()), fields_.data()} {}
 
 IPluginCapability* KVCacheAttention::getCapabilityInterface(PluginCapabilityType type) noexcept {
@@ -76,8 +74,8 @@ int32_t KVCacheAttention::getOutputDataTypes(DataType* types, int32_t num_output
     });
 }
 
-int32_t KVCacheAttention::getOutputShapes(DimsExprs const* inputs, int32_t num_inputs, DimsExprs const*, int32_t, DimsExprs* outputs,
-                                          int32_t num_outputs, IExprBuilder&) noexcept {
+int32_t KVCacheAttention::getOutputShapes(DimsExprs const* inputs, int32_t num_inputs, DimsExprs const*, int32_t,
+                                          DimsExprs* outputs, int32_t num_outputs, IExprBuilder&) noexcept {
     return reported("getOutputShapes", kFailure, [&] {
         check_shapes(attributes_, for_each(inputs, num_inputs, [](DimsExprs const& shape) { return sizes_of(shape); }));
         for (int32_t i = 0; i < num_outputs; i++) outputs[i] = inputs[static_cast<int32_t>(outputs_[i].like)];
@@ -89,19 +87,20 @@ int32_t KVCacheAttention::getAliasedInput(int32_t output) noexcept {
     return outputs_[output].aliased ? static_cast<int32_t>(outputs_[output].like) : -1;
 }
 
-bool KVCacheAttention::supportsFormatCombination(int32_t position, DynamicPluginTensorDesc const* tensors, int32_t num_inputs,
-                                                 int32_t) noexcept {
+bool KVCacheAttention::supportsFormatCombination(int32_t position, DynamicPluginTensorDesc const* tensors,
+                                                 int32_t num_inputs, int32_t) noexcept {
     return reported("supportsFormatCombination", false, [&] {
         auto const inputs = inputs_of(attributes_, num_inputs);
         Input const input = position < num_inputs ? inputs[position] : outputs_[position - num_inputs].like;
         PluginTensorDesc const& desc = tensors[position].desc;
         if (desc.format != TensorFormat::kLINEAR) return false;
-        return position == 0 ? is_dtype_of_q(desc.type) : takes_dtype(input, attributes_, desc.type, tensors[0].desc.type);
+        return position == 0 ? is_dtype_of_q(desc.type)
+                             : takes_dtype(input, attributes_, desc.type, tensors[0].desc.type);
     });
 }
 
-int32_t KVCacheAttention::configurePlugin(DynamicPluginTensorDesc const* inputs, int32_t num_inputs, DynamicPluginTensorDesc const*,
-                                          int32_t) noexcept {
+int32_t KVCacheAttention::configurePlugin(DynamicPluginTensorDesc const* inputs, int32_t num_inputs,
+                                          DynamicPluginTensorDesc const*, int32_t) noexcept {
     return reported("configurePlugin", kFailure, [&] {
         using Desc = DynamicPluginTensorDesc;
         check_dtypes(attributes_, for_each(inputs, num_inputs, [](Desc const& input) { return input.desc.type; }));
@@ -121,16 +120,19 @@ int32_t KVCacheAttention::onShapeChange(PluginTensorDesc const* inputs, int32_t 
     shapes_.reset();
     call_.reset();
     return reported("onShapeChange", kFailure, [&] {
-        check_dtypes(attributes_, for_each(inputs, num_inputs, [](PluginTensorDesc const& input) { return input.type; }));
-        auto const shapes = for_each(inputs, num_inputs, [](PluginTensorDesc const& input) { return sizes_of(input.dims); });
+        check_dtypes(attributes_,
+                     for_each(inputs, num_inputs, [](PluginTensorDesc const& input) { return input.type; }));
+        auto const shapes =
+            for_each(inputs, num_inputs, [](PluginTensorDesc const& input) { return sizes_of(input.dims); });
         AttentionSizes const sizes = check_shapes(attributes_, shapes);
-        shapes_ = Shapes{inputs_of(attributes_, num_inputs), sizes, inputs[0].type == DataType::kHALF ? "float16" : "bfloat16"};
+        shapes_ = Shapes{inputs_of(attributes_, num_inputs), sizes,
+                         inputs[0].type == DataType::kHALF ? "float16" : "bfloat16"};
         return kSuccess;
     });
 }
 
-int32_t KVCacheAttention::enqueue(PluginTensorDesc const*, PluginTensorDesc const*, void const* const* inputs, void* const* outputs,
-                                  void* workspace, cudaStream_t stream) noexcept {
+int32_t KVCacheAttention::enqueue(PluginTensorDesc const*, PluginTensorDesc const*, void const* const* inputs,
+                                  void* const* outputs, void* workspace, cudaStream_t stream) noexcept {
     return reported("enqueue", kFailure, [&] {
         if (!shapes_) throw_failure("expected onShapeChange first.");
         if (!call_) call_.emplace(attributes_, shapes_->sizes, shapes_->dtype, current_gpu());
@@ -149,10 +151,16 @@ int32_t KVCacheAttention::enqueue(PluginTensorDesc const*, PluginTensorDesc cons
         }
         auto const address = [&](Input input) { return given[static_cast<int32_t>(input)]; };
         AttentionAddresses const addresses{
-            address(Input::kQ),       address(Input::kK),          address(Input::kV),
+            address(Input::kQ),
+            address(Input::kK),
+            address(Input::kV),
             const_cast<void*>(address(Input::kCache)),  // an aliased input: TensorRT lets the plugin write to it
-            address(Input::kLengths), const_cast<void*>(address(Input::kKVScales)),
-            address(Input::kCosSin),  address(Input::kNewLengths), outputs[0], workspace};
+            address(Input::kLengths),
+            const_cast<void*>(address(Input::kKVScales)),
+            address(Input::kCosSin),
+            address(Input::kNewLengths),
+            outputs[0],
+            workspace};
         call_->run(addresses, stream);
         return kSuccess;
     });

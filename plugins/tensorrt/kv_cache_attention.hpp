@@ -1,4 +1,4 @@
-// KVCacheAttention: attention over a combined cache as a plugin layer. plugins/README.md describes its inputs and outputs.
+// KVCacheAttention: attention over a combined cache as a plugin layer. plugins/README.md has its inputs and outputs.
 //
 // The same plugin as in trt_kvcache/trt/plugin: same name, versions, fields and stored bytes.
 #pragma once
@@ -37,22 +37,25 @@ public:
     int32_t getNbOutputs() const noexcept override { return static_cast<int32_t>(outputs_.size()); }
     int32_t getOutputDataTypes(nvinfer1::DataType* types, int32_t num_outputs, nvinfer1::DataType const* input_types,
                                int32_t num_inputs) const noexcept override;
-    int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t num_inputs, nvinfer1::DimsExprs const* shape_inputs,
-                            int32_t num_shape_inputs, nvinfer1::DimsExprs* outputs, int32_t num_outputs,
+    int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t num_inputs,
+                            nvinfer1::DimsExprs const* shape_inputs, int32_t num_shape_inputs,
+                            nvinfer1::DimsExprs* outputs, int32_t num_outputs,
                             nvinfer1::IExprBuilder& builder) noexcept override;
     int32_t getAliasedInput(int32_t output) noexcept override;
-    bool supportsFormatCombination(int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors, int32_t num_inputs,
-                                   int32_t num_outputs) noexcept override;
+    bool supportsFormatCombination(int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors,
+                                   int32_t num_inputs, int32_t num_outputs) noexcept override;
     int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs,
                             nvinfer1::DynamicPluginTensorDesc const* outputs, int32_t num_outputs) noexcept override;
     size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs,
-                            nvinfer1::DynamicPluginTensorDesc const* outputs, int32_t num_outputs) const noexcept override;
+                            nvinfer1::DynamicPluginTensorDesc const* outputs,
+                            int32_t num_outputs) const noexcept override;
 
     // IPluginV3OneRuntime
-    int32_t onShapeChange(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, nvinfer1::PluginTensorDesc const* outputs,
-                          int32_t num_outputs) noexcept override;
+    int32_t onShapeChange(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
+                          nvinfer1::PluginTensorDesc const* outputs, int32_t num_outputs) noexcept override;
     int32_t enqueue(nvinfer1::PluginTensorDesc const* input_descs, nvinfer1::PluginTensorDesc const* output_descs,
-                    void const* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream) noexcept override;
+                    void const* const* inputs, void* const* outputs, void* workspace,
+                    cudaStream_t stream) noexcept override;
     nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext* context) noexcept override;
     nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override { return &stored_fields_; }
 

@@ -25,7 +25,8 @@ bool prefers_row_blocks(AttentionKernels const& kernels, AttentionShape const& s
     return nbytes <= kShortCacheNbytesPerSM * multiprocessors && 2 * shape.rows() > kernels.few.max_rows;
 }
 
-PrefillPlan plan_of(PrefillVariant variant, AttentionKernels const& kernels, AttentionShape const& shape, int64_t multiprocessors) {
+PrefillPlan plan_of(PrefillVariant variant, AttentionKernels const& kernels, AttentionShape const& shape,
+                    int64_t multiprocessors) {
     PrefillTiles const& tiles = kernels.prefill[variant];
     int64_t const row_blocks = ceil_divide(shape.rows(), tiles.rows);
     int64_t const total = shape.batch * shape.num_kv_heads * row_blocks;
@@ -50,12 +51,14 @@ PrefillPlan plan_of(PrefillVariant variant, AttentionKernels const& kernels, Att
 
 }  // namespace
 
-bool plan_decode(AttentionKernels const& kernels, AttentionShape const& shape, int64_t multiprocessors, DecodePlan& plan) {
+bool plan_decode(AttentionKernels const& kernels, AttentionShape const& shape, int64_t multiprocessors,
+                 DecodePlan& plan) {
     if (prefers_row_blocks(kernels, shape, multiprocessors)) return false;
     bool const few = shape.width > 1;
     DecodeTiles const& tiles = few ? kernels.few : kernels.decode;
     if (few && (shape.width > kMaxFewTokens || shape.rows() > tiles.max_rows)) return false;
-    auto const compiled = std::find_if(std::begin(kDecodeRows), std::end(kDecodeRows), [&](int32_t rows) { return shape.rows() <= rows; });
+    auto const compiled = std::find_if(std::begin(kDecodeRows), std::end(kDecodeRows),
+                                       [&](int32_t rows) { return shape.rows() <= rows; });
     auto const index = static_cast<int32_t>(compiled - std::begin(kDecodeRows));
     int64_t const heads = shape.batch * shape.num_kv_heads;
     // All blocks that can be resident at once, but none that would have fewer tiles than pay for it.
@@ -71,7 +74,8 @@ PrefillPlan plan_prefill(AttentionKernels const& kernels, AttentionShape const& 
     PrefillPlan const wide = plan(kWide);
     int64_t const heads = shape.batch * shape.num_kv_heads, row_blocks = heads * wide.row_blocks;
     // A cache is long by comparison with the new tokens, and with the GPU.
-    bool const is_long = shape.tokens >= kLongCache * shape.width && shape.tokens * row_blocks >= kLongCacheKeysPerSM * multiprocessors;
+    bool const is_long =
+        shape.tokens >= kLongCache * shape.width && shape.tokens * row_blocks >= kLongCacheKeysPerSM * multiprocessors;
     if (shape.width <= kMaxAppendedWidth) {
         PrefillVariant variant = k64;
         if (shape.rows() <= 16) {
@@ -82,7 +86,8 @@ PrefillPlan plan_prefill(AttentionKernels const& kernels, AttentionShape const& 
         PrefillPlan const few = plan(variant);
         bool const fits = shape.width <= kernels.prefill[variant].tile_keys && (few.row_blocks == 1 || few.splits());
         bool const shared = !shape.quantized && few.blocks >= 2 * heads * few.row_blocks;
-        bool const in_wide = is_long && few.row_blocks > 1 && !shared && wide_tiles.warpgroups && wide_tiles.blocks_per_sm > 1;
+        bool const in_wide =
+            is_long && few.row_blocks > 1 && !shared && wide_tiles.warpgroups && wide_tiles.blocks_per_sm > 1;
         if (fits && !in_wide) return few;
     }
     if (!is_long && row_blocks <= multiprocessors) return plan(kShort);
@@ -93,7 +98,8 @@ PrefillPlan plan_prefill(AttentionKernels const& kernels, AttentionShape const& 
     return static_cast<double>(whole.blocks) <= most * static_cast<double>(multiprocessors) ? wide : whole;
 }
 
-// A strip is 16 columns of a row: four vectors of 4 floats, and one with maximum and sum (plugins/attention/split_kv_reduce.cuh).
+// A strip is 16 columns of a row: four vectors of 4 floats, and one with maximum and sum
+// (plugins/attention/split_kv_reduce.cuh).
 int64_t row_nbytes_of_partials(int64_t head_dim) { return ceil_divide(head_dim, 16) * 5 * 16; }
 
 int64_t flagged_rows(int64_t multiprocessors, int64_t group) {

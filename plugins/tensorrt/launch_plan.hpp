@@ -1,6 +1,6 @@
 // Which kernel computes a call, and in how many blocks. It depends on shapes alone: lengths are on the device.
 //
-// The same as trt_kvcache/kernels/decode_plan.py and prefill_plan.py, which say what was measured. A test compares both.
+// As in trt_kvcache/kernels/decode_plan.py and prefill_plan.py, which say what was measured. A test compares both.
 #pragma once
 
 #include <cstdint>
@@ -38,11 +38,13 @@ struct PrefillPlan {
 };
 
 // Plans a launch of a decode kernel; false if a prefill kernel is to be taken.
-bool plan_decode(AttentionKernels const& kernels, AttentionShape const& shape, int64_t multiprocessors, DecodePlan& plan);
+bool plan_decode(AttentionKernels const& kernels, AttentionShape const& shape, int64_t multiprocessors,
+                 DecodePlan& plan);
 PrefillPlan plan_prefill(AttentionKernels const& kernels, AttentionShape const& shape, int64_t multiprocessors);
 
-// The workspace: partial results of the blocks of a launch. Flagged rows, for other blocks, come first.
-constexpr int64_t kMaxMultiprocessors = 256;  // that it is sized for, as an engine may run on another GPU than it was built on
+// The workspace: partial results of the blocks of a launch. Flagged rows, for other blocks, come first. It is sized for
+// this number of multiprocessors, since an engine may run on another GPU than it was built on.
+constexpr int64_t kMaxMultiprocessors = 256;
 int64_t row_nbytes_of_partials(int64_t head_dim);
 int64_t flagged_rows(int64_t multiprocessors, int64_t group);
 int64_t workspace_nbytes(int64_t group, int64_t head_dim);

@@ -16,10 +16,13 @@ namespace {
 class KVCacheAttentionCreator final : public IPluginCreatorV3One {
 public:
     explicit KVCacheAttentionCreator(bool quantized)
-        : quantized_(quantized), fields_(trt_kvcache::field_names(quantized)), field_names_{static_cast<int32_t>(fields_.size()), fields_.data()} {}
+        : quantized_(quantized), fields_(trt_kvcache::field_names(quantized)),
+          field_names_{static_cast<int32_t>(fields_.size()), fields_.data()} {}
 
     AsciiChar const* getPluginName() const noexcept override { return kPluginName; }
-    AsciiChar const* getPluginVersion() const noexcept override { return quantized_ ? kQuantizedVersion : kPluginVersion; }
+    AsciiChar const* getPluginVersion() const noexcept override {
+        return quantized_ ? kQuantizedVersion : kPluginVersion;
+    }
     AsciiChar const* getPluginNamespace() const noexcept override { return kPluginNamespace; }
     PluginFieldCollection const* getFieldNames() noexcept override { return &field_names_; }
     IPluginV3* createPlugin(AsciiChar const*, PluginFieldCollection const* fields, TensorRTPhase) noexcept override {

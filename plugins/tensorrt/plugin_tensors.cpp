@@ -15,11 +15,11 @@ constexpr int64_t kScalesGranule = 4;  // scales by token are stored for a multi
 
 // A size in the shape of an input: a free one, which is the same wherever it stands, or one that the attributes give.
 struct Size {
-    char const* name;                       // of a free size
-    int64_t AttentionSizes::*free = nullptr;
+    char const* name;  // of a free size
+    int64_t AttentionSizes::* free = nullptr;
     int64_t fixed = kUnknown;
 
-    Size(char const* name, int64_t AttentionSizes::*free) : name(name), free(free) {}
+    Size(char const* name, int64_t AttentionSizes::* free) : name(name), free(free) {}
     Size(int64_t fixed) : name(nullptr), fixed(fixed) {}
 };
 
@@ -38,7 +38,8 @@ char const* name_of(Input input) {
 }
 
 std::vector<Size> shape_of(Input input, AttentionAttributes const& attributes) {
-    Size const batch("B", &AttentionSizes::batch), width("s", &AttentionSizes::width), tokens("S", &AttentionSizes::tokens);
+    Size const batch("B", &AttentionSizes::batch), width("s", &AttentionSizes::width),
+        tokens("S", &AttentionSizes::tokens);
     int64_t const kv_heads = attributes.num_kv_heads, head_dim = attributes.head_dim;
     switch (input) {
         case Input::kQ: return {batch, width, attributes.num_heads, head_dim};
@@ -129,8 +130,11 @@ AttentionSizes check_shapes(AttentionAttributes const& attributes, std::vector<S
         }
         if (!fits) {
             auto const number = [](int64_t size) { return std::to_string(size); };
-            auto const wanted = [&](Size const& size) { return expected(size) == kUnknown ? size.name : number(expected(size)); };
-            throw_invalid(name_of(inputs[i]), ": expected [", join(pattern, wanted), "], got [", join(shape, number), "].");
+            auto const wanted = [&](Size const& size) {
+                return expected(size) == kUnknown ? size.name : number(expected(size));
+            };
+            throw_invalid(name_of(inputs[i]), ": expected [", join(pattern, wanted), "], got [", join(shape, number),
+                          "].");
         }
         for (size_t axis = 0; axis < shape.size(); axis++) {
             if (pattern[axis].free && sizes.*pattern[axis].free == kUnknown) sizes.*pattern[axis].free = shape[axis];
@@ -162,8 +166,8 @@ void check_dtypes(AttentionAttributes const& attributes, std::vector<DataType> c
         if (i == 0 ? is_dtype_of_q(dtypes[0]) : takes_dtype(inputs[i], attributes, dtypes[i], dtypes[0])) continue;
         DataType const expected = dtype_of(inputs[i], attributes);
         throw_invalid(name_of(inputs[i]), ": expected ",
-                      i == 0 ? "float16 or bfloat16" : name_of(expected == DataType::kHALF ? dtypes[0] : expected), ", got ",
-                      name_of(dtypes[i]), ".");
+                      i == 0 ? "float16 or bfloat16" : name_of(expected == DataType::kHALF ? dtypes[0] : expected),
+                      ", got ", name_of(dtypes[i]), ".");
     }
 }
 

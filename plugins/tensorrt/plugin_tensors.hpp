@@ -1,4 +1,4 @@
-// Inputs and outputs of KVCacheAttention: names, shapes and dtypes. trt_kvcache/trt/plugin/plugin_tensors.py has the same.
+// Inputs and outputs of KVCacheAttention: names, shapes, dtypes. As in trt_kvcache/trt/plugin/plugin_tensors.py.
 #pragma once
 
 #include <NvInfer.h>
@@ -28,7 +28,7 @@ struct Output {
     bool aliased;
 };
 
-// The inputs in order: without cos_sin if RoPE is not applied; new_lengths is optional. Throws if there cannot be this many.
+// The inputs in order: without cos_sin if RoPE is not applied; new_lengths is optional. Throws if the count is wrong.
 std::vector<Input> inputs_of(AttentionAttributes const& attributes, int32_t count);
 std::vector<Output> outputs_of(AttentionAttributes const& attributes);
 

@@ -1,6 +1,7 @@
-// Registers the creators when the library is opened: for programs that open plugin libraries without TensorRT's registry.
+// Registers the creators when the library is opened: for programs that open it without TensorRT's registry.
 //
-// Polygraphy and Triton do. A registry that opens a library itself refuses creators that are there already, so this is in a second library.
+// Polygraphy and Triton do. A registry that opens a library itself refuses creators that are there already, so this is
+// in a second library.
 #include <NvInfer.h>
 
 #include <cstdint>
@@ -18,8 +19,9 @@ struct Registration {
         for (int32_t i = 0; i < count; i++) {
             auto* const creator = static_cast<nvinfer1::IPluginCreatorV3One*>(creators[i]);
             if (!getPluginRegistry()->registerCreator(*creator, creator->getPluginNamespace())) {
-                trt_kvcache::log(nvinfer1::ILogger::Severity::kERROR,
-                                 "libtrt_kvcache_plugins_registered.so: expected no creator of KVCacheAttention in the registry, got one.");
+                trt_kvcache::log(
+                    nvinfer1::ILogger::Severity::kERROR,
+                    "KVCacheAttention: expected none in the registry when this library registers it, got one.");
             }
         }
     }

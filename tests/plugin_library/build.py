@@ -67,7 +67,7 @@ def build_library(
         with (_CMAKE / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             paths = {"TENSORRT_INCLUDE": DECLARATIONS, "TENSORRT_LIBRARY": rtx_library() or "", "CUDA_INCLUDE": cuda_include()}
-            settings = paths | {"KERNELS": folder / "kernels", "CMAKE_BUILD_TYPE": "Release", "CMAKE_CXX_FLAGS": "-Werror"}
+            settings = paths | {"KERNELS": folder / "kernels", "CMAKE_CXX_FLAGS": "-O1 -Werror"}
             run("cmake", "-S", SOURCES, "-B", _CMAKE, *(f"-D{name}={value}" for name, value in settings.items()))
             run("cmake", "--build", _CMAKE)
             for library in _CMAKE.glob("*.so"):

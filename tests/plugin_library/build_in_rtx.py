@@ -1,6 +1,6 @@
 """Build plans with plugin layers in TensorRT for RTX, from creators of the library or of Python: a process has one or the other.
 
-``python -m tests.plugin_library.build_in_rtx (LIBRARY | python) FOLDER [--embed | --opened]`` prints
+``python -m tests.plugin_library.build_in_rtx (LIBRARY | python) FOLDER [--opened]`` prints
 as JSON what the registry and the log say.
 """
 
@@ -73,7 +73,7 @@ def build(rtx: Any, layer: Layer, embedded: list[str], changed: dict[str, tuple[
     return None if plan is None else bytes(plan), messages.errors
 
 
-def main(creators: str, folder: Path, embeds: bool, opened: bool) -> None:
+def main(creators: str, folder: Path, opened: bool) -> None:
     """Build a plan of each layer into a folder."""
     rtx = load("tensorrt_rtx")
     open_parser(folder)
@@ -89,13 +89,16 @@ def main(creators: str, folder: Path, embeds: bool, opened: bool) -> None:
         creator = registry.get_creator(PLUGIN_NAME, version, PLUGIN_NAMESPACE)
         said[f"fields {version}"] = [[field.name, field.type.name] for field in creator.field_names]
     for name, layer in LAYERS.items():
-        plan, errors = build(rtx, layer, [creators] if embeds else [], {})
-        said[name] = errors
+        plan, said[name] = build(rtx, layer, [], {})
         if plan is not None:
             (folder / f"{name}.plan").write_bytes(plan)
+    if creators != "python" and not opened:
+        plan, said["embedded"] = build(rtx, LAYERS["by token"], [creators], {})
+        if plan is not None:
+            (folder / "embedded.plan").write_bytes(plan)
     said["wrong shape"] = build(rtx, LAYERS["plain"], [], {"k": ("B", "s", 3, 64)})[1]
     print(json.dumps(said))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), "--embed" in sys.argv, "--opened" in sys.argv)
+    main(sys.argv[1], Path(sys.argv[2]), "--opened" in sys.argv)

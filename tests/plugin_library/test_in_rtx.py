@@ -35,11 +35,10 @@ def library():
 @pytest.fixture(scope="module")
 def built(library, tmp_path_factory):
     """The folder of plans, and what was said, by who created the plugins."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("library", "python", "embedded", "opened")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("library", "python", "opened")}
     return {
         "library": (folders["library"], _build(library, folders["library"])),
         "python": (folders["python"], _build("python", folders["python"])),
-        "embedded": (folders["embedded"], _build(library, folders["embedded"], "--embed")),
         "opened": (folders["opened"], _build(library.with_stem(f"{library.stem}_registered"), folders["opened"], "--opened")),
     }
 
@@ -54,7 +53,7 @@ def test_the_creators_have_the_fields_of_those_in_python(built):
 def test_a_plan_is_that_of_the_python_plugin(built, name):
     """TensorRT numbers some tensors in another order; the plugin's record, all fields with it, is the same."""
     plans = [np.frombuffer((folder / f"{name}.plan").read_bytes(), np.uint8) for folder, _ in (built["library"], built["python"])]
-    assert [said[name] for _, said in built.values()] == [[], [], [], []]
+    assert [said[name] for _, said in built.values()] == [[], [], []]
     assert plans[0].size == plans[1].size
     differ = np.flatnonzero(plans[0] != plans[1])
     assert differ.size <= 64
@@ -69,10 +68,11 @@ def _record(plan, layer):
     return start, plan.index(last, start) + len(last) + 80
 
 
-@pytest.mark.parametrize("name", ["plain", "by token"])
-def test_a_plan_may_carry_the_library(built, library, name):
+def test_a_plan_may_carry_the_library(built, library):
     """``plugins_to_serialize``."""
-    plain, embedded = ((built[kind][0] / f"{name}.plan").read_bytes() for kind in ("library", "embedded"))
+    folder, said = built["library"]
+    plain, embedded = ((folder / f"{name}.plan").read_bytes() for name in ("by token", "embedded"))
+    assert said["embedded"] == []
     assert library.read_bytes() in embedded
     assert len(embedded) - len(plain) < library.stat().st_size + 4096
 

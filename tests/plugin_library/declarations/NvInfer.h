@@ -1,7 +1,8 @@
 // Declarations of TensorRT's plugin interface for tests, in place of NVIDIA's headers, which are on no package index.
 //
-// Only what plugins/tensorrt uses, in the order and with the types of the binary interface: a plugin library that is compiled with these
-// works in NVIDIA's binaries, which the tests show. Programs of users are compiled with NVIDIA's headers, never with these.
+// Only what plugins/tensorrt uses, in the order and with the types of the binary interface: a plugin library that is
+// compiled with these works in NVIDIA's binaries, which the tests show. Programs of users are compiled with NVIDIA's
+// headers, never with these.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,10 +15,25 @@ namespace nvinfer1 {
 using AsciiChar = char;
 
 enum class DataType : int32_t {
-    kFLOAT = 0, kHALF = 1, kINT8 = 2, kINT32 = 3, kBOOL = 4, kUINT8 = 5, kFP8 = 6, kBF16 = 7, kINT64 = 8,
+    kFLOAT = 0,
+    kHALF = 1,
+    kINT8 = 2,
+    kINT32 = 3,
+    kBOOL = 4,
+    kUINT8 = 5,
+    kFP8 = 6,
+    kBF16 = 7,
+    kINT64 = 8,
 };
 enum class TensorFormat : int32_t { kLINEAR = 0 };
-enum class PluginFieldType : int32_t { kFLOAT16 = 0, kFLOAT32 = 1, kFLOAT64 = 2, kINT32 = 5, kUNKNOWN = 8, kINT64 = 10 };
+enum class PluginFieldType : int32_t {
+    kFLOAT16 = 0,
+    kFLOAT32 = 1,
+    kFLOAT64 = 2,
+    kINT32 = 5,
+    kUNKNOWN = 8,
+    kINT64 = 10
+};
 enum class PluginCapabilityType : int32_t { kCORE = 0, kBUILD = 1, kRUNTIME = 2 };
 enum class TensorRTPhase : int32_t { kBUILD = 0, kRUNTIME = 1 };
 enum class APILanguage : int32_t { kCPP = 0, kPYTHON = 1 };
@@ -61,8 +77,8 @@ struct PluginField {
     PluginFieldType type;
     int32_t length;
 
-    PluginField(AsciiChar const* name = nullptr, void const* data = nullptr, PluginFieldType type = PluginFieldType::kUNKNOWN,
-                int32_t length = 0) noexcept
+    PluginField(AsciiChar const* name = nullptr, void const* data = nullptr,
+                PluginFieldType type = PluginFieldType::kUNKNOWN, int32_t length = 0) noexcept
         : name(name), data(data), type(type), length(length) {}
 };
 
@@ -135,13 +151,15 @@ public:
 class IPluginV3OneBuildV2 : public IPluginCapability {
 public:
     InterfaceInfo getInterfaceInfo() const noexcept override { return {"PLUGIN_V3ONE_BUILD", 2, 0}; }
-    virtual int32_t configurePlugin(DynamicPluginTensorDesc const*, int32_t, DynamicPluginTensorDesc const*, int32_t) noexcept = 0;
+    virtual int32_t configurePlugin(DynamicPluginTensorDesc const*, int32_t, DynamicPluginTensorDesc const*,
+                                    int32_t) noexcept = 0;
     virtual int32_t getOutputDataTypes(DataType*, int32_t, DataType const*, int32_t) const noexcept = 0;
     virtual int32_t getOutputShapes(DimsExprs const*, int32_t, DimsExprs const*, int32_t, DimsExprs*, int32_t,
                                     IExprBuilder&) noexcept = 0;
     virtual bool supportsFormatCombination(int32_t, DynamicPluginTensorDesc const*, int32_t, int32_t) noexcept = 0;
     virtual int32_t getNbOutputs() const noexcept = 0;
-    virtual size_t getWorkspaceSize(DynamicPluginTensorDesc const*, int32_t, DynamicPluginTensorDesc const*, int32_t) const noexcept {
+    virtual size_t getWorkspaceSize(DynamicPluginTensorDesc const*, int32_t, DynamicPluginTensorDesc const*,
+                                    int32_t) const noexcept {
         return 0;
     }
     virtual int32_t getValidTactics(int32_t*, int32_t) noexcept { return 0; }

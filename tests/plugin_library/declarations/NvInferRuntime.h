@@ -1,4 +1,5 @@
-// The calls of TensorRT's runtime that examples/cpp makes: names and types only. A program that is compiled with these does not run.
+// The calls of TensorRT's runtime that examples/cpp makes: names and types only. A program that is compiled with these
+// does not run.
 #pragma once
 
 namespace nvinfer1 {

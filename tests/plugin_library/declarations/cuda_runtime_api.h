@@ -1,4 +1,5 @@
-// TensorRT's headers include this one of CUDA, for the type of a stream. The calls are those of examples/cpp, which does not run here.
+// TensorRT's headers include this one of CUDA, for the type of a stream. The calls are those of examples/cpp, which
+// does not run here.
 #pragma once
 
 #include <cstddef>
