@@ -136,7 +136,7 @@ int32_t KVCacheAttention::enqueue(PluginTensorDesc const*, PluginTensorDesc cons
     return reported("enqueue", kFailure, [&] {
         if (!shapes_) throw_failure("expected onShapeChange first.");
         if (!call_) call_.emplace(attributes_, shapes_->sizes, shapes_->dtype, current_gpu());
-        void const* given[8] = {};  // by Input
+        void const* given[kMaxInputs] = {};  // by Input
         for (size_t i = 0; i < shapes_->inputs.size(); i++) given[static_cast<int32_t>(shapes_->inputs[i])] = inputs[i];
         for (size_t i = 0; i < outputs_.size(); i++) {
             void const*& input = given[static_cast<int32_t>(outputs_[i].like)];

@@ -1,9 +1,11 @@
 // What TensorRT looks up in a plugin library: its creators, and where the library gets its logger.
 #include <NvInfer.h>
 
+#include <iterator>
 #include <vector>
 
 #include "attention_attributes.hpp"
+#include "creators.hpp"
 #include "kv_cache_attention.hpp"
 #include "log.hpp"
 
@@ -38,15 +40,18 @@ private:
 };
 
 }  // namespace
+
+IPluginCreatorInterface* const* creators(int32_t& count) {
+    static KVCacheAttentionCreator plain(false), quantized(true);
+    static IPluginCreatorInterface* const all[] = {&plain, &quantized};
+    count = static_cast<int32_t>(std::size(all));
+    return all;
+}
+
 }  // namespace trt_kvcache
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-EXPORTED IPluginCreatorInterface* const* getCreators(int32_t& count) {
-    static trt_kvcache::KVCacheAttentionCreator plain(false), quantized(true);
-    static IPluginCreatorInterface* const creators[] = {&plain, &quantized};
-    count = 2;
-    return creators;
-}
+EXPORTED IPluginCreatorInterface* const* getCreators(int32_t& count) { return trt_kvcache::creators(count); }
 
 EXPORTED void setLoggerFinder(ILoggerFinder* finder) { trt_kvcache::set_logger_finder(finder); }

@@ -13,6 +13,8 @@ namespace trt_kvcache {
 // Numbers are positions of the inputs up to the scales, which is all that outputs are like.
 enum class Input : int32_t { kQ, kK, kV, kCache, kLengths, kKVScales, kCosSin, kNewLengths };
 
+constexpr int32_t kMaxInputs = static_cast<int32_t>(Input::kNewLengths) + 1;
+
 // Sizes of a tensor; kUnknown for one that is not known yet.
 using Sizes = std::vector<int64_t>;
 constexpr int64_t kUnknown = -1;

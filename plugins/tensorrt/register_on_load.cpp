@@ -6,16 +6,15 @@
 
 #include <cstdint>
 
+#include "creators.hpp"
 #include "log.hpp"
-
-extern "C" nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count);
 
 namespace {
 
 struct Registration {
     Registration() {
         int32_t count = 0;
-        nvinfer1::IPluginCreatorInterface* const* const creators = getCreators(count);
+        nvinfer1::IPluginCreatorInterface* const* const creators = trt_kvcache::creators(count);
         for (int32_t i = 0; i < count; i++) {
             auto* const creator = static_cast<nvinfer1::IPluginCreatorV3One*>(creators[i]);
             if (!getPluginRegistry()->registerCreator(*creator, creator->getPluginNamespace())) {
