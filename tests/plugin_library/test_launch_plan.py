@@ -17,7 +17,7 @@ from trt_kvcache.ops.borrowed_workspace import workspace_nbytes
 need_cmake()
 
 _KV_DTYPES = (None, *STORED_TYPES)
-_CASES_PER_KERNEL = 60
+_CASES_PER_KERNEL = 40
 
 #: Multiprocessors of GPUs, from small to large.
 _MULTIPROCESSORS = (4, 16, 20, 46, 108, 128, 132, 144, 170, 256)
@@ -36,14 +36,19 @@ def probe():
     return ctypes.CDLL(str(build_shared("plan_probe", [*(SOURCES / name for name in names)], write)))
 
 
-def cases(seed):
+def cases(seed, head_dim):
     """Yield shapes as calls have them: decode steps, a few tokens, chunks and prompts over short and long caches."""
     choose = random.Random(seed)
     for _ in range(_CASES_PER_KERNEL):
+        multiprocessors = choose.choice(_MULTIPROCESSORS)
         tokens = choose.choice((choose.randint(1, 64), choose.randint(1, 4096), choose.choice((2048, 8192, 32768, 131072))))
         width = min(choose.choice((1, choose.randint(2, 8), choose.randint(2, 40), choose.randint(1, 2048))), tokens)
         batch, kv_heads = choose.choice((1, 1, 2, 4, choose.randint(1, 64))), choose.choice((1, 2, 4, 8, choose.randint(1, 40)))
-        yield batch, width, tokens, kv_heads, choose.randint(1, MAX_GROUP), choose.choice(_MULTIPROCESSORS)
+        yield batch, width, tokens, kv_heads, choose.randint(1, MAX_GROUP), multiprocessors
+        # A few tokens of many rows, over a cache whose size is near that from which a decode kernel is faster.
+        kv_heads, width = choose.choice((1, 2, 4)), choose.randint(2, 8)
+        tokens = int(choose.choice((0.7, 1.001, 1.4)) * 64 * 1024 * multiprocessors / (4 * kv_heads * head_dim))
+        yield 1, width, tokens, kv_heads, max(1, choose.choice((12, 20, 32)) // width), multiprocessors
 
 
 def python_plan(arch, dtype, kv_dtype, batch, width, tokens, kv_heads, group, head_dim, multiprocessors):
@@ -71,7 +76,7 @@ def test_plans_are_those_of_python(probe, arch):
     for number, (dtype, head_dim, kv_dtype) in enumerate(
         (dtype, head_dim, kv_dtype) for dtype in ELEMENT_TYPES for head_dim in HEAD_DIMS for kv_dtype in _KV_DTYPES
     ):
-        for batch, width, tokens, kv_heads, group, multiprocessors in cases(number):
+        for batch, width, tokens, kv_heads, group, multiprocessors in cases(number, head_dim):
             sizes = (batch, width, tokens, kv_heads, group, head_dim)
             found = (ctypes.c_int64 * 9)()
             names = [name and name.encode() for name in (arch, dtype, kv_dtype)]
