@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -15,12 +16,18 @@ import pytest
 
 from tests.paths import ROOT
 from tests.simt.run import once
+from trt_kvcache.kernels import attention_tiles, source_variants
+from trt_kvcache.kernels.sources import cubin_name
 
 SOURCES = ROOT / "plugins/tensorrt"
 DECLARATIONS = Path(__file__).parent / "declarations"
 
 #: The CMake folder of all libraries: only the table of kernels differs, and the rest is compiled once.
 _CMAKE = ROOT / "build/plugin_library_of_tests"
+
+
+#: What the table of kernels is written from.
+_TILES = [Path(attention_tiles.__file__), Path(source_variants.__file__)]
 
 
 def need_cmake() -> None:
@@ -74,7 +81,10 @@ def build_library(
                 shutil.copy(library, folder)
 
     inputs = [path for folder in (SOURCES, DECLARATIONS) for path in sorted(folder.iterdir()) if path.is_file()]
-    return once(f"plugin-library-{name}", inputs, make) / "libtrt_kvcache_plugins.so"
+    # The name of a cubin has a digest of the CUDA sources and of the tile sizes.
+    cubins = "".join(cubin_name(source, one.arch) for one in kernels for source in one.sources)
+    digest = hashlib.sha256(cubins.encode()).hexdigest()[:8]
+    return once(f"plugin-library-{name}-{digest}", [*inputs, *_TILES], make) / "libtrt_kvcache_plugins.so"
 
 
 def build_shared(name: str, sources: Sequence[Path], write: Callable[[Path], list[Path]]) -> Path:
@@ -85,7 +95,8 @@ def build_shared(name: str, sources: Sequence[Path], write: Callable[[Path], lis
         run("g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", f"-I{SOURCES}", source, *sources, *write(folder),
             "-o", folder / f"{name}.so")  # fmt: skip
 
-    return once(f"plugin-library-{name}", [source, *sorted(SOURCES.glob("*.?pp")), SOURCES / "embed_kernels.py"], make) / f"{name}.so"
+    inputs = [source, *sorted(SOURCES.glob("*.?pp")), SOURCES / "embed_kernels.py", *_TILES]
+    return once(f"plugin-library-{name}", inputs, make) / f"{name}.so"
 
 
 def run(*command: object) -> None:
