@@ -40,7 +40,7 @@ class StepPlan(NamedTuple):
     @property
     def counts(self) -> list[int]:
         """New tokens of each slot."""
-        return [len(row) for row in self.rows]
+        return list(map(len, self.rows))
 
     @property
     def increments(self) -> int | list[int]:
