@@ -23,7 +23,6 @@ from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
-from trt_kvcache.trt.plugin import can_add_plugins
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -122,8 +121,7 @@ def build_engine(
     assert tensorrt is not None
     with build.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
         report(DEFINING, None)
-        in_segments = build.options.attention == "plugin" and not can_add_plugins(tensorrt)
-        definitions = _define(build, tensorrt, messages, in_segments=in_segments)
+        definitions = _define(build, tensorrt, messages)
         plans = []
         for index, definition in enumerate(definitions):
             report(BUILDING, index / len(definitions))
@@ -131,7 +129,7 @@ def build_engine(
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
-        constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if in_segments else None
+        constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if build.options.in_segments else None
         chunks = with_padding(plans)
         config = _config(build, tensorrt, definitions[0], plan=FileRecord.of(chunks), fingerprint=fingerprint)
         if constants is not None:
@@ -149,9 +147,9 @@ def build_engine(
         )
 
 
-def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages, *, in_segments: bool) -> tuple[DecoderDefinition, ...]:
+def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages) -> tuple[DecoderDefinition, ...]:
     """Define the network of the decoder, or one for each of its segments."""
-    if in_segments:
+    if build.options.in_segments:
         return define_segments(build.checkpoint, build.options, build.cache, tensorrt, messages)
     return (define_decoder(build.checkpoint, build.options, build.cache, tensorrt, messages),)
 

@@ -32,6 +32,9 @@ DEFAULT_MAX_PREFILL_LENGTH = 512
 #: Compute capability without bfloat16, and without the attention kernels of this package.
 TURING = "7.5"
 
+#: How plugin attention is built: one plan with plugin layers, or a plan for each segment between two attentions.
+PLUGIN_LAYERS = ONE_PLAN, SEGMENTS = "one-plan", "segments"
+
 #: Names of these options in other projects.
 OTHER_NAMES = {
     "batch_size": "max_batch_size",
@@ -55,6 +58,7 @@ class BuildKeywords(TypedDict, total=False):
     max_logits_per_slot: int | Literal["all"]
     dtype: str | None
     attention: str | None
+    plugin_layers: str
     flavour: str
     embed_weights: bool
     compute_capabilities: Sequence[str] | None
@@ -84,9 +88,12 @@ class BuildOptions:
         Dtype of computation, and of the cache unless ``kv_dtype`` is given: ``"float16"``, ``"bfloat16"`` or ``"float32"``. If left out
         the checkpoint's.
     attention : str, optional
-        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`. Plugin attention is built as plugin
-        layers where TensorRT has them, else it runs between the segments of the engine. If left out ``"plugin"`` with ``kv_dtype``, else
-        ``"native"``, and ``"mask"`` for a model that native attention cannot compute: sliding windows smaller than S, soft-capped scores.
+        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`. If left out ``"plugin"`` with
+        ``kv_dtype``, else ``"native"``, and ``"mask"`` for a model that native attention cannot compute: sliding windows smaller than S,
+        soft-capped scores.
+    plugin_layers : {"one-plan", "segments"}
+        With plugin attention, whether the engine is one plan with plugin layers; or, for TensorRT for RTX only, one plan for each segment
+        between two attentions, which this package launches in between.
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     embed_weights : bool
@@ -130,6 +137,7 @@ class BuildOptions:
     max_logits_per_slot: int | Literal["all"] = 1
     dtype: str | None = None
     attention: str | None = None
+    plugin_layers: str = "one-plan"
     flavour: str = "auto"
     embed_weights: bool = False
     compute_capabilities: Sequence[str] | None = None
@@ -148,6 +156,7 @@ class BuildOptions:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:
             one_of("attention", self.attention, ATTENTION_VARIANTS)
+        one_of("plugin_layers", self.plugin_layers, PLUGIN_LAYERS)
         one_of("flavour", self.flavour, FLAVOURS)
         self._normalize(
             "builder_optimization_level",
