@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
+from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
 
@@ -133,7 +134,7 @@ def build_engine(
         chunks = with_padding(plans)
         config = _config(build, tensorrt, definitions[0], plan=FileRecord.of(chunks), fingerprint=fingerprint)
         if constants is not None:
-            config = replace(config, segments=_segments_record(config, plans, constants))
+            config = replace(config, segments=_segments_record(config, plans, constants, build.options.operations or {}))
         write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
         return BuildReport(
             path=target,
@@ -184,9 +185,15 @@ def _config(
     )
 
 
-def _segments_record(config: EngineFolderConfig, plans: Sequence[Any], constants: Sequence[Any]) -> SegmentsRecord:
+def _segments_record(
+    config: EngineFolderConfig, plans: Sequence[Any], constants: Sequence[Any], operations: Mapping[str, str]
+) -> SegmentsRecord:
     """Return the stages of an engine in segments, and the sizes of their plans."""
     stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot, dtype=config.dtype)
+    stages = tuple(
+        replace(stage, operation=operations.get(stage.operation, stage.operation)) if isinstance(stage, CustomOpNode) else stage
+        for stage in stages
+    )
     return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of(constants))
 
 

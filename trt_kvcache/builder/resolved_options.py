@@ -132,6 +132,10 @@ class ResolvedOptions(BuildOptions):
     def check_kernels(self, model: ModelConfig) -> None:
         """Check that the attention kernels of this package support a model, if they are to run it."""
         if self.attention != "plugin":
+            if self.operations:
+                raise ConfigError(f"operations: expected none with {self.attention} attention, got {', '.join(self.operations)}.")
+            return
+        if AttentionOp.name in (self.operations or ()):
             return
         if TURING in (self.compute_capabilities or ()):
             raise ConfigError(f"compute_capabilities: expected 8.0 or more for plugin attention, got {TURING}. Build with native or mask.")

@@ -26,12 +26,19 @@ class PluginLayer:
     def described(self):
         return [(self.tensorrt.dtype_name(one.dtype), tuple(one.shape)) for one in self.inputs]
 
+    def _unwritten(self, arrays):
+        """Return what the first output is before it is written: attended tokens are like q, others as the operation says."""
+        if self.plugin.plugin_name == "KVCacheAttention":
+            return np.full_like(arrays[0], np.nan)
+        output, *_ = self.plugin._op.outputs(self.plugin._types([array.shape for array in arrays]))
+        return np.full(output.shape, np.nan, numpy_dtype(output.dtype))
+
     def run(self, arrays):
         arrays = [np.array(array, order="C") for array in arrays]
         types = [one.dtype for one in self.inputs]
         assert [array.dtype for array in arrays] == [numpy_dtype(self.tensorrt.dtype_name(one)) for one in types]
         descs = [SimpleNamespace(dims=array.shape, type=one) for array, one in zip(arrays, types, strict=True)]
-        results = [np.full_like(arrays[0], np.nan), *(arrays[alias] for alias in self.aliases[1:])]
+        results = [self._unwritten(arrays), *(arrays[alias] for alias in self.aliases[1:])]
         self.plugin.on_shape_change(descs, [])
         self.plugin.enqueue(descs, [], [one.ctypes.data for one in arrays], [one.ctypes.data for one in results], 0x1000, 0)
         return results

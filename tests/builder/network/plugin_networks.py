@@ -4,7 +4,7 @@ In the stand-in identity layers stand for the outputs of a plugin layer. The plu
 made by fields. Nothing here has met full TensorRT.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,11 +37,16 @@ class PluginNetwork:
     constants: dict[str, np.ndarray[Any, Any]]
 
 
-def define_with_plugin_layers(rtx, model, *, flavour="tensorrt_rtx", dtype="float16", quantized=None, logits=1):
-    """Define the network of a model with TensorRT for RTX, or for a stand-in of full TensorRT."""
-    given = BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits)
+def define_with_plugin_layers(
+    rtx, model, *, flavour="tensorrt_rtx", dtype="float16", quantized=None, logits=1, operations=None, window=None
+):
+    """Define the network of a model with TensorRT for RTX, or for a stand-in of full TensorRT; ``window`` for all its layers."""
+    given = BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits, operations=operations)
     with pytest.MonkeyPatch.context() as patch, recording(rtx, model) as (checkpoint, constants, messages):
         tensorrt, plugins = (rtx, []) if flavour == "tensorrt_rtx" else full_tensorrt(rtx, patch)
+        if window is not None:
+            layers = [replace(layer, mixer=replace(layer.mixer, window=window)) for layer in checkpoint.config.layers]
+            checkpoint.config = replace(checkpoint.config, layers=tuple(layers))
         options = ResolvedOptions.of_model(given, checkpoint.config)
         definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config, quantized), tensorrt, messages)
         config = make_config(definition, options, rtx, messages)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.network.plugin_layers import AttentionPluginLayers
+from trt_kvcache.builder.network.plugin_nodes import DecoderPluginLayers
 from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.engine.names import TensorNames
@@ -65,7 +65,7 @@ class PluginLayerLowering:
     def __init__(
         self,
         model: ModelConfig,
-        layers: AttentionPluginLayers,
+        layers: DecoderPluginLayers,
         *,
         max_sequence_length: int,
         start_index: Any,
@@ -90,7 +90,7 @@ class PluginLayerLowering:
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
-        node = self._layers.nodes[layer]
+        node = self._layers.attention[layer]
         cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in node.past]
         kind = rope_kind(self._model.layers[layer].attention)
         angles = [] if kind is None else [self._cos_sin[kind]]
