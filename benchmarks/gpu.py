@@ -25,9 +25,10 @@ from typing import Any
 import moves
 import numpy as np
 from environment import describe_environment, write_result
-from random_model import QWEN2_0_5B, write_random_model
+from random_model import QWEN2_0_5B
 
 from trt_kvcache import InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, Lengths, build_engine
+from trt_kvcache.doctor.random_model import write_random_model
 from trt_kvcache.errors import CaptureError, KVCacheError
 from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
 
