@@ -27,10 +27,10 @@ _SHOWN_LINES = 12
 _MAX_CRASHES = 6
 
 
-def run_in_child(check: Check, settings: Settings, *, environment: Mapping[str, str] | None = None) -> CheckResult:
+def run_in_child(check: Check, settings: Settings, *, environment: Mapping[str, str] | None = None, own_group: bool = True) -> CheckResult:
     """Run a check in a child process, and return its cases. A crash, or the end of its time, is a failed case.
 
-    After a crash the cases that are left run in another child.
+    After a crash the cases that are left run in another child. Without a group of its own it ends with the group of this process.
     """
     started = time.perf_counter()
     cases: list[Case] = []
@@ -39,7 +39,7 @@ def run_in_child(check: Check, settings: Settings, *, environment: Mapping[str, 
         for attempt in range(_MAX_CRASHES):
             log = Path(folder) / f"cases-{attempt}.jsonl"
             limit = check.limit_seconds - (time.perf_counter() - started)
-            ending = _run(check, settings, log, errors, [case.name for case in cases], max(limit, 1.0), environment)
+            ending = _run(check, settings, log, errors, [case.name for case in cases], max(limit, 1.0), environment, own_group)
             finished, unfinished = read_cases(log)
             cases += finished
             if ending is None:
@@ -66,6 +66,7 @@ def _run(
     skip: Sequence[str],
     limit_seconds: float,
     environment: Mapping[str, str] | None,
+    own_group: bool,
 ) -> _Ending | None:
     """Run the child until it ends; None if it ended well."""
     command = [sys.executable, "-m", "trt_kvcache.doctor.child", check.module, str(log)]
@@ -75,8 +76,9 @@ def _run(
             stdin=subprocess.PIPE,
             stdout=stderr,  # TensorRT prints to both
             stderr=stderr,
-            env=None if environment is None else {**os.environ, **environment},
-            start_new_session=True,  # so that its own children can be ended with it
+            # The caches of compiled kernels of a run are removed with it: each run compiles, and leaves nothing of its engines.
+            env={**os.environ, "XDG_CACHE_HOME": str(settings.folder / "cache"), **(environment or {})},
+            start_new_session=own_group,  # so that its own children can be ended with it
         )
         try:
             process.communicate(json.dumps({"settings": asdict(settings), "skip": list(skip)}).encode(), timeout=limit_seconds)

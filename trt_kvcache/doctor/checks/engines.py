@@ -47,10 +47,7 @@ def _build_and_open(settings: Settings, model: CheckedModel, dtype: str, variant
     started = time.perf_counter()
     folder = Path(engine_folder(settings, model, dtype, variant))
     built = time.perf_counter()
-    config = EngineFolder.open(folder).config
-    figures: dict[str, Any] = {"build_seconds": round(built - started, 2), "plan_nbytes": config.plan.nbytes}
-    if config.segments is not None:
-        figures["segments"] = len(config.segments.plans)
+    figures = {"build_seconds": round(built - started, 2), **_figures(folder)}
     try:
         with Subject("tensorrt", variant).open(settings, model, dtype) as session:
             profiles = [profile.name for profile in session.engine.profiles]
@@ -61,3 +58,9 @@ def _build_and_open(settings: Settings, model: CheckedModel, dtype: str, variant
     if settings.dry_run:
         return {**figures, "opened": "by the NumPy engine (dry run)"}
     return {**figures, "open_seconds": round(time.perf_counter() - built, 2), "profiles": profiles}
+
+
+def _figures(folder: Path) -> dict[str, Any]:
+    config = EngineFolder.open(folder).config
+    segments = {} if config.segments is None else {"segments": len(config.segments.plans)}
+    return {"plan_nbytes": config.plan.nbytes, **segments}

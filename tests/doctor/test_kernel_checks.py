@@ -1,0 +1,88 @@
+"""Checks A and B: the machine, and the kernels of this package."""
+
+import numpy as np
+import pytest
+
+from trt_kvcache.doctor.cases import MACHINE_CASE, CheckFailure
+from trt_kvcache.doctor.checks import environment, kernels
+from trt_kvcache.doctor.settings import Settings
+from trt_kvcache.errors import EngineError
+from trt_kvcache.memory.host_memory import HostMemory
+
+
+def statuses(log):
+    return {case.name: case.status for case in log.cases}
+
+
+def test_dry_run_passes_and_describes_no_gpu(settings, log):
+    environment.check(settings, log)
+    kernels.check(settings, log)
+    assert "failed" not in statuses(log).values()
+    (machine,) = [case for case in log.cases if case.name == MACHINE_CASE]
+    assert "gpu" not in machine.figures
+    assert statuses(log)["compile and load"] == "not here"
+
+
+def test_without_a_gpu_the_machine_is_not_here(tmp_path, log, monkeypatch):
+    monkeypatch.setattr(environment, "find_gpu", lambda device: "there is no driver.")
+    environment.check(Settings(scratch=str(tmp_path)), log)
+    assert statuses(log)[MACHINE_CASE] == "not here"
+    assert "NVRTC" not in statuses(log)
+
+
+def test_missing_tensorrt_is_told(settings, log, monkeypatch):
+    def missing(flavour):
+        raise EngineError("TensorRT cannot be used. tensorrt: not installed")
+
+    monkeypatch.setattr(environment, "load", missing)
+    environment.check(settings, log)
+    assert statuses(log)["TensorRT"] == "not here"
+    (machine,) = [case for case in log.cases if case.name == MACHINE_CASE]
+    assert machine.figures["tensorrt"] is None
+
+
+@pytest.mark.parametrize("shape", kernels.SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("mistake", ["output", "cache"])
+def test_wrong_attention_fails(settings, log, monkeypatch, shape, mistake):
+    right, calls = kernels.attend, []
+
+    def wrong(*arguments, out, **options):
+        right(*arguments, out=out, **options)
+        calls.append(out)
+        if len(calls) == 1:  # in the memory that is checked, not in the reference
+            changed = HostMemory().array(out if mistake == "output" else arguments[3])
+            changed[1, ..., 0, :, 3] = np.array(1.5, changed.dtype) if mistake == "output" else np.array(7, changed.dtype)
+
+    monkeypatch.setattr(kernels, "attend", wrong)
+    figures = log.run("attention", lambda: kernels._attention_agrees(shape, settings.memory()))
+    assert figures is None
+    assert log.cases[-1].status == "failed"
+    assert "expected a relative error of at most" in log.cases[-1].text
+
+
+@pytest.mark.parametrize("name", ["lengths", "compaction", "sampled_tokens"])
+def test_one_wrong_byte_fails(settings, name):
+    compute = getattr(kernels, name)
+
+    def wrong(memory):
+        results = [array.copy() for array in compute(memory)]
+        if memory is checked:
+            results[-1].reshape(-1).view(np.uint8)[0] ^= 1
+        return results
+
+    checked = settings.memory()
+    kernels._same(compute, checked)
+    with pytest.raises(CheckFailure, match=r"expected equal bytes, got 1 of \d+ values that differ"):
+        kernels._same(wrong, checked)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("shape", kernels.SHAPES, ids=lambda shape: shape.name)
+def test_attention_agrees_in_any_memory(memory, shape):
+    assert kernels._attention_agrees(shape, memory)["relative_error"] <= kernels.TOLERANCES[shape.dtype] / 4
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("name", ["lengths", "compaction", "sampled_tokens"])
+def test_results_are_equal_in_any_memory(memory, name):
+    kernels._same(getattr(kernels, name), memory)
