@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache.doctor.cases import MACHINE_CASE, CheckFailure
-from trt_kvcache.doctor.checks import environment, kernels
+from trt_kvcache.doctor.checks import environment, graphs, kernels
 from trt_kvcache.doctor.settings import Settings
 from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.host_memory import HostMemory
@@ -86,3 +86,21 @@ def test_attention_agrees_in_any_memory(memory, shape):
 @pytest.mark.parametrize("name", ["lengths", "compaction", "sampled_tokens"])
 def test_results_are_equal_in_any_memory(memory, name):
     kernels._same(getattr(kernels, name), memory)
+
+
+@pytest.mark.device
+def test_machine_is_described(memory, tmp_path):
+    if memory.is_host:
+        pytest.skip("host memory is no GPU")
+    machine = environment._machine(Settings(scratch=str(tmp_path)), "tensorrt_rtx 1.7.1")
+    assert machine["gpu"].count("compute capability") == 1
+    assert "CUDA" in machine["driver"]
+    assert machine["memory_mib"] >= machine["free_mib"] > 0
+    assert machine["tensorrt"] == "tensorrt_rtx 1.7.1"
+
+
+@pytest.mark.device
+def test_commit_is_captured(memory):
+    if memory.is_host:
+        pytest.skip("host memory has no graphs")
+    assert graphs._commit(memory) == {}

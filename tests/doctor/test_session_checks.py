@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.paths import ROOT
+from trt_kvcache.doctor import stale_rows
 from trt_kvcache.doctor.cases import Case, NotHere
 from trt_kvcache.doctor.checks import compilation, engines, first_steps, graphs, greedy, memory, sessions, timing
 from trt_kvcache.doctor.models import shipped_model, shipped_model_folder, tiny_model, wide_model
@@ -233,3 +234,41 @@ def test_compilation_is_timed_in_two_processes_with_one_cache(settings, log, mon
 def test_first_steps_are_timed(settings, plant):
     figures = first_steps._seconds(settings, plant(), tiny_model(settings)._replace(length=64), "float32")
     assert {"open", "first prefill", "the same again", "another width", "two slots", "first decode", "close"} <= set(figures)
+
+
+def poisoned(reads):
+    """Return a session whose logits depend on rows that are not live, if these are read."""
+
+    def decode(session, tokens):
+        k, _ = session.cache.get_separate_kv_cache(0)
+        dead = np.float32(k.numpy()[0, 0, -1, 0])
+        return session.decode(tokens) + reads * dead
+
+    return decode
+
+
+@pytest.mark.parametrize(
+    ("variant", "reads", "statuses"),
+    [
+        ("torch", 0.0, ["passed", "failed"]),  # 0 x NaN
+        ("torch", 1e-3, ["failed", "failed"]),
+        ("native", 0.0, ["passed", "passed", "noted"]),
+        ("native", 1e-3, ["failed", "passed", "noted"]),
+    ],
+)
+def test_stale_rows_that_are_read(settings, plant, log, monkeypatch, variant, reads, statuses):
+    plant(decode=poisoned(np.float32(reads)))
+    monkeypatch.setattr(stale_rows, "SUBJECTS", (Subject("tensorrt" if variant == "native" else "torch", variant),))
+    model = tiny_model(settings)
+    with open_reference(model, "float32") as reference:
+        stale_rows.check_stale_rows(settings, log, model, "float32", reference)
+    assert sorted(case.status for case in log.cases) == sorted(statuses)
+
+
+def test_stale_rows_that_are_not_read_pass(settings, plant, log):
+    plant()
+    model = tiny_model(settings)
+    with open_reference(model, "float32") as reference:
+        stale_rows.check_stale_rows(settings, log, model, "float32", reference)
+    assert {case.status for case in log.cases} == {"passed"}
+    assert len(log.cases) == 8

@@ -13,7 +13,7 @@ from trt_kvcache.doctor.settings import Settings
 from trt_kvcache.engine.doctor_verdict import gpu_and_driver
 from trt_kvcache.errors import CudaError, EngineError
 from trt_kvcache.kernels.compile import ARCHITECTURES, nvrtc_version
-from trt_kvcache.memory.cuda_driver import check as checked, find_gpu
+from trt_kvcache.memory.cuda_driver import check as checked, cuda_core_error, find_gpu
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.trt.module import load
 
@@ -80,20 +80,28 @@ def _machine(settings: Settings, tensorrt: str | None) -> dict[str, Any]:
         "gpu": found[0],
         "driver": found[1],
         "compute_capability": f"{capability.major}.{capability.minor}",
-        "multiprocessors": properties.multiprocessor_count,
+        "multiprocessors": _property(properties, "multiprocessor_count"),
         "memory_mib": total >> 20,
         "free_mib": free >> 20,
-        "memory_pools": bool(properties.memory_pools_supported),
+        "memory_pools": _property(properties, "memory_pools_supported"),
         "driver_model": _driver_model(properties),
         **shared,
     }
 
 
+def _property(properties: Any, name: str) -> Any:
+    """Return a property of a device; None where the driver does not know it."""
+    try:
+        return getattr(properties, name)
+    except (RuntimeError, AttributeError, cuda_core_error()):
+        return None
+
+
 def _driver_model(properties: Any) -> str:
-    """Return how the driver serves the GPU: WDDM delays launches in Windows, and a Tegra shares its memory with the host."""
-    if properties.integrated:
-        return "integrated (Tegra)"
-    return ("TCC" if properties.tcc_driver else "WDDM") if sys.platform == "win32" else "Linux"
+    """Return the kind of driver: WDDM delays launches in Windows, and an integrated GPU shares its memory with the host."""
+    if _property(properties, "integrated"):
+        return "integrated GPU"
+    return ("TCC" if _property(properties, "tcc_driver") else "WDDM") if sys.platform == "win32" else "Linux"
 
 
 def _nvrtc(device: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from trt_kvcache.doctor.cases import CaseLog
 from trt_kvcache.doctor.compare import TOLERANCES, Array, check_close
 from trt_kvcache.doctor.models import CheckedModel, own_model, short_model, tiny_model, wide_model
 from trt_kvcache.doctor.settings import Settings
+from trt_kvcache.doctor.stale_rows import check_stale_rows
 from trt_kvcache.doctor.subjects import SUBJECTS, Subject, case_name, open_reference
 from trt_kvcache.doctor.tokens import check_greedy
 from trt_kvcache.session.session import InferenceSession
@@ -37,6 +38,8 @@ def check(settings: Settings, log: CaseLog) -> None:
                 for subject in SUBJECTS:
                     name = case_name(subject.variant, model, dtype)
                     log.run(name, lambda s=subject, e=expected: e.compare(settings, s), variant=subject.variant)  # type: ignore[misc]
+                if model.name == "short":
+                    check_stale_rows(settings, log, model, dtype, reference)
 
 
 class Expected:
