@@ -159,3 +159,9 @@ def test_verdict_of_another_release_is_not_read(monkeypatch):
 def test_missing_machine_has_no_verdict():
     results = [CheckResult(check.letter, check.title, (Case("process", "failed", "crash"),), 0.1) for check in CHECKS]
     assert verdict_of(Report(Settings(scratch="."), {}, results)) is None
+
+
+def test_the_page_lists_all_checks_with_their_titles():
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ") and line[3] == " " and line[2].isupper()]
+    assert rows == [[f"| {check.letter}", check.title] for check in CHECKS]
