@@ -104,3 +104,27 @@ def test_commit_is_captured(memory):
     if memory.is_host:
         pytest.skip("host memory has no graphs")
     assert graphs._commit(memory) == {}
+
+
+def with_distributions(monkeypatch, *names):
+    class Distribution:
+        def __init__(self, name):
+            self.metadata = {"Name": name}
+
+    monkeypatch.setattr(environment.importlib.metadata, "distributions", lambda: [Distribution(name) for name in names])
+
+
+def test_wheels_for_the_driver(monkeypatch):
+    names = (
+        "numpy",
+        "nvidia-cuda-nvrtc",
+        "nvidia_cudnn_cu14",
+        "nvidia_cuda_nvrtc_cu12",
+        "tensorrt_rtx_cu13_libs",
+        "tensorrt-cu12",
+        "cuda-core",
+    )
+    with_distributions(monkeypatch, *names)
+    assert environment.wheels_fit("13.0")["wheels"] == 3
+    with pytest.raises(CheckFailure, match=r"^tensorrt_rtx_cu13_libs: expected wheels for CUDA 12\.8 or older"):
+        environment.wheels_fit("12.8")

@@ -8,12 +8,14 @@ from tests.paths import ROOT
 from trt_kvcache.doctor import run as run_module
 from trt_kvcache.doctor.cases import MACHINE_CASE, Case
 from trt_kvcache.doctor.catalog import CHECKS, Check
+from trt_kvcache.doctor.models import own_model
 from trt_kvcache.doctor.report import Report
 from trt_kvcache.doctor.results import CheckResult
 from trt_kvcache.doctor.run import left_out_by, run_doctor, verdict_of
 from trt_kvcache.doctor.settings import Settings
 from trt_kvcache.engine import doctor_verdict
 from trt_kvcache.engine.doctor_verdict import read_verdict
+from trt_kvcache.errors import KVCacheError
 
 PLANTED = Check("X", "planted", "tests.doctor.planted", 30)
 MACHINE = {"gpu": "a GPU, compute capability 8.9, 0123abcd", "driver": "580.1, CUDA 13.0", "tensorrt": "tensorrt_rtx 1.7.1"}
@@ -165,3 +167,16 @@ def test_the_page_lists_all_checks_with_their_titles():
     page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
     rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ") and line[3] == " " and line[2].isupper()]
     assert rows == [[f"| {check.letter}", check.title] for check in CHECKS]
+
+
+def test_folder_that_is_no_model_is_told_before_the_checks(monkeypatch, tmp_path):
+    seen = fake_results(monkeypatch)
+    with pytest.raises(KVCacheError, match=r"config\.json"):
+        run_doctor(say=lambda line: None, model=tmp_path)
+    assert seen == []
+
+
+def test_own_model_is_checked_too(settings):
+    assert own_model(settings) is None
+    model = own_model(settings.changed(model=str(ROOT / "examples" / "tiny-llama")))
+    assert (model.name, model.length, model.dtypes, model.head_dim) == ("own", 512, ("float16",), 16)

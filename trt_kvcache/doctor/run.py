@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache._util.atomic_file import atomic_file, check_target
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.doctor.anonymous import Anonymizer
 from trt_kvcache.doctor.cases import MACHINE_CASE
 from trt_kvcache.doctor.catalog import CHECKS, Check
@@ -32,8 +33,10 @@ def run_doctor(
 ) -> int:
     """Run the checks; ``say`` gets a line for each, then the Markdown text. Returns the exit code.
 
-    ``output`` gets the JSON document, and the Markdown text under the same name with ``.md``.
+    ``output`` gets the JSON document, and the Markdown text under the same name with ``.md``. Raises CheckpointError, ConfigError, OSError.
     """
+    if model is not None:
+        Checkpoint.read_config(model)
     if output is not None:
         check_target(output)
         check_target(output.with_suffix(".md"))

@@ -9,7 +9,7 @@ from trt_kvcache.doctor.catalog import Check
 from trt_kvcache.doctor.processes import run_in_child
 from trt_kvcache.doctor.settings import Settings
 
-_LIMIT_SECONDS = 190
+_LIMIT_SECONDS = 450
 
 
 def check(settings: Settings, log: CaseLog) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
+import re
 import sys
 from typing import Any
 
@@ -11,6 +13,7 @@ from trt_kvcache.benchmarking.memory_use import free_and_total
 from trt_kvcache.doctor.cases import MACHINE_CASE, CaseLog, CheckFailure, NotHere
 from trt_kvcache.doctor.settings import Settings
 from trt_kvcache.engine.doctor_verdict import gpu_and_driver
+from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import CudaError, EngineError
 from trt_kvcache.kernels.compile import ARCHITECTURES, nvrtc_version
 from trt_kvcache.memory.cuda_driver import check as checked, cuda_core_error, find_gpu
@@ -24,6 +27,9 @@ DISTRIBUTIONS = (
     *("onnx", "polygraphy", "safetensors", "tokenizers"),
 )
 
+#: Wheels that this package uses whose names end with their CUDA.
+_CUDA_OF_WHEEL = re.compile(r"(?:tensorrt(?:-rtx)?|nvidia-cuda-(?:nvrtc|runtime))-cu(\d+)(?:-[a-z]+)?")
+
 #: The first compute capability with the kernels of this package.
 FIRST_CAPABILITY = (8, 0)
 
@@ -35,6 +41,7 @@ def check(settings: Settings, log: CaseLog) -> None:
     name = None if tensorrt is None else tensorrt["tensorrt"]
     log.run(MACHINE_CASE, lambda: _machine(settings, name))
     if not settings.dry_run and find_gpu(settings.device) is None:
+        log.run("wheels for the driver", lambda: wheels_fit(_driver_cuda()))
         log.run("NVRTC", lambda: _nvrtc(settings.device))
         log.run("GPU for the kernels", lambda: _kernels_fit(settings.device))
 
@@ -56,8 +63,26 @@ def _tensorrt(flavour: str) -> dict[str, Any]:
         tensorrt = load(flavour)
     except EngineError as error:
         raise NotHere(str(error)) from None
-    origin = str(tensorrt.module.__file__)
-    return {"tensorrt": str(tensorrt), "from": "a wheel" if "site-packages" in origin else "the system"}
+    found = {name: importlib.util.find_spec(name) for name in FLAVOURS[1:]}
+    origins = {name: str(spec.origin) for name, spec in found.items() if spec is not None}
+    places = {name: "a wheel" if "site-packages" in origin else "the system" for name, origin in origins.items()}
+    return {"tensorrt": str(tensorrt), "found": places}
+
+
+def wheels_fit(driver_cuda: str) -> dict[str, Any]:
+    """Check that no library was made for a CUDA that is newer than the driver's."""
+    found = {}
+    for name in (distribution.metadata["Name"] for distribution in importlib.metadata.distributions()):
+        made_for = _CUDA_OF_WHEEL.fullmatch((name or "").lower().replace("_", "-"))
+        if made_for is not None:
+            found[name] = int(made_for[1])
+    newer = [name for name, major in found.items() if major > int(driver_cuda.partition(".")[0])]
+    if newer:
+        raise CheckFailure(
+            f"{', '.join(sorted(newer))}: expected wheels for CUDA {driver_cuda} or older, which the driver supports. "
+            "Update the driver, or install the wheels whose names end with an older CUDA."
+        )
+    return {"driver_cuda": driver_cuda, "wheels": len(found)}
 
 
 def _machine(settings: Settings, tensorrt: str | None) -> dict[str, Any]:
@@ -104,9 +129,17 @@ def _driver_model(properties: Any) -> str:
     return ("TCC" if _property(properties, "tcc_driver") else "WDDM") if sys.platform == "win32" else "Linux"
 
 
+def _driver_cuda() -> str:
+    """Return the newest CUDA that the driver supports, such as ``"13.0"``."""
+    from cuda.bindings import driver
+
+    cuda = checked(driver.cuDriverGetVersion())
+    return f"{cuda // 1000}.{cuda % 1000 // 10}"
+
+
 def _nvrtc(device: int) -> dict[str, Any]:
     """Check that NVRTC can compile for this GPU, and that the driver can load its results."""
-    from cuda.bindings import driver, nvrtc
+    from cuda.bindings import nvrtc
     from cuda.core import Device
 
     try:
@@ -115,12 +148,11 @@ def _nvrtc(device: int) -> dict[str, Any]:
         raise CheckFailure(str(error)) from None
     arch = int(str(Device(device).arch))
     _, known = nvrtc.nvrtcGetSupportedArchs()
-    cuda = checked(driver.cuDriverGetVersion())
-    newest = f"{cuda // 1000}.{cuda % 1000 // 10}"
+    newest = _driver_cuda()
     if arch not in known:
         raise CheckFailure(f"NVRTC {version}: expected one that compiles for sm_{arch}, got one for {', '.join(map(str, known))}.")
-    if int(version.partition(".")[0]) > cuda // 1000:
-        raise CheckFailure(f"NVRTC {version}: expected one of CUDA {cuda // 1000} or older for this driver, which supports CUDA {newest}.")
+    if int(version.partition(".")[0]) > int(newest.partition(".")[0]):
+        raise CheckFailure(f"NVRTC {version}: expected one of CUDA {newest} or older, which the driver supports.")
     return {
         "nvrtc": version,
         "driver_cuda": newest,
