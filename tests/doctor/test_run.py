@@ -49,13 +49,32 @@ def kept(said=MACHINE):
 
 def test_each_check_is_one_line_and_its_verdict_is_kept(monkeypatch):
     lines = []
-    fake_results(monkeypatch)
+    fake_results(monkeypatch, of_checks={"F": (Case("plugin, wide model, float16", "passed", variant="plugin"),)})
     assert run_doctor(say=lines.append) == 0
     assert [line[0] for line in lines[:-1]] == list("ABCDEFGHIJK")
     verdict = kept()
     assert verdict.passed
     assert {verdict.checks[letter] for letter in "ABCDEFGHIJK"} == {"passed"}
-    assert verdict.checks["plugin"] == "not here"
+    assert (verdict.checks["plugin"], verdict.checks["native"]) == ("passed", "not here")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "other", "variant", "passed"),
+    [
+        ("passed", "passed", "native", True),
+        ("passed", "failed", "native", True),  # TensorRT's own attention says nothing about ours
+        ("passed", "failed", "mask", True),
+        ("passed", "failed", "torch", False),
+        ("passed", "failed", "", False),
+        ("failed", "passed", "native", False),
+        ("not here", "passed", "native", False),
+    ],
+)
+def test_verdict_is_about_plugin_attention(monkeypatch, plugin, other, variant, passed):
+    cases = (Case("plugin, wide model, float16", plugin, variant="plugin"), Case("other", other, variant=variant))
+    fake_results(monkeypatch, of_checks={"F": cases})
+    assert run_doctor(say=lambda line: None) == ("failed" in (plugin, other))
+    assert kept().passed is passed
 
 
 def test_failed_check_is_exit_code_1_and_a_verdict(monkeypatch):

@@ -104,7 +104,7 @@ def _print_verdict(found: EngineInspection) -> None:
     verdict = _verdict(found)
     if verdict is not None:
         failed = [name for name, status in verdict.checks.items() if status == "failed"]
-        said = "passed" if verdict.passed else f"failed: {', '.join(failed)}" if failed else "TensorRT did not run"
+        said = f"failed: {', '.join(failed)}" if failed else "passed" if verdict.passed else "plugin attention did not run in TensorRT"
         say(f"doctor: {said} ({verdict.date}, {verdict.gpu}, driver {verdict.driver})")
     elif gpu_and_driver() is not None:
         say("doctor: did not run with this GPU, driver and TensorRT; `trt-kvcache doctor` checks them")

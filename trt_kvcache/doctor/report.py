@@ -32,6 +32,12 @@ class Report:
         return FAILED if any(result.status == "failed" for result in self.results) else PASSED
 
     @property
+    def plugin_passed(self) -> bool:
+        """True if plugin attention ran in TensorRT and passed, and nothing failed but other attention of TensorRT."""
+        failed = {case.variant for result in self.results for case in result.cases if case.status == "failed"}
+        return self.statuses["plugin"] == "passed" and failed <= {"native", "mask"}
+
+    @property
     def statuses(self) -> dict[str, str]:
         """Status of each check by its letter, and of each attention variant of TensorRT by its name."""
         cases = [case for result in self.results for case in result.cases]

@@ -14,7 +14,7 @@ from trt_kvcache.doctor.anonymous import Anonymizer
 from trt_kvcache.doctor.cases import MACHINE_CASE
 from trt_kvcache.doctor.catalog import CHECKS, Check
 from trt_kvcache.doctor.processes import run_in_child
-from trt_kvcache.doctor.report import NO_GPU, PASSED, Report
+from trt_kvcache.doctor.report import NO_GPU, Report
 from trt_kvcache.doctor.results import CheckResult
 from trt_kvcache.doctor.settings import Settings
 from trt_kvcache.engine.doctor_verdict import DoctorVerdict, write_verdict
@@ -105,8 +105,7 @@ def verdict_of(report: Report) -> DoctorVerdict | None:
         gpu=machine["gpu"],
         driver=machine["driver"],
         tensorrt=machine["tensorrt"] or "",
-        # Without an engine that ran, nothing is known about TensorRT.
-        passed=report.exit_code == PASSED and statuses["F"] == statuses["C"] == "passed",
+        passed=report.plugin_passed,
         checks=statuses,
         date=report.date,
     )

@@ -21,8 +21,8 @@ class DoctorVerdict(NamedTuple):
     gpu: str
     driver: str
     tensorrt: str  # flavour and version, such as "tensorrt_rtx 1.7.1.116"; "" without TensorRT
-    passed: bool
-    checks: dict[str, str]  # "passed", "failed", "not here" by the letter of the check
+    passed: bool  # plugin attention: it ran in TensorRT, and nothing failed but TensorRT's own attention, if at all
+    checks: dict[str, str]  # "passed", "failed", "not here" by the letter of the check, and by attention variant
     date: str  # ISO 8601, UTC
     package: str = __version__
 

@@ -68,10 +68,10 @@ def write_rows(cache: Array, rows: Array, starts: Sequence[int]) -> None:
 
 
 def check(settings: Settings, log: CaseLog) -> None:
-    """Check the alias, then each write."""
-    log.run("alias of the output", lambda: _alias(settings))
+    """Check the alias, then each write, of the layer that native and mask share."""
+    log.run("alias of the output", lambda: _alias(settings), variant="mask")
     for write in WRITES:
-        log.run(write.name, lambda w=write: _written(settings, w))  # type: ignore[misc]
+        log.run(write.name, lambda w=write: _written(settings, w), variant="mask")  # type: ignore[misc]
 
 
 def _alias(settings: Settings) -> dict[str, Any]:
