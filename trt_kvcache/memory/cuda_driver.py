@@ -5,6 +5,7 @@ Nothing of cuda-python is imported before a function is called.
 
 import ctypes
 import sys
+from pathlib import Path
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
@@ -53,6 +54,14 @@ def driver_failure() -> str | None:
     text = ctypes.c_char_p()
     driver.cuGetErrorName(status, ctypes.byref(text))
     return f"the CUDA driver does not start: {text.value.decode() if text.value else f'error {status}'}"
+
+
+def driver_release() -> str | None:
+    """Return the release of the NVIDIA driver, such as 580.65; None if the kernel module does not report it (Jetson, Windows)."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
 
 
 def check(result: tuple[Any, ...]) -> Any:
