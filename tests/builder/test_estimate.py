@@ -54,7 +54,7 @@ def test_plugin_attention_has_its_constants_beside_the_plan(tmp_path: Path) -> N
 
 def test_the_chosen_attention_is_that_of_a_build() -> None:
     assert estimate_build(GOLDEN / "gemma2", **SIZES) == estimate_build(GOLDEN / "gemma2", **SIZES, attention="mask")
-    with pytest.raises(ConfigError, match="attention: expected mask or plugin, got native"):
+    with pytest.raises(ConfigError, match="attention: expected mask, got native"):
         estimate_build(GOLDEN / "gemma2", **SIZES, attention="native")
 
 

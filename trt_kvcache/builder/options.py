@@ -13,7 +13,7 @@ from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
+from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
@@ -28,9 +28,6 @@ MAX_OPTIMIZATION_LEVEL = 5
 DEFAULT_MAX_BATCH_SIZE = 1
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_PREFILL_LENGTH = 512
-
-#: Compute capability without bfloat16, and without the attention kernels of this package.
-TURING = "7.5"
 
 #: Names of these options in other projects.
 OTHER_NAMES = {
@@ -54,7 +51,7 @@ class BuildKeywords(TypedDict, total=False):
     max_prefill_length: int | None
     max_logits_per_slot: int | Literal["all"]
     dtype: str | None
-    attention: str | None
+    attention: str
     flavour: str
     embed_weights: bool
     compute_capabilities: Sequence[str] | None
@@ -83,10 +80,10 @@ class BuildOptions:
     dtype : str, optional
         Dtype of computation, and of the cache unless ``kv_dtype`` is given: ``"float16"``, ``"bfloat16"`` or ``"float32"``. If left out
         the checkpoint's.
-    attention : str, optional
-        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`. Plugin attention is built as plugin
-        layers where TensorRT has them, else it runs between the segments of the engine. If left out ``"plugin"`` with ``kv_dtype``, else
-        ``"native"``, and ``"mask"`` for a model that native attention cannot compute: sliding windows smaller than S, soft-capped scores.
+    attention : {"auto", "native", "mask", "plugin"}
+        See :mod:`trt_kvcache.engine.attention_variants`. Plugin attention is built as plugin layers where TensorRT has them, else it runs
+        between the segments of the engine. ``"auto"`` chooses by TensorRT, GPU and model: see ``docs/engines.md``. If its first choice
+        does not build, it warns and builds the next one.
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     embed_weights : bool
@@ -129,7 +126,7 @@ class BuildOptions:
     max_prefill_length: int | None = None
     max_logits_per_slot: int | Literal["all"] = 1
     dtype: str | None = None
-    attention: str | None = None
+    attention: str = AUTO
     flavour: str = "auto"
     embed_weights: bool = False
     compute_capabilities: Sequence[str] | None = None
@@ -146,8 +143,7 @@ class BuildOptions:
         self._normalize("dtype", dtype_in_full)
         if self.dtype is not None:
             one_of("dtype", self.dtype, MODEL_DTYPES)
-        if self.attention is not None:
-            one_of("attention", self.attention, ATTENTION_VARIANTS)
+        one_of("attention", self.attention, ATTENTION_SETTINGS)
         one_of("flavour", self.flavour, FLAVOURS)
         self._normalize(
             "builder_optimization_level",
