@@ -34,7 +34,8 @@ def generate_tokens(
         request.set_context(slot.tokens)
         request.prepare()
     runner.note([slot._replace(sampler=request.sampler) for slot, request in zip(runner.slots, requests, strict=True)])
-    choices = _first_choices(batch, runner.slots, requests, logits)
+    with batch.finite():
+        choices = _first_choices(batch, runner.slots, requests, logits)
     while True:
         for index, choice in choices.items():
             requests[index].take(choice)
@@ -54,7 +55,7 @@ def generate_tokens(
             return
         _check_unchanged(runner, in_force, check_open)
         batch.check_decode([0] * len(requests), active)
-        with runner.work(continues=True):
+        with runner.work(continues=True), batch.finite():
             after, choices = decode_steps.run(runner.slots, requests, active, ahead=True)
             runner.apply(after)
 
