@@ -6,13 +6,13 @@ It is valid for one release of this package: another one has other kernels and n
 import hashlib
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trt_kvcache._util.atomic_file import atomic_file
 from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache._util.user_cache import user_cache_folder
 from trt_kvcache._version import __version__
-from trt_kvcache.memory.cuda_driver import check, driver_release, find_gpu
+from trt_kvcache.memory.cuda_driver import check, cuda_core_error, driver_release, find_gpu
 
 
 class DoctorVerdict(NamedTuple):
@@ -21,8 +21,8 @@ class DoctorVerdict(NamedTuple):
     gpu: str
     driver: str
     tensorrt: str  # flavour and version, such as "tensorrt_rtx 1.7.1.116"; "" without TensorRT
-    passed: bool
-    checks: dict[str, str]  # "passed", "failed", "not here" by the letter of the check
+    passed: bool  # plugin attention: it ran in TensorRT, and nothing failed but TensorRT's own attention, if at all
+    checks: dict[str, str]  # "passed", "failed", "not here" by the letter of the check, and by attention variant
     date: str  # ISO 8601, UTC
     package: str = __version__
 
@@ -36,12 +36,20 @@ def gpu_and_driver(device: int = 0) -> tuple[str, str] | None:
 
     gpu = Device(device)
     capability = gpu.compute_capability
-    digest = hashlib.sha256(str(gpu.uuid).encode()).hexdigest()[:8]
     cuda = check(driver.cuDriverGetVersion())
     return (
-        f"{gpu.name}, compute capability {capability.major}.{capability.minor}, {digest}",
+        f"{gpu.name}, compute capability {capability.major}.{capability.minor}{_uuid_hash(gpu)}",
         f"{driver_release() or 'unknown release'}, CUDA {cuda // 1000}.{cuda % 1000 // 10}",
     )
+
+
+def _uuid_hash(gpu: Any) -> str:
+    """Return a hash of the UUID; empty where the driver has none."""
+    try:
+        uuid = str(gpu.uuid)
+    except (RuntimeError, cuda_core_error()):
+        return ""
+    return f", {hashlib.sha256(uuid.encode()).hexdigest()[:8]}"
 
 
 def read_verdict(gpu: str, driver: str, tensorrt: str) -> DoctorVerdict | None:

@@ -29,7 +29,7 @@ _OWN_INSTRUCTIONS = {"sm_90": "sm_90a"}
 
 def compile_cubin(name: str, arch: str) -> bytes:
     """Compile one variant of a source with NVRTC."""
-    _nvrtc_version()
+    nvrtc_version()
     from cuda.core import Program, ProgramOptions
 
     source = source_path(name)
@@ -56,7 +56,7 @@ def cubin(name: str, arch: str) -> bytes:
     ahead_of_time = os.environ.get(CUBIN_DIR_VARIABLE)
     if ahead_of_time and (Path(ahead_of_time) / file_name).is_file():
         return (Path(ahead_of_time) / file_name).read_bytes()
-    cached = user_cache_folder() / "cubins" / f"nvrtc-{_nvrtc_version()}" / file_name
+    cached = user_cache_folder() / "cubins" / f"nvrtc-{nvrtc_version()}" / file_name
     try:
         return cached.read_bytes()
     except OSError:
@@ -65,7 +65,8 @@ def cubin(name: str, arch: str) -> bytes:
     return code
 
 
-def _nvrtc_version() -> str:
+def nvrtc_version() -> str:
+    """Return the version of NVRTC, such as ``"13.0"``. Raises CudaError without one."""
     try:
         from cuda.bindings import nvrtc
         from cuda.pathfinder import DynamicLibNotFoundError
