@@ -214,7 +214,7 @@ class TestTarget:
     def machine(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(checked_build, "gpu_and_driver", lambda device: ("GPU", "580"))
-        monkeypatch.setattr(checked_build, "gpu_identity", lambda device: ("GPU", "uuid", "8.9", "13000"))
+        monkeypatch.setattr(checked_build, "compute_capability", lambda device: "8.9")
 
     @staticmethod
     def tensorrt(flavour: str) -> TensorRT:

@@ -22,8 +22,8 @@ from trt_kvcache.engine.doctor_verdict import gpu_and_driver, read_verdict
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine_folder.folder import check_target
 from trt_kvcache.errors import BuildError
+from trt_kvcache.memory.cuda_driver import compute_capability
 from trt_kvcache.trt.module import TensorRT, load
-from trt_kvcache.trt.runtime_cache import gpu_identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def checked_build(
 def build_target(tensorrt: TensorRT, options: BuildOptions, device: int = 0) -> BuildTarget:
     """Return the target of a build on this machine: with the GPU and doctor's verdict on it, if it has one."""
     found = gpu_and_driver(device)
-    gpu = None if found is None else gpu_identity(f"cuda:{device}")[2]
+    gpu = None if found is None else compute_capability(device)
     verdict = None if found is None else read_verdict(*found, str(tensorrt))
     is_for_gpu = options.compute_capabilities is None or gpu in options.compute_capabilities
     return BuildTarget(

@@ -74,6 +74,14 @@ def driver_failure() -> str | None:
     return f"the CUDA driver does not start: {text.value.decode() if text.value else f'error {status}'}"
 
 
+def compute_capability(device: int) -> str:
+    """Return the compute capability of a usable GPU, such as ``"8.9"``."""
+    from cuda.core import Device
+
+    capability = Device(device).compute_capability
+    return f"{capability.major}.{capability.minor}"
+
+
 def _driver_library() -> str:
     return "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
