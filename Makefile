@@ -115,6 +115,7 @@ docs: $(READY)  ## Build the documentation into build/docs; a warning is a failu
 	@$(BIN)/python docs/models_table.py --check
 	@$(BIN)/python docs/formats_table.py --check
 	@$(BIN)/python docs/kernels_table.py --check
+	@$(BIN)/python docs/attention_table.py --check
 	@$(BIN)/python docs/facts.py --check
 	@$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --nitpicky --jobs auto --quiet docs build/docs
 	@echo "build/docs/index.html"

@@ -145,6 +145,8 @@ def _print_attention(found: EngineInspection) -> None:
         size = ["" if window is None else str(window)] if has_windows else []
         rows.add_row(span(layers[0], layers[-1]), variant, *size, f"yes: {reason}" if decomposable else "no")
     results().print(rows)
+    if found.attention_reason:
+        say(f"{found.attention[0].variant} attention, because {found.attention_reason}")
 
 
 def _print_segments(segments: SegmentsRecord, *, every_segment: bool) -> None:

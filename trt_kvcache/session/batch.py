@@ -6,6 +6,7 @@ A call plans on the host, does its work on the device inside :meth:`Runner.work`
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import CapacityError, RangeError, ShapeError
+from trt_kvcache.generation.sampling import NonFiniteLogitsError
 from trt_kvcache.generation.token_ids import TokenArray, common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptMatch
 from trt_kvcache.sequences.slot_copy import SlotCopy
@@ -123,6 +125,17 @@ class Batch:
     def clear(self) -> None:
         """Make no slot active."""
         self._reset([])
+
+    @contextmanager
+    def finite(self) -> Iterator[None]:
+        """Return a context manager around choices of tokens, inside :meth:`Runner.work`: logits that are not finite end all sequences."""
+        try:
+            yield
+        except NonFiniteLogitsError:
+            # Attention that reads stale rows multiplies them by 0: a NaN would reach the next sequence of the slot. Copies may have it too.
+            self._prompt_cache.clear()
+            self._runner.clear_rows()
+            raise
 
     def added(self, slots: Sequence[Slot], prompts: Rows, *, skip_prompt_cache: Sequence[bool]) -> list[Slot]:
         """Make more slots active after others, each with the prefix of its prompt in the prompt cache. Inside :meth:`Runner.work`."""

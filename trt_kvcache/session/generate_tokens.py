@@ -35,7 +35,8 @@ def generate_tokens(
         request.set_context(slot.tokens)
         request.prepare()
     runner.note([slot._replace(sampler=request.sampler) for slot, request in zip(runner.slots, requests, strict=True)])
-    choices = _first_choices(batch, runner.slots, requests, logits)
+    with batch.finite():
+        choices = _first_choices(batch, runner.slots, requests, logits)
     while True:
         for index, choice in choices.items():
             requests[index].take(choice)
@@ -55,7 +56,7 @@ def generate_tokens(
         _check_unchanged(runner, in_force, check_open)
         plan = StepPlan.of([() if request.finished else (request.last_token,) for request in requests])
         batch.check_decode(plan)
-        with runner.work(continues=True):
+        with runner.work(continues=True), batch.finite():
             after, choices = decode_steps.run(runner.slots, requests, plan, ahead=True)
             runner.apply(after)
 

@@ -72,7 +72,7 @@ class RequestQueue:
         if any(decode.rows):
             self._batch.make_room_for_idle_rows(decode)
             self._left = self._runner.slots
-        with self._runner.work(continues=not admitted):
+        with self._runner.work(continues=not admitted), self._batch.finite():
             draft = StepDraft(running, self._runner.slots)
             # First of all, so that one that fails here costs the others nothing.
             self._resume(draft)

@@ -113,6 +113,13 @@ class Runner:
         if not self.cache.closed:
             self.cache.reset_for_new_sequences([slot.length for slot in slots], stream=self.stream)
 
+    def clear_rows(self) -> None:
+        """Zero all rows of the active slots, stream-ordered, and make no slot active."""
+        if self.cache.kv_layers is not None:
+            self.cache.kv_layers.zero(self.cache.active_batch_size, stream=self.stream)
+        self._held = _Held((), _States.OF_SLOTS)
+        self.recover()
+
     def overwrite_states(self) -> None:
         """Say that states of the slots in force are about to be overwritten."""
         if self._recurrent is not None:

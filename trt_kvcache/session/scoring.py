@@ -19,7 +19,9 @@ def score_prompts(batch: Batch, prompts: Rows, *, slots: int, top_logprobs: int)
     try:
         for first in range(0, len(prompts), slots):
             group = by_length[first : first + slots]
-            for index, score in zip(group, _scores(batch, [prompts[index] for index in group], top_logprobs), strict=True):
+            with batch.finite():
+                scores = [*_scores(batch, [prompts[index] for index in group], top_logprobs)]
+            for index, score in zip(group, scores, strict=True):
                 found[index] = score
     finally:
         batch.clear()
