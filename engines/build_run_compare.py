@@ -3,7 +3,7 @@
     python engines/build_run_compare.py [MODEL] [-o FOLDER] [--prompt TEXT ...] [--steps 8] [--attention plugin]
 
 MODEL is a Hugging Face folder; by default the shipped one. Without a GPU the build is the same, and the PyTorch or NumPy engine runs the
-folder in place of TensorRT, which a warning says. Exit code 1 if the paths differ.
+folder in place of TensorRT, with a warning. Exit code 1 if the paths differ.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A network script for any model: the Hugging Face folder and the sizes come from the environment. How to run it: README.md."""
+"""A network script for any model: the Hugging Face folder and the sizes come from the environment. README.md shows its use."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""``trt-kvcache compare``: run a model on several engines and compare every step."""
+"""``trt-kvcache compare``: run a model by several paths and compare every step."""
 
 from contextlib import ExitStack
 from pathlib import Path

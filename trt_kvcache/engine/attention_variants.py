@@ -1,4 +1,4 @@
-"""The variants of attention that an engine can be built with: which TensorRT each needs, and which cache layout it binds.
+"""The variants of attention that an engine can be built with: required TensorRT version and cache layout of each.
 
 ======== ========================= ===== ======== ==================================================================
 variant  full TensorRT             RTX   layout   tensors of a layer's cache

@@ -1,4 +1,4 @@
-"""Opening a folder: which engine runs, in which memory, with which cache and tokenizer."""
+"""Opening a folder: choice of engine, memory, cache and tokenizer."""
 
 import logging
 import tempfile
@@ -329,7 +329,7 @@ def _parts(
     options: SessionOptions,
     weights: WeightsSummary | None = None,
 ) -> SessionParts:
-    """Read the files beside the weights and allocate the cache in the engine's memory. If that fails, both are closed."""
+    """Read the files other than the weights and allocate the cache in the engine's memory. If that fails, both are closed."""
     with ExitStack() as undo:
         undo.callback(engine.close)
         tokenizer = Tokenizer.open(folder)

@@ -38,7 +38,7 @@ class RequestQueue:
         self._shared_prompts = SharedPrompts(runner, batch)
         self.scheduler = Scheduler(runner, batch, self._shared_prompts)
         self._num_submitted = 0
-        #: The slots as the last step left them. If others are in force, another call has taken them.
+        #: The slots as the last step left them. If others are current, another call has taken them.
         self._left: tuple[Slot, ...] | None = None
         #: Records what the slots do, if it is there.
         self.timeline: Timeline | None = None
@@ -185,7 +185,7 @@ class RequestQueue:
     # --- apply ---
 
     def _apply(self, draft: StepDraft) -> None:
-        """Put a draft in force. Nothing of it can fail; after an interrupt between two assignments, none of them is left out."""
+        """Make a draft current. Nothing of it can fail; after an interrupt between two assignments, none of them is left out."""
         try:
             self._put_in_force(draft)
         except BaseException:

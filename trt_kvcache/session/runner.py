@@ -1,7 +1,7 @@
 """``Runner``: device work on one stream, and the host's record of the slots of the cache.
 
 Work on the device comes first, :meth:`Runner.apply` last. So a step that fails needs no record of what it has changed on the host: the
-cache returns to the lengths of the slots in force, and rows past a length are never read.
+cache returns to the lengths of the current slots, and rows past a length are never read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from trt_kvcache.session.step_plan import Rows, StepPlan
 
 
 class _States(Enum):
-    """States that are current in the cache, seen from the slots in force. They cannot be shortened as K and V can."""
+    """Relation of the current state buffer of the cache to the current slots. States cannot be shortened as K and V can."""
 
     OF_SLOTS = auto()
     #: Those after one more step; the other buffer still has those of the slots.
@@ -39,7 +39,7 @@ class _Held(NamedTuple):
 
 
 class Runner:
-    """Feeds tokens to an engine, commits their lengths, and holds the slots in force."""
+    """Feeds tokens to an engine, commits their lengths, and holds the current slots."""
 
     def __init__(self, engine: Engine, cache: Cache, *, names: TensorNames = DEFAULT_NAMES) -> None:
         if cache.mamba_config is not None and not cache.mamba_config.ping_pong:
@@ -71,7 +71,7 @@ class Runner:
         """True if slots hold states, which cannot return to an earlier token."""
         return self._recurrent is not None
 
-    # --- slots in force ---
+    # --- current slots ---
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -79,17 +79,17 @@ class Runner:
         return self._held.slots
 
     def apply(self, slots: Sequence[Slot]) -> None:
-        """Put slots in force: the cache holds their tokens. One assignment, so an interrupt comes before it or after it."""
+        """Make slots current: the cache holds their tokens. One assignment, so an interrupt comes before it or after it."""
         self._held = _Held(tuple(slots), _States.OF_SLOTS)
 
     def note(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
-        """Put slots in force that hold the same tokens as before, and return them. Pending tokens and samplers differ."""
+        """Make slots current that hold the same tokens as before, and return them. Pending tokens and samplers differ."""
         self._held = _Held(tuple(slots), self._held.states)
         return self._held.slots
 
     @contextmanager
     def work(self, *, continues: bool = False) -> Iterator[None]:
-        """Return a context manager around device work. If it raises, the cache returns to the slots in force.
+        """Return a context manager around device work. If it raises, the cache returns to the current slots.
 
         With ``continues``, the work looks at :attr:`uncommitted` itself, and clears it before anything overwrites its rows.
         """
@@ -102,7 +102,7 @@ class Runner:
             raise
 
     def recover(self) -> None:
-        """Return the cache to the slots in force. If their states are overwritten, no slot is active."""
+        """Return the cache to the current slots. If their states are overwritten, no slot is active."""
         self.uncommitted = None
         slots, states = self._held
         if states is _States.ONE_STEP_FURTHER and self._recurrent is not None:
@@ -121,7 +121,7 @@ class Runner:
         self.recover()
 
     def overwrite_states(self) -> None:
-        """Say that states of the slots in force are about to be overwritten."""
+        """Say that states of the current slots are about to be overwritten."""
         if self._recurrent is not None:
             self._held = self._held._replace(states=_States.OTHERS)
 

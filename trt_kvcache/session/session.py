@@ -59,7 +59,7 @@ _LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class InferenceSession(Uncopyable):
-    """Sequences that are generated together on one cache and one engine. For one thread at a time.
+    """Sequences that are generated together on one cache and one engine. Not thread-safe: a concurrent call raises ``ThreadError``.
 
     Most callers open one with :meth:`open` or :meth:`from_model`; the constructor joins an engine and a cache of your own.
 
