@@ -1,14 +1,20 @@
 """Checks D and E: layers of TensorRT alone, with planted mistakes in the place of an engine."""
 
+import ctypes
+
 import numpy as np
 import pytest
 
+from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeTensorRT
+from trt_kvcache.doctor import single_layer
 from trt_kvcache.doctor.cases import CheckFailure
 from trt_kvcache.doctor.checks import attention_layer, cache_update
 from trt_kvcache.doctor.checks.attention_layer import LARGE, STEPS, AttentionLayer, attended, run_step
 from trt_kvcache.doctor.checks.cache_update import WRITES, CacheUpdate, run_write, write_rows
 from trt_kvcache.doctor.single_layer import NumPyRunner
-from trt_kvcache.engine.protocol import TensorSpec
+from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.errors import EngineError
+from trt_kvcache.trt import loaded_plan
 
 
 class PlantedUpdate(CacheUpdate):
@@ -166,3 +172,61 @@ def test_nan_in_dead_rows_is_told_and_fails_nothing(settings, log, monkeypatch, 
 def test_tensorrt_builds_the_layers(settings, log, module):
     module.check(settings, log)
     assert {case.status for case in log.cases} == {"passed"}
+
+
+def array_at(address, shape, dtype):
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype).reshape(shape)
+
+
+@pytest.fixture
+def fake_engine(monkeypatch, tmp_path):
+    """Return a function that makes a runner over a stand-in for TensorRT."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(loaded_plan, "gpu_identity", lambda device: ("a GPU", "uuid", "8.6", "13000"))
+    return make_fake_engine
+
+
+def make_fake_engine(compute):
+    """Return a runner whose step computes over the addresses and shapes that the stand-in was given, and the stand-in."""
+    specs = [
+        TensorSpec.input("k_cache", (-1, 2, 128, 64), "float16"),
+        TensorSpec.input("rows", (-1, 2, -1, 64), "float16"),
+        TensorSpec.input("start", (-1,), "int32"),
+        TensorSpec.output("present_k_cache", (-1, 2, 128, 64), "float16", alias="k_cache"),
+    ]
+    profile = EngineProfile(name="all", min_batch=1, max_batch=3, min_width=1, max_width=8)
+    fake = FakeTensorRT(specs, [profile])
+
+    def run(context):
+        shapes = {**context.shapes, "present_k_cache": context.shapes["k_cache"]}
+        dtypes = {spec.name: spec.dtype for spec in specs}
+        compute({name: array_at(address, shapes[name], dtypes[name]) for name, address in context.addresses.items()})
+
+    fake.run = run
+    return single_layer._PlanRunner(fake.tensorrt("tensorrt_rtx"), b"plan", FakeGpuMemory()), fake
+
+
+def test_engine_of_tensorrt_gets_shapes_and_addresses(fake_engine):
+    runner, fake = fake_engine(CacheUpdate().compute)
+    assert runner.tensors["present_k_cache"].alias == "k_cache"
+    for write in WRITES:
+        run_write(runner, write)
+    assert len([call for call in fake.calls if call[0] == "execute_async_v3"]) == len(WRITES)
+    runner.close()
+
+
+def test_engine_of_tensorrt_that_writes_a_copy_fails(fake_engine):
+    runner, _ = fake_engine(lambda tensors: CacheUpdate().compute({**tensors, "present_k_cache": tensors["present_k_cache"].copy()}))
+    with pytest.raises(CheckFailure, match="the allocation around the cache: expected equal bytes"):
+        run_write(runner, WRITES[0])
+    runner.close()
+
+
+def test_engine_that_tensorrt_refuses_releases_its_memory():
+    memory = FakeGpuMemory()
+    fake = FakeTensorRT([TensorSpec.input("x", (1,), "float16")], [])
+    fake.refuse.add("deserialize_cuda_engine")
+    with pytest.raises(EngineError, match="refuses this engine"):
+        single_layer._PlanRunner(fake.tensorrt("tensorrt_rtx"), b"plan", memory)
+    assert memory.live_nbytes == 0

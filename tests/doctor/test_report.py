@@ -85,3 +85,20 @@ def test_markdown_shows_figures_failures_and_notes_but_not_plain_passes():
     assert "plain" not in text
     for shown in ('measured: {"ms": 1.5}', "wrong: expected 1, got 2", "left: no torch", "a note: NaN is read"):
         assert shown in text
+
+
+def test_reason_of_many_cases_is_told_once():
+    cases = tuple(Case(f"case {number}", "not here", "no TensorRT\nmore") for number in range(20))
+    result = CheckResult("E", "IAttention alone", cases, 1.0)
+    assert result.line == "E IAttention alone: not here (1.0 s). not here: 20 cases (no TensorRT)"
+    text = Report(Settings(scratch="."), {}, [result]).markdown()
+    assert text.count("no TensorRT") == 1
+    assert "case 0; case 1; " in text
+
+
+def test_line_of_a_check_is_short():
+    cases = tuple(Case(f"case {number}", "failed", f"expected {number}") for number in range(100))
+    line = CheckResult("B", "kernels", cases, 1.0).line
+    assert len(line) < 400
+    assert line.endswith("...")
+    assert "case 0: expected 0; case 1: expected 1" in line

@@ -135,7 +135,7 @@ def test_later_checks_leave_out_what_check_c_refused(monkeypatch):
     settings = dict(seen)
     assert settings["B"].left_out == {}
     assert set(settings["F"].left_out) == {"native, wide model, float16", "TensorRT"}
-    assert settings["F"].left_out["TensorRT"] == "not on this GPU"
+    assert settings["F"].left_out["TensorRT"] == "TensorRT: not here in check C"
     assert left_out_by(CheckResult("C", "", (Case("mask, x", "passed"),), 0)) == {}
 
 

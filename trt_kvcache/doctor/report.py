@@ -10,7 +10,7 @@ from typing import Any
 
 from trt_kvcache._version import __version__
 from trt_kvcache.doctor.anonymous import Anonymizer
-from trt_kvcache.doctor.results import CheckResult, first_line, status_of
+from trt_kvcache.doctor.results import CheckResult, status_of
 from trt_kvcache.doctor.settings import Settings
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
 
@@ -94,15 +94,20 @@ class Report:
 
 
 def _texts(check: dict[str, Any]) -> list[str]:
-    """Return the lines of a check below the table: figures in one line, failures with all their text."""
+    """Return the lines of a check below the table: figures in one line, failures with all their text, reasons once."""
     lines = []
+    reasons: dict[str, list[str]] = {}
     for case in check["cases"]:
         figures = json.dumps(case["figures"], ensure_ascii=False) if case.get("figures") else ""
         first, *more = case.get("text", "").splitlines() or [""]
+        if case["status"] == "not here":
+            reasons.setdefault(first, []).append(case["name"])
+            continue
         if case["status"] == "passed" and not figures:
             continue
-        said = ". ".join(filter(None, [first_line(first).removesuffix("."), figures]))
+        said = ". ".join(filter(None, [first.removesuffix("."), figures]))
         lines.append(f"- **{case['status']}** {case['name']}: {said}")
         if more:
             lines += ["", "      " + "\n      ".join(more), ""]
+    lines += [f"- **not here** {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
     return [] if not lines else ["", f"**{check['letter']} {check['title']}**", "", *lines]

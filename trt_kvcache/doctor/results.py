@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trt_kvcache.doctor.cases import Case
 
-_MAX_LINE = 300
+_MAX_LINE, _MAX_NAMES = 300, 2
 
 
 class CheckResult(NamedTuple):
@@ -30,10 +30,9 @@ class CheckResult(NamedTuple):
         parts = [f"{case.name}: {first_line(case.text)}" for case in of_status["failed"]]
         if of_status["passed"]:
             parts.append(f"{len(of_status['passed'])} passed")
-        reasons: dict[str, list[str]] = {}
-        for case in of_status["not here"]:
-            reasons.setdefault(first_line(case.text), []).append(case.name)
-        parts += [f"not here: {', '.join(names)} ({reason})" for reason, names in reasons.items()]
+        for reason, names in by_reason(of_status["not here"]).items():
+            shown = ", ".join(names) if len(names) <= _MAX_NAMES else f"{len(names)} cases"
+            parts.append(f"not here: {shown} ({reason})")
         text = "; ".join(parts)
         return f"{self.letter} {self.title}: {self.status} ({self.seconds} s). {text[:_MAX_LINE]}{'...' if len(text) > _MAX_LINE else ''}"
 
@@ -42,6 +41,14 @@ def status_of(cases: Iterable[Case]) -> str:
     """Return ``failed`` if a case failed, ``passed`` if one passed, else ``not here``."""
     statuses = {case.status for case in cases}
     return next((status for status in ("failed", "passed") if status in statuses), "not here")
+
+
+def by_reason(cases: Iterable[Case]) -> dict[str, list[str]]:
+    """Return the names of cases by the first lines of their texts."""
+    reasons: dict[str, list[str]] = {}
+    for case in cases:
+        reasons.setdefault(first_line(case.text), []).append(case.name)
+    return reasons
 
 
 def first_line(text: str) -> str:

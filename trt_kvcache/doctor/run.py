@@ -92,8 +92,8 @@ def _examine(settings: Settings, checks: Sequence[Check], say: Callable[[str], o
 
 def left_out_by(result: CheckResult) -> dict[str, str]:
     """Return what later checks leave out, because check C says that TensorRT or an engine does not run here."""
-    texts = {case.name: case.text if case.status == "not here" else f"check {result.letter}: {case.name} failed" for case in result.cases}
-    return {case.name: texts[case.name] for case in result.cases if case.status in ("not here", "failed")}
+    refused = [case for case in result.cases if case.status in ("not here", "failed")]
+    return {case.name: f"{case.name}: {case.status} in check {result.letter}" for case in refused}
 
 
 def verdict_of(report: Report) -> DoctorVerdict | None:

@@ -66,7 +66,7 @@ def cubin(name: str, arch: str) -> bytes:
 
 
 def nvrtc_version() -> str:
-    """Return the version of NVRTC, such as ``"13.0"``. Raises CudaError without one."""
+    """Return the version of NVRTC, such as ``"13.0"``."""
     try:
         from cuda.bindings import nvrtc
         from cuda.pathfinder import DynamicLibNotFoundError
