@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from tests.helpers.small_model import SMALL, with_mixer, write_model
-from tests.helpers.tensorrt_modules import fake_module
+from tests.helpers.fake_tensorrt import fake_module
+from tests.helpers.models import SMALL, with_mixer, write_model
 from tests.paths import GOLDEN
 from trt_kvcache.builder import build_engine as builder, checked_build
 from trt_kvcache.builder.attention_choice import AttentionBuild, AttentionChoice, BuildTarget, choose_attention

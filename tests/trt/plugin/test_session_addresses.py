@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.engine_files import PLAN, make_config
-from tests.helpers.fake_tensorrt import FakeTensorRT
-from tests.helpers.small_model import write_model
-from tests.helpers.tensorrt_engines import install
+from tests.helpers.fake_tensorrt import FakeTensorRT, install
+from tests.helpers.models import write_model
 from tests.simt.standin import need_cuda_memory
 from tests.trt.plugin.bound import PLUGIN_TYPES
 from tests.trt.plugin.stand_in import tensorrt
