@@ -18,6 +18,9 @@ from trt_kvcache.dtypes import numpy_dtype
 
 _SLOTS, _HEADS, _KV_HEADS, _TOKENS, _HEAD_DIM, _MAX_WIDTH = 3, 4, 2, 2048, 128, 16
 
+#: Dtypes of the layers that are built.
+DTYPES = ("float16", "bfloat16")
+
 #: Contents of rows that are not live: large but finite, which every variant must ignore; and NaN, which only tells.
 LARGE = 1e4
 
@@ -88,7 +91,7 @@ def attended(q: Array, keys: Array, values: Array, key_lengths: list[int]) -> Ar
 def check(settings: Settings, log: CaseLog) -> None:
     """Check both variants in both dtypes, with clean and with poisoned rows."""
     for variant in ("native", "mask"):
-        for dtype in ("float16", "bfloat16"):
+        for dtype in DTYPES:
             for step in STEPS:
                 name = f"{variant}, {dtype}, {step.name}"
                 for poison in (0.0, LARGE):
