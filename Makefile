@@ -15,7 +15,7 @@ FAST := not trt and not gpu and not slow and not long and not real
 JOBS ?= auto
 # A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
 WORKERS := -n $(JOBS) --dist worksteal
-CXX_SOURCES = $(shell find plugins tests -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
+CXX_SOURCES = $(shell find plugins tests examples -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 # Where sums decide: some for each change, all of them for `make test-all`. Left out are files that take long and hand no sum to OpenBLAS.
 SUMS := tests/reference tests/generation
 ALL_SUMS := tests/builder/network tests/checkpoint/quantized tests/end_to_end tests/kernels tests/ops tests/polygraphy tests/reference tests/session \

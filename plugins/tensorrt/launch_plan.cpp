@@ -98,7 +98,7 @@ PrefillPlan plan_prefill(AttentionKernels const& kernels, AttentionShape const& 
     return static_cast<double>(whole.blocks) <= most * static_cast<double>(multiprocessors) ? wide : whole;
 }
 
-// A strip is 16 columns of a row: four vectors of 4 floats, and one with maximum and sum
+// A fragment is 16 columns of a row: four vectors of 4 floats, and one with maximum and sum
 // (plugins/attention/split_kv_reduce.cuh).
 int64_t row_nbytes_of_partials(int64_t head_dim) { return ceil_divide(head_dim, 16) * 5 * 16; }
 

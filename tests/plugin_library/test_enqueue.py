@@ -9,7 +9,7 @@ import pytest
 from tests.kernels.attention import DECODE_CASES, FEW_CASES, PREFILL_CASES, QUANTIZED, quantized
 from tests.plugin_library.build import build_library, need_cmake
 from tests.plugin_library.creators import DATA_TYPES, create
-from tests.simt.run import FORMS
+from tests.simt.run import VARIANTS
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 from tests.trt.plugin.bound import Bound
 from trt_kvcache.kernels.attention_tiles import STORED_TYPES
@@ -35,7 +35,7 @@ _QUANTIZED = {
 _CASES = _PLAIN | _QUANTIZED
 
 
-_library_for = cache(lambda arch: build_library(arch, [arch], FORMS, [None, *STORED_TYPES]))
+_library_for = cache(lambda arch: build_library(arch, [arch], VARIANTS, [None, *STORED_TYPES]))
 
 
 @pytest.fixture

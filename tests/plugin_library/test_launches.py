@@ -20,7 +20,7 @@ from trt_kvcache.trt.plugin.plugin_tensors import input_names, inputs_of, output
 need_cmake()
 
 _WORKSPACE, _OUT = 0x1000000, 0x2000000
-_FORMS = ("float16-64", "bfloat16-128", "float16-256")
+_VARIANTS = ("float16-64", "bfloat16-128", "float16-256")
 
 
 class Attributes(ctypes.Structure):
@@ -36,7 +36,7 @@ class Attributes(ctypes.Structure):
 @pytest.fixture(scope="module")
 def probe():
     embed = embed_kernels()
-    kernels = embed.kernels_of(ARCHITECTURES, _FORMS, (None, *STORED_TYPES))
+    kernels = embed.kernels_of(ARCHITECTURES, _VARIANTS, (None, *STORED_TYPES))
 
     def write(folder):
         embed.write(kernels, [b""] * 3 * len(kernels), folder)
@@ -52,8 +52,8 @@ def probe():
 def calls(seed):
     """Yield attributes, dtype of q, and shapes of the inputs by name, at random."""
     choose = random.Random(seed)
-    for form, kv_dtype in itertools.product(_FORMS, (None, *STORED_TYPES)):
-        dtype, head_dim = form.split("-")
+    for variant, kv_dtype in itertools.product(_VARIANTS, (None, *STORED_TYPES)):
+        dtype, head_dim = variant.split("-")
         for _ in range(8):
             kv_heads, group = choose.choice((1, 2, 8)), choose.randint(1, MAX_GROUP)
             one = AttentionAttributes(
