@@ -81,8 +81,8 @@ def python_launches(monkeypatch):
         made.append((name, [*grid, threads, shared_nbytes, int(cooperative), int(early), 1, *values]))
 
     monkeypatch.setattr(attention_kernels, "launch", record)
-    monkeypatch.setattr(enqueue, "_zero", lambda ptr, nbytes, stream: made.append((None, [ptr, 0, nbytes])))
-    monkeypatch.setattr(enqueue, "_stream", lambda handle: None)
+    monkeypatch.setattr(enqueue, "zero", lambda ptr, nbytes, stream: made.append((None, [ptr, 0, nbytes])))
+    monkeypatch.setattr(enqueue, "stream_of", lambda handle: None)
 
     def launches(attributes, dtype, shapes, addresses, arch, multiprocessors):
         made.clear()
