@@ -25,7 +25,7 @@ _SCRIPT = NetworkScript(
     max_sequence_length=_number("TRT_KVCACHE_MAX_SEQUENCE_LENGTH", "1024"),
     max_prefill_length=_number("TRT_KVCACHE_MAX_PREFILL_LENGTH", "256"),
     dtype=os.environ.get("TRT_KVCACHE_DTYPE"),
-    attention=os.environ.get("TRT_KVCACHE_ATTENTION"),
+    attention=_variable("TRT_KVCACHE_ATTENTION", "auto"),
 )
 
 load_network = _SCRIPT.load_network

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.errors import raises
-from tests.helpers.models import write_model
+from tests.helpers.models import SMALL, write_model
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache import Checkpoint, build_engine, estimate_build
 from trt_kvcache.builder.options import BuildOptions
@@ -46,26 +46,46 @@ def test_sizes_have_the_defaults_of_a_build() -> None:
     assert estimate_build(SHIPPED) == estimate_build(SHIPPED, max_batch_size=1, max_sequence_length=512, max_prefill_length=512)
 
 
-def test_plugin_attention_has_its_constants_beside_the_plan(tmp_path: Path) -> None:
+def test_segments_have_their_constants_beside_the_plan(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", head_dim=64)
     native, plugin = (estimate_build(model, attention=attention) for attention in ("native", "plugin"))
-    assert native.constants_nbytes == 0
-    assert plugin.constants_nbytes > 0
-    assert plugin.weights_nbytes == native.weights_nbytes
-    assert plugin.disk_nbytes == plugin.plan_nbytes + plugin.constants_nbytes
+    segments = estimate_build(model, attention="plugin", plugin_layers="segments")
+    assert (native.constants_nbytes, plugin.constants_nbytes) == (0, 0)
+    assert segments.constants_nbytes > 0
+    assert segments.weights_nbytes == plugin.weights_nbytes == native.weights_nbytes
+    assert segments.disk_nbytes == segments.plan_nbytes + segments.constants_nbytes
 
 
 def test_the_chosen_attention_is_that_of_a_build() -> None:
     assert estimate_build(GOLDEN / "gemma2", **SIZES) == estimate_build(GOLDEN / "gemma2", **SIZES, attention="mask")
-    with raises(ConfigError, "attention", expected="mask or plugin", got="native"):
+    with raises(ConfigError, "attention", expected="mask", got="native"):
         estimate_build(GOLDEN / "gemma2", **SIZES, attention="native")
 
 
 def test_soft_capped_scores_are_activations(tmp_path: Path) -> None:
     capped = write_model(tmp_path / "capped", model_type="gemma2", attn_logit_softcapping=50.0)
     plain = write_model(tmp_path / "plain", model_type="gemma2", attn_logit_softcapping=None)
-    more = estimate_build(capped, **SIZES).activations_nbytes - estimate_build(plain, **SIZES).activations_nbytes
+    more = estimate_build(capped, **SIZES).activations_nbytes - estimate_build(plain, **SIZES, attention="mask").activations_nbytes
     assert more == 3 * 11 * 4 * 38 * 2 * 4  # slots, new tokens, heads, keys, before and after softmax, float32
+
+
+@pytest.mark.parametrize(
+    ("options", "is_expanded"),
+    [({"attention": "native"}, True), ({}, True), ({"attention": "mask"}, False), ({"attention": "native", "flavour": "tensorrt"}, False)],
+)
+def test_prefill_of_native_attention_expands_k_and_v_in_rtx(tmp_path: Path, options: dict[str, Any], is_expanded: bool) -> None:
+    model = write_model(tmp_path / "model")
+    heads, kv_heads = SMALL["num_attention_heads"], SMALL["num_key_value_heads"]
+    assert heads > kv_heads
+    sizes = {**SIZES, "dtype": "float16", "max_prefill_length": 11}
+    shorter, longer = (estimate_build(model, **{**sizes, "max_sequence_length": length}, **options) for length in (38, 39))
+    assert longer.activations_nbytes - shorter.activations_nbytes == (2 * 3 * heads * 24 * 2 if is_expanded else 0)
+
+
+def test_without_gqa_nothing_is_expanded(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", num_key_value_heads=SMALL["num_attention_heads"])
+    shorter, longer = (estimate_build(model, **{**SIZES, "max_sequence_length": length}) for length in (38, 39))
+    assert longer.activations_nbytes == shorter.activations_nbytes
 
 
 def test_more_slots_and_tokens_take_more_activations() -> None:
@@ -90,10 +110,12 @@ def test_the_plan_of_states_alone_is_within_a_tenth(tmp_path: Path) -> None:
 
 @pytest.mark.trt
 @pytest.mark.parametrize("logits", [1, 5])
-@pytest.mark.parametrize("attention", ["native", "plugin"])
-def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, attention: str, logits: int) -> None:
+@pytest.mark.parametrize(
+    "variant", [{"attention": "native"}, {"attention": "plugin"}, {"attention": "plugin", "plugin_layers": "segments"}]
+)
+def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, variant: dict[str, str], logits: int) -> None:
     model = write_model(tmp_path / "model", vocab_size=3000, hidden_size=1024, head_dim=64, intermediate_size=8192, num_hidden_layers=3)
-    options = {**SIZES, "attention": attention, "max_logits_per_slot": logits}
+    options = {**SIZES, **variant, "max_logits_per_slot": logits}
     report = build_engine(model, tmp_path / "engine", **options, flavour="tensorrt_rtx")
     assert estimate_build(model, **options).plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.1)
 
@@ -122,6 +144,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"quantize": "int8,embedding=int8"},
         {"quantize": "int4", "kv_dtype": "int8"},
         {"quantize": "int8,embedding=int8", "kv_dtype": "fp8"},
+        {"quantize": "int8,embedding=int8", "kv_dtype": "fp8", "plugin_layers": "segments"},
     ],
     ids=str,
 )

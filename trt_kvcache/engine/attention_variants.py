@@ -8,8 +8,8 @@ mask     10.15: KVCacheUpdate      1.4   SEPARATE the same
 plugin   10.3: aliased plugin I/O  1.4   COMBINED ``kv_cache`` in, ``present_kv_cache`` out
 ======== ========================= ===== ======== ==================================================================
 
-TensorRT for RTX has no plugin layers, so the plugin variant is built in segments there. TensorRT's attention layer has no window and no
-soft cap: see :func:`why_not_native`.
+In TensorRT for RTX the plugin variant is one plan with plugin layers (built with 1.7 only), or segments. TensorRT's attention layer has no
+window and no soft cap: see :func:`why_not_native`.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,14 @@ from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.model import AttentionConfig, ModelConfig
 
 AttentionName = Literal["native", "mask", "plugin"]
+AttentionSetting = Literal["auto", "native", "mask", "plugin"]
 
 #: The names of the variants.
 ATTENTION_VARIANTS: tuple[AttentionName, ...] = get_args(AttentionName)
+
+#: Values of the option ``attention``. ``auto`` chooses a variant: see :mod:`trt_kvcache.builder.attention_choice`.
+ATTENTION_SETTINGS: tuple[AttentionSetting, ...] = get_args(AttentionSetting)
+AUTO: AttentionSetting = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +92,8 @@ def why_not_native(model: ModelConfig, max_sequence_length: int) -> str | None:
     return None
 
 
-def default_attention(model: ModelConfig, max_sequence_length: int) -> AttentionName:
-    """Return the variant of attention for a caller that chose none."""
+def tensorrt_attention(model: ModelConfig, max_sequence_length: int) -> AttentionName:
+    """Return the variant with TensorRT's attention layer that computes a model: native, or mask for windows and soft caps."""
     return "native" if why_not_native(model, max_sequence_length) is None else "mask"
 
 

@@ -20,6 +20,7 @@ from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.chunks import Chunk, plan_chunks
 from trt_kvcache.session.slots import Slot
+from trt_kvcache.session.step_plan import Rows, StepPlan
 
 
 class _States(Enum):
@@ -112,6 +113,13 @@ class Runner:
         if not self.cache.closed:
             self.cache.reset_for_new_sequences([slot.length for slot in slots], stream=self.stream)
 
+    def clear_rows(self) -> None:
+        """Zero all rows of the active slots, stream-ordered, and make no slot active."""
+        if self.cache.kv_layers is not None:
+            self.cache.kv_layers.zero(self.cache.active_batch_size, stream=self.stream)
+        self._held = _Held((), _States.OF_SLOTS)
+        self.recover()
+
     def overwrite_states(self) -> None:
         """Say that states of the current slots are about to be overwritten."""
         if self._recurrent is not None:
@@ -130,11 +138,12 @@ class Runner:
 
     # --- enqueues ---
 
-    def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int], *, every_logit: bool = False) -> list[Chunk]:
-        """Cut new tokens into enqueues that the engine accepts."""
+    def chunks(self, lengths: Sequence[int], plan: StepPlan) -> list[Chunk]:
+        """Cut a plan for slots of these lengths into enqueues that the engine accepts."""
+        every_logit = plan.wants_all
         chunks = plan_chunks(
             lengths,
-            counts,
+            plan.counts,
             max_width=self.plan.max_logits_per_slot if every_logit else self.plan.max_width,
             max_sequence_length=self.cache.lengths.max_sequence_length,
             can_start_at=self.plan.can_start_at,
@@ -149,11 +158,11 @@ class Runner:
             for width in (1, self.plan.max_width):
                 self.plan.profile_for(count, width)
 
-    def enqueue_one_each(self, tokens: Sequence[int], active: Sequence[bool] | None = None) -> None:
-        """Enqueue one token for every active slot; nothing is committed. Does not wait."""
-        self._buffers.write_one_token_each(tokens, stream=self.stream)
-        self._take(0, [1] * len(tokens) if active is None else [int(takes_part) for takes_part in active])
-        self.enqueue_next(len(tokens))
+    def enqueue_decode(self, plan: StepPlan) -> None:
+        """Enqueue a plan of one token at most for each active slot, in one enqueue; nothing is committed. Does not wait."""
+        self._buffers.write_one_token_each([row[0] if row else 0 for row in plan.rows], stream=self.stream)
+        self._take(0, plan.counts)
+        self.enqueue_next(len(plan.rows))
 
     def enqueue_next(self, count: int) -> None:
         """Enqueue the tokens that are in :meth:`device_views`, one for every active slot; nothing is committed. Does not wait."""
@@ -176,7 +185,7 @@ class Runner:
             self.overwrite_states()  # the engine writes into the buffer that still has them
         self.engine.enqueue(self.stream)
 
-    def run(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool) -> None:
+    def run(self, chunk: Chunk, rows: Rows, *, every_logit: bool) -> None:
         """Enqueue the new tokens of a contiguous range of slots; nothing is committed. Does not wait."""
         if chunk.first:
             self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
@@ -185,7 +194,7 @@ class Runner:
         self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width if every_logit else 1)
         self._enqueue()
 
-    def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool = False) -> None:
+    def prefill(self, chunk: Chunk, rows: Rows, *, every_logit: bool = False) -> None:
         """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait."""
         self.run(chunk, rows, every_logit=every_logit)
         after = self.cache.active_batch_size - chunk.end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.enqueue import PluginEnqueue, current_memory
 from trt_kvcache.trt.plugin.plugin_tensors import check_dtypes, check_shapes, input_names, inputs_of, outputs_of
 from trt_kvcache.trt.plugin.reported import reporter
-from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, check_plugins, needs_extra_reference, plugin_version
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, check_plugins, needs_extra_reference, never_free, plugin_version
 
 
 def _sizes(dims: Any) -> tuple[int | None, ...]:
@@ -23,7 +22,7 @@ def _sizes(dims: Any) -> tuple[int | None, ...]:
 
 @cache
 def plugin_class(tensorrt: TensorRT) -> Any:
-    """Return the class of the plugin for a full TensorRT from 10.3 on; the same class at every call."""
+    """Return the class of the plugin, for full TensorRT from 10.3 on and for RTX; the same class at every call."""
     check_plugins(tensorrt)
     trt, reported = tensorrt.module, reporter(tensorrt)
 
@@ -42,7 +41,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
             self._stored_struct: Any = None
             self._prepared: PluginEnqueue | None = None
             if needs_extra_reference(tensorrt):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+                never_free(self)
 
         # IPluginV3OneCore
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib
 from typing import Any
@@ -52,8 +53,13 @@ def needs_extra_reference(tensorrt: TensorRT) -> bool:
     return not tensorrt.is_rtx and tensorrt.release < (10, 4)
 
 
+def never_free(plugin: Any) -> None:
+    """Give a plugin the reference of :func:`needs_extra_reference`."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(plugin))
+
+
 def can_add_plugins(tensorrt: TensorRT) -> bool:
-    """Return whether networks have plugin layers (``add_plugin_v3``): not in TensorRT for RTX."""
+    """Return whether the network API adds plugin layers (``add_plugin_v3``): not in TensorRT for RTX, whose parser does."""
     return hasattr(tensorrt.module.INetworkDefinition, "add_plugin_v3")
 
 
