@@ -149,8 +149,8 @@ def test_an_unreadable_folder(run: Run, model: Path, tmp_path: Path, monkeypatch
     ("damage", "complaint"),
     [
         (
-            lambda engine: change_json(engine / "config.json", lambda config: config.update(format=8)),
-            "format: this package reads 7, got 8. A newer trt-kvcache built the engine: upgrade.",
+            lambda engine: change_json(engine / "config.json", lambda config: config.update(format=9)),
+            "format: this package reads 8, got 9. A newer trt-kvcache built the engine: upgrade.",
         ),
         (
             lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"]["layers"][1].update(num_kv_heads=3)),

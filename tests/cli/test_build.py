@@ -49,6 +49,8 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "max_logits_per_slot": 1,
         "dtype": None,
         "attention": "auto",
+        "plugin_layers": "one-plan",
+        "operations": None,
         "flavour": "auto",
         "embed_weights": False,
         "compute_capabilities": None,

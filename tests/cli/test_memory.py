@@ -309,7 +309,4 @@ def test_rows_that_are_not_what_their_names_let_expect_have_a_footnote(run: Run,
     assert "\n(1) fewer slots: kernels for rounded weights take more than rounding saves of a model this small\n" in done.out
     assert "│ int8 (1) " in done.out
     assert "│ float16 │" in done.out.replace("  ", "")
-    model = write_model(tmp_path / "model", head_dim=64, hidden_size=128, vocab_size=3000, tie_word_embeddings=True)
-    rows = [line for line in run("memory", model, "--fit", "1GB").out.splitlines() if "int4:128,embedding=int4:128" in line]
-    assert [("(1)" in row or "(2)" in row, "8 bits" in row) for row in rows] == [(False, False), (True, True)]
     assert "\n(1) not even one token, or one slot, fits\n" in run("memory", SHIPPED, "--fit", "1000B").out

@@ -152,7 +152,7 @@ def test_shipped_model_is_small():
 
 def test_refusal_of_the_gpu_leaves_tensorrt_out(tmp_path, log, monkeypatch):
     class FakeTensorRT:
-        version = "1.7"
+        version, is_rtx, release = "1.7", True, (1, 7)
 
         def supports(self, variant):
             return True
@@ -179,6 +179,8 @@ def test_refusal_of_the_gpu_leaves_tensorrt_out(tmp_path, log, monkeypatch):
 
 def test_failed_build_is_a_failure_of_its_variant_alone(settings, log, monkeypatch):
     class FakeTensorRT:
+        is_rtx, release = False, (10, 3)
+
         def supports(self, variant):
             return variant.name != "mask"
 

@@ -297,11 +297,11 @@ def test_logits_that_are_not_numbers_are_refused_in_the_same_step(damaged):
             session.step()
         mend = damage_logits(session, damaged)
         for number in range(4):
-            before = [handle.tokens for handle in handles], lengths(session)
+            before = [handle.tokens for handle in handles]
             try:
                 session.step()
             except EngineError as error:
-                assert ([handle.tokens for handle in handles], lengths(session)) == before
+                assert ([handle.tokens for handle in handles], lengths(session)) == (before, [])  # rows that are not finite go
                 found.append((str(error), number - on_device))
                 break
         mend()
