@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests.builder.network.parts import Part
+from tests.builder.network.resolved import resolved
 from tests.helpers.models import attentions_of, skip_what_is_not_computed
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS
 from trt_kvcache.builder import resolved_options
 from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import COMPUTED_FEATURES, ResolvedOptions
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.protocol import TensorMode
@@ -77,9 +77,8 @@ def define(rtx):
 
     @cache
     def make(model, *, dtype="float32", attention="native", logits=1):
-        given = BuildOptions(**SIZES, dtype=dtype, attention=attention, max_logits_per_slot=logits)
         with recording(rtx, model) as (checkpoint, constants, messages):
-            options = ResolvedOptions.of_model(given, checkpoint.config)
+            options = resolved(checkpoint.config, **SIZES, dtype=dtype, attention=attention, max_logits_per_slot=logits)
             return Defined(
                 rtx, define_decoder(checkpoint, options, options.cache_for(checkpoint.config), rtx, messages), options, constants
             )

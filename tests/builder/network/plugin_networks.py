@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.builder.network.resolved import resolved
 from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.network import plugin_layers
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.serialization import make_config
 from trt_kvcache.trt import module as trt_module
@@ -41,13 +41,13 @@ def define_with_plugin_layers(
     rtx, model, *, flavour="tensorrt_rtx", dtype="float16", quantized=None, logits=1, operations=None, window=None
 ):
     """Define the network of a model with TensorRT for RTX, or for a stand-in of full TensorRT; ``window`` for all its layers."""
-    given = BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits, operations=operations)
+    given = {**SIZES, "dtype": dtype, "attention": "plugin", "max_logits_per_slot": logits, "operations": operations}
     with pytest.MonkeyPatch.context() as patch, recording(rtx, model) as (checkpoint, constants, messages):
         tensorrt, plugins = (rtx, []) if flavour == "tensorrt_rtx" else full_tensorrt(rtx, patch)
         if window is not None:
             layers = [replace(layer, mixer=replace(layer.mixer, window=window)) for layer in checkpoint.config.layers]
             checkpoint.config = replace(checkpoint.config, layers=tuple(layers))
-        options = ResolvedOptions.of_model(given, checkpoint.config)
+        options = resolved(checkpoint.config, **given)
         definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config, quantized), tensorrt, messages)
         config = make_config(definition, options, rtx, messages)
     assert config.get_preview_feature(rtx.module.PreviewFeature.ALIASED_PLUGIN_IO_10_03)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.builder.network.conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH, SIZES, Defined, recording
 from tests.builder.network.interpreter import layer_kind
+from tests.builder.network.resolved import resolved
 from tests.builder.network.test_network_values import LOGITS_TOLERANCE, ROWS_TOLERANCE, STEPS, Network, assert_near, run, total
 from tests.helpers.models import attentions_of, write_model
 from tests.helpers.quantized_models import ALL_CASES, FP4_CASES, FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_quantized
@@ -22,8 +23,6 @@ from tests.reference import rig
 from tests.sweeps import each_once
 from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES
-from trt_kvcache.builder.options import BuildOptions
-from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError, CheckpointError
 
@@ -46,7 +45,7 @@ def define(rtx: Any, folder: Path, dtype: str, attention: str = "native", **more
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with recording(rtx, folder) as (checkpoint, constants, messages):
-            options = ResolvedOptions.of_model(BuildOptions(**SIZES, dtype=dtype, attention=attention, **more), checkpoint.config)
+            options = resolved(checkpoint.config, **SIZES, dtype=dtype, attention=attention, **more)
             return Defined(
                 rtx, define_decoder(checkpoint, options, options.cache_for(checkpoint.config), rtx, messages), options, constants
             )

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
+from tests.builder.network.resolved import resolved
 from tests.helpers.models import attentions_of
 from tests.reference.rig import MODELS, golden
 from tests.sweeps import each_once
 from trt_kvcache.builder.definition import define_constants, define_segments
-from trt_kvcache.builder.options import BuildOptions
-from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.dtypes import numpy_dtype
@@ -31,9 +30,8 @@ class Segments:
 
     def __init__(self, rtx, folder, model, dtype, *, logits=1, quantized=None):
         self.tensorrt = rtx
-        given = BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits)
         with recording(rtx, model) as (checkpoint, self.arrays, messages):
-            self.options = ResolvedOptions.of_model(given, checkpoint.config)
+            self.options = resolved(checkpoint.config, **SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits)
             self.model, self.cache = checkpoint.config, self.options.cache_for(checkpoint.config, quantized)
             self.definitions = define_segments(checkpoint, self.options, self.cache, rtx, messages)
             constants = define_constants(checkpoint, self.cache, dtype=dtype)
