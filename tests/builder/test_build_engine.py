@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,8 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.inspection import inspect_engine
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError, EngineError
+from trt_kvcache.ops import registry
+from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt import module as trt_module
 from trt_kvcache.trt.module import TensorRT, load
@@ -497,9 +499,71 @@ def test_a_damaged_tokenizer_is_named_before_the_build(tmp_path: Path) -> None:
 
 
 @pytest.mark.trt
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"max_logits_per_slot": 5, "compute_capabilities": ["8.9"]}], ids=str)
+def test_plugin_attention_is_built_into_one_plan(tmp_path, options):
+    model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=2, tie_word_embeddings=True)
+    report = build_engine(model, tmp_path / "engine", **SIZES, attention="plugin", **options)
+    folder = EngineFolder.open(tmp_path / "engine")
+    assert sorted(path.name for path in folder.path.iterdir()) == ["config.json", "engine.plan"]
+    assert (folder.config.segments, folder.config.attention_variant, report.warnings) == (None, "plugin", ())
+    aliases = {spec.name: spec.alias for spec in folder.config.tensors if spec.alias}
+    assert aliases.items() >= {f"present_key_values_{layer}": f"past_key_values_{layer}" for layer in range(2)}.items()
+    with folder.read_plan() as plan:
+        assert plan.find(b"KVCacheAttention") > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plugin_layers": "cut"}, "plugin_layers: expected one of one-plan, segments, got 'cut'."),
+        ({"operations": {"softmax": "attention"}}, "operations: expected one of attention, embedding, got 'softmax'."),
+        ({"operations": {"attention": "unknown"}}, "operations['attention']: expected one of attention, embedding"),
+        (
+            {"operations": {"attention": "embedding"}, "attention": "native"},
+            "operations: expected none with native attention, got attention.",
+        ),
+    ],
+)
+def test_plugin_layers_and_operations_that_are_refused(tmp_path, options, message):
+    with pytest.raises(ConfigError) as caught:
+        build_engine(SHIPPED, tmp_path / "engine", **{"attention": "plugin", **options})
+    assert str(caught.value).startswith(message)
+    assert not (tmp_path / "engine").exists()
+
+
+class WithoutCache(AttentionOp):
+    def outputs(self, inputs):
+        return super().outputs(inputs)[:1]
+
+
+@pytest.mark.trt
+def test_a_registered_operation_needs_the_outputs_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.OPERATIONS, "without_cache", WithoutCache)
+    model = write_model(tmp_path / "model", head_dim=64)
+    with pytest.raises(ConfigError, match=r"^operations: expected without_cache to have the outputs of attention, \(TensorType.*, got \(T"):
+        build_engine(model, tmp_path / "engine", **SIZES, attention="plugin", operations={"attention": "without_cache"})
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize("plugin_layers", ["one-plan", "segments"])
+def test_a_registered_operation_is_built_in_place_of_ours(tmp_path, monkeypatch, plugin_layers):
+    monkeypatch.setitem(registry.OPERATIONS, "windowed", partial(AttentionOp, window=5))
+    model = write_model(tmp_path / "model", head_dim=64)
+    options = {"attention": "plugin", "plugin_layers": plugin_layers, "operations": {"attention": "windowed"}}
+    build_engine(model, tmp_path / "engine", **SIZES, **options)
+    folder = EngineFolder.open(tmp_path / "engine")
+    if plugin_layers == "segments":
+        operations = [stage.operation for stage in folder.config.segments.stages if isinstance(stage, CustomOpNode)]
+        assert operations == ["embedding", "windowed"]
+    else:
+        with folder.read_plan() as plan:
+            assert (plan.find(b"CustomOperation") > 0, plan.find(b"windowed") > 0, plan.find(b"KVCacheAttention")) == (True, True, -1)
+
+
+@pytest.mark.trt
 def test_plugin_attention_is_built_in_segments_by_rtx(tmp_path):
     model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=2, tie_word_embeddings=True)
-    report = build_engine(model, tmp_path / "engine", **SIZES, attention="plugin")
+    report = build_engine(model, tmp_path / "engine", **SIZES, attention="plugin", plugin_layers="segments")
     folder = EngineFolder.open(tmp_path / "engine")
     assert sorted(path.name for path in folder.path.iterdir()) == ["config.json", "constants.safetensors", "engine.plan"]
     assert [choice.variant for choice in report.attention] == ["plugin"] * 2
@@ -512,7 +576,7 @@ def test_plugin_attention_is_built_in_segments_by_rtx(tmp_path):
 @pytest.mark.trt
 def test_plugin_attention_of_other_families_is_built_in_segments(tmp_path):
     gemma = {"model_type": "gemma3_text", "head_dim": 64, "num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3}
-    build_engine(write_model(tmp_path / "model", **gemma), tmp_path / "engine", **SIZES, attention="plugin")
+    build_engine(write_model(tmp_path / "model", **gemma), tmp_path / "engine", **SIZES, attention="plugin", plugin_layers="segments")
     folder = EngineFolder.open(tmp_path / "engine")
     assert sorted(folder.read_constants()) == ["model.embed_tokens.weight", "rope.cos_sin", "rope.cos_sin_1"]
     nodes = [stage for stage in folder.config.segments.stages if isinstance(stage, CustomOpNode)][1:]

@@ -46,13 +46,14 @@ def test_sizes_have_the_defaults_of_a_build() -> None:
     assert estimate_build(SHIPPED) == estimate_build(SHIPPED, max_batch_size=1, max_sequence_length=512, max_prefill_length=512)
 
 
-def test_plugin_attention_has_its_constants_beside_the_plan(tmp_path: Path) -> None:
+def test_segments_have_their_constants_beside_the_plan(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", head_dim=64)
     native, plugin = (estimate_build(model, attention=attention) for attention in ("native", "plugin"))
-    assert native.constants_nbytes == 0
-    assert plugin.constants_nbytes > 0
-    assert plugin.weights_nbytes == native.weights_nbytes
-    assert plugin.disk_nbytes == plugin.plan_nbytes + plugin.constants_nbytes
+    segments = estimate_build(model, attention="plugin", plugin_layers="segments")
+    assert (native.constants_nbytes, plugin.constants_nbytes) == (0, 0)
+    assert segments.constants_nbytes > 0
+    assert segments.weights_nbytes == plugin.weights_nbytes == native.weights_nbytes
+    assert segments.disk_nbytes == segments.plan_nbytes + segments.constants_nbytes
 
 
 def test_the_chosen_attention_is_that_of_a_build() -> None:
@@ -90,10 +91,12 @@ def test_the_plan_of_states_alone_is_within_a_tenth(tmp_path: Path) -> None:
 
 @pytest.mark.trt
 @pytest.mark.parametrize("logits", [1, 5])
-@pytest.mark.parametrize("attention", ["native", "plugin"])
-def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, attention: str, logits: int) -> None:
+@pytest.mark.parametrize(
+    "variant", [{"attention": "native"}, {"attention": "plugin"}, {"attention": "plugin", "plugin_layers": "segments"}]
+)
+def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, variant: dict[str, str], logits: int) -> None:
     model = write_model(tmp_path / "model", vocab_size=3000, hidden_size=1024, head_dim=64, intermediate_size=8192, num_hidden_layers=3)
-    options = {**SIZES, "attention": attention, "max_logits_per_slot": logits}
+    options = {**SIZES, **variant, "max_logits_per_slot": logits}
     report = build_engine(model, tmp_path / "engine", **options, flavour="tensorrt_rtx")
     assert estimate_build(model, **options).plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.1)
 
@@ -122,6 +125,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"quantize": "int8,embedding=int8"},
         {"quantize": "int4", "kv_dtype": "int8"},
         {"quantize": "int8,embedding=int8", "kv_dtype": "fp8"},
+        {"quantize": "int8,embedding=int8", "kv_dtype": "fp8", "plugin_layers": "segments"},
     ],
     ids=str,
 )

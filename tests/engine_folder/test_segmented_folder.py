@@ -69,7 +69,7 @@ def test_constants_with_a_flipped_bit_are_refused_when_they_are_read(path: Path)
 @pytest.mark.parametrize(
     ("place", "values", "message"),
     [
-        ("", {"segments": None}, "segments: expected some of tensorrt_rtx and plugin attention, got none"),
+        ("tensorrt", {"flavour": "tensorrt"}, "segments: expected none of tensorrt and plugin attention, got some"),
         ("segments/steps/2", {"inputs": []}, r"segments\.steps\[2\]: expected CustomOpNode"),
         ("segments/steps/2/attributes", {"num_heads": 8}, r"segments\.steps\[2\]: expected"),
         ("segments/steps/1", {"plan_nbytes": 0}, "segment 0: plan_nbytes: expected at least 1, got 0"),

@@ -462,7 +462,7 @@ def test_an_engine_in_segments_is_opened_by_the_segmented_engine(gpu, monkeypatc
 
     monkeypatch.setattr(opening, "SegmentedEngine", SimpleNamespace(open=refuse))
     model = write_model(tmp_path / "model", head_dim=64)
-    path = build_engine(model, tmp_path / "engine", **SIZES, attention="plugin").path
+    path = build_engine(model, tmp_path / "engine", **SIZES, attention="plugin", plugin_layers="segments").path
     refuses(EngineError, r"^\d steps, False$", InferenceSession.open, path, engine="tensorrt", cuda_graphs=False)
     refuses(EngineError, r"^\d steps, True$", SessionSource(path, engine="tensorrt"))
     monkeypatch.setattr(opening, "build_engine", lambda *_, **options: SimpleNamespace(path=path))

@@ -13,7 +13,7 @@ from trt_kvcache.trt.module import load
 
 @pytest.mark.trt
 def test_only_plugin_layers_are_missing_in_tensorrt_for_rtx() -> None:
-    """They are replaced by segments: ``can_add_plugins``."""
+    """They are parsed there: ``can_add_plugins``."""
     module = load("tensorrt_rtx").module
 
     def find(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,9 @@ from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
+from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
-from trt_kvcache.trt.plugin import can_add_plugins
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -122,8 +122,7 @@ def build_engine(
     assert tensorrt is not None
     with build.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
         report(DEFINING, None)
-        in_segments = build.options.attention == "plugin" and not can_add_plugins(tensorrt)
-        definitions = _define(build, tensorrt, messages, in_segments=in_segments)
+        definitions = _define(build, tensorrt, messages)
         plans = []
         for index, definition in enumerate(definitions):
             report(BUILDING, index / len(definitions))
@@ -131,11 +130,11 @@ def build_engine(
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
-        constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if in_segments else None
+        constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if build.options.in_segments else None
         chunks = with_padding(plans)
         config = _config(build, tensorrt, definitions[0], plan=FileRecord.of(chunks), fingerprint=fingerprint)
         if constants is not None:
-            config = replace(config, segments=_segments_record(config, plans, constants))
+            config = replace(config, segments=_segments_record(config, plans, constants, build.options.operations or {}))
         write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
         return BuildReport(
             path=target,
@@ -149,9 +148,9 @@ def build_engine(
         )
 
 
-def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages, *, in_segments: bool) -> tuple[DecoderDefinition, ...]:
+def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages) -> tuple[DecoderDefinition, ...]:
     """Define the network of the decoder, or one for each of its segments."""
-    if in_segments:
+    if build.options.in_segments:
         return define_segments(build.checkpoint, build.options, build.cache, tensorrt, messages)
     return (define_decoder(build.checkpoint, build.options, build.cache, tensorrt, messages),)
 
@@ -186,9 +185,15 @@ def _config(
     )
 
 
-def _segments_record(config: EngineFolderConfig, plans: Sequence[Any], constants: Sequence[Any]) -> SegmentsRecord:
+def _segments_record(
+    config: EngineFolderConfig, plans: Sequence[Any], constants: Sequence[Any], operations: Mapping[str, str]
+) -> SegmentsRecord:
     """Return the stages of an engine in segments, and the sizes of their plans."""
     stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot, dtype=config.dtype)
+    stages = tuple(
+        replace(stage, operation=operations.get(stage.operation, stage.operation)) if isinstance(stage, CustomOpNode) else stage
+        for stage in stages
+    )
     return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of(constants))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from trt_kvcache.builder.capable_gpus import have_fp4
 from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
 from trt_kvcache.builder.network.rope import cos_sin
+from trt_kvcache.builder.options import ONE_PLAN, SEGMENTS
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.cache.config import DecoderCacheConfig
@@ -25,7 +26,6 @@ from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
-from trt_kvcache.trt.plugin import can_add_plugins
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,10 +55,8 @@ def define_decoder(
 ) -> DecoderDefinition:
     """Define one network for the decoder of a checkpoint."""
     model = checkpoint.config
-    if options.attention == "plugin" and not can_add_plugins(tensorrt):
-        raise ConfigError(
-            f"attention: expected native or mask in one network, got plugin: {tensorrt} has no plugin layers. Build segments."
-        )
+    if options.in_segments:
+        raise ConfigError(f"plugin_layers: expected {ONE_PLAN} in one network, got {SEGMENTS}.")
     builder, create_network = _network_factory(model, tensorrt, messages)
     network = create_network()
     graph = Graph(tensorrt, network, messages, dtype=options.dtype)

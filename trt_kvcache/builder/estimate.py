@@ -164,7 +164,7 @@ class PackedModel:
     def estimate(self, options: ResolvedOptions, cache: DecoderCacheConfig) -> BuildEstimate:
         """Return the bytes of a build: see :func:`estimate_build`."""
         model, computed = self.model, options.dtype
-        segmented = options.attention == "plugin" and options.flavour != "tensorrt"
+        segmented = options.in_segments
         weights = EngineWeights.of(model, self.packed, computed, segmented=segmented)
         kernels = _kernels_nbytes(model, segmented=segmented, is_packed=bool(weights.packed.keys() - {embedding_name(model)}))
         if options.attention == "mask":

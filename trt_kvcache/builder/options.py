@@ -18,6 +18,7 @@ from trt_kvcache.engine.decoder_profiles import check_logits_per_slot, logits_pe
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.ops.registry import BUILT_IN_OPERATIONS, OPERATIONS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -31,6 +32,9 @@ DEFAULT_MAX_PREFILL_LENGTH = 512
 
 #: Compute capability without bfloat16, and without the attention kernels of this package.
 TURING = "7.5"
+
+#: How plugin attention is built: one plan with plugin layers, or a plan for each segment between two attentions.
+PLUGIN_LAYERS = ONE_PLAN, SEGMENTS = "one-plan", "segments"
 
 #: Names of these options in other projects.
 OTHER_NAMES = {
@@ -55,6 +59,8 @@ class BuildKeywords(TypedDict, total=False):
     max_logits_per_slot: int | Literal["all"]
     dtype: str | None
     attention: str | None
+    plugin_layers: str
+    operations: Mapping[str, str] | None
     flavour: str
     embed_weights: bool
     compute_capabilities: Sequence[str] | None
@@ -84,9 +90,15 @@ class BuildOptions:
         Dtype of computation, and of the cache unless ``kv_dtype`` is given: ``"float16"``, ``"bfloat16"`` or ``"float32"``. If left out
         the checkpoint's.
     attention : str, optional
-        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`. Plugin attention is built as plugin
-        layers where TensorRT has them, else it runs between the segments of the engine. If left out ``"plugin"`` with ``kv_dtype``, else
-        ``"native"``, and ``"mask"`` for a model that native attention cannot compute: sliding windows smaller than S, soft-capped scores.
+        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`. If left out ``"plugin"`` with
+        ``kv_dtype``, else ``"native"``, and ``"mask"`` for a model that native attention cannot compute: sliding windows smaller than S,
+        soft-capped scores.
+    plugin_layers : {"one-plan", "segments"}
+        With plugin attention, whether the engine is one plan with plugin layers; or, for TensorRT for RTX only, one plan for each segment
+        between two attentions, which this package launches in between.
+    operations : mapping of str to str, optional
+        With plugin attention, names of registered operations in place of those of this package, such as ``{"attention": "windowed"}``:
+        see ``docs/operations.md``. ``"attention"`` and ``"embedding"`` can be replaced.
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     embed_weights : bool
@@ -130,6 +142,8 @@ class BuildOptions:
     max_logits_per_slot: int | Literal["all"] = 1
     dtype: str | None = None
     attention: str | None = None
+    plugin_layers: str = ONE_PLAN
+    operations: Mapping[str, str] | None = None
     flavour: str = "auto"
     embed_weights: bool = False
     compute_capabilities: Sequence[str] | None = None
@@ -148,6 +162,8 @@ class BuildOptions:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:
             one_of("attention", self.attention, ATTENTION_VARIANTS)
+        one_of("plugin_layers", self.plugin_layers, PLUGIN_LAYERS)
+        self._normalize("operations", _as_operations)
         one_of("flavour", self.flavour, FLAVOURS)
         self._normalize(
             "builder_optimization_level",
@@ -206,6 +222,14 @@ def default_sequence_length(model: ModelConfig) -> int:
 def takes_build_options(function: _Function) -> _Function:
     """Show the fields of :class:`BuildOptions` in signature and docstring of a function that takes them as ``**options``."""
     return show_as_keywords(BuildOptions, function)
+
+
+def _as_operations(given: Mapping[str, str]) -> dict[str, str]:
+    """Return names of registered operations by the names of those that they replace."""
+    for replaced, name in given.items():
+        one_of("operations", replaced, BUILT_IN_OPERATIONS)
+        one_of(f"operations[{replaced!r}]", name, OPERATIONS)
+    return dict(given)
 
 
 def _as_capabilities(given: Sequence[str]) -> tuple[str, ...]:

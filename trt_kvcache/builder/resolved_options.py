@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, TURING, BuildOptions, default_sequence_length
+from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, ONE_PLAN, SEGMENTS, TURING, BuildOptions, default_sequence_length
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import attention_variant, default_attention, why_not_native
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
@@ -88,6 +88,11 @@ class ResolvedOptions(BuildOptions):
         return cls(**{**vars(options), **chosen})
 
     @property
+    def in_segments(self) -> bool:
+        """True for an engine of a plan for each segment, with operations between them."""
+        return self.attention == "plugin" and self.plugin_layers == SEGMENTS
+
+    @property
     def profiles(self) -> tuple[EngineProfile, ...]:
         """The optimisation profiles of the engine."""
         return decoder_profiles(
@@ -127,6 +132,10 @@ class ResolvedOptions(BuildOptions):
     def check_kernels(self, model: ModelConfig) -> None:
         """Check that the attention kernels of this package support a model, if they are to run it."""
         if self.attention != "plugin":
+            if self.operations:
+                raise ConfigError(f"operations: expected none with {self.attention} attention, got {', '.join(self.operations)}.")
+            return
+        if AttentionOp.name in (self.operations or ()):
             return
         if TURING in (self.compute_capabilities or ()):
             raise ConfigError(f"compute_capabilities: expected 8.0 or more for plugin attention, got {TURING}. Build with native or mask.")
@@ -148,11 +157,13 @@ class ResolvedOptions(BuildOptions):
             if self.attention in ("native", name) and not tensorrt.supports(variant):
                 first = variant.first_rtx_release if tensorrt.is_rtx else variant.first_release
                 raise ConfigError(f"attention: expected {served}, got {self.attention}: {tensorrt} has no {variant.needs} ({first} has).")
-        if self.attention == "plugin" and not tensorrt.is_rtx:
+        if self.attention == "plugin" and not self.in_segments:
             try:
                 check_plugins(tensorrt)
             except EngineError as error:
                 raise ConfigError(f"attention: {error}") from None
+        if self.in_segments and not tensorrt.is_rtx:
+            raise ConfigError(f"plugin_layers: expected {ONE_PLAN}, got {SEGMENTS}: these are for TensorRT for RTX, {tensorrt} was chosen.")
         if self.timing_cache is not None and tensorrt.is_rtx:
             raise ConfigError("timing_cache: expected with full TensorRT only; TensorRT for RTX measures no kernels when it builds.")
         check_capabilities(self, tensorrt)

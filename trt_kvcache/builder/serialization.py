@@ -13,7 +13,7 @@ from trt_kvcache.engine.protocol import EngineProfile, TensorMode
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
-from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins
+from trt_kvcache.trt.plugin import allow_aliasing
 
 
 def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorrt: TensorRT, messages: Messages) -> Any:
@@ -27,9 +27,8 @@ def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorr
         for index, name in enumerate(options.compute_capabilities):
             if not config.set_compute_capability(known[name], index):
                 messages.fail(BuildError, f"compute capability {name}: TensorRT refused it")
-    if options.attention == "plugin" and can_add_plugins(tensorrt):
+    if options.attention == "plugin":
         allow_aliasing(tensorrt, config)
-    elif options.attention == "plugin":
         flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
         if flag is not None:  # else TensorRT may allocate in an enqueue, which a capture refuses
             config.set_flag(flag)

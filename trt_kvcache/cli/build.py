@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -35,6 +35,8 @@ from trt_kvcache.errors import CheckpointError, KVCacheError
 from trt_kvcache.reference import Attention
 from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 
+PluginLayersChoice = Literal["one-plan", "segments"]
+
 _STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take a minute. Press Ctrl-C again to end it at once."
 
 
@@ -64,6 +66,14 @@ class BuildFlags:
         Attention | None,
         choice(Attention, "--attention", help=ATTENTION_HELP),
     ] = None
+    plugin_layers: Annotated[
+        PluginLayersChoice,
+        choice(
+            PluginLayersChoice,
+            "--plugin-layers",
+            help="With plugin attention: one plan with plugin layers, or (TensorRT for RTX) a plan for each segment between them.",
+        ),
+    ] = "one-plan"
     flavour: Annotated[
         FlavourName,
         choice(

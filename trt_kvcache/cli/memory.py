@@ -233,10 +233,6 @@ def _remark(fit: Fit, before: Sequence[Fit]) -> str | None:
     """Return a remark on an unexpected row, compared with earlier rows of the same K and V."""
     if not (fit.longest_sequence and fit.largest_batch):
         return "not even one token, or one slot, fits"
-    if fit.kv_scales is not None and any(fit.weights_nbytes == other.weights_nbytes for other in before):
-        return (
-            "no smaller: K and V in 8 bits take plugin attention, which cuts the engine into segments; there the embedding is not rounded"
-        )
     if any(fit.weights_nbytes < other.weights_nbytes and fit.largest_batch < other.largest_batch for other in before):
         return "fewer slots: kernels for rounded weights take more than rounding saves of a model this small"
     return None

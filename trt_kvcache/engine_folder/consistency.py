@@ -68,14 +68,10 @@ def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
 
 def _check_segments(config: EngineFolderConfig) -> None:
     """Check that the stages are the stages of the model, and that the plans fill the file of plans."""
-    in_segments = config.attention_variant == "plugin" and config.tensorrt_flavour == "tensorrt_rtx"
-    if (config.segments is not None) is not in_segments:
-        expected, found = ("some", "none") if in_segments else ("none", "some")
-        raise EngineError(
-            f"segments: expected {expected} of {config.tensorrt_flavour} and {config.attention_variant} attention, got {found}."
-        )
     if config.segments is None:
         return
+    if (config.attention_variant, config.tensorrt_flavour) != ("plugin", "tensorrt_rtx"):
+        raise EngineError(f"segments: expected none of {config.tensorrt_flavour} and {config.attention_variant} attention, got some.")
     stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot, dtype=config.dtype)
     if len(stages) != len(config.segments.stages):
         raise EngineError(f"segments.steps: expected {len(stages)} for this model and kv_cache, got {len(config.segments.stages)}.")

@@ -9,14 +9,15 @@ from dataclasses import replace
 
 from trt_kvcache.dtypes import SCALED_KV_DTYPES
 from trt_kvcache.engine.protocol import TensorSpec
+from trt_kvcache.ops.custom_op import TensorType
 
 #: Head dims of the attention kernels are multiples of it.
 VALUES_PER_INT32 = 4
 
 
-def is_packed_as_int32(spec: TensorSpec) -> bool:
+def is_packed_as_int32(tensor: TensorSpec | TensorType) -> bool:
     """Return whether plugin layers take a tensor packed as int32: K and V in ``float8_e4m3fn`` or ``int8``."""
-    return spec.dtype in SCALED_KV_DTYPES
+    return tensor.dtype in SCALED_KV_DTYPES
 
 
 def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -7,10 +7,11 @@ from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.custom_op import CustomOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 
-_BUILT_IN: Mapping[str, Callable[..., CustomOp]] = {AttentionOp.name: AttentionOp, EmbeddingOp.name: EmbeddingOp}
+#: The operations of this package.
+BUILT_IN_OPERATIONS: Mapping[str, Callable[..., CustomOp]] = {AttentionOp.name: AttentionOp, EmbeddingOp.name: EmbeddingOp}
 
 #: Everything that was registered in this process, the operations of this package included.
-OPERATIONS: dict[str, Callable[..., CustomOp]] = {**_BUILT_IN}
+OPERATIONS: dict[str, Callable[..., CustomOp]] = {**BUILT_IN_OPERATIONS}
 
 
 def register_operation(kind: str, factory: Callable[..., CustomOp]) -> None:
@@ -65,7 +66,7 @@ def unregister_operation(kind: str) -> None:
 
 def is_user_operation(kind: str) -> bool:
     """Return whether a name was registered with :func:`register_operation`."""
-    return kind in OPERATIONS and kind not in _BUILT_IN
+    return kind in OPERATIONS and kind not in BUILT_IN_OPERATIONS
 
 
 def create_operation(kind: str, attributes: Mapping[str, int | float]) -> CustomOp:

@@ -10,7 +10,7 @@ from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.errors import EngineError
 from trt_kvcache.trt.module import TensorRT, load
-from trt_kvcache.trt.plugin import can_add_plugins, register
+from trt_kvcache.trt.plugin import register
 from trt_kvcache.trt.tensors import ProfileRanges, read_ranges, read_tensors
 
 
@@ -40,9 +40,8 @@ def inspect_plan(path: Path, flavour: str = "auto") -> PlanInspection:
 
 
 def _inspect(path: Path, plan: bytes, tensorrt: TensorRT) -> PlanInspection:
-    if can_add_plugins(tensorrt):
-        with suppress(EngineError):  # of a TensorRT in which no plan has our plugin
-            register(tensorrt)
+    with suppress(EngineError):  # of a TensorRT in which no plan has our plugin
+        register(tensorrt)
     with tensorrt.log.collect() as messages:
         try:
             engine = tensorrt.create("Runtime").deserialize_cuda_engine(plan)

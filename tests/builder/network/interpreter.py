@@ -6,14 +6,17 @@ import numpy as np
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.trt.module import CONSTANT_DTYPES
 
+from .plugin_layer import PluginLayer
+
 
 def interpret(tensorrt, network, constants, feed, plugins=()):
     """Return the network's outputs by name. ``constants`` are by layer name: TensorRT does not give back bfloat16.
 
-    ``plugins`` are the plugin layers of ``plugin_networks``; what stands for them in the network is not run.
+    Plugin layers run their plugins. ``plugins`` are those of full TensorRT; what stands for them in the network is not run.
     """
     layers = [_typed(tensorrt, network.get_layer(index)) for index in range(network.num_layers)]
     producer = {layer.get_output(0).name: layer for layer in layers}
+    plugins = [*plugins, *plugin_layers_of(tensorrt, network)]
     plugin_of = {output.name: plugin for plugin in plugins for output in plugin.outputs}
     values = dict(feed)
 
@@ -34,6 +37,11 @@ def interpret(tensorrt, network, constants, feed, plugins=()):
         return values[tensor.name]
 
     return {network.get_output(index).name: value(network.get_output(index)) for index in range(network.num_outputs)}
+
+
+def plugin_layers_of(tensorrt, network):
+    layers = [_typed(tensorrt, network.get_layer(index)) for index in range(network.num_layers)]
+    return [PluginLayer.of(tensorrt, layer) for layer in layers if layer_kind(tensorrt, layer) == "PLUGIN_V3"]
 
 
 def attention_layers(tensorrt, network):

@@ -89,7 +89,7 @@ def quantized_of(model, form):
 
 @dataclass
 class Made:
-    """A model with plugin attention on a stand-in of full TensorRT."""
+    """A model with plugin attention on a stand-in of TensorRT."""
 
     checkpoint: Any
     config: EngineFolderConfig
@@ -98,22 +98,22 @@ class Made:
 
 @pytest.fixture
 def make(rtx, monkeypatch, tmp_path):
-    """Return ``make(model, form, logits=1)``."""
+    """Return ``make(model, form, logits=1, flavour="tensorrt_rtx")``."""
 
-    def make_model(model, form, logits=1):
+    def make_model(model, form, logits=1, flavour="tensorrt_rtx"):
         checkpoint = Opened(MODELS[model])
         monkeypatch.setattr(conftest, "Checkpoint", SimpleNamespace(open=lambda folder: nullcontext(checkpoint)))
         run_plugins_on_host(monkeypatch)
         quantized = quantized_of(checkpoint.config, form)
-        network = define_with_plugin_layers(rtx, model, quantized=quantized, logits=logits)
-        full = {"attention_variant": "plugin", "tensorrt_flavour": "tensorrt", "tensorrt_version": "10.3.0"}
-        config = make_config(checkpoint, quantized=quantized, max_logits_per_slot=logits, **full)
+        network = define_with_plugin_layers(rtx, model, quantized=quantized, logits=logits, flavour=flavour)
+        built_by = {"attention_variant": "plugin", "tensorrt_flavour": flavour}
+        config = make_config(checkpoint, quantized=quantized, max_logits_per_slot=logits, **built_by)
         check_consistency(config)
         fake = FakeTensorRT(network.definition.tensors, config.profiles, plan=PLAN)
-        install(fake, monkeypatch, tmp_path / "caches", "tensorrt")
+        install(fake, monkeypatch, tmp_path / "caches", flavour)
         monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: fake.calls.append(("register",)))
         fake.alias_of = lambda name: None  # TensorRT does not report what a plugin aliases
-        fake.run = interpreter_of(rtx, network.definition, network.constants, network.plugins)
+        fake.run = interpreter_of(rtx, network.definition, network.constants, network.plugins if flavour == "tensorrt" else ())
         return Made(checkpoint, config, fake)
 
     return make_model

@@ -6,7 +6,7 @@ import numpy as np
 
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.memory.host_memory import HostMemory
-from trt_kvcache.trt.plugin import enqueue as step, plugin as plugin_module
+from trt_kvcache.trt.plugin import enqueue as step, operation_plugin, plugin as plugin_module
 
 
 def array_at(address, shape, dtype):
@@ -29,7 +29,9 @@ class PointedMemory(HostMemory):
 def run_plugins_on_host(monkeypatch):
     """Let plugins take addresses and streams of the host."""
     memory = PointedMemory()
-    monkeypatch.setattr(plugin_module, "current_memory", lambda: memory)
+    for module in (plugin_module, operation_plugin):
+        monkeypatch.setattr(module, "current_memory", lambda: memory)
+    monkeypatch.setattr(step, "zero", lambda ptr, nbytes, stream: None)  # NumPy needs no workspace
     monkeypatch.setattr(step, "flagged_nbytes", lambda call: 0)
-    monkeypatch.setattr(step, "_stream", lambda handle: memory.create_stream())
+    monkeypatch.setattr(step, "stream_of", lambda handle: memory.create_stream())
     monkeypatch.setattr(step, "_copy", lambda destination, source, nbytes, stream: ctypes.memmove(destination, source, nbytes))

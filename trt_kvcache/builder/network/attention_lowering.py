@@ -1,29 +1,15 @@
 """Lowering of attention over a combined cache, for which TensorRT has no layer: to a plugin layer, or to a cut between segments."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.plugin_nodes import DecoderPluginLayers
 from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.step_lengths import step_lengths
-from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.engine.decoder_tensors import indices_in_kind, kv_tensors
 from trt_kvcache.engine.names import TensorNames
-from trt_kvcache.engine_folder.decoder_segments import (
-    RopeKind,
-    attention_op_attributes,
-    attention_tensor_names,
-    rope_kind,
-)
-from trt_kvcache.model import AttentionConfig, ModelConfig, QueryScaling
-from trt_kvcache.ops.attention_attributes import QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
-from trt_kvcache.ops.attention_op import AttentionOp
-from trt_kvcache.ops.int32_packing import packed_as_int32
-from trt_kvcache.trt.plugin import register
-from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, plugin_version
+from trt_kvcache.engine_folder.decoder_segments import RopeKind, attention_tensor_names, rope_kind
+from trt_kvcache.model import ModelConfig, QueryScaling
 
 
 class AttentionLowering(Protocol):
@@ -71,7 +57,7 @@ class AttentionLowering(Protocol):
 
 
 class PluginLayerLowering:
-    """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs (full TensorRT).
+    """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs.
 
     Quantized K and V are inputs and outputs in int32: see :mod:`trt_kvcache.ops.int32_packing`.
     """
@@ -79,22 +65,19 @@ class PluginLayerLowering:
     def __init__(
         self,
         model: ModelConfig,
-        names: TensorNames,
+        layers: DecoderPluginLayers,
         *,
-        kv: KVCacheConfig | None,
         max_sequence_length: int,
         start_index: Any,
         cos_sin: Mapping[RopeKind, Any],
     ) -> None:
         self._model = model
-        self._names = names
-        self._kv = kv
+        self._layers = layers
         self._max_sequence_length = max_sequence_length
         self._start_index = start_index
         self._cos_sin = cos_sin
         self._positions: Any = None
         self._query_factors: dict[QueryScaling, Any] = {}
-        self._field_arrays: list[dict[str, np.ndarray[Any, Any]]] = []  # the plugin fields point into them
 
     def query_factors(self, graph: Graph, scaling: QueryScaling, hidden: Any) -> Any:
         """See :class:`AttentionLowering`."""
@@ -107,40 +90,19 @@ class PluginLayerLowering:
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
-        trt = graph.trt
-        register(graph.tensorrt)
-        mixer = self._model.layers[layer].attention
-        attributes = self._attributes(mixer)
-        creator = trt.get_plugin_registry().get_creator(PLUGIN_NAME, plugin_version(attributes), PLUGIN_NAMESPACE)
-        arrays, types = attributes.plugin_field_arrays(), trt.PluginFieldType
-        self._field_arrays.append(arrays)
-        fields = [trt.PluginField(name, array, getattr(types, QUANTIZED_ATTRIBUTE_TYPES[name])) for name, array in arrays.items()]
-        name = f"model.layers.{layer}.self_attn/attend"
-        plugin = creator.create_plugin(name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
-        index = indices_in_kind(self._model)[layer]
-        assert index is not None
-        assert self._kv is not None
-        inputs, outputs = kv_tensors(self._kv, self._names, index)
-        cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in map(packed_as_int32, inputs)]
-        kind = rope_kind(mixer)
+        node = self._layers.attention[layer]
+        cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in node.past]
+        kind = rope_kind(self._model.layers[layer].attention)
         angles = [] if kind is None else [self._cos_sin[kind]]
-        plugin_layer = graph.layer(name, "plugin_v3", [*qkv, cache, self._start_index, *scales, *angles], [], plugin)
+        plugin_layer = self._layers.layers.add(node.layer, [*qkv, cache, self._start_index, *scales, *angles])
         attended = graph.result(plugin_layer)
-        for position, spec in enumerate(outputs, 1):
+        for position, spec in enumerate(node.present, 1):
             graph.output(plugin_layer.get_output(position), spec.name)
         return attended, kept
 
-    def _attributes(self, mixer: AttentionConfig) -> AttentionAttributes:
-        """Return the attributes of the plugin of a layer."""
-        attributes = attention_op_attributes(mixer, max_sequence_length=self._max_sequence_length)
-        plain = AttentionOp(**attributes).kernel_attributes()  # type: ignore[arg-type]  # each of its type
-        if self._kv is None or not self._kv.has_scales:
-            return plain
-        return replace(plain, kv_dtype=self._kv.dtype, kv_scales="token" if self._kv.scales_by_token else "head")
-
 
 class SegmentCutLowering:
-    """Ends the network at each attention and begins the next network after it (TensorRT for RTX has no plugin layers)."""
+    """Ends the network at each attention and begins the next network after it (TensorRT for RTX, by ``plugin_layers="segments"``)."""
 
     def __init__(self, create_network: Callable[[], Any], names: TensorNames, *, max_sequence_length: int) -> None:
         self._create_network = create_network

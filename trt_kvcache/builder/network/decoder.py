@@ -12,6 +12,7 @@ from trt_kvcache.builder.network.decoder_layer import decoder_layer
 from trt_kvcache.builder.network.decomposable import attention_layer_config
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.new_tokens import NewTokens
+from trt_kvcache.builder.network.plugin_nodes import DecoderPluginLayers, decoder_plugin_layers
 from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
@@ -41,6 +42,9 @@ def add_decoder(
     Keep ``graph`` until the build is done: it owns the arrays that TensorRT points at.
     """
     attention, max_sequence_length = options.attention, cache.max_sequence_length
+    operations = options.operations or {}
+    # first, into an empty network
+    plugin_layers = decoder_plugin_layers(graph, model, names, cache, operations) if attention == "plugin" else None
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
     last_token_ids = _last_token_ids(graph, model, names, options)
@@ -54,10 +58,10 @@ def add_decoder(
         max_sequence_length=max_sequence_length,
     )
     context = _context(model, names, cache, options.max_prefill_length, configs)
-    if attention == "plugin":
-        lowering = _plugin_layers(graph, model, names, cache, start_index=start_index)
+    if plugin_layers is not None:
+        lowering = _plugin_lowering(graph, model, plugin_layers, max_sequence_length=max_sequence_length, start_index=start_index)
         context = replace(context, lowering=lowering)
-    else:
+    elif attention != "plugin":
         lengths = step_lengths(graph, tokens=input_ids, start_index=start_index)
         scalings = filter(None, dict.fromkeys(mixer.query_scaling for mixer in model.attention_layers))
         context = replace(
@@ -74,7 +78,11 @@ def add_decoder(
             masks = causal_masks(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length, windows=windows)
             context = replace(context, masks=masks)
     table = head.embedding_table(graph, weights, model)
-    x = head.embed(graph, table, input_ids, model)
+    if plugin_layers is None or plugin_layers.embedding is None:
+        x = head.embed(graph, table, input_ids, model)
+    else:
+        rows = graph.result(plugin_layers.layers.add(plugin_layers.embedding, [table, input_ids]))
+        x = head.scaled_embedding(graph, rows, model)
     for layer in range(model.num_layers):
         x = decoder_layer(graph, x, weights, context, layer)
     _add_head(graph, x, last_token_ids, weights, model, table, names)
@@ -114,13 +122,12 @@ def _add_head(graph: Graph, x: Any, last_token_ids: Any, weights: Weights, model
     graph.output(found, names.logits)
 
 
-def _plugin_layers(
-    graph: Graph, model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, *, start_index: Any
+def _plugin_lowering(
+    graph: Graph, model: ModelConfig, layers: DecoderPluginLayers, *, max_sequence_length: int, start_index: Any
 ) -> PluginLayerLowering:
-    """Return the lowering that adds plugin layers, after adding the RoPE tables that they read."""
-    length = cache.max_sequence_length
-    tables = {kind: graph.constant(name, cos_sin(kind, length=length)) for kind, name in cos_sin_names(model).items()}
-    return PluginLayerLowering(model, names, kv=cache.kv, max_sequence_length=length, start_index=start_index, cos_sin=tables)
+    """Return the lowering to plugin layers, after adding the RoPE tables that they read."""
+    tables = {kind: graph.constant(name, cos_sin(kind, length=max_sequence_length)) for kind, name in cos_sin_names(model).items()}
+    return PluginLayerLowering(model, layers, max_sequence_length=max_sequence_length, start_index=start_index, cos_sin=tables)
 
 
 def add_segments(

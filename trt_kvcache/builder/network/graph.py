@@ -33,14 +33,18 @@ class Graph:
         self.trt = tensorrt.module
         self.network = network
         self.dtype = dtype
-        self._messages = messages
-        self._arrays: list[np.ndarray[Any, Any]] = []
+        self.messages = messages
+        self._owners: list[Any] = []  # of memory that the network points at
+
+    def keep(self, owner: Any) -> None:
+        """Keep an object alive as long as the graph, since the network points at its memory."""
+        self._owners.append(owner)
 
     def input(self, name: str, dtype: str, shape: Sequence[int]) -> Any:
         """Add a network input."""
         tensor = self.network.add_input(name, self.tensorrt.data_type(dtype), tuple(shape))
         if tensor is None:
-            self._messages.fail(BuildError, f"network input `{name}`: TensorRT refused it")
+            self.messages.fail(BuildError, f"network input `{name}`: TensorRT refused it")
         return tensor
 
     def output(self, tensor: Any, name: str) -> None:
@@ -56,7 +60,7 @@ class Graph:
             raise BuildError(f"layer `{name}`: expected a TensorRT with layers of kind {kind}, {self.tensorrt} has none. Use a newer one.")
         layer = add(*arguments)
         if layer is None:
-            self._messages.fail(BuildError, f"layer `{name}`: TensorRT refused {kind}")
+            self.messages.fail(BuildError, f"layer `{name}`: TensorRT refused {kind}")
         layer.name = name
         return layer
 
@@ -70,7 +74,7 @@ class Graph:
         try:
             _ = tuple(tensor.shape)
         except (RuntimeError, ValueError):
-            self._messages.fail(BuildError, f"layer `{layer.name}`: its inputs do not fit")
+            self.messages.fail(BuildError, f"layer `{layer.name}`: its inputs do not fit")
         self.check(layer.name)
         return tensor
 
@@ -80,14 +84,14 @@ class Graph:
 
     def check(self, name: str) -> None:
         """Raise BuildError if TensorRT has logged an error, although its call returned something."""
-        self._messages.check(BuildError, f"layer `{name}`")
+        self.messages.check(BuildError, f"layer `{name}`")
 
     def constant(self, name: str, array: np.ndarray[Any, Any]) -> Any:
         """Add a constant over the memory of a contiguous, aligned array; others are copied, and 4-bit values packed."""
         narrow = array.dtype.name if array.dtype.name in CONSTANT_DTYPES else None
         is_packed = array.dtype in _OF_FOUR_BITS
         stored = packed_nibbles(np.ascontiguousarray(array)) if is_packed else np.require(array, requirements=["C", "A"])
-        self._arrays.append(stored)
+        self.keep(stored)
         data_type = self.tensorrt.data_type(narrow or dtype_name(array.dtype))
         weights = self.trt.Weights(data_type, stored.ctypes.data, array.size)
         return self.op(name, "constant", array.shape, weights)

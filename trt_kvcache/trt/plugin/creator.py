@@ -10,13 +10,18 @@ import numpy as np
 from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.operation_plugin import register_operations
 from trt_kvcache.trt.plugin.plugin import plugin_class
 from trt_kvcache.trt.plugin.reported import reporter
 from trt_kvcache.trt.plugin.versions import PLUGIN_ABIS, PLUGIN_NAME, PLUGIN_NAMESPACE, QUANTIZED_VERSION
 
 
 def register(tensorrt: TensorRT) -> dict[str, Any]:
-    """Register the plugin with TensorRT's plugin registry: before a network uses it, and before an engine that has it is opened."""
+    """Register the plugins with TensorRT's plugin registry: before a network uses them, and before an engine that has them is opened.
+
+    Returns the creators of attention by version.
+    """
+    register_operations(tensorrt)
     return {version: register_version(tensorrt, version) for version in PLUGIN_ABIS}
 
 

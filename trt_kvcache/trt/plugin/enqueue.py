@@ -66,23 +66,27 @@ class PluginEnqueue:
             allocation.ptr = address
         for position, output in self._updated:
             if outputs[output] != inputs[position]:
-                _warn_of_copies()
-                updated = self._inputs[position]
-                _copy(outputs[output], updated.ptr, updated.nbytes, stream)
-                updated.ptr = outputs[output]
+                copy_updated(outputs[output], self._inputs[position], stream)
         self._out.ptr = outputs[0]
         self._workspace.bytes.ptr = workspace
         if not self._call.q.shape[0]:
             return
         if self._flagged_nbytes:
-            _zero(workspace, self._flagged_nbytes, stream)
-        attend_kernel(self._call, self._workspace, _stream(stream))
+            zero(workspace, self._flagged_nbytes, stream)
+        attend_kernel(self._call, self._workspace, stream_of(stream))
 
 
 @cache
 def _warn_of_copies() -> None:
     """Warn once in a process: the copies are correct, but each costs the time of reading and writing a whole cache."""
     _LOG.warning("TensorRT gave a plugin layer separate memory for the cache's output: each step copies the layer's whole cache.")
+
+
+def copy_updated(address: int, updated: BorrowedAllocation, stream: int) -> None:
+    """Copy an input that is updated in place to the address of its output, where TensorRT did not share its memory, and use that."""
+    _warn_of_copies()
+    _copy(address, updated.ptr, updated.nbytes, stream)
+    updated.ptr = address
 
 
 def _copy(destination: int, source: int, nbytes: int, stream: int) -> None:
@@ -92,7 +96,7 @@ def _copy(destination: int, source: int, nbytes: int, stream: int) -> None:
     check(driver.cuMemcpyDtoDAsync(destination, source, nbytes, stream))
 
 
-def _zero(ptr: int, nbytes: int, stream: int) -> None:
+def zero(ptr: int, nbytes: int, stream: int) -> None:
     """Fill device memory with zeros, ordered on a stream."""
     from cuda.bindings import driver
 
@@ -100,7 +104,7 @@ def _zero(ptr: int, nbytes: int, stream: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _stream(handle: int) -> Any:
+def stream_of(handle: int) -> Any:
     """Return a ``cudaStream_t`` as a stream of cuda.core, which does not own it."""
     from cuda.core import Stream
 

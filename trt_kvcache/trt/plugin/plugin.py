@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.enqueue import PluginEnqueue, current_memory
 from trt_kvcache.trt.plugin.plugin_tensors import check_dtypes, check_shapes, input_names, inputs_of, outputs_of
 from trt_kvcache.trt.plugin.reported import reporter
-from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, check_plugins, needs_extra_reference, plugin_version
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, check_plugins, needs_extra_reference, never_free, plugin_version
 
 
 def _sizes(dims: Any) -> tuple[int | None, ...]:
@@ -42,7 +41,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
             self._stored_struct: Any = None
             self._prepared: PluginEnqueue | None = None
             if needs_extra_reference(tensorrt):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+                never_free(self)
 
         # IPluginV3OneCore
 

@@ -10,7 +10,7 @@ from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME
 
 
-def reporter(tensorrt: TensorRT) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def reporter(tensorrt: TensorRT, plugin: str = PLUGIN_NAME) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator for the methods that TensorRT calls, which logs their exceptions and raises them again."""
 
     def reported(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,7 +19,7 @@ def reporter(tensorrt: TensorRT) -> Callable[[Callable[..., Any]], Callable[...,
             try:
                 return method(self, *arguments)
             except Exception as error:
-                tensorrt.log.receive_exception(f"{PLUGIN_NAME}.{method.__name__}", error)
+                tensorrt.log.receive_exception(f"{plugin}.{method.__name__}", error)
                 raise
 
         return call

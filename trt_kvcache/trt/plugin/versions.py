@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib
 from typing import Any
@@ -50,6 +51,11 @@ def needs_extra_reference(tensorrt: TensorRT) -> bool:
     There the C++ destructor drops a reference that it does not have, and frees the plugin twice; one more reference prevents it.
     """
     return not tensorrt.is_rtx and tensorrt.release < (10, 4)
+
+
+def never_free(plugin: Any) -> None:
+    """Give a plugin the reference of :func:`needs_extra_reference`."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(plugin))
 
 
 def can_add_plugins(tensorrt: TensorRT) -> bool:

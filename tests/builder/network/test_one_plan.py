@@ -1,0 +1,172 @@
+"""One network with plugin layers for each golden model: what it computes, with the plugin's NumPy twin, and that it builds."""
+
+import numpy as np
+import pytest
+
+from tests.helpers.golden_models import model_of
+from tests.helpers.plugin_on_host import run_plugins_on_host
+from tests.reference.rig import MODELS, golden
+from trt_kvcache.builder.serialization import serialize
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.engine.names import DEFAULT_NAMES
+from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.ops import attention_attributes, registry
+from trt_kvcache.ops.attention_op import AttentionOp
+from trt_kvcache.ops.embedding_op import EmbeddingOp
+from trt_kvcache.ops.int32_packing import packed_shape
+
+from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH
+from .interpreter import interpret
+from .plugin_networks import define_with_plugin_layers
+from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, STEPS, States, assert_near, run, tokens_of
+from .test_segments import QUANTIZED_TOLERANCE
+
+pytestmark = pytest.mark.trt
+
+
+@pytest.fixture(autouse=True)
+def _on_host(monkeypatch):
+    """Plugins compute with NumPy: golden models have smaller heads than the kernels, and RoPE of other parts."""
+    run_plugins_on_host(monkeypatch)
+    monkeypatch.setattr(attention_attributes, "HEAD_DIMS", range(4, 257, 4))
+    monkeypatch.setattr(attention_attributes, "_ROTARY_DIM_STEP", 2)
+
+
+class OnePlan:
+    """A network with plugin layers, and combined caches; driven as ``test_network_values.Network`` is."""
+
+    def __init__(self, network):
+        self.network, cache = network, network.definition.cache
+        layers = cache.kv.layers if cache.kv else ()
+        shapes = [(MAX_BATCH_SIZE, 2, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim) for layer in layers]
+        self._states = States(cache.mamba)
+        pairs = [DEFAULT_NAMES.combined_pair(layer) for layer in range(len(shapes))]
+        if cache.kv is None or not cache.kv.has_scales:
+            self.caches = {pair: np.full(shape, np.nan, numpy_dtype(cache.dtype)) for pair, shape in zip(pairs, shapes, strict=True)}
+            return
+        self.caches = {pair: np.full(packed_shape(shape), 0x7F7F7F7F, np.int32) for pair, shape in zip(pairs, shapes, strict=True)}
+        scales = [(*shape[:3], -(-shape[3] // 4) * 4) for shape in shapes]
+        self.caches |= {DEFAULT_NAMES.scales_pair(layer): np.full(shape, np.nan, np.float32) for layer, shape in enumerate(scales)}
+
+    def step(self, ids, start, last, new=None):
+        slots = len(ids)
+        feed = {
+            "input_ids": ids.astype(np.int32),
+            "kvcache_start_index": np.array(start, np.int32),
+            "last_token_ids": np.array(last, np.int32).reshape(slots, -1),
+            **{past: cache[:slots] for (past, _), cache in self.caches.items()},
+            **self._states.feed(ids, new),
+        }
+        outputs = interpret(self.network.tensorrt, self.network.definition.network, self.network.constants, feed)
+        for (_, present), cache in self.caches.items():
+            cache[:slots] = outputs[present]
+        self._states.take(outputs, slots)
+        return outputs["logits"]
+
+
+def golden_logits(model):
+    return np.array([golden(model)[1][length] for length in np.cumsum([new[GOLDEN_SLOT] for new in STEPS])])
+
+
+def of_golden_slot(logits):
+    return np.array([step[GOLDEN_SLOT] for step in logits])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_plan_computes_the_logits_of_hugging_face(rtx, model):
+    """All that is not live is NaN."""
+    logits = run(OnePlan(define_with_plugin_layers(rtx, model)), *tokens_of(model))
+    assert_near(of_golden_slot(logits), golden_logits(model), GOLDEN_TOLERANCE["float16"])
+
+
+@pytest.mark.parametrize("kv_dtype", list(QUANTIZED_TOLERANCE))
+@pytest.mark.parametrize("model", ["llama-linear", "gemma2-bias", "granitemoehybrid-bias", "qwen3_next"])
+def test_one_plan_over_quantized_k_and_v(rtx, model, kv_dtype):
+    network = define_with_plugin_layers(rtx, model, quantized=QuantizedKV(kv_dtype))
+    logits = run(OnePlan(network), *tokens_of(model))
+    assert_near(of_golden_slot(logits), golden_logits(model), QUANTIZED_TOLERANCE[kv_dtype] + GOLDEN_TOLERANCE["float16"])
+
+
+def build(network):
+    """Return the plan of a network."""
+    tensorrt = network.tensorrt
+    with tensorrt.log.collect(ignore_missing_driver=True) as messages:
+        plan = serialize(network.definition, network.options, tensorrt, messages, lambda done: None)
+        assert messages.warnings == []
+    return bytes(plan)
+
+
+#: A family of each kind, in both dtypes, with K and V of each, and with three profiles.
+BUILDS = {
+    "llama-linear": {},
+    "qwen2-tied": {"dtype": "bfloat16", "logits": 7},
+    "gemma2-bias": {"quantized": QuantizedKV("int8")},
+    "qwen3_next": {"quantized": QuantizedKV("fp8")},
+    "granitemoehybrid-bias": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("model", BUILDS)
+def test_it_builds_into_one_plan_that_names_the_plugin(rtx, model):
+    plan = build(define_with_plugin_layers(rtx, model, **BUILDS[model]))
+    assert len(plan) > 10_000
+    assert b"KVCacheAttention" in plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"logits": 7}, {"quantized": QuantizedKV("int8")}, {"quantized": QuantizedKV("fp8")}], ids=str
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_family_builds(rtx, model, options):
+    if "quantized" in options and any(mixer.head_dim % 16 for mixer in model_of(model).attention_layers):
+        pytest.skip("rows of K and V in 8 bits are a multiple of 16 bytes")
+    assert len(build(define_with_plugin_layers(rtx, model, **options))) > 10_000
+
+
+class Windowed(AttentionOp):
+    """Attention with a window of five tokens."""
+
+    name = "windowed"
+
+    def __init__(self, **attributes):
+        super().__init__(**attributes, window=5)
+
+
+class FirstEmbeddings(EmbeddingOp):
+    """Embeds token ids of 20 and above as zeros."""
+
+    name = "first_embeddings"
+
+    def enqueue(self, inputs, outputs, workspace, stream):
+        table, ids = inputs
+        super().enqueue([table[:20], ids], outputs, workspace, stream)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    for operation in (Windowed, FirstEmbeddings):
+        monkeypatch.setitem(registry.OPERATIONS, operation.name, operation)
+
+
+class TestRegisteredOperations:
+    def test_they_compute_in_place_of_ours(self, rtx, registered):
+        """Attention with a window: the same model with a window in its configuration, by our plugin."""
+        operations = {"attention": "windowed", "embedding": "first_embeddings"}
+        ids, padding = tokens_of("llama-linear")
+        found = run(OnePlan(define_with_plugin_layers(rtx, "llama-linear", operations=operations)), ids, padding)
+        network = define_with_plugin_layers(rtx, "llama-linear", window=5)
+        table = network.constants["model.embed_tokens.weight"].copy()
+        table[20:] = 0
+        network.constants["model.embed_tokens.weight"] = table
+        for step, expected in zip(found, run(OnePlan(network), ids, padding), strict=True):
+            assert_near(step, expected, 1e-6)
+        with pytest.raises(AssertionError):
+            assert_near(found[1], run(OnePlan(define_with_plugin_layers(rtx, "llama-linear")), ids, padding)[1], 1e-2)
+
+    @pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
+    def test_they_build(self, rtx, registered, kv_dtype):
+        quantized = None if kv_dtype is None else QuantizedKV(kv_dtype)
+        operations = {"attention": "windowed", "embedding": "first_embeddings"}
+        plan = build(define_with_plugin_layers(rtx, "llama-linear", quantized=quantized, operations=operations))
+        assert (b"CustomOperation" in plan, b"windowed" in plan, b"KVCacheAttention" in plan) == (True, True, False)

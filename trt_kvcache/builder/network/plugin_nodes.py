@@ -1,0 +1,127 @@
+"""The plugin layers of a decoder: attention over the combined cache, and operations that users registered in place of ours."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.plugin_layers import PluginLayers, plugin_layers
+from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig
+from trt_kvcache.engine.decoder_tensors import indices_in_kind, kv_tensors
+from trt_kvcache.engine.names import TensorNames
+from trt_kvcache.engine.protocol import TensorSpec
+from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model import AttentionConfig, ModelConfig
+from trt_kvcache.ops.attention_attributes import QUANTIZED_ATTRIBUTE_TYPES
+from trt_kvcache.ops.attention_op import AttentionOp
+from trt_kvcache.ops.custom_op import CustomOp, TensorType
+from trt_kvcache.ops.embedding_op import EmbeddingOp
+from trt_kvcache.ops.int32_packing import packed_as_int32
+from trt_kvcache.trt.plugin.operation_fields import OPERATION_FIELD_TYPES, OperationFields
+from trt_kvcache.trt.plugin.operation_plugin import OPERATION_PLUGIN_NAME, OPERATION_PLUGIN_VERSION, as_plugin_input
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, plugin_version
+from trt_kvcache.trt.plugin_node import PluginNode
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPluginNode:
+    """The plugin layer of an attention layer, and the tensors of its K, V and scales in the engine."""
+
+    layer: PluginNode
+    past: tuple[TensorSpec, ...]  # K and V, and their scales; as plugin layers take them
+    present: tuple[TensorSpec, ...]  # the outputs after the attended tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderPluginLayers:
+    """The plugin layers of a decoder, and what adds them to its network."""
+
+    attention: Mapping[int, AttentionPluginNode]  # by index of the layer
+    embedding: PluginNode | None  # a registered operation in place of TensorRT's lookup
+    layers: PluginLayers
+
+
+def decoder_plugin_layers(
+    graph: Graph, model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, operations: Mapping[str, str]
+) -> DecoderPluginLayers | None:
+    """Prepare an empty network for the plugin layers of a decoder; None for a decoder without any.
+
+    ``operations`` are names of registered operations, by the names of our operations that they replace.
+    """
+    attention = {
+        layer: _attention_node(model, layer, index, names, cache, graph.dtype, operations.get(AttentionOp.name))
+        for layer, index in enumerate(indices_in_kind(model))
+        if index is not None and isinstance(model.layers[layer].mixer, AttentionConfig)
+    }
+    table = TensorType((model.vocab_size, model.hidden_size), graph.dtype), TensorType((-1, -1), "int32")
+    registered = operations.get(EmbeddingOp.name)
+    embedding = None if registered is None else _operation_node("model.embed_tokens", EmbeddingOp(), registered, table)
+    nodes = [*(node.layer for node in attention.values()), *([] if embedding is None else [embedding])]
+    return DecoderPluginLayers(attention=attention, embedding=embedding, layers=plugin_layers(graph, nodes)) if nodes else None
+
+
+def _attention_node(
+    model: ModelConfig, layer: int, index: int, names: TensorNames, cache: DecoderCacheConfig, dtype: str, registered: str | None
+) -> AttentionPluginNode:
+    """Return the plugin layer of a layer with the K and V of an index: of our plugin, or of a registered operation."""
+    mixer, kv, length = model.layers[layer].attention, cache.kv, cache.max_sequence_length
+    assert kv is not None
+    past, present = kv_tensors(kv, names, index)
+    attributes: dict[str, Any] = attention_op_attributes(mixer, max_sequence_length=length)
+    op, name = AttentionOp(**attributes), f"model.layers.{layer}.self_attn/attend"
+    inputs = _attention_inputs(mixer, past, dtype=dtype, max_sequence_length=length)
+    node = (
+        _kernel_node(name, op, kv, inputs, 1 + len(present))
+        if registered is None
+        else _operation_node(name, op, registered, inputs, attributes)
+    )
+    return AttentionPluginNode(layer=node, past=tuple(map(packed_as_int32, past)), present=tuple(present))
+
+
+def _attention_inputs(
+    mixer: AttentionConfig, past: Sequence[TensorSpec], *, dtype: str, max_sequence_length: int
+) -> tuple[TensorType, ...]:
+    """Return the inputs of attention in order: q, k, v, the cache, lengths, scales, and the angles of RoPE."""
+    heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
+    qkv = [TensorType((-1, -1, count, mixer.head_dim), dtype) for count in heads]
+    cache, *scales = [TensorType(spec.shape, spec.dtype) for spec in past]
+    angles = [TensorType((max_sequence_length, 2, mixer.rotary_dim // 2), "float32")] if mixer.rope is not None else []
+    return (*qkv, cache, TensorType((-1,), "int32"), *scales, *angles)
+
+
+def _kernel_node(name: str, op: AttentionOp, kv: KVCacheConfig, inputs: Sequence[TensorType], num_outputs: int) -> PluginNode:
+    """Return a layer of ``KVCacheAttention``."""
+    attributes = op.kernel_attributes()
+    if kv.has_scales:
+        attributes = replace(attributes, kv_dtype=kv.dtype, kv_scales="token" if kv.scales_by_token else "head")
+    return PluginNode(
+        name=name,
+        plugin=PLUGIN_NAME,
+        version=plugin_version(attributes),
+        namespace=PLUGIN_NAMESPACE,
+        fields=attributes.plugin_field_arrays(),
+        field_types=QUANTIZED_ATTRIBUTE_TYPES,
+        inputs=tuple(map(as_plugin_input, inputs)),
+        num_outputs=num_outputs,
+    )
+
+
+def _operation_node(
+    name: str, own: CustomOp, registered: str, inputs: Sequence[TensorType], attributes: Mapping[str, int | float] | None = None
+) -> PluginNode:
+    """Return a layer of ``CustomOperation`` for a registered operation in place of ``own``, which must have the same outputs."""
+    fields = OperationFields(registered, attributes or {}, tuple(inputs))
+    expected, got = own.outputs(inputs), fields.create_op().outputs(inputs)
+    if expected != got:
+        raise ConfigError(f"operations: expected {registered} to have the outputs of {own.name}, {expected}, got {got}.")
+    return PluginNode(
+        name=name,
+        plugin=OPERATION_PLUGIN_NAME,
+        version=OPERATION_PLUGIN_VERSION,
+        namespace=PLUGIN_NAMESPACE,
+        fields=fields.plugin_field_arrays(),
+        field_types=OPERATION_FIELD_TYPES,
+        inputs=tuple(map(as_plugin_input, inputs)),
+        num_outputs=len(got),
+    )
