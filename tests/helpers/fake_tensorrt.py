@@ -100,7 +100,7 @@ class FakeTensorRT:
         self.contexts = []
         self.logger = None
         self.segments = {}  # plan to FakeSegment
-        self.capturable = True
+        self.capturable, self.whole = True, None  # the whole, of a segment
         self.activations = (3000, 5000, 4000)  # the first is not the largest
         self.run = lambda context: None  # what a step does
 
@@ -261,7 +261,7 @@ class _Context(_Part):
 
     def is_stream_capturable(self, stream):
         self.fake.record("is_stream_capturable", stream)
-        return self.fake.whole.capturable
+        return self.fake.capturable if self.fake.whole is None else self.fake.whole.capturable
 
     def execute_async_v3(self, stream):
         self.fake.run(self)

@@ -22,9 +22,9 @@ from tests.helpers.fake_tensorrt import (
     make_ready,
     refuses,
     set_shapes,
-    tensor,
 )
 from tests.helpers.models import write_model
+from tests.trt.decoding import Decoding, steps_of
 from tests.trt.graph_stream import GraphStream
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
@@ -82,11 +82,6 @@ def memory():
 @pytest.fixture
 def opens(fake, folder, memory):
     return lambda **options: SegmentedEngine.open(folder, memory=memory, **options)
-
-
-def steps_of(calls):
-    wanted = {"enqueue": "{}", "execute_async_v3": "{}", "graph": "graph {}"}
-    return [wanted[what].format(*rest) for what, *rest in calls if what in wanted]
 
 
 def test_opening_creates_contexts_of_all_segments_over_one_shared_memory(opens, fake):
@@ -197,26 +192,6 @@ def test_tensors_that_are_live_together_do_not_overlap(opens, fake, folder, memo
                 assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         assert all(address % 256 == 0 for address in addresses.values())
         assert addresses["hidden_0"] != addresses["hidden_1"]
-
-
-class Decoding:
-    """An engine in one profile, by default that for decoding, and a stream that captures."""
-
-    def __init__(self, engine, fake, memory, *, profile=1, **sizes):
-        self.engine, self.fake, self.memory = engine, fake, memory
-        self.stream = GraphStream(0x77, fake.calls)
-        engine.use_profile(profile)
-        self.bound = make_ready(engine, memory, **sizes)
-
-    def run(self, count):
-        """Enqueue so many steps; return their stages, and the graphs that were launched."""
-        self.fake.calls.clear()
-        for _ in range(count):
-            self.engine.enqueue(self.stream)
-        return steps_of(self.fake.calls)
-
-    def bind_other_logits(self):
-        self.engine.bind("logits", tensor(self.memory, (BATCH, VOCAB), "float32"))
 
 
 @pytest.fixture

@@ -103,9 +103,12 @@ class LoadedPlan:
         """Enqueue the plan in one context (``execute_async_v3``); does not wait."""
         self._call("the step failed", self._contexts[context].execute_async_v3, stream)
 
-    def is_capturable(self, context: int, stream: int) -> bool:
-        """Return whether an enqueue can be captured with the current addresses and shapes; TensorRT for RTX is asked."""
-        return not self._tensorrt.is_rtx or bool(self._contexts[context].is_stream_capturable(stream))
+    def capture_refusal(self, context: int, stream: int) -> str | None:
+        """Return why an enqueue cannot be captured with the current addresses and shapes, None if it can. TensorRT for RTX is asked."""
+        self._messages.clear()
+        if not self._tensorrt.is_rtx or self._contexts[context].is_stream_capturable(stream):
+            return None
+        return self._messages.text
 
     def _call(self, failure: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call TensorRT; raise EngineError where it returns False, raises, or logs an error."""

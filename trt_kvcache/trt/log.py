@@ -45,6 +45,16 @@ class Messages:
         self.errors.clear()
         self.cause = None
 
+    def clear(self) -> None:
+        """Discard all messages of earlier calls."""
+        self.clear_errors()
+        self.warnings.clear()
+
+    @property
+    def text(self) -> str:
+        """All errors that TensorRT logged, else its warnings."""
+        return f"TensorRT says: {' | '.join(self.errors or self.warnings or ['nothing'])}"
+
     def check(self, error: type[KVCacheError], what: str) -> None:
         """Raise an exception if TensorRT logged an error, whatever its call returned."""
         if self.errors:
@@ -52,8 +62,7 @@ class Messages:
 
     def fail(self, error: type[KVCacheError], what: str) -> NoReturn:
         """Raise ``error`` with all errors that TensorRT logged, else its warnings. The exception of a plugin is its ``__cause__``."""
-        said = self.errors or self.warnings or ["nothing"]
-        raise error(f"{what}. TensorRT says: {' | '.join(said)}") from self.cause
+        raise error(f"{what}. {self.text}") from self.cause
 
 
 class TensorRTLog:

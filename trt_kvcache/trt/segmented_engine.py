@@ -1,21 +1,18 @@
 """``SegmentedEngine``: runs an engine in segments, with custom operations between them.
 
-A step runs all stages in order on one stream: operation, segment, operation, segment and so on. A decode step becomes a CUDA graph the
-second time that it is run. Calls of TensorRT follow its documentation and are tested against a recording stand-in; no engine has run
-on a GPU yet.
+A step runs all stages in order on one stream: operation, segment, operation, segment and so on. Calls of TensorRT follow its
+documentation and are tested against a recording stand-in; no engine has run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from trt_kvcache.engine.bound_engine import BoundEngine
 from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
@@ -29,10 +26,10 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.custom_op import CustomOp, TensorType
 from trt_kvcache.ops.segments import CustomOpNode, Segment, intermediate_tensors
-from trt_kvcache.trt.cuda_graphs import CudaGraphCache
-from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings, stream_handle
+from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.engine_sources import load_tensorrt_for, require_gpu_memory
+from trt_kvcache.trt.graph_engine import GraphEngine
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.op_instances import OpInstances
@@ -44,22 +41,7 @@ from trt_kvcache.trt.tensors import ProfileRanges, compare_tensors, count_bindin
 _Launch = Callable[[Any, int], None]
 
 
-@dataclass(frozen=True, eq=False)
-class _PreparedStep:
-    """A step with its current addresses and shapes; ``graph_key`` identifies its CUDA graph, None where it is not captured."""
-
-    launches: Sequence[_Launch]
-    graph_key: Hashable
-    can_capture: Callable[[Any], bool]
-
-    def run(self, stream: Any) -> None:
-        """Enqueue all stages."""
-        handle = stream_handle(stream)
-        for launch in self.launches:
-            launch(stream, handle)
-
-
-class SegmentedEngine(BoundEngine):
+class SegmentedEngine(GraphEngine):
     """An engine in segments (implements :class:`trt_kvcache.engine.protocol.StatefulEngine`).
 
     It has the inputs, outputs and profiles of the same engine in one piece. Made by :meth:`open`; a context manager. Not thread-safe.
@@ -97,8 +79,6 @@ class SegmentedEngine(BoundEngine):
     The segments share one context memory, intermediate tensors lie in one allocation, and each constant is in memory once.
     """
 
-    _bindings: EngineBindings
-
     def __init__(
         self,
         tensorrt: TensorRT,
@@ -110,15 +90,12 @@ class SegmentedEngine(BoundEngine):
         cuda_graphs: bool = True,
     ) -> None:
         assert config.segments is not None
+        super().__init__(memory, EngineResources(tensorrt, memory), cuda_graphs=cuda_graphs)
         self.config = config
         self.names = config.names
-        self.memory = memory
         self._stages = config.segments.stages
         self.profiles = config.profiles
         self.tensors = {spec.name: spec for spec in config.tensors}
-        self._prepared: dict[int, _PreparedStep] = {}
-        self._graphs = CudaGraphCache(memory) if cuda_graphs else None
-        self._resources = EngineResources(tensorrt, memory)
         self._num_sets = count_binding_sets(self.tensors, config.names)
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
@@ -169,7 +146,8 @@ class SegmentedEngine(BoundEngine):
             ``"auto"``, or the flavour that built the folder.
         cuda_graphs : bool
             Whether decode steps, and verifications of drafts, become CUDA graphs. A step whose addresses or shapes are new runs eagerly,
-            the next time it is captured, and from then on replayed; one that cannot be captured runs eagerly, with a warning.
+            the next time it is captured, and from then on replayed. One that cannot be captured runs eagerly, with a warning, and is tried
+            again after more steps; ``graph_refusals`` has the reasons.
 
         Returns
         -------
@@ -220,41 +198,7 @@ class SegmentedEngine(BoundEngine):
                 for name in plan.tensors.keys() - self.tensors.keys():
                     plan.set_tensor_address(context, name, self._shared.tensor(name, 1, 1).ptr)
 
-    def enqueue(self, stream: Any) -> None:
-        """Enqueue one step on ``stream`` in the profile in use, eagerly or as a CUDA graph.
-
-        Does not wait, except when the cache of graphs is full: see ``CudaGraphCache``.
-
-        Parameters
-        ----------
-        stream : cuda.core.Stream or cuda.core.GraphBuilder
-            Of the engine's device.
-
-        Raises
-        ------
-        BindingError, ClosedError, PlaceError
-            As :meth:`TensorRTEngine.enqueue <trt_kvcache.trt.tensorrt_engine.TensorRTEngine.enqueue>`; or the shapes of the inputs do
-            not fit each other. Nothing was enqueued.
-        EngineError
-            TensorRT failed; the text is what it logged.
-        CudaError
-            A kernel or a graph could not be launched.
-        """
-        active = self._bindings.active
-        stream_handle(stream)  # a stream of host memory is refused before anything else
-        active.require_open()
-        if not active.is_checked:
-            self._bindings.check()
-            self._prepared[active.context] = self._prepare(active)
-            active.is_checked = True
-        self._resources.note_enqueue(stream)
-        step = self._prepared[active.context]
-        if self._graphs is None or step.graph_key is None:
-            step.run(stream)
-        elif self._graphs.run(step.graph_key, stream, step.run, step.can_capture):
-            self._plans.note_eager_run(active.context)
-
-    def _prepare(self, active: ProfileBindings) -> _PreparedStep:
+    def _step(self, active: ProfileBindings) -> _Launch:
         """Check that the shapes fit each other, and make the launches of all stages."""
         batch, width = self._plans.tensor_shape(active.context, self.names.input_ids)
         _, logits = self._plans.tensor_shape(active.context, self.names.last_token_ids)
@@ -278,10 +222,7 @@ class SegmentedEngine(BoundEngine):
                 launches.append(partial(_enqueue_segment, next(plans), active.context))
             else:
                 launches.append(self._op_launch(stage, [tensor(name) for name in stage.inputs], [tensor(name) for name in stage.outputs]))
-        verifies = logits > 1 and self.profiles[active.profile].name == "verify"
-        sizes = (active.context, batch, width, logits)
-        graph_key = (*sizes, *(active.tensors[name].ptr for name in self.tensors)) if width == 1 or verifies else None
-        return _PreparedStep(launches, graph_key, partial(self._can_capture, active.context))
+        return partial(_enqueue_all, launches)
 
     def _op_launch(self, node: CustomOpNode, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> _Launch:
         """Check the inputs of an operation once, and return its launch."""
@@ -289,16 +230,13 @@ class SegmentedEngine(BoundEngine):
         op.outputs([TensorType(one.shape, one.dtype) for one in inputs])
         return partial(_enqueue_op, op, inputs, outputs, self._ops.workspace(op))
 
-    def _can_capture(self, context: int, stream: Any) -> bool:
-        return self._plans.is_capturable(context, stream_handle(stream))
+    def _capture_refusal(self, context: int, stream: int) -> str | None:
+        return self._plans.capture_refusal(context, stream)
 
-    def close(self) -> None:
-        """Wait for the last enqueue, save what TensorRT for RTX compiled, and release everything. Idempotent."""
-        try:
-            self._resources.close()
-        finally:
-            self._bindings.release()
-            self._prepared.clear()
+
+def _enqueue_all(launches: Sequence[_Launch], stream: Any, handle: int) -> None:
+    for launch in launches:
+        launch(stream, handle)
 
 
 def _enqueue_segment(plan: LoadedPlan, context: int, stream: Any, handle: int) -> None:
