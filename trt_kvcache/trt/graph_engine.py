@@ -39,6 +39,7 @@ class GraphEngine(BoundEngine):
     """Base of the engines that run TensorRT. A decode step, or a verification, becomes a CUDA graph when it is run again."""
 
     names: TensorNames
+    bucketed_widths = True  # TensorRT for RTX compiles kernels for each new shape, and TensorRT tunes to shapes
     _bindings: EngineBindings
 
     def __init__(self, memory: Memory, resources: EngineResources, *, cuda_graphs: bool) -> None:
