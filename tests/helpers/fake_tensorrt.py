@@ -16,7 +16,7 @@ from trt_kvcache.engine.decoder_tensors import shape_at, step_shape
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.memory.host_memory import HostMemory
-from trt_kvcache.trt import engine_sources, loaded_plan, module as trt_module, tensorrt_engine
+from trt_kvcache.trt import engine_sources, graph_engine, module as trt_module, tensorrt_engine
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT
 
@@ -279,7 +279,7 @@ def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
     loaded, asked = fake.tensorrt(flavour), []
     for module in (engine_sources, tensorrt_engine):
         monkeypatch.setattr(module, "load", lambda wanted: asked.append(wanted) or loaded)
-    monkeypatch.setattr(loaded_plan, "gpu_identity", lambda device: IDENTITY)
+    monkeypatch.setattr(graph_engine, "gpu_identity", lambda device: IDENTITY)
     monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
     return asked

@@ -200,12 +200,29 @@ def decoding(opens, fake, memory):
         yield Decoding(engine, fake, memory)
 
 
+def strategies(fake):
+    """Return the strategies of all contexts: of graphs and of kernels, by segment and profile."""
+    configs = [call[2] for call in fake.calls if call[0] == "create_execution_context"]
+    return [(one.cuda_graph_strategy.name, one.dynamic_shapes_kernel_specialization_strategy.name) for one in configs]
+
+
 def test_tensorrt_makes_no_graph_of_its_own_and_compiles_before_the_capture(opens, fake):
     with opens():
-        configs = [call[2] for call in fake.calls if call[0] == "create_execution_context"]
-    assert len(configs) == 2 * (LAYERS + 1)
-    for config in configs:
-        assert (config.cuda_graph_strategy.name, config.dynamic_shapes_kernel_specialization_strategy.name) == ("DISABLED", "EAGER")
+        assert strategies(fake) == [("DISABLED", "LAZY"), ("DISABLED", "EAGER")] * (LAYERS + 1)
+
+
+def test_nothing_waits_for_kernels_where_nothing_is_captured(opens, fake):
+    with opens(cuda_graphs=False):
+        assert strategies(fake) == [("DISABLED", "LAZY")] * 2 * (LAYERS + 1)
+
+
+def test_all_segments_share_one_runtime_cache(opens, fake, tmp_path):
+    with opens():
+        pass
+    names = [call[0] for call in fake.calls]
+    assert names.count("create_runtime_cache") == 1
+    assert names.count("set_runtime_cache") == 2 * (LAYERS + 1)  # prefill and decode
+    assert len(list((tmp_path / "caches" / "trt_kvcache").glob("*.rtxcache"))) == 1
 
 
 def test_decode_is_captured_at_its_second_step_and_then_replayed(decoding):

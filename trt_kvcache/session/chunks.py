@@ -66,9 +66,9 @@ def plan_chunks(
     can_start_at: Callable[[int], bool] = lambda slot: True,
     buckets: Sequence[int] = (),
 ) -> list[Chunk]:
-    """Cut the remaining tokens of each slot into enqueues, in the order in which they run. ``length + remaining <= S``.
+    """Cut the remaining tokens into enqueues, in order; widths are from ``buckets`` if there are any. ``length + remaining <= S``.
 
-    Widths are among ``buckets``, from 1 up to ``max_width``; exact if there are none. Raises LayoutError if a slot cannot be reached: a slot before it is full, and no enqueue may start between the two.
+    Raises LayoutError if a slot cannot be reached: a slot before it is full, and no enqueue may start between the two.
     """
     planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at, buckets, tuple(remaining))
     chunks: list[Chunk] = []

@@ -17,6 +17,9 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.trt.cuda_graphs import CudaGraphCache
 from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings, stream_handle
 from trt_kvcache.trt.engine_resources import EngineResources
+from trt_kvcache.trt.loaded_plan import LoadedPlan
+from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.runtime_cache import RuntimeCache, RuntimeCacheFile, gpu_identity
 
 #: Names of profiles whose steps repeat.
 _REPEATED = ("decode", "verify")
@@ -28,6 +31,7 @@ class _PreparedStep:
 
     enqueue: Callable[[Any, int], None]
     graph_key: Hashable
+    repeats: bool
     refusal: Callable[[Any], str | None]
 
     def run(self, stream: Any) -> None:
@@ -42,9 +46,14 @@ class GraphEngine(BoundEngine):
     bucketed_widths = True  # TensorRT for RTX compiles kernels for each new shape, and TensorRT tunes to shapes
     _bindings: EngineBindings
 
-    def __init__(self, memory: Memory, resources: EngineResources, *, cuda_graphs: bool) -> None:
+    def __init__(self, memory: Memory, tensorrt: TensorRT, *, network: str, cuda_graphs: bool) -> None:
         self.memory = memory
-        self._resources = resources
+        self._resources = EngineResources(tensorrt, memory)
+        self._runtime_cache: RuntimeCache | None = None
+        self._has_saved = False
+        if tensorrt.is_rtx:
+            key = (network, *gpu_identity(memory.device), tensorrt.flavour, tensorrt.version)
+            self._runtime_cache = RuntimeCache(RuntimeCacheFile(key), memory)
         self._graphs = CudaGraphCache(memory) if cuda_graphs else None
         self._prepared: dict[int, _PreparedStep] = {}
 
@@ -90,6 +99,25 @@ class GraphEngine(BoundEngine):
             step.run(stream)
         elif self._graphs.run(step.graph_key, stream, step.run, step.refusal):
             active.is_warm = True
+        if step.repeats and not self._has_saved and not self.memory.is_capturing(stream):
+            self._has_saved = True  # a process that is killed later has compiled its decode kernels for the next one
+            self._save_compiled()
+
+    def _save_compiled(self) -> None:
+        if self._runtime_cache is not None:
+            self._runtime_cache.save()
+
+    def _create_contexts(self, plans: Sequence[LoadedPlan], *, num_sets: int, stream: Any) -> None:
+        """Create the contexts of all plans over one context memory."""
+        nbytes = max(plan.context_memory_nbytes for plan in plans)
+        address = self._resources.allocate(nbytes, stream=stream).ptr
+        repeats = [self._graphs is not None and one for one in repeats_steps(self.profiles)]
+        for plan in plans:
+            plan.create_contexts(address, nbytes, cache=self._runtime_cache, stream=stream, repeats=repeats, num_sets=num_sets)
+        if self._runtime_cache is not None:
+            self._resources.callback(self._runtime_cache.close)  # before the contexts are released
+        if self._graphs is not None:
+            self._resources.callback(self._graphs.close)  # before the contexts, whose memory the graphs use
 
     def _prepared_step(self, active: ProfileBindings) -> _PreparedStep:
         def refusal(stream: Any) -> str | None:
@@ -97,7 +125,7 @@ class GraphEngine(BoundEngine):
                 return "the step has not run eagerly with its current shapes"
             return self._capture_refusal(active.context, stream_handle(stream))
 
-        return _PreparedStep(self._step(active), self._graph_key(active), refusal)
+        return _PreparedStep(self._step(active), self._graph_key(active), repeats_steps(self.profiles)[active.profile], refusal)
 
     def _graph_key(self, active: ProfileBindings) -> Hashable:
         """Return the key of the graph of a step, None for one that is not captured: a prefill."""

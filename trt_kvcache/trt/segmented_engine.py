@@ -33,6 +33,7 @@ from trt_kvcache.trt.graph_engine import GraphEngine
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.op_instances import OpInstances
+from trt_kvcache.trt.runtime_cache import network_key
 from trt_kvcache.trt.segment_plans import SegmentPlans
 from trt_kvcache.trt.shared_tensors import SharedTensors
 from trt_kvcache.trt.tensors import ProfileRanges, compare_tensors, count_binding_sets
@@ -90,7 +91,7 @@ class SegmentedEngine(GraphEngine):
         cuda_graphs: bool = True,
     ) -> None:
         assert config.segments is not None
-        super().__init__(memory, EngineResources(tensorrt, memory), cuda_graphs=cuda_graphs)
+        super().__init__(memory, tensorrt, network=network_key(config.network_facts()), cuda_graphs=cuda_graphs)
         self.config = config
         self.names = config.names
         self._stages = config.segments.stages
@@ -112,9 +113,8 @@ class SegmentedEngine(GraphEngine):
             )
             known = {**self.tensors, **intermediates, **{spec.name: spec for spec in constant_specs}}
             self._ops = OpInstances(self._stages, tensors=known, profiles=config.profiles, resources=self._resources, stream=stream)
-            self._create_contexts(plans, stream)
-            if self._graphs is not None:
-                self._resources.callback(self._graphs.close)  # before the contexts, whose memory the graphs use
+            self._create_contexts(plans, num_sets=self._num_sets, stream=stream)
+            self._bind_intermediates(plans)
             memory.synchronize(stream)
             self._plans = SegmentPlans(plans, tensors=self.tensors, intermediates=intermediates, names=self.names)
             ranges = [_profile_ranges(config.tensors, profile, self.names) for profile in config.profiles]
@@ -181,19 +181,9 @@ class SegmentedEngine(GraphEngine):
         with folder.read_plan() as plan:
             return cls(tensorrt, plan, memory=memory, config=folder.config, constants=constants, cuda_graphs=cuda_graphs)
 
-    def _create_contexts(self, plans: Sequence[LoadedPlan], stream: Any) -> None:
-        """Create the contexts of all segments over one context memory, and bind the tensors that no caller binds."""
-        nbytes = max(plan.context_memory_nbytes for plan in plans)
-        context_memory = self._resources.allocate(nbytes, stream=stream)
-        for index, plan in enumerate(plans):
-            plan.create_contexts(
-                context_memory.ptr,
-                nbytes,
-                plan_sha256=f"{self.config.plan.sha256}-{index}",
-                stream=stream,
-                capturable=self._graphs is not None,
-                num_sets=self._num_sets,
-            )
+    def _bind_intermediates(self, plans: Sequence[LoadedPlan]) -> None:
+        """Bind the tensors that no caller binds."""
+        for plan in plans:
             for context in range(self._num_sets * len(self.config.profiles)):
                 for name in plan.tensors.keys() - self.tensors.keys():
                     plan.set_tensor_address(context, name, self._shared.tensor(name, 1, 1).ptr)

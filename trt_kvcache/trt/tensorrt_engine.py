@@ -21,13 +21,13 @@ from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings
-from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, require_gpu_memory
 from trt_kvcache.trt.graph_engine import GraphEngine
 from trt_kvcache.trt.int32_packed_view import Int32PackedView
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.plugin import register
+from trt_kvcache.trt.runtime_cache import network_key
 from trt_kvcache.trt.tensors import add_plugin_aliases, compare_profiles, compare_tensors, count_binding_sets, read_profiles
 
 
@@ -84,7 +84,8 @@ class TensorRTEngine(GraphEngine):
         plan_sha256: str,
         cuda_graphs: bool = True,
     ) -> None:
-        super().__init__(memory, EngineResources(tensorrt, memory), cuda_graphs=cuda_graphs)
+        network = plan_sha256 if config is None else network_key(config.network_facts())
+        super().__init__(memory, tensorrt, network=network, cuda_graphs=cuda_graphs)
         self.config = config
         self.names = names
         try:
@@ -104,14 +105,8 @@ class TensorRTEngine(GraphEngine):
                 self.profiles = config.profiles  # with their names
             unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
             self.tensors = unpacked.tensors
-            nbytes = self._plan.context_memory_nbytes
-            context_memory = self._resources.allocate(nbytes, stream=stream)
             num_sets = count_binding_sets(self.tensors, names)
-            self._plan.create_contexts(
-                context_memory.ptr, nbytes, plan_sha256=plan_sha256, stream=stream, capturable=cuda_graphs, num_sets=num_sets
-            )
-            if self._graphs is not None:
-                self._resources.callback(self._graphs.close)  # before the contexts, whose memory the graphs use
+            self._create_contexts([self._plan], num_sets=num_sets, stream=stream)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,
