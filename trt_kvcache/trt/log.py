@@ -68,10 +68,9 @@ class Messages:
 
 
 class TensorRTLog:
-    """The one logger of an imported TensorRT module.
+    """The one logger of an imported TensorRT module. A message goes to every open collection, whatever its thread.
 
-    A message goes to every open collection: builders log in threads of their own, and two builds at once see each other's messages.
-    After :meth:`Messages.begin_call`, errors of other threads are warnings.
+    Builders log in threads of their own; after :meth:`Messages.begin_call`, errors of other threads are warnings.
     """
 
     def __init__(self, module: Any) -> None:

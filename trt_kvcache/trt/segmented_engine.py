@@ -263,7 +263,7 @@ def _profile_ranges(tensors: Sequence[TensorSpec], profile: EngineProfile, names
 
 def _compare_segment(loaded: LoadedPlan, segment: Segment, profiles: Sequence[EngineProfile], names: TensorNames) -> None:
     """Raise EngineError where a deserialised segment is not what was built."""
-    compare_tensors(loaded.tensors, segment.tensors)
+    loaded.tensors = compare_tensors(loaded.tensors, segment.tensors)
     expected = [_profile_ranges(segment.tensors, profile, names) for profile in profiles]
     if loaded.ranges != expected:
         raise EngineError(f"the engine is not what its config.json says: expected shapes {expected}, got {loaded.ranges}.")

@@ -100,7 +100,7 @@ class TensorRTEngine(GraphEngine):
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
-                compare_tensors(self._plan.tensors, [packed_as_int32(spec) for spec in config.tensors])
+                self._plan.tensors = compare_tensors(self._plan.tensors, [packed_as_int32(spec) for spec in config.tensors])
                 compare_profiles(self.profiles, config.profiles)
                 self.profiles = config.profiles  # with their names
             unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
