@@ -157,15 +157,16 @@ def test_full_tensorrt_has_no_runtime_cache(
     assert not (tmp_path / "caches").exists()
 
 
+@pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])
 @pytest.mark.parametrize("alias_of", [None, lambda name: None, lambda name: ""], ids=["before 10.15", "None", "empty"])
-def test_full_tensorrt_registers_the_plugin_before_it_reads_an_engine_that_has_it(
-    tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, alias_of: Any
+def test_the_plugin_is_registered_before_an_engine_that_has_it_is_read(
+    tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, alias_of: Any, flavour: str
 ) -> None:
-    changes = {"segments": None, "tensorrt_flavour": "tensorrt"}
+    changes = {"segments": None, "tensorrt_flavour": flavour}
     folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
     fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, plan=PLAN)
     fake.alias_of = alias_of  # TensorRT does not report what a plugin aliases: config.json says it
-    install(fake, monkeypatch, tmp_path / "caches", "tensorrt")
+    install(fake, monkeypatch, tmp_path / "caches", flavour)
     monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: fake.calls.append(("register", tensorrt)))
     with TensorRTEngine.open(folder, memory=memory) as engine:
         assert fake.calls[0] == ("register", fake.loaded)
@@ -176,6 +177,16 @@ def test_full_tensorrt_registers_the_plugin_before_it_reads_an_engine_that_has_i
         with raises(BindingError, "`present_key_values_0`", expected="address of `past_key_values_0`"):
             enqueue(engine)
         elsewhere.allocation.close()
+
+
+def test_a_gpu_that_is_too_old_for_the_plugin_is_refused(
+    tmp_path: Path, memory: FakeGpuMemory, fake: FakeTensorRT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, segments=None)
+    monkeypatch.setattr(memory, "arch", "sm_75", raising=False)
+    with pytest.raises(EngineError, match=r"^TensorRTEngine: expected a GPU of compute capability 8\.0 or more, .* got sm_75\.$"):
+        TensorRTEngine.open(folder, memory=memory)
+    assert fake.calls == []
 
 
 def test_host_memory_is_refused(fake: FakeTensorRT, folder: EngineFolder) -> None:
@@ -222,7 +233,7 @@ class TestWhatAnEngineMayNotBe:
         fake.refuse.add("deserialize_cuda_engine")
         fake.errors["deserialize_cuda_engine"] = "Cannot find plugin: KVCacheAttention, version: 1, namespace: trt_kvcache."
         hint = r"namespace: trt_kvcache\. The engine has plugin layers of this package\. Open its engine folder, .* call "
-        hint += r"trt_kvcache\.trt\.plugin\.register\(trt_kvcache\.trt\.module\.load\('tensorrt'\)\) before\.$"
+        hint += r"trt_kvcache\.trt\.plugin\.register\(trt_kvcache\.trt\.module\.load\('tensorrt_rtx'\)\) before\.$"
         self.refused(None, memory, fake, hint, PLAN)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(

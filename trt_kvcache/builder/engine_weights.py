@@ -44,15 +44,18 @@ class EngineWeights:
     sizes: Mapping[str, int]  # bytes of each weight
     packed: Mapping[str, PackedBytes]  # weights that are packed in the plan
     constants: Mapping[str, PackedBytes | None]  # weights next to the plan; None if they are dense
+    has_plugin_layers: bool  # TensorRT then stores no weight twice
 
     @classmethod
-    def of(cls, model: ModelConfig, packed: Mapping[str, PackedBytes], dtype: str, *, segmented: bool) -> EngineWeights:
+    def of(
+        cls, model: ModelConfig, packed: Mapping[str, PackedBytes], dtype: str, *, segmented: bool, has_plugin_layers: bool
+    ) -> EngineWeights:
         """Return the weights of an engine. In segments, the embedding is a constant next to the plan."""
         embedding = embedding_name(model)
         constants = {embedding: packed.get(embedding)} if segmented else {}
         in_plan = {name: one for name, one in packed.items() if name not in constants}
         dense = {name: math.prod(shape) * itemsize(dtype) for name, shape in tensor_shapes(model).items()}
-        return cls(model, dense | {name: one.nbytes for name, one in in_plan.items()}, in_plan, constants)
+        return cls(model, dense | {name: one.nbytes for name, one in in_plan.items()}, in_plan, constants, has_plugin_layers)
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +76,8 @@ class EngineWeights:
     def _transposed_nbytes(self) -> int:
         """Bytes of the second copy of a tied embedding in 8 bits: the lookup takes rows, the product columns. int4 takes rows twice."""
         embedding = self.packed.get(embedding_name(self.model))
-        return 0 if embedding is None or not self.model.tie_word_embeddings or embedding.type == "int4" else embedding.nbytes
+        is_stored_once = self.has_plugin_layers or not self.model.tie_word_embeddings
+        return 0 if embedding is None or is_stored_once or embedding.type == "int4" else embedding.nbytes
 
     def peak_of_one_network(self) -> float:
         """Return the peak memory of the host: when the plan is complete, or while the largest int4 matrix is packed."""

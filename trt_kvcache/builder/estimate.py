@@ -165,7 +165,7 @@ class PackedModel:
         """Return the bytes of a build: see :func:`estimate_build`."""
         model, computed = self.model, options.dtype
         segmented = options.in_segments
-        weights = EngineWeights.of(model, self.packed, computed, segmented=segmented)
+        weights = EngineWeights.of(model, self.packed, computed, segmented=segmented, has_plugin_layers=options.attention == "plugin")
         kernels = _kernels_nbytes(model, segmented=segmented, is_packed=bool(weights.packed.keys() - {embedding_name(model)}))
         if options.attention == "mask":
             kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER

@@ -111,6 +111,7 @@ class BuildFlags:
         """Return the arguments of ``build_engine``."""
         options = {**vars(self)}
         options["compute_capabilities"] = options.pop("compute_capability") or None
+        options["operations"] = None  # they are registered from Python
         return cast(BuildKeywords, options)
 
 

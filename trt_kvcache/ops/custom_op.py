@@ -1,4 +1,4 @@
-"""``CustomOp``: an operation that this package launches itself, between the segments of a TensorRT engine."""
+"""``CustomOp``: an operation of this package or of a user, in a plugin layer or between the segments of a TensorRT engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -29,8 +29,8 @@ class TensorType(NamedTuple):
 class CustomOp(Protocol):
     """An operation over contiguous tensors: shape inference, and a launch on a stream.
 
-    TensorRT for RTX has no plugin layers, so a network that needs one is cut there, and the engine enqueues segment, operation, segment.
-    It does for TensorRT for RTX what an ``IPluginV3`` does for full TensorRT. On host memory (``tensor.memory.is_host``) it computes the
+    In one plan it runs in a plugin layer, ``CustomOperation``. An engine in segments enqueues segment, operation, segment, ....
+    On host memory (``tensor.memory.is_host``) it computes the
     same with NumPy.
     """
 
@@ -77,8 +77,8 @@ class CustomOp(Protocol):
 
         Notes
         -----
-        The workspace is zeroed once, when it is allocated. Operations of one name share it and run one after another, so whatever an
-        operation needs to be zero before a launch, it must leave zero after it.
+        Between segments the workspace is zeroed once, when it is allocated. Operations of one name share it and run one after another, so
+        whatever an operation needs to be zero before a launch, it must leave zero after it. In a plugin layer it is zeroed at each launch.
         """
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:

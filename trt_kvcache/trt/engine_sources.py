@@ -5,6 +5,7 @@ from pathlib import Path
 
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError, PlaceError
+from trt_kvcache.kernels.attention_tiles import MIN_ARCH, arch_number
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.trt.module import TensorRT, load
 
@@ -13,6 +14,13 @@ def require_gpu_memory(owner: str, memory: Memory) -> None:
     """Check that an engine is opened in the memory of a GPU."""
     if memory.is_host:
         raise PlaceError(f"{owner}: expected the memory of a GPU (CudaMemory), got memory on {memory.device}.")
+
+
+def require_kernels(owner: str, memory: Memory) -> None:
+    """Check that a GPU can run the kernels of this package."""
+    arch: str = memory.arch  # type: ignore[attr-defined]  # GPU memory has one
+    if arch_number(arch) < MIN_ARCH:
+        raise EngineError(f"{owner}: expected a GPU of compute capability 8.0 or more, which our kernels need, got {arch}.")
 
 
 def load_tensorrt_for(folder: EngineFolder, flavour: str) -> TensorRT:

@@ -40,7 +40,7 @@ class LoadedPlan:
             if PLUGIN_NAME in str(error) and error.__cause__ is None:  # TensorRT does not know the plugin: the plan has no folder
                 raise EngineError(
                     f"{error} The engine has plugin layers of this package. Open its engine folder, which says so; for a plan alone, call "
-                    "trt_kvcache.trt.plugin.register(trt_kvcache.trt.module.load('tensorrt')) before."
+                    f"trt_kvcache.trt.plugin.register(trt_kvcache.trt.module.load({self._tensorrt.flavour!r})) before."
                 ) from None
             raise
 

@@ -21,14 +21,13 @@ from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import SegmentsRecord
 from trt_kvcache.errors import BindingError, EngineError
-from trt_kvcache.kernels.attention_tiles import MIN_ARCH, arch_number
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.custom_op import CustomOp, TensorType
 from trt_kvcache.ops.segments import CustomOpNode, Segment, intermediate_tensors
 from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings
 from trt_kvcache.trt.engine_resources import EngineResources
-from trt_kvcache.trt.engine_sources import load_tensorrt_for, require_gpu_memory
+from trt_kvcache.trt.engine_sources import load_tensorrt_for, require_gpu_memory, require_kernels
 from trt_kvcache.trt.graph_engine import GraphEngine
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT
@@ -170,9 +169,7 @@ class SegmentedEngine(GraphEngine):
         ['prefill', 'decode']
         """
         require_gpu_memory(cls.__name__, memory)
-        arch: str = memory.arch  # type: ignore[attr-defined]  # GPU memory has one
-        if arch_number(arch) < MIN_ARCH:
-            raise EngineError(f"SegmentedEngine: expected a GPU of compute capability 8.0 or more, which our kernels need, got {arch}.")
+        require_kernels(cls.__name__, memory)
         folder = source if isinstance(source, EngineFolder) else EngineFolder.open(source)
         if folder.config.segments is None:
             raise EngineError(f"{folder.path}: expected an engine in segments, got one in one piece. Open it with TensorRTEngine.")

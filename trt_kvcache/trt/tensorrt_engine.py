@@ -21,7 +21,7 @@ from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings
-from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, require_gpu_memory
+from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, require_gpu_memory, require_kernels
 from trt_kvcache.trt.graph_engine import GraphEngine
 from trt_kvcache.trt.int32_packed_view import Int32PackedView
 from trt_kvcache.trt.loaded_plan import LoadedPlan
@@ -179,6 +179,8 @@ class TensorRTEngine(GraphEngine):
         config = source.config
         if config.segments is not None:
             raise EngineError(f"{source.path}: expected an engine in one piece, got one in segments. Open it with SegmentedEngine.")
+        if config.attention_variant == "plugin" and config.attention:
+            require_kernels(cls.__name__, memory)
         tensorrt = load_tensorrt_for(source, flavour)
         with source.read_plan() as plan:
             return cls(

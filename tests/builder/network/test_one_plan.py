@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.helpers.golden_models import model_of
-from tests.helpers.plugin_on_host import run_plugins_on_host
+from tests.helpers.models import model_of
 from tests.reference.rig import MODELS, golden
+from tests.trt.plugin.on_host import run_plugins_on_host
 from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES

@@ -13,7 +13,7 @@ from trt_kvcache.ops.int32_packing import packed_shape
 from trt_kvcache.trt.plugin import AttentionAttributes, plugin_class
 from trt_kvcache.trt.plugin.plugin_tensors import inputs_of
 
-_TYPES = {"float16": DataType.HALF, "bfloat16": DataType.BF16, "float32": DataType.FLOAT, "int32": DataType.INT32}
+PLUGIN_TYPES = {"float16": DataType.HALF, "bfloat16": DataType.BF16, "float32": DataType.FLOAT, "int32": DataType.INT32}
 
 
 class Bound:
@@ -49,7 +49,7 @@ class Bound:
         known = {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
         if self.case.kv_dtype:
             known["cache"] = packed_shape(known["cache"][0]), "int32"
-        return [SimpleNamespace(dims=shape, type=_TYPES[dtype]) for shape, dtype in known.values()]
+        return [SimpleNamespace(dims=shape, type=PLUGIN_TYPES[dtype]) for shape, dtype in known.values()]
 
     @property
     def updated(self):

@@ -1,6 +1,6 @@
-"""``KVCacheAttention``: attention over a combined cache as a plugin of full TensorRT. ``plugins/README.md`` describes its ABI.
+"""``KVCacheAttention``: attention over a combined cache as a plugin. ``plugins/README.md`` describes its ABI.
 
-Importing this package does not import TensorRT. No engine of full TensorRT has run the plugin yet.
+Importing this package does not import TensorRT. No engine has run the plugin yet.
 """
 
 from trt_kvcache.ops.attention_attributes import AttentionAttributes

@@ -22,7 +22,7 @@ def _sizes(dims: Any) -> tuple[int | None, ...]:
 
 @cache
 def plugin_class(tensorrt: TensorRT) -> Any:
-    """Return the class of the plugin for a full TensorRT from 10.3 on; the same class at every call."""
+    """Return the class of the plugin, for full TensorRT from 10.3 on and for RTX; the same class at every call."""
     check_plugins(tensorrt)
     trt, reported = tensorrt.module, reporter(tensorrt)
 

@@ -59,7 +59,7 @@ def never_free(plugin: Any) -> None:
 
 
 def can_add_plugins(tensorrt: TensorRT) -> bool:
-    """Return whether networks have plugin layers (``add_plugin_v3``): not in TensorRT for RTX."""
+    """Return whether the network API adds plugin layers (``add_plugin_v3``): not in TensorRT for RTX, whose parser does."""
     return hasattr(tensorrt.module.INetworkDefinition, "add_plugin_v3")
 
 
