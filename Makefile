@@ -15,7 +15,7 @@ FAST := not trt and not gpu and not slow and not long and not real
 JOBS ?= auto
 # A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
 WORKERS := -n $(JOBS) --dist worksteal
-CXX_SOURCES = $(shell find plugins tests -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
+CXX_SOURCES = $(shell find plugins tests examples -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 # Where sums decide: some for each change, all of them for `make test-all`. Left out are files that take long and hand no sum to OpenBLAS.
 SUMS := tests/reference tests/generation
 ALL_SUMS := tests/builder/network tests/checkpoint/quantized tests/end_to_end tests/kernels tests/ops tests/polygraphy tests/reference tests/session \
@@ -115,6 +115,7 @@ docs: $(READY)  ## Build the documentation into build/docs; a warning is a failu
 	@$(BIN)/python docs/models_table.py --check
 	@$(BIN)/python docs/formats_table.py --check
 	@$(BIN)/python docs/kernels_table.py --check
+	@$(BIN)/python docs/attention_table.py --check
 	@$(BIN)/python docs/facts.py --check
 	@$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --nitpicky --jobs auto --quiet docs build/docs
 	@echo "build/docs/index.html"
@@ -122,6 +123,19 @@ docs: $(READY)  ## Build the documentation into build/docs; a warning is a failu
 .PHONY: plugins
 plugins: $(READY)  ## Compile the CUDA sources ahead of time into build/plugins
 	$(BIN)/python -m trt_kvcache.kernels.compile
+
+# TENSORRT_INCLUDE: the folder of NvInfer.h. CUDA_INCLUDE: that of cuda.h, by default in /usr/local/cuda. KV_DTYPES may be limited to some of
+# same, float8_e4m3fn and int8: a kernel takes seconds to compile.
+PLUGIN_LIBRARY := build/plugin_library
+.PHONY: plugin-library
+plugin-library: $(READY)  ## Compile the plugin library in C++: TENSORRT_INCLUDE=... ARCHS="sm_89 sm_120" VARIANTS="bfloat16-128"
+	@test -f "$(TENSORRT_INCLUDE)/NvInfer.h" || { echo "TENSORRT_INCLUDE: expected the folder of NvInfer.h, got '$(TENSORRT_INCLUDE)'."; exit 1; }
+	$(BIN)/python plugins/tensorrt/embed_kernels.py $(ARCHS:%=--arch %) $(VARIANTS:%=--variant %) $(KV_DTYPES:%=--kv-dtype %) \
+	--jobs $$(nproc) --output $(PLUGIN_LIBRARY)/kernels
+	cmake -S plugins/tensorrt -B $(PLUGIN_LIBRARY)/cmake -DCMAKE_BUILD_TYPE=Release -DKERNELS=$(abspath $(PLUGIN_LIBRARY))/kernels \
+	-DTENSORRT_INCLUDE="$(TENSORRT_INCLUDE)" -DTENSORRT_LIBRARY="$(TENSORRT_LIBRARY)" -DCUDA_INCLUDE="$(CUDA_INCLUDE)"
+	cmake --build $(PLUGIN_LIBRARY)/cmake
+	cp $(PLUGIN_LIBRARY)/cmake/*.so $(PLUGIN_LIBRARY)
 
 .PHONY: engines
 engines: $(READY)  ## Build the shipped model's engines into out/

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from environment import describe_environment, write_result
-from random_model import QWEN2_0_5B, write_random_model
+from random_model import QWEN2_0_5B
 
 from trt_kvcache._util.peak_memory import peak_memory_nbytes
 from trt_kvcache.builder.build_engine import build_engine
@@ -26,6 +26,7 @@ from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.serialization import make_config
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.doctor.random_model import write_random_model
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.trt.module import load
 

@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 
 from environment import describe_environment, to_table, write_result
-from random_model import QWEN2_0_5B, write_random_model
+from random_model import QWEN2_0_5B
 
 from trt_kvcache import estimate_build
+from trt_kvcache.doctor.random_model import write_random_model
 
 LLAMA = {
     "model_type": "llama",

@@ -51,7 +51,7 @@ def rows(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         share = f"at least {limits['of_limit_8b_batch_1']:.2f}" if is_8b and batch == 1 else ""
         yield f"{at}: share of the limit", f"{ours['of_limit']:.2f}", share
         between = f"{limits['between_engine_us_05b']:g} us" if model == "Qwen2-0.5B" else ""
-        yield f"{at}: time of a step outside the engine", f"{ours['between_engine_us']:.0f} us", between
+        yield f"{at}: time of a step outside the engine (a difference of two measurements)", f"{ours['between_engine_us']:.0f} us", between
         for side in ("compiled", "eager"):
             if side in sides:
                 least = limits["compiled_over_ours_8b"].get(str(batch)) if side == "compiled" and is_8b and past == _SHOWN_PAST else None
@@ -80,7 +80,7 @@ def readme_block(content: dict[str, Any]) -> str:
     ]
     for (model, batch, past), sides in shapes(content).items():
         if past == _SHOWN_PAST:
-            times = [f"{sides[side]['step_ms']['median']:.2f}" if side in sides else "" for side in SIDES]
+            times = [f"{sides[side]['step_ms']['median']:.2f}" if side in sides else "not measured" for side in SIDES]
             lines.append(f"| {model} | {batch} | {sides['ours']['limit_ms']:.2f} | {' | '.join(times)} |")
     return "\n".join(lines)
 
@@ -102,7 +102,7 @@ def _other_run(content: dict[str, Any]) -> list[str]:
     return (
         []
         if other is None
-        else [f"Ours was measured on {content['date'][:10]}, transformers on {other['date'][:10]}, on the same kind of GPU."]
+        else [f"trt_kvcache was measured on {content['date'][:10]}, transformers on {other['date'][:10]}, on the same kind of GPU."]
     )
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 from environment import describe_environment, to_table, write_result
-from random_model import write_random_model
 from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -27,6 +26,7 @@ from tests.helpers import quantized_models as made
 from tests.helpers.gguf_files import write_gguf_file
 from trt_kvcache import InferenceSession, perplexity, text_perplexity
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
+from trt_kvcache.doctor.random_model import write_random_model
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "tiny-llama"
 

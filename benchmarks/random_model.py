@@ -1,13 +1,4 @@
-"""Hugging Face folders of any size with random weights, written tensor by tensor."""
-
-import json
-import math
-
-import numpy as np
-
-from trt_kvcache.dtypes import itemsize, numpy_dtype
-from trt_kvcache.model import ModelConfig
-from trt_kvcache.model.tensor_shapes import HEAD, tensor_shapes
+"""Shapes of published models, for folders with random weights of :func:`trt_kvcache.doctor.random_model.write_random_model`."""
 
 #: The shape of Qwen2-0.5B: 494 million parameters, the head tied to the embedding.
 QWEN2_0_5B = {
@@ -115,39 +106,3 @@ BAMBA_9B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-
-_SAFETENSORS_NAME = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
-_CHUNK_ELEMENTS = 1 << 22
-
-
-def write_random_model(folder, config, *, seed=0, head_factor=1.0):
-    """Write a model folder: norms near 1, everything else normal with a standard deviation that keeps activations of order 1.
-
-    ``folder`` is made here, its parent must be there; ``config`` is a ``config.json``; logits are multiplied with ``head_factor``.
-    """
-    model = ModelConfig.from_dict(config)
-    shapes = tensor_shapes(model)
-    random = np.random.default_rng(seed)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(_header(shapes, model.dtype))
-        for name, shape in shapes.items():
-            mean, deviation = (1.0, 0.02) if name.endswith("norm.weight") else (0.0, 1 / math.sqrt(model.hidden_size))
-            deviation *= head_factor if name == HEAD else 1
-            for start in range(0, math.prod(shape), _CHUNK_ELEMENTS):
-                count = min(_CHUNK_ELEMENTS, math.prod(shape) - start)
-                values = random.standard_normal(count, np.float32) * np.float32(deviation) + np.float32(mean)
-                file.write(values.astype(numpy_dtype(model.dtype)).tobytes())
-    return folder
-
-
-def _header(shapes, dtype):
-    entries, offset = {}, 0
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * itemsize(dtype)
-        entries[name] = {"dtype": _SAFETENSORS_NAME[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

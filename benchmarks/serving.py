@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from environment import describe_environment, write_result
-from random_model import write_random_model
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 from trt_kvcache import InferenceSession, SessionSource  # noqa: E402
+from trt_kvcache.doctor.random_model import write_random_model  # noqa: E402
 from trt_kvcache.server import AsyncEngine  # noqa: E402
 from trt_kvcache.server.http import ServerOptions, make_app  # noqa: E402
 from trt_kvcache.server.http.serving import Server, address_of, bound_socket  # noqa: E402

@@ -36,7 +36,9 @@ def table(results: Path) -> str:
         if path.is_file():
             content = json.loads(path.read_text(encoding="utf-8"))
             place = f"{content.get('device', content['cpu'])}, {content['date'][:10]} | {_short(content['commit'])}"
-            lines += [f"| {what} | {value} | {limit} | {' | ' if i else place} |" for i, (what, value, limit) in enumerate(rows(content))]
+            for i, (what, value, limit) in enumerate(rows(content)):
+                bound = limit if not limit[:1].isdigit() else f"at most {limit}"
+                lines.append(f"| {what} | {value} | {bound} | {' | ' if i else place} |")
     return "\n".join(lines)
 
 
@@ -68,7 +70,7 @@ def _sampling_gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in content["gpu_us"]:
         times = [value for kind in ("peaked", "flat") for value in row[kind].values()]
         limit = "30 us" if (row["vocab"], row["batch"]) == (151_936, 8) else ""
-        yield f"sampling on a GPU, {row['batch']} rows of {row['vocab']}", f"{min(times):.1f} to {max(times):.1f} us", limit
+        yield f"sampling on a GPU, batch {row['batch']}, vocabulary {row['vocab']}", f"{min(times):.1f} to {max(times):.1f} us", limit
 
 
 def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -77,7 +79,7 @@ def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"build of a 0.5B Qwen2-shaped engine, {content['dtype']}, {name}", f"{result['seconds']:.1f} s", ""
         yield f"peak memory of it, {name}", f"{result['peak_nbytes'] / _MIB:.0f} MiB", ""
     beyond = content["peak_beyond_bare_in_weights"]
-    yield "additional peak memory over the bare build / weights", f"{beyond:.2f}", f"{content['limit']:g}"
+    yield "additional peak memory over the bare build / weights", f"{round(beyond, 2) + 0.0:.2f}", f"{content['limit']:g}"
 
 
 def _build_packed(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -87,7 +89,7 @@ def _build_packed(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         what = f"build of a 0.5B Qwen2-shaped engine, {name}, {weights:.0f} MiB of weights"
         yield f"{what}: peak memory, bare and ours", f"{peaks['bare']:.0f} and {peaks['ours']:.0f} MiB", ""
         yield (
-            "additional peak memory over the bare build / packed weights",
+            "additional peak memory over the bare build / packed weights (below 0: less memory than the bare build)",
             f"{found['peak_beyond_bare_in_weights']:.2f}",
             f"{content['limit']:g}",
         )
@@ -147,7 +149,7 @@ def _moves(content: dict[str, Any], device: str = "host") -> Iterator[tuple[str,
         spread = f"{min(found):.2f} to {max(found):.2f} of a copy ({len(found)} shapes)"
         fresh = name == "capture" and device == "host"
         label = f"{name} with its allocation / copy with an allocation" if fresh else name
-        yield f"{label}, above 64 MB", spread, "" if fresh else f"{limits[device]:g}"
+        yield f"{label}, above 64 MB", spread, "" if fresh else f"at least {limits[device]:g}"
     launches = [row["us"] for row in rows if row["launch_bound"]]
     if launches:
         yield "compaction, capture or restore of less than 64 MB", f"{min(launches):.0f} to {max(launches):.0f} us", ""
@@ -282,13 +284,17 @@ def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _torch_engine(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for dtype, result in content["results"].items():
         for what, ratio in result["times_as_fast"].items():
-            yield f"PyTorch engine on a CPU, 0.5B Qwen2, {dtype}, {what}: time of transformers / ours", f"{ratio:.2f}", "1"
+            yield f"PyTorch engine on a CPU, 0.5B Qwen2, {dtype}, {what}: time of transformers / ours", f"{ratio:.2f}", "at least 1"
 
 
 def _torch_engine_gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in content["rows"]:
         share = f"{row['share_of_limit']:.2f} ({row['decode_step_ms']:.2f} ms)"
-        yield f"PyTorch engine, decode step of {row['model']}, batch {row['batch']}: share of the memory bandwidth limit", share, ""
+        yield (
+            f"`torch_engine.py --gpu`, decode step of {row['model']}, batch {row['batch']}: share of the memory bandwidth limit",
+            share,
+            "",
+        )
 
 
 def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -305,13 +311,13 @@ def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _llama_cpp(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     same, limits = content["correctness"], content["correctness"]["limits"]
     yield "compared with llama.cpp: prompts with the same token ids", f"{same['prompts_with_the_same_ids']} of {same['prompts']}", "all"
-    what = f"log-probabilities of {same['forced_tokens']} forced tokens"
+    what = f"log-probabilities of {same['forced_tokens']} teacher-forced tokens"
     value, limit = same["float32_over_largest_logit"], limits["float32_over_largest_logit"]
     yield f"{what}, file in float32: largest difference / largest logit", f"{value:.1e}", f"{limit:g}"
     value, limit = same["quantized_largest"], limits["quantized_largest"]
     yield f"{what}, {content['model']}: largest difference", f"{value:.2f} (mean {same['quantized_mean']:.3f})", f"{limit:g}"
     for row in content["rows"]:
-        what = f"{row['side']}, {content['threads']} threads, {row['weights']}: tokens per second of prefill, of decode"
+        what = f"{row['side']}, threads: {content['threads']}, {row['weights']}: tokens per second of prefill, of decode"
         yield what, f"{row['prefill_tokens_per_second']:.0f}, {row['decode_tokens_per_second']:.1f}", ""
 
 
@@ -347,12 +353,16 @@ def _attention_quantized_decode(content: dict[str, Any]) -> Iterator[tuple[str, 
             kind, scales = name.split()
             label = f"{what}, {kind} K/V with a scale for each {scales}"
             shares = [row["of_copy"][name] for row in chosen if row["kv_mb"][name] >= 64]
-            yield f"{label}: share of the copy bandwidth, from 64 MB", f"{min(shares):.2f} to {max(shares):.2f}", f"{limits['of_copy']}"
+            yield (
+                f"{label}: share of the copy bandwidth, from 64 MB",
+                f"{min(shares):.2f} to {max(shares):.2f}",
+                f"at least {limits['of_copy']}",
+            )
             times = [row["faster_than_16_bits"][name] for row in chosen if row["kv_mb"]["16 bits"] >= 128]
             yield (
                 f"{label}: speed / speed of 16-bit K/V, from 128 MB of these",
                 f"{min(times):.2f} to {max(times):.2f}",
-                f"{limits['of_16_bits']}",
+                f"at least {limits['of_16_bits']}",
             )
         times = [row["append_attention_us"] / min(others) for row in chosen if (others := _peer_times(row))]
         if times:
@@ -380,15 +390,15 @@ def _linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     limits, products, layers = content["limits"], of_table(content["products"]), of_table(content["layers"])
     for row in layers:
         ours, others = (row["of_copy"][side] for side in ("ours", "torch"))
-        what = f"layers of {row['model']}, {row['rows']} slots of 1024 tokens: share of the copy bandwidth (with products of torch)"
-        yield what, f"{ours:.2f} ({others:.2f})", f"{limits['layers_of_copy']}" if row["mb"] >= 64 else ""
+        what = f"layers of {row['model']}, batch {row['rows']}, 1024 past: share of the copy bandwidth (with products of torch)"
+        yield what, f"{ours:.2f} ({others:.2f})", f"at least {limits['layers_of_copy']}" if row["mb"] >= 64 else ""
     few, many = ([row for row in products if (row["rows"] <= 8) == is_few] for is_few in (True, False))
     shares = [row["of_copy"]["ours"] for row in few if row["mb"] >= 64]
     if shares:
         yield (
             "matrix products of up to 8 rows alone, from 64 MB: share of the copy bandwidth",
             f"{min(shares):.2f} to {max(shares):.2f}",
-            f"{limits['of_copy']}",
+            f"at least {limits['of_copy']}",
         )
     for what, rows, limit in (("up to 8 rows", few, f"{limits['of_torch']}"), ("16 rows", many, "")):
         ratios = [row["us"]["ours"] / row["us"]["torch"] for row in rows]

@@ -18,6 +18,7 @@ EXTRAS = {
     "models": "model folders and the Hugging Face Hub, sessions, the command line",
     "torch": "the PyTorch engine, on a CPU or, with `cuda`, on a GPU",
     "rtx": "building engines with TensorRT for RTX, and running them",
+    "rtx-cu12": "the same for a driver of CUDA 12 (570 to 575)",
     "tensorrt": "the same with full TensorRT, if the machine does not have it already",
     "tensorrt-cu12": "the same for a driver of CUDA 12",
     "cuda": "the cache in GPU memory, CUDA 13",

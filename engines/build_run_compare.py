@@ -3,7 +3,7 @@
     python engines/build_run_compare.py [MODEL] [-o FOLDER] [--prompt TEXT ...] [--steps 8] [--attention plugin]
 
 MODEL is a Hugging Face folder; by default the shipped one. Without a GPU the build is the same, and the PyTorch or NumPy engine runs the
-folder in place of TensorRT, which a warning says. Exit code 1 if the paths differ.
+folder in place of TensorRT, with a warning. Exit code 1 if the paths differ.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main():
     parser.add_argument("-o", "--out", default=Path("out/recipe"), type=Path, help="engine folder to build")
     parser.add_argument("--prompt", action="append", help="prompt; may be given several times, one for each slot")
     parser.add_argument("--steps", default=8, type=int, help="decode steps to compare")
-    parser.add_argument("--attention", help="attention variant of the build: native, mask or plugin")
+    parser.add_argument("--attention", default="auto", help="attention variant of the build: auto, native, mask or plugin")
     arguments = parser.parse_args()
     prompts = arguments.prompt or ["The", "He said that"]
 

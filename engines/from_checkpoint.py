@@ -1,4 +1,4 @@
-"""A network script for any model: the Hugging Face folder and the sizes come from the environment. How to run it: README.md."""
+"""A network script for any model: the Hugging Face folder and the sizes come from the environment. README.md shows its use."""
 
 import os
 
@@ -25,7 +25,7 @@ _SCRIPT = NetworkScript(
     max_sequence_length=_number("TRT_KVCACHE_MAX_SEQUENCE_LENGTH", "1024"),
     max_prefill_length=_number("TRT_KVCACHE_MAX_PREFILL_LENGTH", "256"),
     dtype=os.environ.get("TRT_KVCACHE_DTYPE"),
-    attention=os.environ.get("TRT_KVCACHE_ATTENTION"),
+    attention=_variable("TRT_KVCACHE_ATTENTION", "auto"),
 )
 
 load_network = _SCRIPT.load_network

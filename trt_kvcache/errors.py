@@ -3,7 +3,7 @@
 Every message names the object, the expected and the given value, and a hint if there is one. An error is raised before
 anything has changed, unless its message says otherwise.
 
-A wrong argument raises the error of its kind (:class:`RangeError`, :class:`ShapeError`, :class:`DTypeError`, :class:`PlaceError`,
+A wrong argument raises the matching error class (:class:`RangeError`, :class:`ShapeError`, :class:`DTypeError`, :class:`PlaceError`,
 :class:`SlotError`, :class:`LayerIndexError`, :class:`SequenceError`, :class:`MappingError`). A call that cannot be captured in a
 CUDA graph raises :class:`CaptureError` while its stream is capturing. Everything raises :class:`ClosedError` once it, or the cache
 that it works on, is closed.

@@ -51,7 +51,7 @@ AREAS = {
 }
 
 #: Subpackages without public names: the command line has a page of its own, the rest is internal.
-INTERNAL = {"_util", "cli", "torch_engine"}
+INTERNAL = {"_util", "cli", "doctor", "torch_engine"}
 
 #: Classes that are not exported and yet have a page, because docstrings send readers there: what managers, memories and builds share.
 DESCRIBED = {

@@ -98,7 +98,7 @@ def overview() -> str:
 
 #: The rooms of the package from the top to the ground; a room in a row may import those to its right.
 ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    (RED, (("cli", "the trt-kvcache command"), ("polygraphy", "runners, comparisons"), ("benchmarking", "speed of a session"))),
+    (RED, (("cli", "the command"), ("doctor", "checks of a GPU"), ("polygraphy", "comparisons"), ("benchmarking", "speed"))),
     (RED, (("server", "many clients: an engine for event loops, OpenAI's API"),)),
     (BLUE, (("session", "steps, generation, request queue"),)),
     (YELLOW, (("builder", "networks, engine builds"), ("trt", "TensorRT engines, CUDA graphs"), ("engine_folder", "files of an engine"))),

@@ -22,6 +22,7 @@ from tests.helpers.quantized_models import ALL_CASES, write_quantized
 from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, KVCacheManager, build_engine
 from trt_kvcache.builder import resolved_options
+from trt_kvcache.builder.attention_choice import UNSAFE_NATIVE
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
 from trt_kvcache.engine.bindings import BindingPlan
@@ -62,10 +63,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=ATTENTION_VARIANTS)
 def variant(request: pytest.FixtureRequest, full: TensorRT) -> str:
-    """A variant that this release has."""
-    if not full.supports(attention_variant(request.param)):
-        pytest.skip(f"{full} has no {attention_variant(request.param).needs}")
+    """A variant that is built with this release."""
+    if not is_built(full, request.param):
+        pytest.skip(f"{request.param} is refused with {full}")
     return str(request.param)
+
+
+def is_built(full: TensorRT, name: str) -> bool:
+    """Return whether a variant is built with a release: it has what the variant needs, and computes it right."""
+    first, end = UNSAFE_NATIVE
+    return full.supports(attention_variant(name)) and not (name == "native" and first <= full.release < end)
 
 
 @pytest.fixture
@@ -83,12 +90,18 @@ def built(stand_in: Any, full: TensorRT, model: Path, tmp_path: Path, variant: s
 @pytest.mark.parametrize("name", ATTENTION_VARIANTS)
 def test_a_variant_is_built_or_refused_before_anything_is_written(full: TensorRT, model: Path, tmp_path: Path, name: str) -> None:
     target = tmp_path / "engine"
-    if full.supports(attention_variant(name)):
+    if is_built(full, name):
         assert build_engine(model, target, **SIZES, attention=name, flavour="tensorrt").path == target
         return
-    with pytest.raises(ConfigError, match=rf"^attention: expected (mask|plugin), got {name}: {full} has no "):
+    with pytest.raises(ConfigError, match=rf"^attention: expected (mask or )?plugin, got {name}: {full}( has no |: )"):
         build_engine(model, target, **SIZES, attention=name, flavour="tensorrt")
     assert not target.exists()
+
+
+def test_auto_is_plugin_attention_in_every_release(full: TensorRT, model: Path, tmp_path: Path) -> None:
+    config = EngineFolder.open(build_engine(model, tmp_path / "engine", **SIZES, flavour="tensorrt").path).config
+    assert config.attention_variant == "plugin"
+    assert config.attention_reason
 
 
 def test_the_network_has_the_tensors_of_the_engine_folder(stand_in: Any, full: TensorRT, built: Path) -> None:
@@ -110,7 +123,7 @@ def test_networks_of_other_families(stand_in: Any, full: TensorRT, tmp_path: Pat
     with Checkpoint.open(model) as checkpoint:
         obstacle = why_not_native(checkpoint.config, SIZES["max_sequence_length"])
     if variant == "native" and obstacle is not None:
-        with pytest.raises(ConfigError, match="attention: expected mask or plugin, got native"):
+        with pytest.raises(ConfigError, match=r"attention: expected .*, got native"):
             build()
         return
     config, network = EngineFolder.open(build()).config, stand_in.networks[-1]
@@ -371,8 +384,8 @@ class TestQuantizedKV:
 
     @pytest.mark.parametrize("attention", ["native", "mask"])
     def test_attention_of_tensorrt_takes_none(self, full: TensorRT, model: Path, tmp_path: Path, attention: str) -> None:
-        if not full.supports(attention_variant(attention)):
-            pytest.skip(f"{full} has no {attention} attention")
+        if not is_built(full, attention):
+            pytest.skip(f"{attention} is refused with {full}")
         with pytest.raises(ConfigError, match=rf"^kv_dtype: expected plugin attention for K and V in int8, got {attention}: "):
             build_engine(model, tmp_path / "engine", **SIZES, attention=attention, kv_dtype="int8", flavour="tensorrt")
         assert not (tmp_path / "engine").exists()

@@ -13,7 +13,7 @@ from trt_kvcache.trt.module import TensorRT
 
 #: What older releases do not have, the first release that has it, and what keeps the package from using it before. None: no release of
 #: full TensorRT has it, or the package uses it with TensorRT for RTX only.
-_MASK, _NATIVE = "attention mask: ResolvedOptions.check_tensorrt", "attention native: ResolvedOptions.check_tensorrt, TensorRT.supports"
+_MASK, _NATIVE = "attention mask: choose_attention", "attention native: choose_attention, TensorRT.supports"
 _RTX = "TensorRT.is_rtx"
 SINCE: dict[str, tuple[tuple[int, int] | None, str]] = {
     "AttentionNormalizationOp": ((10, 14), _MASK),

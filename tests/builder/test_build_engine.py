@@ -183,7 +183,7 @@ def test_an_engine_of_one_slot_stores_its_weights_once(tmp_path: Path) -> None:
 @pytest.mark.trt
 @pytest.mark.parametrize(
     ("version", "attention", "kind"),
-    [("11.0.0", "native", "attention_v2"), ("11.0.0", "mask", "attention_v2"), ("10.16.1", "mask", "attention")],
+    [("11.3.0", "native", "attention_v2"), ("11.0.0", "mask", "attention_v2"), ("10.16.1", "mask", "attention")],
 )
 def test_network_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, attention: str, kind: str) -> None:
     """TensorRT for RTX under the name of full TensorRT: the same network API, asked for strong types and, if old, without v2."""
@@ -361,7 +361,7 @@ def no_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_prefill_length": 39}, r"max_prefill_length: expected at most max_sequence_length=38, got 39"),
         ({"max_batch_size": 0}, r"max_batch_size: expected at least 1, got 0"),
         ({"dtype": "float8_e4m3fn"}, r"dtype: expected one of float16, bfloat16, float32, got 'float8_e4m3fn'"),
-        ({"attention": "both"}, r"attention: expected one of native, mask, plugin, got 'both'"),
+        ({"attention": "both"}, r"attention: expected one of auto, native, mask, plugin, got 'both'"),
         ({"compute_capabilities": []}, r"compute_capabilities: expected a sequence"),
     ],
 )
@@ -388,10 +388,7 @@ def test_without_tensorrt_no_weights_are_opened(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.trt
 def test_native_attention_is_refused_before_a_network_where_it_has_no_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definition, "Graph", None)
-    message = (
-        "attention: expected mask or plugin, got native: layers[0].mixer.window = 7, and TensorRT's attention layer has no window. "
-        "Build with --attention mask or plugin."
-    )
+    message = "attention: expected mask, got native: layers[0].mixer.window = 7, and TensorRT's attention layer has no window."
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         build_engine(GOLDEN / "gemma2", tmp_path / "engine", **SIZES, attention="native")
     assert not os.listdir(tmp_path)
@@ -599,5 +596,5 @@ def test_plugin_attention_of_other_families_is_built_in_segments(tmp_path):
 def test_models_that_the_plugin_does_not_support(tmp_path, changes, options, message):
     with pytest.raises(ConfigError) as raised:
         build_engine(write_model(tmp_path / "model", **changes), tmp_path / "engine", **SIZES, attention="plugin", **options)
-    assert str(raised.value).startswith(message)
+    assert str(raised.value).startswith(f"attention: expected native or mask, got plugin: {message}")
     assert not (tmp_path / "engine").exists()

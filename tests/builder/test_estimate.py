@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.errors import raises
-from tests.helpers.models import write_model
+from tests.helpers.models import SMALL, write_model
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache import Checkpoint, build_engine, estimate_build
 from trt_kvcache.builder.options import BuildOptions
@@ -58,15 +58,34 @@ def test_segments_have_their_constants_beside_the_plan(tmp_path: Path) -> None:
 
 def test_the_chosen_attention_is_that_of_a_build() -> None:
     assert estimate_build(GOLDEN / "gemma2", **SIZES) == estimate_build(GOLDEN / "gemma2", **SIZES, attention="mask")
-    with raises(ConfigError, "attention", expected="mask or plugin", got="native"):
+    with raises(ConfigError, "attention", expected="mask", got="native"):
         estimate_build(GOLDEN / "gemma2", **SIZES, attention="native")
 
 
 def test_soft_capped_scores_are_activations(tmp_path: Path) -> None:
     capped = write_model(tmp_path / "capped", model_type="gemma2", attn_logit_softcapping=50.0)
     plain = write_model(tmp_path / "plain", model_type="gemma2", attn_logit_softcapping=None)
-    more = estimate_build(capped, **SIZES).activations_nbytes - estimate_build(plain, **SIZES).activations_nbytes
+    more = estimate_build(capped, **SIZES).activations_nbytes - estimate_build(plain, **SIZES, attention="mask").activations_nbytes
     assert more == 3 * 11 * 4 * 38 * 2 * 4  # slots, new tokens, heads, keys, before and after softmax, float32
+
+
+@pytest.mark.parametrize(
+    ("options", "is_expanded"),
+    [({"attention": "native"}, True), ({}, True), ({"attention": "mask"}, False), ({"attention": "native", "flavour": "tensorrt"}, False)],
+)
+def test_prefill_of_native_attention_expands_k_and_v_in_rtx(tmp_path: Path, options: dict[str, Any], is_expanded: bool) -> None:
+    model = write_model(tmp_path / "model")
+    heads, kv_heads = SMALL["num_attention_heads"], SMALL["num_key_value_heads"]
+    assert heads > kv_heads
+    sizes = {**SIZES, "dtype": "float16", "max_prefill_length": 11}
+    shorter, longer = (estimate_build(model, **{**sizes, "max_sequence_length": length}, **options) for length in (38, 39))
+    assert longer.activations_nbytes - shorter.activations_nbytes == (2 * 3 * heads * 24 * 2 if is_expanded else 0)
+
+
+def test_without_gqa_nothing_is_expanded(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", num_key_value_heads=SMALL["num_attention_heads"])
+    shorter, longer = (estimate_build(model, **{**SIZES, "max_sequence_length": length}) for length in (38, 39))
+    assert longer.activations_nbytes == shorter.activations_nbytes
 
 
 def test_more_slots_and_tokens_take_more_activations() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 import pytest
@@ -21,13 +20,12 @@ from trt_kvcache.cache.config import KVCacheConfig, KVLayout
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cli.build import BuildFlags
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig, RopeConfig
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT, load
 
 GOOD: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 40, "max_prefill_length": 11}
 MODEL = ModelConfig.from_dict(SMALL)
-PARTIAL = RopeConfig(kind="default", theta=1e4, partial_rotary_factor=18 / 64)
 
 
 def resolve(model: ModelConfig = MODEL, **options: Any) -> ResolvedOptions:
@@ -56,8 +54,8 @@ def full_tensorrt(version: str) -> TensorRT:
         ),
         ({"dtype": "float64"}, "dtype: expected one of float16, bfloat16, float32, got 'float64'."),
         ({"dtype": "int8"}, "dtype: expected one of float16, bfloat16, float32, got 'int8'."),
-        ({"attention": "causal"}, "attention: expected one of native, mask, plugin, got 'causal'."),
-        ({"attention": ["native", "mask"]}, "attention: expected one of native, mask, plugin, got ['native', 'mask']."),
+        ({"attention": "causal"}, "attention: expected one of auto, native, mask, plugin, got 'causal'."),
+        ({"attention": ["native", "mask"]}, "attention: expected one of auto, native, mask, plugin, got ['native', 'mask']."),
         ({"flavour": "rtx"}, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'rtx'."),
         ({"compute_capabilities": ()}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got ().'),
         ({"compute_capabilities": (8.6,)}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got (8.6,).'),
@@ -83,7 +81,7 @@ def test_options_that_were_left_out_are_the_models() -> None:
     options = ResolvedOptions.of_model(BuildOptions(max_logits_per_slot="all"), MODEL)
     assert (options.max_batch_size, options.max_sequence_length, options.max_prefill_length, options.max_logits_per_slot) == (1, 64, 64, 64)
     assert (options.dtype, options.attention) == ("float16", "native")
-    assert ResolvedOptions.of_model(BuildOptions(kv_dtype="int8"), MODEL).attention == "plugin"
+    assert ResolvedOptions.of_model(BuildOptions(kv_dtype="int8"), with_mixer(MODEL, head_dim=64)).attention == "plugin"
     assert ResolvedOptions.of_model(BuildOptions(), with_mixer(MODEL, window=5)).attention == "mask"
 
 
@@ -150,29 +148,9 @@ def test_cache_of_a_model() -> None:
     assert resolve(MODEL).cache_for(MODEL).dtype == "float16"  # the checkpoint's
 
 
-@pytest.mark.parametrize("version", ["10.15.2", "10.16.1"])
-def test_native_attention_needs_a_newer_tensorrt(version: str) -> None:
-    message = f"attention: expected mask, got native: tensorrt {version} has no causal attention over a cache (11.0 has)."
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        resolve().check_tensorrt(full_tensorrt(version))
-
-
-def test_native_attention_needs_a_newer_tensorrt_for_rtx() -> None:
-    rtx = replace(full_tensorrt("1.4.0.76"), flavour="tensorrt_rtx")
-    message = "attention: expected mask, got native: tensorrt_rtx 1.4.0.76 has no causal attention over a cache (1.5 has)."
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        resolve().check_tensorrt(rtx)
-    resolve(attention="mask").check_tensorrt(rtx)
-
-
-def test_versions_that_have_what_the_options_ask_for() -> None:
-    resolve(attention="mask").check_tensorrt(full_tensorrt("10.15.2"))
-    resolve().check_tensorrt(full_tensorrt("11.0.0"))
-
-
 def test_full_tensorrt_builds_for_the_gpu_at_hand() -> None:
     with pytest.raises(ConfigError, match="compute_capabilities: full TensorRT builds for the GPU it runs on"):
-        resolve(compute_capabilities=("8.6",)).check_tensorrt(full_tensorrt("11.4.0"))
+        resolve(attention="mask", compute_capabilities=("8.6",)).check_tensorrt(full_tensorrt("11.4.0"))
 
 
 @pytest.mark.trt
@@ -182,72 +160,6 @@ def test_compute_capabilities_that_rtx_supports() -> None:
     for unknown in ("9.0", "86", "8"):
         with raises(ConfigError, "compute_capabilities", expected="7.5, 8.0", got=f"'{unknown}'"):
             resolve(compute_capabilities=("8.6", unknown)).check_tensorrt(rtx)
-
-
-def test_plugin_attention_needs_tensorrt_10_3() -> None:
-    with raises(ConfigError, "attention: KVCacheAttention", expected="TensorRT 10.3 or newer", got="tensorrt 8.6.1"):
-        resolve(attention="plugin").check_tensorrt(full_tensorrt("8.6.1"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"head_dim": 24}, "head_dim: expected one of 64, 80, 96, 128, 256 for plugin attention, got 24."),
-        (
-            {"head_dim": 64, "num_heads": 34, "num_kv_heads": 2},
-            "num_attention_heads: expected at most 16 for each K/V head for plugin attention, got 17.",
-        ),
-    ],
-    ids=["head_dim", "group"],
-)
-def test_models_that_the_plugin_does_not_support(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        resolve(with_mixer(MODEL, **changes), attention="plugin").check_kernels(with_mixer(MODEL, **changes))
-    assert str(raised.value) == message
-
-
-def test_a_dtype_that_the_plugin_does_not_support() -> None:
-    with raises(ConfigError, "dtype", expected="float16, bfloat16 for plugin attention", got="float32"):
-        resolve(with_mixer(MODEL, head_dim=64), attention="plugin", dtype="float32").check_kernels(with_mixer(MODEL, head_dim=64))
-
-
-def test_a_model_that_the_plugin_supports() -> None:
-    resolve(with_mixer(MODEL, head_dim=64, num_heads=32, num_kv_heads=2), attention="plugin").check_kernels(
-        with_mixer(MODEL, head_dim=64, num_heads=32, num_kv_heads=2)
-    )
-
-
-def test_other_attention_supports_models_that_the_plugin_does_not() -> None:
-    resolve(with_mixer(MODEL, head_dim=24), attention="mask").check_kernels(with_mixer(MODEL, head_dim=24))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rope": PARTIAL}, "rotary_dim: expected a multiple of 4 from 0 to 64, got 18."),
-        ({"scale": 1e7}, "scale: expected 0, or 1e-06 to 1000000.0, got 10000000.0."),
-        ({"softcap": 1e-7}, "softcap: expected 0, or 1e-06 to 1000000.0, got 1e-07."),
-    ],
-    ids=["rotary_dim", "scale", "softcap"],
-)
-def test_attention_that_the_plugin_does_not_support(changes: dict[str, Any], message: str) -> None:
-    model = with_mixer(MODEL, head_dim=64)
-    resolve(model, attention="plugin").check_kernels(model)
-    with pytest.raises(ConfigError) as raised:
-        resolve(with_mixer(model, **changes), attention="plugin").check_kernels(with_mixer(model, **changes))
-    assert str(raised.value) == message
-
-
-@pytest.mark.parametrize(("changes", "what"), [({"window": 39}, "window = 39"), ({"softcap": 2.0}, "softcap = 2.0")])
-def test_native_attention_has_neither_windows_nor_soft_caps(changes: dict[str, Any], what: str) -> None:
-    model = with_mixer(MODEL, **changes)
-    with pytest.raises(ConfigError) as raised:
-        resolve(model, attention="native").cache_for(model)
-    start = f"attention: expected mask or plugin, got native: layers[0].mixer.{what}, and TensorRT's attention layer has no "
-    assert str(raised.value).startswith(start)
-    assert str(raised.value).endswith(". Build with --attention mask or plugin.")
-    for attention in ("mask", "plugin"):
-        resolve(model, attention=attention).cache_for(model)
 
 
 def test_a_window_that_no_sequence_exceeds_is_none() -> None:

@@ -23,7 +23,7 @@ from trt_kvcache.session.session import InferenceSession
 
 from .conftest import GOLDEN, SHIPPED, Run
 
-COMMANDS = ("build", "generate", "chat", "serve-file", "score", "compare", "memory", "inspect")
+COMMANDS = ("build", "generate", "chat", "serve-file", "score", "compare", "memory", "inspect", "doctor")
 PROGRAM = "import sys; from trt_kvcache.cli import main; sys.exit(main(sys.argv[1:]))"
 
 #: The same, but so slow that it does not end before the reader of its output.

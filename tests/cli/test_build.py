@@ -48,7 +48,7 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "max_prefill_length": None,
         "max_logits_per_slot": 1,
         "dtype": None,
-        "attention": None,
+        "attention": "auto",
         "flavour": "auto",
         "embed_weights": False,
         "compute_capabilities": None,
@@ -136,7 +136,8 @@ class TestWithTensorRT:
         assert (done.code, done.err) == (0, "")
         assert done.out.startswith(f"{target}: ")
         assert " by tensorrt_rtx 1." in done.out
-        assert "\n2 slots of 512 tokens, float16, native attention; for all GPUs that tensorrt_rtx supports\n" in done.out
+        assert "\n2 slots of 512 tokens, float16; for all GPUs that tensorrt_rtx supports\n" in done.out
+        assert "\nattention: native, because doctor has not passed on this machine" in done.out
         assert done.out.endswith(f"\nnext: trt-kvcache generate '{target}' --prompt \"...\"\n")
         generated = run("generate", target, "--engine", "reference", "-p", "The rabbit-hole went straight", "--max-new-tokens", 9)
         assert generated.out.startswith("The rabbit-hole went straight on like a tunnel")

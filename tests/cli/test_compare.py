@@ -11,10 +11,14 @@ import pytest
 
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.models import write_model
+from trt_kvcache.builder import checked_build
+from trt_kvcache.builder.attention_choice import BuildTarget
 from trt_kvcache.cli import compare as compare_module
+from trt_kvcache.cli.compare import _other_than_auto
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.polygraphy.runners import RecomputeRunner
+from trt_kvcache.session.session_options import SessionOptions
 from trt_kvcache.session.session_source import SessionSource
 
 from .conftest import GOLDEN, NO_GPU, SHIPPED, Run
@@ -224,3 +228,12 @@ def test_json_keeps_the_exit_code_of_a_difference(run: Run):
     done = run("compare", SHIPPED, "--engine", "reference", "-p", "Alice", "--steps", 1, "--dtype", "float16", "--tolerance", 0, "--json")
     assert (done.code, json.loads(done.out)["agrees"]) == (3, False)
     assert any(pair["difference"] is not None for pair in json.loads(done.out)["pairs"])
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize(("passed", "other"), [(False, "plugin"), (True, "native")])
+def test_the_other_attention_is_not_that_of_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool, other: str):
+    target = BuildTarget(tensorrt="tensorrt_rtx 1.7", is_rtx=True, doctor_passed=passed)
+    monkeypatch.setattr(checked_build, "build_target", lambda tensorrt, options: target)
+    model = write_model(tmp_path / "model", head_dim=64)
+    assert _other_than_auto(model, SessionOptions(flavour="tensorrt_rtx")) == other

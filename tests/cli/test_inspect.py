@@ -46,6 +46,12 @@ def test_without_the_checkpoint_only_tensorrt_can_run_it(run: Run, engine: Path)
     assert json.loads(run("inspect", engine, "--json").out)["engines"] == ["tensorrt"]
 
 
+def test_the_variant_of_attention_has_its_reason(run: Run, tmp_path: Path):
+    engine = make_engine_folder(SHIPPED, tmp_path / "engine", attention_reason="it was named").path
+    assert "\nnative attention, because it was named\n" in run("inspect", engine).out
+    assert json.loads(run("inspect", engine, "--json").out)["attention_reason"] == "it was named"
+
+
 def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):
     shape = f"[?, {MIXER.num_kv_heads}, 38, {MIXER.head_dim}]"
     assert rows(run("inspect", engine).out, "Tensors") == [

@@ -8,7 +8,7 @@ from trt_kvcache.engine.attention_variants import (
     ATTENTION_VARIANTS,
     attention_variant,
     cache_layout,
-    default_attention,
+    tensorrt_attention,
     why_not_native,
     window_in_cache,
 )
@@ -52,6 +52,6 @@ def test_layers_without_a_window():
         ("gemma2", 7, "mask", "layers[0].mixer.softcap = 2.0, and TensorRT's attention layer has no soft cap"),
     ],
 )
-def test_the_default_is_native_where_it_computes_the_model(model, length, chosen, why):
-    assert default_attention(model_of(model), length) == chosen
+def test_the_attention_layer_of_tensorrt_is_native_where_it_computes_the_model(model, length, chosen, why):
+    assert tensorrt_attention(model_of(model), length) == chosen
     assert why_not_native(model_of(model), length) == why

@@ -20,7 +20,7 @@ from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
 
 #: What nothing else in a config.json depends on: any value of the right kind may stand there.
-FREE = {"tensorrt/version", "compute_capabilities", "plan/sha256", "profiles/0/max_width"}
+FREE = {"attention_reason", "tensorrt/version", "compute_capabilities", "plan/sha256", "profiles/0/max_width"}
 FREE |= {f"checkpoint/{name}" for name in ("path", "fingerprint", "nbytes", "embedded", "weights")}
 FREE |= {"names/new_lengths"}  # of engines with states
 FREE |= {f"attention/{layer}/{name}" for layer in (0, 1) for name in ("decomposable", "reason")}
@@ -45,7 +45,7 @@ def test_config_is_plain_json(model: Path) -> None:
         config = make_config(checkpoint)
     data = json.loads(json.dumps(config.to_dict()))
     assert read_config(data) == config
-    assert data["format"] == 7
+    assert data["format"] == 8
     assert data["producer"]["name"] == "trt-kvcache"
     assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
 
@@ -89,11 +89,11 @@ def test_tensors_without_more_logits_are_refused_where_the_profiles_have_them(mo
         read_config(data)
 
 
-@pytest.mark.parametrize("older", range(1, 7))
+@pytest.mark.parametrize("older", range(1, 8))
 def test_an_older_format_is_refused(model: Path, older: int) -> None:
     with Checkpoint.open(model) as checkpoint:
         data = make_config(checkpoint).to_dict()
-    message = rf"^format: this package reads 7, got {older}\. An older trt-kvcache built the engine: build it again\.$"
+    message = rf"^format: this package reads 8, got {older}\. An older trt-kvcache built the engine: build it again\.$"
     with pytest.raises(EngineError, match=message):
         read_config({**data, "format": older})
 

@@ -58,8 +58,8 @@ def with_config(change: Callable[[dict[str, Any]], object]) -> Callable[[EngineF
         (write_config("[1]"), r"config\.json: expected a JSON object, got list"),
         (write_config("{}"), r"config\.json: format: expected a number of 1 or more, got None"),
         (
-            with_config(lambda data: data.update(format=8)),
-            r"config\.json: format: this package reads 7, got 8\. A newer trt-kvcache built the engine: upgrade\.",
+            with_config(lambda data: data.update(format=9)),
+            r"config\.json: format: this package reads 8, got 9\. A newer trt-kvcache built the engine: upgrade\.",
         ),
         (with_config(lambda data: data.update(format="1")), r"format: expected a number of 1 or more, got '1'"),
         (with_config(lambda data: data.update(format=True)), r"format: expected a number of 1 or more, got True"),

@@ -45,7 +45,11 @@ class TestFindGpu:
 
     def test_old_driver(self, driver):
         driver["cuDriverGetVersion"] = (driver["cuInit"][0], 12080)
-        self.refuse(0, "the NVIDIA driver supports CUDA 12, cuda-bindings needs CUDA 13. Update the driver, or install cuda-core[cu12].")
+        self.refuse(
+            0,
+            "the NVIDIA driver supports CUDA 12, the package cuda-bindings is for CUDA 13. Update the driver to 580 or newer, or install "
+            "trt-kvcache[rtx-cu12] (TensorRT for RTX), [tensorrt-cu12] or [cuda12] in a new environment.",
+        )
 
     def test_no_driver(self, driver, monkeypatch):
         import cuda.bindings.driver

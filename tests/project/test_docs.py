@@ -144,6 +144,11 @@ def test_the_tables_of_kernels_are_those_of_the_results():
     assert done.returncode == 0, done.stdout
 
 
+def test_the_tables_of_attention_are_those_of_the_code():
+    done = subprocess.run([sys.executable, str(DOCS / "attention_table.py"), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_errors_of_quantized_k_and_v_are_those_of_the_script():
     done = subprocess.run([sys.executable, str(DOCS / "kv_error_table.py"), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -34,6 +34,7 @@ LAYERS = (
     "server",
     "benchmarking",
     "polygraphy",
+    "doctor",
     "cli",
 )
 

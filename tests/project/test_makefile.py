@@ -28,6 +28,7 @@ TARGETS = (
     "test-all",
     "docs",
     "plugins",
+    "plugin-library",
     "engines",
     "bench",
     "bench-llama",

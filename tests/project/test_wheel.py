@@ -1,4 +1,4 @@
-"""What a wheel installs: one top-level name, with the CUDA sources inside it."""
+"""What a wheel installs: one top-level name, with the CUDA sources and the model of doctor inside it."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ from tests.paths import ROOT
 def test_the_wheel_has_one_top_level_name(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("trt_kvcache", "plugins", "engines"):
+    for name in ("trt_kvcache", "plugins", "engines", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -24,3 +24,7 @@ def test_the_wheel_has_one_top_level_name(tmp_path):
     assert {"trt_kvcache/py.typed", "trt_kvcache/builder/network/decoder.py"} <= set(names)
     sources = {path.relative_to(ROOT / "plugins").as_posix() for path in (ROOT / "plugins").rglob("*.cu*")}
     assert {f"trt_kvcache/_plugins/{source}" for source in sources} <= set(names)
+    model = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    assert {f"trt_kvcache/_models/tiny-chat/{name}" for name in model} <= set(names)
+    assert not [name for name in names if name.startswith("trt_kvcache/_models") and name.endswith(".py")]
+    assert wheel.stat().st_size < 4 << 20

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.helpers.errors import raises
+from tests.helpers.recording import logits_after
 from tests.helpers.sessions import make
+from tests.session.every_logit import with_every_logit
 from trt_kvcache.errors import CapacityError, EngineError, RangeError, ShapeError
 from trt_kvcache.session.slots import Slot
+from trt_kvcache.session.step_plan import LogitsWanted, StepPlan
 
 
 @pytest.fixture
@@ -68,9 +72,9 @@ def test_a_chosen_token_is_pending_and_changes_nothing_in_the_cache(session, run
     assert states(runner)[1] == (3, 2, 1)
 
 
-def test_a_decode_step_takes_the_place_of_pending_tokens_of_the_slots_that_take_part(session, batch):
+def test_a_decode_step_takes_the_place_of_pending_tokens_of_the_slots_that_take_part(session):
     choose(session, 2, 21, None)
-    after = batch.decoded(session._runner.slots, [8, 20, 0], [True, True, False])
+    after = StepPlan.of([[8], [20], []]).applied(session._runner.slots)
     assert [(slot.tokens, slot.pending) for slot in after] == [([1, 2, 3, 8], ()), ([4, 5, 20], ()), ([6], (21,))]
     assert [slot.generated for slot in after] == [0, 1, 1]
     assert after[1].sampler == (7, 1)
@@ -87,7 +91,8 @@ def test_values_that_share_a_row_do_not_see_each_other(runner):
 def test_work_that_fails_leaves_slots_and_lengths(session, batch, runner):
     def change():
         session._cache.rewind(0, 1, stream=runner.stream)
-        batch.prefilled(runner.slots, [[], [7], [8, 9]], batch.plan_prefill([1, 2, 1], [[], [7], [8, 9]]))
+        plan = StepPlan.of([[], [7], [8, 9]])
+        batch.prefilled(runner.slots, plan, runner.chunks([1, 2, 1], plan))
 
     before = states(runner)
     fail_after(runner, change)
@@ -110,9 +115,29 @@ def test_work_that_fails_leaves_which_slots_are_active():
         assert states(runner) == before
 
 
+def test_a_plan_says_for_each_slot_which_logits_are_wanted():
+    """A draft, a slot without one, a part of a prompt and an idle slot share an enqueue."""
+    with with_every_logit(slots=4) as session:
+        runner, received = session._runner, []
+        session.prefill([[1, 2, 3], [4, 5], [6], [7]])
+        plan = StepPlan([[8, 9, 10], [11], [12, 13], []], [LogitsWanted.ALL, LogitsWanted.LAST, LogitsWanted.NONE, LogitsWanted.NONE])
+        with runner.work():
+            slots, logits = session._batch.prefilled(
+                runner.slots, plan, runner.chunks([3, 2, 1, 1], plan), receive=lambda slot, rows: received.append((slot, rows.copy()))
+            )
+            runner.apply(slots)
+        assert [slot.tokens for slot in runner.slots] == [[1, 2, 3, 8, 9, 10], [4, 5, 11], [6, 12, 13], [7]]
+        assert [slot for slot, _ in received] == [0]
+        np.testing.assert_array_equal(received[0][1], [logits_after([1, 2, 3, *[8, 9, 10][: count + 1]]) for count in range(3)])
+        np.testing.assert_array_equal(logits[:2], [logits_after([1, 2, 3, 8, 9, 10]), logits_after([4, 5, 11])])
+        assert np.isnan(logits[2:]).all()
+        assert len(session.engine.steps) == 2
+
+
 def test_recovery_runs_nothing_again(batch, runner):
     steps = len(runner.engine.steps)
-    fail_after(runner, lambda: batch.prefilled(runner.slots, [[8, 9], [10], []], batch.plan_prefill([3, 2, 1], [[8, 9], [10], []])))
+    plan = StepPlan.of([[8, 9], [10], []])
+    fail_after(runner, lambda: batch.prefilled(runner.slots, plan, runner.chunks([3, 2, 1], plan)))
     assert (batch.held, len(runner.engine.steps)) == ([3, 2, 1], steps + 1)
 
 
@@ -188,7 +213,7 @@ def test_a_full_slot_takes_no_part_in_a_decode_step(batch, runner):
     with pytest.raises(CapacityError, match=r"^slot 0 holds 16 tokens; adding 1 exceeds max_sequence_length=16\."):
         batch.decode([1, 2, 3])
     with pytest.raises(CapacityError, match=r"^slot 0 holds 16 tokens"):
-        batch.check_decode([1, 2, 3], [True, False, True])
+        batch.check_decode(StepPlan.of([[1], [], [3]]))
     assert states(runner) == before
-    batch.check_decode([1, 2, 3], [False, True, True])
+    batch.check_decode(StepPlan.of([[], [2], [3]]))
     assert [(slot.length, len(slot.pending)) for slot in runner.slots] == [(15, 1), (2, 1), (1, 0)]

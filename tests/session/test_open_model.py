@@ -16,9 +16,9 @@ from tests.checkpoint.tokenizer_folders import EOS, byte_level_folder
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.errors import raises
 from tests.helpers.models import write_model
-from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.builder.build_engine import build_engine
+from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, BuildError, CheckpointError, ConfigError, CudaError, EngineError, KVCacheError
 from trt_kvcache.memory.host_memory import HostMemory
@@ -254,7 +254,7 @@ class TestModel:
             "kv_scales": None,
             "max_logits_per_slot": 1,
             "dtype": "float16",
-            "attention": "native",
+            "attention": "auto",
             "flavour": "auto",
             "quantize": None,
             "progress": None,
@@ -265,9 +265,9 @@ class TestModel:
         session.close()
         assert not place.parent.exists()
 
-    @pytest.mark.parametrize(("length", "attention"), [(38, "mask"), (6, "native")])
+    @pytest.mark.parametrize(("given", "asked_for"), [({}, "auto"), ({"attention": "auto"}, "auto"), ({"attention": "mask"}, "mask")])
     @pytest.mark.usefixtures("gpu")
-    def test_a_built_engine_has_the_attention_that_computes_the_model(self, monkeypatch, length, attention):
+    def test_the_build_chooses_the_attention_of_an_engine(self, model, monkeypatch, given, asked_for):
         asked = {}
 
         def build(path, target, **options):
@@ -276,8 +276,12 @@ class TestModel:
 
         monkeypatch.setattr(opening, "build_engine", build)
         with pytest.raises(BuildError, match="enough seen"):
-            InferenceSession.from_model(GOLDEN / "gemma3", engine="tensorrt", max_sequence_length=length)
-        assert asked["attention"] == attention
+            InferenceSession.from_model(model, engine="tensorrt", **given)
+        assert asked["attention"] == asked_for
+
+    def test_auto_is_native_attention_in_numpy(self, model):
+        with InferenceSession.from_model(model, engine="numpy", attention="auto") as session:
+            assert session.cache_config.kv.layout is KVLayout.SEPARATE
 
     @pytest.mark.parametrize("stage", ["build", "open"])
     def test_a_build_that_fails_leaves_no_folder(self, model, gpu, monkeypatch, stage):
@@ -309,7 +313,7 @@ class TestModel:
         [
             ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, numpy, tensorrt, torch, got 'onnx'."),
             ({"engine": None}, ConfigError, "engine: expected one of auto, numpy, tensorrt, torch, got None."),
-            ({"attention": "flash"}, ConfigError, "attention: expected one of native, mask, plugin, got 'flash'."),
+            ({"attention": "flash"}, ConfigError, "attention: expected one of auto, native, mask, plugin, got 'flash'."),
             (
                 {"max_sequence_length": 65},
                 ConfigError,

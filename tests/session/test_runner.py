@@ -10,6 +10,7 @@ from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import BindingError, LayoutError
 from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.runner import Runner
+from trt_kvcache.session.step_plan import StepPlan
 
 
 def make(**options):
@@ -23,8 +24,12 @@ def make(**options):
 
 
 def decode(steps, tokens, increment=1):
-    steps.enqueue_one_each(tokens)
+    steps.enqueue_decode(StepPlan.decode(tokens))
     steps.cache.commit_sequence_length(increment, stream=steps.stream)
+
+
+def prompts(*counts):
+    return StepPlan.of([[1] * count for count in counts])
 
 
 @pytest.fixture
@@ -83,11 +88,11 @@ def test_a_run_of_slots_reads_its_own_start_index_and_leaves_the_others_alone(ma
 
 def test_the_plan_respects_the_engine_and_the_alignment():
     steps, *_ = make(limit=7)
-    assert steps.plan_prefill([0, 0], [6, 5]) == [Chunk(0, (4, 4)), Chunk(0, (2, 1))]
+    assert steps.chunks([0, 0], prompts(6, 5)) == [Chunk(0, (4, 4)), Chunk(0, (2, 1))]
     with pytest.raises(LayoutError, match=r"^slot 1: slot 0 before it is full"):
-        steps.plan_prefill([7, 0], [0, 3])
+        steps.chunks([7, 0], prompts(0, 3))
     steps, *_ = make(limit=16)
-    assert steps.plan_prefill([16, 0], [0, 3]) == [Chunk(1, (3,))]
+    assert steps.chunks([16, 0], prompts(0, 3)) == [Chunk(1, (3,))]
 
 
 def test_a_plan_that_no_profile_takes_is_refused():
@@ -95,11 +100,11 @@ def test_a_plan_that_no_profile_takes_is_refused():
     kv = kv_config()
     profiles = [EngineProfile(name="all", min_batch=3, max_batch=3, min_width=1, max_width=4)]
     steps = Runner(RecordingEngine(kv, memory, profiles=profiles), RecordingCache(kv, memory=memory))
-    assert steps.plan_prefill([0, 0, 0], [1, 2, 3]) == [Chunk(0, (1, 2, 3))]
+    assert steps.chunks([0, 0, 0], prompts(1, 2, 3)) == [Chunk(0, (1, 2, 3))]
     with pytest.raises(
         BindingError, match=r"^no optimisation profile takes 2 slots of 3 new tokens\. The engine has all: batch 3-3, width 1-4\.$"
     ):
-        steps.plan_prefill([0, 0], [1, 3])
+        steps.chunks([0, 0], prompts(1, 3))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -47,7 +47,7 @@ def test_options_that_a_build_has_fixed_are_named():
         ({"max_logits_per_slot": 0}, ConfigError, "max_logits_per_slot: expected at least 1, got 0."),
         ({"max_logits_per_slot": "every"}, ConfigError, "max_logits_per_slot: expected a number of new tokens or 'all', got 'every'."),
         ({"dtype": "int8"}, ConfigError, "dtype: expected one of "),
-        ({"attention": "flash"}, ConfigError, "attention: expected one of native, mask, plugin, got 'flash'."),
+        ({"attention": "flash"}, ConfigError, "attention: expected one of auto, native, mask, plugin, got 'flash'."),
     ],
 )
 def test_what_is_refused(options, kind, text):

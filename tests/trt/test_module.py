@@ -45,7 +45,33 @@ def test_neither_flavour_is_installed(installed: Any) -> None:
         load()
     text = str(raised.value)
     assert text.startswith("TensorRT cannot be used. tensorrt: not installed; pip install 'trt-kvcache[tensorrt]'")
-    assert "tensorrt_rtx: not installed; pip install 'trt-kvcache[rtx]'." in text
+    assert "tensorrt_rtx: not installed; pip install 'trt-kvcache[rtx]', or 'trt-kvcache[rtx-cu12]' for NVIDIA driver 570 to 575." in text
+
+
+@pytest.mark.parametrize(
+    ("wheel", "driver", "fits"),
+    [("cu13", 12, False), ("cu13", 13, True), ("cu13", None, True), ("cu12", 12, True), ("cu12", 13, True), ("cu12", 11, False)],
+)
+def test_a_wheel_of_rtx_for_a_newer_driver_is_named(
+    installed: Any, monkeypatch: pytest.MonkeyPatch, wheel: str, driver: int | None, fits: bool
+) -> None:
+    installed(tensorrt_rtx=fake_module("1.7.1"))
+    monkeypatch.setattr(trt_module, "driver_version", lambda: None if driver is None else (driver, 9))
+    monkeypatch.setattr(trt_module, "_is_installed", lambda name: name == f"tensorrt-rtx-{wheel}")
+    tensorrt = load("tensorrt_rtx")
+    if fits:
+        tensorrt.create("Runtime")
+        return
+    with tensorrt.log.collect() as messages, pytest.raises(RuntimeError):
+        tensorrt.create("Runtime")
+    [text] = messages.errors
+    parts = (f"supports CUDA {driver}", f"tensorrt-rtx-{wheel}", f"trt-kvcache[rtx-cu{driver}]", {"cu13": "580", "cu12": "570"}[wheel])
+    assert [part for part in parts if part not in text] == []
+
+
+@pytest.mark.trt
+def test_the_wheel_that_is_installed_has_a_name() -> None:
+    assert trt_module._is_installed("tensorrt-rtx-cu13") or trt_module._is_installed("tensorrt-rtx-cu12")
 
 
 def test_the_caller_chooses_the_error_type(installed: Any) -> None:

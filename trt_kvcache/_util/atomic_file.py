@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from trt_kvcache._util.open_files import until_closed
+
 
 def check_target(target: Path) -> None:
     """Raise an OSError if ``target`` cannot be created, before the work whose result it will hold."""
@@ -42,7 +44,7 @@ def atomic_file(target: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        until_closed(lambda: os.replace(temporary, target))
     except OSError as error:
         raise error_about(target, error, temporary) from error
     finally:

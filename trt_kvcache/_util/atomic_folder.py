@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trt_kvcache._util.atomic_file import error_about
+from trt_kvcache._util.open_files import until_closed
 
 # Arguments of renameat2 in Linux.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -47,9 +48,9 @@ def _replace(folder: Path, target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return
     old = _sibling(target, "old")
-    os.rename(target, old)
+    until_closed(lambda: os.rename(target, old))
     try:
-        os.rename(folder, target)
+        until_closed(lambda: os.rename(folder, target))
     except BaseException:
         os.rename(old, target)
         raise

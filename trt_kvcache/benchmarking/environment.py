@@ -8,7 +8,7 @@ from typing import Any
 
 from trt_kvcache._version import __version__
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.cuda_driver import check
+from trt_kvcache.memory.cuda_driver import check, driver_release
 from trt_kvcache.session.session import InferenceSession
 
 _PACKAGES = ("numpy", "ml_dtypes", "tensorrt", "tensorrt-rtx", "cuda-core", "cuda-bindings", "torch")
@@ -57,15 +57,7 @@ def _gpu(memory: Memory) -> dict[str, Any]:
 
     cuda = check(driver.cuDriverGetVersion())
     index = memory.dlpack_device[1]
-    return {"device_name": Device(index).name, "driver": _kernel_driver(), "cuda_driver": f"{cuda // 1000}.{cuda % 1000 // 10}"}
-
-
-def _kernel_driver() -> str | None:
-    """Return the release of the NVIDIA driver, such as 580.65; None if the kernel module does not report it (Jetson, Windows)."""
-    try:
-        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
-    except OSError:
-        return None
+    return {"device_name": Device(index).name, "driver": driver_release(), "cuda_driver": f"{cuda // 1000}.{cuda % 1000 // 10}"}
 
 
 def _processor_name() -> str:

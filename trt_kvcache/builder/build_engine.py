@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.peak_memory import peak_memory_nbytes
 from trt_kvcache._util.progress import Progress
 from trt_kvcache.builder.checked_build import CheckedBuild, checked_build
 from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
 from trt_kvcache.builder.options import BuildKeywords, BuildOptions, takes_build_options
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
@@ -21,6 +23,7 @@ from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
+from trt_kvcache.errors import BuildError
 from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
@@ -98,7 +101,12 @@ def build_engine(
     CheckpointError
         The checkpoint is damaged or not supported. Nothing was written.
     BuildError
-        TensorRT is not there, or refused something. Nothing is left on disk.
+        TensorRT is not there, or refused something; the text says which ``attention`` to try. Nothing is left on disk.
+
+    Warns
+    -----
+    UserWarning
+        A variant that ``attention="auto"`` chose could not be built: the next one is built.
 
     Notes
     -----
@@ -122,17 +130,13 @@ def build_engine(
     assert tensorrt is not None
     with build.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
         report(DEFINING, None)
-        definitions = _define(build, tensorrt, messages)
-        plans = []
-        for index, definition in enumerate(definitions):
-            report(BUILDING, index / len(definitions))
-            plans.append(serialize(definition, build.options, tensorrt, messages, _progress_of_part(report, index, len(definitions))))
+        build, definition, plans = _built_variant(build, tensorrt, messages, report)
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
         constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if build.options.in_segments else None
         chunks = with_padding(plans)
-        config = _config(build, tensorrt, definitions[0], plan=FileRecord.of(chunks), fingerprint=fingerprint)
+        config = _config(build, tensorrt, definition, plan=FileRecord.of(chunks), fingerprint=fingerprint)
         if constants is not None:
             config = replace(config, segments=_segments_record(config, plans, constants, build.options.operations or {}))
         write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
@@ -146,6 +150,36 @@ def build_engine(
             attention=config.attention,
             warnings=tuple(messages.warnings),
         )
+
+
+def _built_variant(
+    build: CheckedBuild, tensorrt: TensorRT, messages: Messages, report: Progress
+) -> tuple[CheckedBuild, DecoderDefinition, list[Any]]:
+    """Build the networks. If TensorRT's compiler fails, ``auto`` builds the next variant; a variant that was named is left with advice."""
+    while True:
+        definitions = _define(build, tensorrt, messages)
+        try:
+            return build, definitions[0], _plans(definitions, build.options, tensorrt, messages, report)
+        except BuildError as error:
+            choice, options = build.options.choice, build.options.next_attention()
+            if options is None:
+                advice = f" Build with --attention {' or '.join(choice.others)}." if choice.others else ""
+                raise BuildError(f"{error}{advice}") from error
+            warn_caller(f"building {options.attention} attention, because {options.choice.reason}: {error}", UserWarning)
+            messages.clear_errors()
+            build = replace(build, options=options, cache=options.cache_for(build.checkpoint.config))
+            del definitions  # and with it the weights of the network
+
+
+def _plans(
+    definitions: Sequence[DecoderDefinition], options: ResolvedOptions, tensorrt: TensorRT, messages: Messages, report: Progress
+) -> list[Any]:
+    """Serialise the engine of each network."""
+    plans = []
+    for index, definition in enumerate(definitions):
+        report(BUILDING, index / len(definitions))
+        plans.append(serialize(definition, options, tensorrt, messages, _progress_of_part(report, index, len(definitions))))
+    return plans
 
 
 def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages) -> tuple[DecoderDefinition, ...]:
@@ -168,6 +202,7 @@ def _config(
         tensors=decoder_tensors(checkpoint.config, cache, names, max_logits_per_slot=options.max_logits_per_slot),
         profiles=definition.profiles,
         attention_variant=options.attention,
+        attention_reason=options.choice.reason,
         attention=definition.attention,
         tensorrt_flavour=tensorrt.flavour,
         tensorrt_version=tensorrt.version,

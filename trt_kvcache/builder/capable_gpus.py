@@ -1,4 +1,4 @@
-"""GPUs that have the types of quantized weights: compute capabilities of a build, chosen or checked."""
+"""Compute capabilities of a build, chosen or checked: those that support the types of quantized weights."""
 
 from __future__ import annotations
 

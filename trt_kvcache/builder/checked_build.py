@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from trt_kvcache.builder.attention_choice import BuildTarget
 from trt_kvcache.builder.capable_gpus import with_capable_gpus
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
@@ -17,9 +18,11 @@ from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_weights
 from trt_kvcache.checkpoint.weight_files import has_weight_files
+from trt_kvcache.engine.doctor_verdict import gpu_and_driver, read_verdict
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine_folder.folder import check_target
-from trt_kvcache.errors import BuildError, ConfigError
+from trt_kvcache.errors import BuildError
+from trt_kvcache.memory.cuda_driver import compute_capability
 from trt_kvcache.trt.module import TensorRT, load
 
 
@@ -38,24 +41,19 @@ def checked_build(
 ) -> CheckedBuild:
     """Validate a build, and open its checkpoint. A dry run needs neither TensorRT nor weights."""
     model = Path(model_path)
-    options = ResolvedOptions.of_model(given, Checkpoint.read_config(model))
+    Checkpoint.read_config(model)  # a model that is not supported is reported before TensorRT is imported
     if engine_path is not None:
         check_target(Path(engine_path), model)
-    if options.timing_cache is not None:
-        check_timing_cache(options.timing_cache)
+    if given.timing_cache is not None:
+        check_timing_cache(Path(given.timing_cache))
     tensorrt = installed_tensorrt(given.flavour) if dry_run else load(given.flavour, error=BuildError)
-    if tensorrt is not None:
-        options.check_tensorrt(tensorrt)
     checkpoint = open_checkpoint(model, given.quantize, needs_weights=not dry_run)
     try:
-        # again: weights may be stored in another dtype than config.json says
-        options = with_capable_gpus(ResolvedOptions.of_model(given, checkpoint.config), checkpoint.code_kinds, tensorrt)
-        try:
-            options.check_kernels(checkpoint.config)
-        except ConfigError as error:
-            if given.kv_dtype is None:
-                raise
-            raise ConfigError(f"{error} kv_dtype={given.kv_dtype} chose plugin attention: no other takes K and V in 8 bits.") from None
+        # of the open checkpoint: weights may be stored in another dtype than config.json says
+        options = ResolvedOptions.of_model(given, checkpoint.config, None if tensorrt is None else build_target(tensorrt, given))
+        if tensorrt is not None:
+            options.check_tensorrt(tensorrt)
+        options = with_capable_gpus(options, checkpoint.code_kinds, tensorrt)
         Tokenizer.open(checkpoint.path)  # damaged files that are copied are reported before the work, not by the first prompt
         GenerationDefaults.open(checkpoint.path)
         cache = options.cache_for(checkpoint.config, quantized_kv(checkpoint, given.kv_dtype, given.kv_scales))
@@ -63,6 +61,21 @@ def checked_build(
         checkpoint.close()
         raise
     return CheckedBuild(options=options, tensorrt=tensorrt, checkpoint=checkpoint, cache=cache)
+
+
+def build_target(tensorrt: TensorRT, options: BuildOptions, device: int = 0) -> BuildTarget:
+    """Return the target of a build on this machine: with the GPU and doctor's verdict on it, if it has one."""
+    found = gpu_and_driver(device)
+    gpu = None if found is None else compute_capability(device)
+    verdict = None if found is None else read_verdict(*found, str(tensorrt))
+    is_for_gpu = options.compute_capabilities is None or gpu in options.compute_capabilities
+    return BuildTarget(
+        tensorrt=str(tensorrt),
+        is_rtx=tensorrt.is_rtx,
+        release=tensorrt.release,
+        compute_capabilities=None if tensorrt.is_rtx or gpu is None else (gpu,),  # full TensorRT builds for the GPU at hand
+        doctor_passed=verdict is not None and verdict.passed and is_for_gpu,
+    )
 
 
 def installed_tensorrt(flavour: str) -> TensorRT | None:

@@ -61,7 +61,8 @@ class BuildEstimate:
     cache_nbytes : int
         K, V and states as allocated. Exact.
     activations_nbytes : int
-        Activations and logits of the largest enqueue, from the shapes of the network: TensorRT may need more or less.
+        Activations and logits of the largest enqueue, from the shapes of the network: TensorRT may need more or less. With GQA and native
+        attention of TensorRT for RTX also K and V of all rows for each query head, which its prefill copies.
     host_peak_nbytes : int
         Most memory of the host during the build.
 
@@ -210,7 +211,15 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions
     scores = max(scores, *(_scan_nbytes(mixer, options.max_prefill_length) for mixer in model.recurrent_layers), 0)
     rows = options.max_batch_size * options.max_logits_per_slot
     logits = rows * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
-    return tokens * (widest * itemsize(dtype) + scores) + logits
+    return tokens * (widest * itemsize(dtype) + scores) + logits + _expanded_kv_nbytes(model, dtype, options)
+
+
+def _expanded_kv_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions) -> int:
+    """Return the bytes of K and V of all S rows, repeated for each query head: prefill of native attention in RTX makes them with GQA."""
+    if options.attention != "native" or options.flavour == "tensorrt":
+        return 0
+    widest = max((mixer.num_heads * mixer.head_dim for mixer in model.attention_layers if mixer.group > 1), default=0)
+    return 2 * options.max_batch_size * options.max_sequence_length * widest * itemsize(dtype)
 
 
 def _mixer_width(layer: LayerConfig) -> int:

@@ -13,7 +13,7 @@ from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
+from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
@@ -29,9 +29,6 @@ MAX_OPTIMIZATION_LEVEL = 5
 DEFAULT_MAX_BATCH_SIZE = 1
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_PREFILL_LENGTH = 512
-
-#: Compute capability without bfloat16, and without the attention kernels of this package.
-TURING = "7.5"
 
 #: How plugin attention is built: one plan with plugin layers, or a plan for each segment between two attentions.
 PLUGIN_LAYERS = ONE_PLAN, SEGMENTS = "one-plan", "segments"
@@ -58,7 +55,7 @@ class BuildKeywords(TypedDict, total=False):
     max_prefill_length: int | None
     max_logits_per_slot: int | Literal["all"]
     dtype: str | None
-    attention: str | None
+    attention: str
     plugin_layers: str
     operations: Mapping[str, str] | None
     flavour: str
@@ -89,10 +86,9 @@ class BuildOptions:
     dtype : str, optional
         Dtype of computation, and of the cache unless ``kv_dtype`` is given: ``"float16"``, ``"bfloat16"`` or ``"float32"``. If left out
         the checkpoint's.
-    attention : str, optional
-        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`. If left out ``"plugin"`` with
-        ``kv_dtype``, else ``"native"``, and ``"mask"`` for a model that native attention cannot compute: sliding windows smaller than S,
-        soft-capped scores.
+    attention : {"auto", "native", "mask", "plugin"}
+        See :mod:`trt_kvcache.engine.attention_variants`. ``"auto"`` chooses by TensorRT, GPU and model: see ``docs/engines.md``. If its
+        first choice does not build, it warns and builds the next one.
     plugin_layers : {"one-plan", "segments"}
         With plugin attention, whether the engine is one plan with plugin layers; or, for TensorRT for RTX only, one plan for each segment
         between two attentions, which this package launches in between.
@@ -141,7 +137,7 @@ class BuildOptions:
     max_prefill_length: int | None = None
     max_logits_per_slot: int | Literal["all"] = 1
     dtype: str | None = None
-    attention: str | None = None
+    attention: str = AUTO
     plugin_layers: str = ONE_PLAN
     operations: Mapping[str, str] | None = None
     flavour: str = "auto"
@@ -160,8 +156,7 @@ class BuildOptions:
         self._normalize("dtype", dtype_in_full)
         if self.dtype is not None:
             one_of("dtype", self.dtype, MODEL_DTYPES)
-        if self.attention is not None:
-            one_of("attention", self.attention, ATTENTION_VARIANTS)
+        one_of("attention", self.attention, ATTENTION_SETTINGS)
         one_of("plugin_layers", self.plugin_layers, PLUGIN_LAYERS)
         self._normalize("operations", _as_operations)
         one_of("flavour", self.flavour, FLAVOURS)

@@ -6,22 +6,20 @@ that), and its messages do not name the option at fault. So everything that is k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, ONE_PLAN, SEGMENTS, TURING, BuildOptions, default_sequence_length
+from trt_kvcache.builder.attention_choice import TURING, AttentionBuild, AttentionChoice, BuildTarget, choose_attention, next_choice
+from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, ONE_PLAN, SEGMENTS, BuildOptions, default_sequence_length
 from trt_kvcache.cache.config import DecoderCacheConfig
-from trt_kvcache.engine.attention_variants import attention_variant, default_attention, why_not_native
+from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.engine.quantized_kv import QuantizedKV
-from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes
 from trt_kvcache.errors import ConfigError, EngineError
-from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
-from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import check_plugins
 
@@ -69,23 +67,45 @@ class ResolvedOptions(BuildOptions):
     max_prefill_length: int
     max_logits_per_slot: int
     dtype: str
-    attention: str
+    attention: AttentionName
     compute_capabilities: tuple[str, ...] | None
     timing_cache: Path | None
+    choice: AttentionChoice  # of ``attention``
 
     @classmethod
-    def of_model(cls, options: BuildOptions, model: ModelConfig) -> ResolvedOptions:
-        """Fill in the defaults of a model."""
+    def of_model(cls, options: BuildOptions, model: ModelConfig, target: BuildTarget | None = None) -> ResolvedOptions:
+        """Fill in the defaults of a model. Without a target the TensorRT is not known."""
         length = options.max_sequence_length or default_sequence_length(model)
         width = options.max_prefill_length or min(length, DEFAULT_MAX_PREFILL_LENGTH)
+        target = target or BuildTarget.of_flavour(options.flavour)
+        capabilities = None if options.compute_capabilities is None else tuple(options.compute_capabilities)
+        choice = choose_attention(
+            options.attention,
+            AttentionBuild(
+                model=model,
+                target=replace(target, compute_capabilities=capabilities or target.compute_capabilities),
+                dtype=options.dtype or model.dtype,
+                kv_dtype=options.kv_dtype,
+                max_sequence_length=length,
+                operations=frozenset(options.operations or ()),
+            ),
+        )
+        if options.operations and choice.variant != "plugin":
+            raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         chosen = {
             "max_sequence_length": length,
             "max_prefill_length": width,
             "max_logits_per_slot": logits_per_slot(options.max_logits_per_slot, max_prefill_length=width),
             "dtype": options.dtype or model.dtype,
-            "attention": options.attention or ("plugin" if options.kv_dtype else default_attention(model, length)),
+            "attention": choice.variant,
+            "choice": choice,
         }
         return cls(**{**vars(options), **chosen})
+
+    def next_attention(self) -> ResolvedOptions | None:
+        """Return the options of the next variant of ``auto``; None if there is no other."""
+        choice = next_choice(self.choice)
+        return None if choice is None else replace(self, attention=choice.variant, choice=choice)
 
     @property
     def in_segments(self) -> bool:
@@ -115,9 +135,6 @@ class ResolvedOptions(BuildOptions):
                 f"max_sequence_length: expected at most {model.max_position_embeddings}, the positions that the model was made for "
                 f"(max_position_embeddings), got {self.max_sequence_length}."
             )
-        obstacle = why_not_native(model, self.max_sequence_length) if self.attention == "native" else None
-        if obstacle is not None:
-            raise ConfigError(f"attention: expected mask or plugin, got native: {obstacle}. Build with --attention mask or plugin.")
         if self.dtype == "bfloat16" and TURING in (self.compute_capabilities or ()):
             raise ConfigError(f"dtype: GPUs of compute capability {TURING} have no bfloat16. Build with dtype float16.")
         return decoder_cache_config(
@@ -129,34 +146,8 @@ class ResolvedOptions(BuildOptions):
             quantized=quantized,
         )
 
-    def check_kernels(self, model: ModelConfig) -> None:
-        """Check that the attention kernels of this package support a model, if they are to run it."""
-        if self.attention != "plugin":
-            if self.operations:
-                raise ConfigError(f"operations: expected none with {self.attention} attention, got {', '.join(self.operations)}.")
-            return
-        if AttentionOp.name in (self.operations or ()):
-            return
-        if TURING in (self.compute_capabilities or ()):
-            raise ConfigError(f"compute_capabilities: expected 8.0 or more for plugin attention, got {TURING}. Build with native or mask.")
-        for mixer in model.attention_layers:
-            for what, value, known in (("dtype", self.dtype, (*ELEMENT_TYPES,)), ("head_dim", mixer.head_dim, HEAD_DIMS)):
-                if value not in known:
-                    raise ConfigError(f"{what}: expected one of {', '.join(map(str, known))} for plugin attention, got {value}.")
-            if mixer.group > MAX_GROUP:
-                raise ConfigError(
-                    f"num_attention_heads: expected at most {MAX_GROUP} for each K/V head for plugin attention, got {mixer.group}."
-                )
-            attributes = attention_op_attributes(mixer, max_sequence_length=self.max_sequence_length)
-            AttentionOp(**attributes).kernel_attributes()  # type: ignore[arg-type]  # each of its type
-
     def check_tensorrt(self, tensorrt: TensorRT) -> None:
         """Check that a TensorRT can build with these options."""
-        for name, served in (("mask", "plugin"), ("native", "mask")):  # native needs what mask needs, and more
-            variant = attention_variant(name)
-            if self.attention in ("native", name) and not tensorrt.supports(variant):
-                first = variant.first_rtx_release if tensorrt.is_rtx else variant.first_release
-                raise ConfigError(f"attention: expected {served}, got {self.attention}: {tensorrt} has no {variant.needs} ({first} has).")
         if self.attention == "plugin" and not self.in_segments:
             try:
                 check_plugins(tensorrt)

@@ -15,6 +15,7 @@ from trt_kvcache.builder.options import BuildOptions, default_sequence_length
 from trt_kvcache.builder.resolved_options import ResolvedOptions, check_capabilities
 from trt_kvcache.cache.estimate import largest_number
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import AUTO
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
@@ -140,10 +141,9 @@ def _fit(
     model = source.model
 
     def estimate(batch: int, tokens: int) -> BuildEstimate:
-        attention = None if quantized is None else "plugin"
+        attention = AUTO if quantized is None else "plugin"
         asked = replace(options, max_batch_size=batch, max_sequence_length=tokens, attention=attention)
         resolved = ResolvedOptions.of_model(asked, model)
-        resolved.check_kernels(model)
         return source.estimate(resolved, resolved.cache_for(model, quantized))
 
     def fits(batch: int, tokens: int) -> bool:

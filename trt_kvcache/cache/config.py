@@ -257,7 +257,7 @@ class KVCacheConfig(_Resizable):
 
     @property
     def scales_by_token(self) -> bool:
-        """True if each head of a token has its own scales, which a slot holds beside K and V."""
+        """True if each head of a token has its own scales, which a slot holds next to K and V."""
         return self.scales == "token"
 
     @cached_property

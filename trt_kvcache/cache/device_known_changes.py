@@ -15,7 +15,7 @@ DEBUG_VARIABLE = "TRT_KVCACHE_DEBUG"
 
 
 class DeviceKnownChanges(LengthState):
-    """Changes by a device tensor, or by a CUDA graph: afterwards the mirror is an upper bound. Sessions of this package use none."""
+    """Changes by a device tensor, or by a CUDA graph: afterwards the mirror is an upper bound. Sessions never use these."""
 
     def replayed(self, increment: int, *, exact: bool = True) -> None:
         """Update the mirror before a captured commit is replayed. Nothing is launched here.

@@ -16,7 +16,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class _IndexedByType(Cache):
-    """A cache whose getters count the layers of each type by themselves, from 0."""
+    """A cache whose getters count the layers of each type separately, from 0."""
 
     def _index(self, layer_idx: int, layer_type: LayerType) -> int:
         name = "attn_layer_idx" if layer_type is LayerType.ATTENTION else "recurrent_layer_idx"

@@ -9,7 +9,7 @@ import numpy as np
 
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
-from trt_kvcache.cache.layout import KVLayerStorage
+from trt_kvcache.cache.layout import KVLayerStorage, KVLayout
 from trt_kvcache.cache.resources import Resources
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import ShapeError
@@ -97,6 +97,12 @@ class KVLayers:
 
     def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
         """Do nothing: rows past the length of a slot, and their scales, are never read as data."""
+
+    def zero(self, count: int, *, stream: Any) -> None:
+        """Set all rows of the first ``count`` slots to zero, the stale ones too."""
+        for combined, separate in zip(self.combined, self.separate, strict=True):
+            for view in separate if self.config.layout is KVLayout.SEPARATE else (combined,):
+                self._memory.zero(view[:count], stream=stream)
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
         """Move the live rows of slots, in one launch per head-dim group, and one for their scales."""

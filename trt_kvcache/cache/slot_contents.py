@@ -1,4 +1,4 @@
-"""``SlotContents``: the protocol of the contents of slots, which follow changes of the lengths."""
+"""``SlotContents``: the protocol of per-slot data that is notified of changes of the lengths."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

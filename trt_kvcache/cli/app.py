@@ -20,6 +20,7 @@ from trt_kvcache.cli.build import build
 from trt_kvcache.cli.chat import chat
 from trt_kvcache.cli.compare import compare
 from trt_kvcache.cli.console import complain, message_of, warn
+from trt_kvcache.cli.doctor import doctor
 from trt_kvcache.cli.flag_names import flags_of, naming_flags
 from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.help import Command, Commands
@@ -81,7 +82,7 @@ def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
-COMMANDS = (build, generate, chat, serve, serve_file, score, perplexity, compare, bench, memory, inspect_command)
+COMMANDS = (build, generate, chat, serve, serve_file, score, perplexity, compare, bench, memory, inspect_command, doctor)
 
 for command in COMMANDS:
     app.command(command.__name__.replace("_", "-"), cls=Command)(_with_clear_errors(command))

@@ -29,10 +29,10 @@ from trt_kvcache.cli.session_flags import (
     located_headers,
 )
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
+from trt_kvcache.engine.attention_variants import AUTO, AttentionSetting
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CheckpointError, KVCacheError
-from trt_kvcache.reference import Attention
 from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 
 PluginLayersChoice = Literal["one-plan", "segments"]
@@ -62,10 +62,7 @@ class BuildFlags:
         ),
     ] = 1
     dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP)] = None
-    attention: Annotated[
-        Attention | None,
-        choice(Attention, "--attention", help=ATTENTION_HELP),
-    ] = None
+    attention: Annotated[AttentionSetting, choice(AttentionSetting, "--attention", help=ATTENTION_HELP)] = AUTO
     plugin_layers: Annotated[
         PluginLayersChoice,
         choice(
@@ -194,8 +191,9 @@ def _print_report(report: BuildReport) -> None:
     config = EngineFolder.open(report.path).config
     cache, kv = config.cache, config.cache.kv
     stored = kv_format(cache.dtype, kv.scales if kv else None)
-    attention = f", {config.attention_variant} attention" if config.model.attention_layers else ""
-    say(f"{count(cache.max_batch_size, 'slot')} of {length_limit(cache.max_sequence_length)}, {stored}{attention}; {_gpus(config)}")
+    say(f"{count(cache.max_batch_size, 'slot')} of {length_limit(cache.max_sequence_length)}, {stored}; {_gpus(config)}")
+    if config.model.attention_layers:
+        say(f"attention: {config.attention_variant}, because {config.attention_reason}")
     say(f'next: trt-kvcache generate {shlex.quote(str(report.path))} --prompt "..."')
     decomposed = sum(choice.decomposable for choice in report.attention)
     if decomposed:

@@ -40,7 +40,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFlags:
-    """Options that make conversations of texts."""
+    """Options that turn the text of a prompt into a conversation."""
 
     raw: Raw = False
     system: System = None

@@ -1,4 +1,4 @@
-"""``trt-kvcache compare``: run a model on several engines and compare every step."""
+"""``trt-kvcache compare``: run a model by several paths and compare every step."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from trt_kvcache.builder.checked_build import checked_build
+from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import as_json, messages, note, put_json, say, warn
 from trt_kvcache.cli.formats import weights_format
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.option_groups import Json, choice
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
-from trt_kvcache.engine.attention_variants import default_attention
+from trt_kvcache.engine.attention_variants import AttentionName, tensorrt_attention
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.session.open_model import why_no_tensorrt
-from trt_kvcache.session.session_options import ENGINE_ALIASES, DTypeChoice, FlavourChoice
+from trt_kvcache.session.session_options import ENGINE_ALIASES, DTypeChoice, FlavourChoice, SessionOptions
 from trt_kvcache.session.session_source import SessionSource
 
 if TYPE_CHECKING:
@@ -148,7 +151,7 @@ def _has_quantized_kv(folder: Path) -> bool:
 def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:
     """Return a source of the same model and sizes with the other attention: the plugin's, or TensorRT's if the engine has the plugin's."""
     if not is_engine_folder(folder):
-        return reference.replace(attention="plugin")
+        return reference.replace(attention=_other_than_auto(folder, reference.options))
     engine = EngineFolder.open(folder)
     config = engine.config
     return reference.replace(
@@ -159,5 +162,23 @@ def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:
         max_prefill_length=config.max_prefill_length,
         dtype=cast(DTypeChoice, config.dtype),
         quantize=config.checkpoint.quantize or None,
-        attention=default_attention(config.model, config.cache.max_sequence_length) if config.attention_variant == "plugin" else "plugin",
+        attention=_beside_plugin(config) if config.attention_variant == "plugin" else "plugin",
     )
+
+
+def _other_than_auto(folder: Path, options: SessionOptions) -> AttentionName:
+    """Return the plugin's attention, or TensorRT's if the plugin's is what a build takes here."""
+    given = BuildOptions(
+        dtype=options.dtype, flavour=options.flavour, quantize=options.quantize, max_sequence_length=options.max_sequence_length
+    )
+    try:
+        build = checked_build(folder, None, given, dry_run=True)
+    except ConfigError:  # TensorRT cannot build the model: other engines are compared
+        return "plugin"
+    build.checkpoint.close()
+    return next(iter(build.options.choice.others), "mask") if build.options.attention == "plugin" else "plugin"
+
+
+def _beside_plugin(config: EngineFolderConfig) -> AttentionName:
+    """Return TensorRT's attention for the model of an engine; of full TensorRT the one that every release computes right."""
+    return "mask" if config.tensorrt_flavour == "tensorrt" else tensorrt_attention(config.model, config.cache.max_sequence_length)

@@ -14,6 +14,7 @@ from trt_kvcache.cli.option_groups import Json, choice
 from trt_kvcache.cli.session_flags import FlavourName
 from trt_kvcache.cli.tensor_rows import tensor_rows
 from trt_kvcache.engine.attention_variants import window_in_cache
+from trt_kvcache.engine.doctor_verdict import DoctorVerdict, gpu_and_driver, read_verdict
 from trt_kvcache.engine.protocol import TensorMode, TensorSpec
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE
 from trt_kvcache.engine_folder.inspection import EngineInspection, inspect_engine
@@ -43,7 +44,8 @@ def inspect(
     if plot is not None:
         found.plot().save(plot)
     if json:
-        put_json(as_json(found))
+        verdict = _verdict(found)
+        put_json({**as_json(found), "doctor": None if verdict is None else verdict._asdict()})
         return
     _print_head(found)
     _print_tensors(found.tensors, every_tensor=tensors)
@@ -89,6 +91,23 @@ def _print_head(found: EngineInspection) -> None:
     say(f"built from: {checkpoint.path}{' (embedded)' if checkpoint.embedded else ''}, fingerprint {checkpoint.fingerprint[:16]}")
     gone = "" if "torch" in found.engines else "; torch and numpy need the checkpoint, which is gone"
     say(f"can be run by: {', '.join(found.engines)}{gone}")
+    _print_verdict(found)
+
+
+def _verdict(found: EngineInspection) -> DoctorVerdict | None:
+    """Return the verdict of doctor on this machine's GPU with the TensorRT of the engine; None without either."""
+    here = gpu_and_driver()
+    return None if here is None else read_verdict(*here, f"{found.tensorrt_flavour} {found.tensorrt_version}")
+
+
+def _print_verdict(found: EngineInspection) -> None:
+    verdict = _verdict(found)
+    if verdict is not None:
+        failed = [name for name, status in verdict.checks.items() if status == "failed"]
+        said = f"failed: {', '.join(failed)}" if failed else "passed" if verdict.passed else "plugin attention did not run in TensorRT"
+        say(f"doctor: {said} ({verdict.date}, {verdict.gpu}, driver {verdict.driver})")
+    elif gpu_and_driver() is not None:
+        say("doctor: did not run with this GPU, driver and TensorRT; `trt-kvcache doctor` checks them")
 
 
 def _print_tensors(tensors: Sequence[TensorSpec], *, every_tensor: bool) -> None:
@@ -126,6 +145,8 @@ def _print_attention(found: EngineInspection) -> None:
         size = ["" if window is None else str(window)] if has_windows else []
         rows.add_row(span(layers[0], layers[-1]), variant, *size, f"yes: {reason}" if decomposable else "no")
     results().print(rows)
+    if found.attention_reason:
+        say(f"{found.attention[0].variant} attention, because {found.attention_reason}")
 
 
 def _print_segments(segments: SegmentsRecord, *, every_segment: bool) -> None:

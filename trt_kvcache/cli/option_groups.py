@@ -15,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 
 
 class WrongUsage(typer.BadParameter):
-    """Options that contradict each other. The message names them; none is called invalid."""
+    """Options that contradict each other. The message names all of them, and calls none of them invalid."""
 
     def format_message(self) -> str:
         """Return the message."""

@@ -14,8 +14,8 @@ from trt_kvcache.cli.formats import kv_format
 from trt_kvcache.cli.option_groups import Changed, choice, logits_per_slot
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
+from trt_kvcache.engine.attention_variants import AttentionSetting
 from trt_kvcache.engine_folder.folder import is_engine_folder
-from trt_kvcache.reference import Attention
 from trt_kvcache.session.model_headers import model_headers
 from trt_kvcache.session.model_location import NEEDED_FILES, locate_model
 from trt_kvcache.session.session import InferenceSession
@@ -26,8 +26,8 @@ DTYPE_HELP = "Data type of weights, K and V. Default: the checkpoint's."
 MAX_SEQUENCE_LENGTH_HELP = f"Tokens that a slot can hold. Default: the model's limit, at most {DEFAULT_MAX_SEQUENCE_LENGTH}."
 
 ATTENTION_HELP = (
-    "native: TensorRT's causal attention. mask: with an explicit mask (avoids a defect of 11.x). plugin: this package's kernels. "
-    "Default: native, mask for models with windows or soft-capped scores, or plugin with --kv-dtype."
+    "native: TensorRT's causal attention. mask: with an explicit mask. plugin: this package's kernels. auto: chosen by TensorRT, GPU and "
+    "model; the build says why."
 )
 
 QUANTIZE_HELP = (
@@ -83,7 +83,9 @@ MaxSequenceLength = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", 
 DTypeOption = Annotated[
     DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP, rich_help_panel=MODEL_PANEL)
 ]
-AttentionOption = Annotated[Attention | None, choice(Attention, "--attention", help=ATTENTION_HELP, rich_help_panel=MODEL_PANEL)]
+AttentionOption = Annotated[
+    AttentionSetting | None, choice(AttentionSetting, "--attention", help=f"{ATTENTION_HELP} Default: auto.", rich_help_panel=MODEL_PANEL)
+]
 QuantizeOption = Annotated[str | None, typer.Option("--quantize", metavar="FORMAT", help=QUANTIZE_HELP, rich_help_panel=MODEL_PANEL)]
 KVDTypeOption = Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
 KVScalesOption = Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP, rich_help_panel=MODEL_PANEL)]

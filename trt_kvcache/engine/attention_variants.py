@@ -1,4 +1,4 @@
-"""The variants of attention that an engine can be built with: which TensorRT each needs, and which cache layout it binds.
+"""The variants of attention that an engine can be built with: required TensorRT version and cache layout of each.
 
 ======== ========================= ===== ======== ==================================================================
 variant  full TensorRT             RTX   layout   tensors of a layer's cache
@@ -19,9 +19,14 @@ from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.model import AttentionConfig, ModelConfig
 
 AttentionName = Literal["native", "mask", "plugin"]
+AttentionSetting = Literal["auto", "native", "mask", "plugin"]
 
 #: The names of the variants.
 ATTENTION_VARIANTS: tuple[AttentionName, ...] = get_args(AttentionName)
+
+#: Values of the option ``attention``. ``auto`` chooses a variant: see :mod:`trt_kvcache.builder.attention_choice`.
+ATTENTION_SETTINGS: tuple[AttentionSetting, ...] = get_args(AttentionSetting)
+AUTO: AttentionSetting = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +92,8 @@ def why_not_native(model: ModelConfig, max_sequence_length: int) -> str | None:
     return None
 
 
-def default_attention(model: ModelConfig, max_sequence_length: int) -> AttentionName:
-    """Return the variant of attention for a caller that chose none."""
+def tensorrt_attention(model: ModelConfig, max_sequence_length: int) -> AttentionName:
+    """Return the variant with TensorRT's attention layer that computes a model: native, or mask for windows and soft caps."""
     return "native" if why_not_native(model, max_sequence_length) is None else "mask"
 
 

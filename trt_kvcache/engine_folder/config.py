@@ -14,7 +14,7 @@ from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, Segm
 from trt_kvcache.model import ModelConfig
 
 #: The format of ``config.json`` that this package writes and reads.
-FORMAT = 7
+FORMAT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class EngineFolderConfig:
     plan: FileRecord  # the serialised engine, or the plans of all segments
     checkpoint: CheckpointRecord
     segments: SegmentsRecord | None = None  # None for an engine in one piece
+    attention_reason: str = ""  # of attention_variant: chosen by which rule, or named
     computed_dtype: str | None = None  # dtype of computation if K and V are quantized, else None
     package_version: str = __version__  # at the build
 
@@ -73,6 +74,7 @@ class EngineFolderConfig:
             "names": asdict(self.names),
             "profiles": [asdict(profile) for profile in self.profiles],
             "attention_variant": self.attention_variant,
+            "attention_reason": self.attention_reason,
             "attention": [asdict(layer) for layer in self.attention],
             "model": self.model.to_description(),
             "tensors": [{**asdict(spec), "shape": list(spec.shape), "mode": spec.mode.value} for spec in self.tensors],

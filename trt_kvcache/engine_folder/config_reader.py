@@ -33,6 +33,7 @@ def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
             tensors=tuple(map(tensor_from_dict, data["tensors"])),
             profiles=_records(EngineProfile, "profiles", data["profiles"]),
             attention_variant=_typed("attention_variant", data["attention_variant"], str),
+            attention_reason=_typed("attention_reason", data["attention_reason"], str),
             attention=_records(AttentionLayerConfig, "attention", data["attention"], low=0),
             tensorrt_flavour=_typed("tensorrt.flavour", data["tensorrt"]["flavour"], str),
             tensorrt_version=_typed("tensorrt.version", data["tensorrt"]["version"], str),

@@ -42,6 +42,8 @@ class EngineInspection:
         Inputs and outputs, with shapes, dtypes, modes and aliases.
     profiles : tuple of EngineProfile
         The optimisation profiles, by index.
+    attention_reason : str
+        Why the build has this variant of attention.
     attention : tuple of AttentionLayerConfig
         For each layer that has attention the variant, whether it is decomposable, and why.
     plan_nbytes : int
@@ -66,6 +68,7 @@ class EngineInspection:
     cache: DecoderCacheConfig
     tensors: tuple[TensorSpec, ...]
     profiles: tuple[EngineProfile, ...]
+    attention_reason: str
     attention: tuple[AttentionLayerConfig, ...]
     plan_nbytes: int
     memory: MemoryEstimate
@@ -183,6 +186,7 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         cache=config.cache,
         tensors=config.tensors,
         profiles=config.profiles,
+        attention_reason=config.attention_reason,
         attention=config.attention,
         plan_nbytes=config.plan.nbytes,
         memory=estimate_memory(config.cache),

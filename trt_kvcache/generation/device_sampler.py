@@ -43,7 +43,7 @@ _LARGEST_NUMBER = 2**64 - 1
 
 @dataclass(frozen=True)
 class SampledToken:
-    """Choice of one slot; token -1 if the slot is not active, or with the error that ``Request.choose`` would raise."""
+    """Choice of one slot. Token -1: the slot is inactive, or ``error`` is the error that ``Request.choose`` would raise."""
 
     token: int
     error: KVCacheError | None = None

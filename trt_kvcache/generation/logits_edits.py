@@ -13,7 +13,7 @@ from trt_kvcache.kernels.scratch import scratch
 
 
 class LogitsEdits:
-    """The steps of :class:`SamplingParams` between the model's logits and the temperature, for one request. Free if it has none.
+    """The steps of :class:`SamplingParams` between the model's logits and the temperature, for one request. No cost without edits.
 
     ``generated``: number of tokens at the end of ``prompt`` that an earlier part of the request generated; penalties count them.
     """

@@ -342,17 +342,21 @@ class Sampler:
         return bits
 
 
+class NonFiniteLogitsError(EngineError):
+    """Logits of the model are not finite. So K, V and states of the slot may not be either."""
+
+
 def check_logits(logits: np.ndarray[Any, Any]) -> int:
-    """Return the most likely token, the first of equal ones. Raises EngineError if a logit is NaN, or none is finite."""
+    """Return the most likely token, the first of equal ones. Raises NonFiniteLogitsError if a logit is NaN, or none is finite."""
     best = int(logits.argmax())  # NaN counts as the largest
     if not math.isfinite(logits[best]):
         raise bad_logits(logits[best], best)
     return best
 
 
-def bad_logits(logit: Any, token: int) -> EngineError:
+def bad_logits(logit: Any, token: int) -> NonFiniteLogitsError:
     """Return the error for logits whose largest one is not finite."""
-    return EngineError(f"logits: expected finite numbers, got {logit} for token {token}. The engine or its cache is damaged.")
+    return NonFiniteLogitsError(f"logits: expected finite numbers, got {logit} for token {token}. The engine or its cache is damaged.")
 
 
 def no_token_left(logit: Any) -> ProcessorError:

@@ -147,7 +147,7 @@ class SequenceSwapper:
 
 
 class SequenceFollower:
-    """Keeps the sequences right while the owner of the cache changes the active batch or compacts it: a ``SlotContents``."""
+    """Updates the sequence table when the owner of the cache changes the active batch or compacts it: a ``SlotContents``."""
 
     is_recurrent = False
 

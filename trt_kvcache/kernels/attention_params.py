@@ -1,4 +1,4 @@
-"""``AttentionParams``: the arguments of an attention call, for the kernels, which check nothing."""
+"""``AttentionParams``: the arguments of an attention kernel. Not checked."""
 
 import math
 from dataclasses import dataclass

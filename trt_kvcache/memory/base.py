@@ -1,4 +1,4 @@
-"""The ``Memory`` protocol, which ``HostMemory`` and ``CudaMemory`` follow. Everything above it is written once for both."""
+"""The ``Memory`` protocol, which ``HostMemory`` and ``CudaMemory`` follow. All higher layers are independent of the kind of memory."""
 
 from __future__ import annotations
 

@@ -5,10 +5,14 @@ Nothing of cuda-python is imported before a function is called.
 
 import ctypes
 import sys
+from pathlib import Path
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.errors import CapacityError, CudaError
+
+#: The first release of the NVIDIA driver for each CUDA, as far as TensorRT for RTX has a wheel for it.
+FIRST_DRIVER = {12: 570, 13: 580}
 
 
 def find_gpu(device: int = 0) -> str | None:
@@ -28,13 +32,28 @@ def find_gpu(device: int = 0) -> str | None:
         return f"the CUDA driver does not start: {status.name}."
     needed, has = driver.CUDA_VERSION // 1000, check(driver.cuDriverGetVersion()) // 1000
     if has < needed:
-        return (
-            f"the NVIDIA driver supports CUDA {has}, cuda-bindings needs CUDA {needed}. Update the driver, or install cuda-core[cu{has}]."
-        )
+        return f"the NVIDIA driver supports CUDA {has}, the package cuda-bindings is for CUDA {needed}. {advice_for_driver(needed, has)}"
     count = check(driver.cuDeviceGetCount())
     if device >= count:
         return f"there is no GPU {device}: the driver counts {count}, from 0."
     return None
+
+
+def advice_for_driver(needed: int, has: int) -> str:
+    """Return what to do with a driver of CUDA ``has`` and packages for CUDA ``needed``."""
+    release = f"to {FIRST_DRIVER[needed]} or newer" if needed in FIRST_DRIVER else f"to one for CUDA {needed}"
+    extras = f"trt-kvcache[rtx-cu{has}] (TensorRT for RTX), [tensorrt-cu{has}] or [cuda{has}]"
+    return f"Update the driver {release}, or install {extras} in a new environment."
+
+
+def driver_version() -> tuple[int, int] | None:
+    """Return major and minor number of the newest CUDA that the driver supports; None without a driver. Needs no cuda-python."""
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL(_driver_library()).cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if status else (version.value // 1000, version.value % 1000 // 10)
 
 
 def driver_failure() -> str | None:
@@ -42,7 +61,7 @@ def driver_failure() -> str | None:
 
     In the child of a fork of a process that used CUDA it does not start. The second call of a process takes less than a microsecond.
     """
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    name = _driver_library()
     try:
         driver = ctypes.CDLL(name)
         status = int(driver.cuInit(0))
@@ -53,6 +72,26 @@ def driver_failure() -> str | None:
     text = ctypes.c_char_p()
     driver.cuGetErrorName(status, ctypes.byref(text))
     return f"the CUDA driver does not start: {text.value.decode() if text.value else f'error {status}'}"
+
+
+def compute_capability(device: int) -> str:
+    """Return the compute capability of a usable GPU, such as ``"8.9"``."""
+    from cuda.core import Device
+
+    capability = Device(device).compute_capability
+    return f"{capability.major}.{capability.minor}"
+
+
+def _driver_library() -> str:
+    return "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
+
+def driver_release() -> str | None:
+    """Return the release of the NVIDIA driver, such as 580.65; None if the kernel module does not report it (Jetson, Windows)."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
 
 
 def check(result: tuple[Any, ...]) -> Any:

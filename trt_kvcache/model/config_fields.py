@@ -10,9 +10,9 @@ from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 
 class ConfigFields:
-    """The fields of one JSON object. A field that is ``null`` counts as absent.
+    """The fields of one JSON object. A field that is ``null`` is not set.
 
-    ``prefix``: path of the object in error messages. ``defaults``: values of absent fields, and of required ones that are null.
+    ``prefix``: path of the object in error messages. ``defaults``: values of absent fields. A null field takes one only if it is required.
     """
 
     def __init__(self, data: Mapping[str, Any], prefix: str = "", defaults: Mapping[str, Any] | None = None) -> None:

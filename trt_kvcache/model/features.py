@@ -1,4 +1,4 @@
-"""Features of models beyond Llama and Qwen, by name, so that an engine can refuse what it does not compute."""
+"""Features of models beyond Llama, by name, so that an engine can refuse what it does not compute."""
 
 from __future__ import annotations
 

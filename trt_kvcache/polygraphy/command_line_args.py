@@ -5,7 +5,7 @@ session, and so a cache, of its own.
 """
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from polygraphy.tools.args import ComparatorCompareArgs, DataLoaderArgs, ModelArgs, util as args_util
 from polygraphy.tools.args.base import BaseArgs, BaseRunnerArgs
@@ -13,12 +13,12 @@ from polygraphy.tools.script import make_invocable
 
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
+from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.polygraphy.feeds import INPUT_IDS, NEW_LENGTHS
-from trt_kvcache.reference import Attention
 from trt_kvcache.session.session_options import ENGINE_ALIASES, ENGINES
 
 
@@ -64,8 +64,8 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         add("--kvcache-dtype", type=dtype_in_full, choices=MODEL_DTYPES, help="Dtype of computation and cache")
         add(
             "--kvcache-attention",
-            choices=get_args(Attention),
-            help="TensorRT's attention with lengths, with an explicit mask, or the attention of our plugin",
+            choices=ATTENTION_SETTINGS,
+            help="TensorRT's attention with lengths, with an explicit mask, or the attention of our plugin; auto chooses",
         )
         add("--kvcache-no-live-rows", action="store_true", default=None, help="Return logits only, not the live rows of the cache")
 

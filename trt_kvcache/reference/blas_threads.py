@@ -1,7 +1,7 @@
 """``one_blas_thread``: small products of NumPy without BLAS threads.
 
 BLAS divides even a product of a fraction of a millisecond among all cores, and then waits for the slowest thread. On a busy machine that
-thread may wait for a core, so a prompt of a small model takes ten times as long as on one thread.
+thread may wait for a core, so a prompt of a small model takes up to ten times as long as on one thread.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _NEWEST_SHARE = 0.1
 
 
 class Context(Protocol):
-    """Identifies a request. The context of Dynamo's workers is one."""
+    """Identifies a request. The context of Dynamo's workers follows this protocol."""
 
     def id(self) -> str:
         """Return the id, unique among the live requests."""

@@ -136,7 +136,7 @@ class EngineStats:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """Outcome of one answer.
+    """Outcome of one answer to a request.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ _Engine = TypeVar("_Engine", bound=Hashable)
 
 
 class PrefixRouting(Generic[_Engine]):
-    """Sends the next turn of a chat to the engine that has its prefix cached, unless that one has more to run than this saves."""
+    """Sends the next turn of a chat to the engine that has its prefix cached, unless the load of that engine exceeds the saved prefill."""
 
     # Cost of a prompt on an engine: prompt tokens that it has not cached, plus tokens of the prompts that it runs at the moment.
     # Of equal costs, the engine that has waited longest for a prompt comes first.

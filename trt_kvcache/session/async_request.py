@@ -103,7 +103,7 @@ class AsyncRequest:
         return self
 
     async def read(self, count: int) -> list[GeneratedToken]:
-        """Wait for tokens behind the first ``count``, and return all that are there. A reader that is slow gets several at once.
+        """Wait for tokens after the first ``count``, and return all that are there. A reader that is slow gets several at once.
 
         Parameters
         ----------

@@ -6,7 +6,8 @@ A call plans on the host, does its work on the device inside :meth:`Runner.work`
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import CapacityError, RangeError, ShapeError
+from trt_kvcache.generation.sampling import NonFiniteLogitsError
 from trt_kvcache.generation.token_ids import TokenArray, common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptMatch
 from trt_kvcache.sequences.slot_copy import SlotCopy
@@ -22,19 +24,11 @@ from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.statistics import SessionStatistics, StepCounters
-
-#: Token ids per slot, or per prompt.
-Rows = Sequence[Sequence[int]]
+from trt_kvcache.session.step_plan import LogitsWanted, Rows, StepPlan
 
 Logits = np.ndarray[Any, Any]
 
 _LOGGER = logging.getLogger("trt_kvcache.session")
-
-
-class _Verified(NamedTuple):
-    """Rows past the lengths that :meth:`Batch.verify` has run."""
-
-    rows: list[tuple[int, ...]]
 
 
 class Batch:
@@ -116,10 +110,6 @@ class Batch:
                 adds = f"slot {slot} holds {length} tokens; adding {len(row)}" if length else f"prompt {slot} has {len(row)} tokens; that"
                 raise CapacityError(f"{adds} exceeds max_sequence_length={limit}. Nothing was changed.")
 
-    def plan_prefill(self, lengths: Sequence[int], rows: Rows, *, every_logit: bool = False) -> list[Chunk]:
-        """Cut new tokens into enqueues: see :meth:`Runner.plan_prefill`."""
-        return self._runner.plan_prefill(lengths, [len(row) for row in rows], every_logit=every_logit)
-
     def _check_one_each(self, what: str, count: int) -> tuple[int, ...]:
         """Check that there is one of something for each active slot, and return the lengths."""
         lengths = self._runner.checked_lengths()
@@ -136,6 +126,17 @@ class Batch:
     def clear(self) -> None:
         """Make no slot active."""
         self._reset([])
+
+    @contextmanager
+    def finite(self) -> Iterator[None]:
+        """Return a context manager around choices of tokens, inside :meth:`Runner.work`: logits that are not finite end all sequences."""
+        try:
+            yield
+        except NonFiniteLogitsError:
+            # Attention that reads stale rows multiplies them by 0: a NaN would reach the next sequence of the slot. Copies may have it too.
+            self._prompt_cache.clear()
+            self._runner.clear_rows()
+            raise
 
     def added(self, slots: Sequence[Slot], prompts: Rows, *, skip_prompt_cache: Sequence[bool]) -> list[Slot]:
         """Make more slots active after others, each with the prefix of its prompt in the prompt cache. Inside :meth:`Runner.work`."""
@@ -188,10 +189,11 @@ class Batch:
         rows = [prompt[count:] for prompt, count in zip(prompts, reused, strict=True)]
         if self._runner.has_states:
             kept = [0 if slot in found else count for slot, count in enumerate(kept)]
-        before = [row[:-1] if self.caches_prompt_without_last_token else () for row in rows]
-        rows = [row[len(part) :] for row, part in zip(rows, before, strict=True)]
-        chunks_before = self.plan_prefill(reused, before)
-        chunks = self.plan_prefill([count + len(part) for count, part in zip(reused, before, strict=True)], rows)
+        heads = [row[:-1] if self.caches_prompt_without_last_token else () for row in rows]
+        before = StepPlan.of(heads, LogitsWanted.NONE)
+        plan = StepPlan.of([row[len(head) :] for row, head in zip(rows, heads, strict=True)])
+        chunks_before = self._runner.chunks(reused, before)
+        chunks = self._runner.chunks([count + len(head) for count, head in zip(reused, heads, strict=True)], plan)
         for slot, match in found.items():
             _LOGGER.info("slot %d: %d of %d prompt tokens are from the prompt cache", slot, match.length, len(prompts[slot]))
         self._reset(kept)
@@ -201,8 +203,8 @@ class Batch:
         if self.caches_prompt_without_last_token:
             self._prefill(before, chunks_before)
             self.remember(self._runner.slots)
-            return self._prefill(rows, chunks)
-        logits = self._prefill(rows, chunks)
+            return self._prefill(plan, chunks)
+        logits = self._prefill(plan, chunks)
         self.remember(self._runner.slots)
         return logits
 
@@ -214,11 +216,11 @@ class Batch:
     def append(self, turns: Rows) -> Logits:
         """Run new tokens of the active slots, after their pending ones; return the logits float32 ``[A, vocab]``, NaN for an empty turn."""
         lengths = self._check_one_each("turns", len(turns))
-        rows = self._after_pending(turns)
-        self.check_room(lengths, rows)
-        chunks = self.plan_prefill(lengths, rows)
+        plan = StepPlan.of(self._after_pending(turns))
+        self.check_room(lengths, plan.rows)
+        chunks = self._runner.chunks(lengths, plan)
         with self._runner.work():
-            slots, logits = self.prefilled(self._runner.slots, rows, chunks)
+            slots, logits = self.prefilled(self._runner.slots, plan, chunks)
             self._runner.apply(slots)
         return logits
 
@@ -229,47 +231,39 @@ class Batch:
         The next step overwrites them. Nothing per layer, no allocation on the device, one wait.
         """
         started = time.perf_counter()
-        self.check_decode(tokens)
+        plan = StepPlan.decode(tokens)
+        self.check_decode(plan)
         with self._runner.work():
-            self._runner.enqueue_one_each(tokens)
+            self._runner.enqueue_decode(plan)
             self._runner.commit(1)
-            slots = self.decoded(self._runner.slots, tokens)
+            slots = plan.applied(self._runner.slots)
             logits = self._runner.logits(len(tokens))
             self._runner.apply(slots)
         self.count_step(len(tokens), started)
         return logits
 
-    def check_decode(self, tokens: Sequence[int], active: Sequence[bool] | None = None) -> None:
-        """Check that one token of every active slot can be run. A full slot that takes no part makes room for its idle row."""
-        lengths = self._check_one_each("tokens", len(tokens))
+    def check_decode(self, plan: StepPlan) -> None:
+        """Check that one token of each slot of a plan can be run. A full slot that takes no part makes room for its idle row."""
+        lengths = self._check_one_each("tokens", len(plan.rows))
         if max(lengths, default=0) >= self.max_sequence_length:
-            active = active or [True] * len(tokens)
-            self.check_room(lengths, [tokens[:1] if takes_part else () for takes_part in active])
-            self.make_room_for_idle_rows(active)
+            self.check_room(lengths, plan.rows)
+            self.make_room_for_idle_rows(plan)
 
-    @staticmethod
-    def decoded(slots: Sequence[Slot], tokens: Sequence[int], active: Sequence[bool] | None = None) -> list[Slot]:
-        """Return the slots after one token of those that take part was run."""
-        if active is None:
-            return [slot.extended((token,)) for slot, token in zip(slots, tokens, strict=True)]
-        taking_part = zip(slots, tokens, active, strict=True)
-        return [slot.extended((token,)) if takes_part else slot for slot, token, takes_part in taking_part]
-
-    def make_room_for_idle_rows(self, active: Sequence[bool]) -> None:
+    def make_room_for_idle_rows(self, plan: StepPlan) -> None:
         """Apply :meth:`with_room_for_idle_rows`: a step that fails afterwards may have overwritten the last row of a full slot."""
-        if any(self.is_full(slot) and not takes_part for slot, takes_part in zip(self._runner.slots, active, strict=True)):
+        if any(self.is_full(slot) and not row for slot, row in zip(self._runner.slots, plan.rows, strict=True)):
             with self._runner.work():
-                self._runner.apply(self.with_room_for_idle_rows(self._runner.slots, active))
+                self._runner.apply(self.with_room_for_idle_rows(self._runner.slots, plan))
 
-    def with_room_for_idle_rows(self, slots: Sequence[Slot], active: Sequence[bool]) -> Sequence[Slot]:
+    def with_room_for_idle_rows(self, slots: Sequence[Slot], plan: StepPlan) -> Sequence[Slot]:
         """Give the last token of full idle slots back to their pending ones. States cannot go back by one token: all are given back.
 
         Inside :meth:`Runner.work`.
         """
         last = 0 if self._runner.has_states else self.max_sequence_length - 1
         after = list(slots)
-        for index, (slot, takes_part) in enumerate(zip(slots, active, strict=True)):
-            if self.is_full(slot) and not takes_part:
+        for index, (slot, row) in enumerate(zip(slots, plan.rows, strict=True)):
+            if self.is_full(slot) and not row:
                 self._rewind(index, last, held=slot.length)
                 after[index] = slot.shortened(last, (*slot.row[last : slot.length], *slot.pending))
         return after
@@ -280,38 +274,40 @@ class Batch:
         self._counters.decode_tokens += num_tokens
         self._counters.decode_seconds += time.perf_counter() - started
 
-    def _prefill(self, rows: Rows, chunks: Sequence[Chunk]) -> Logits:
-        """Run new tokens in chunks. Each chunk is atomic, the call as a whole is not."""
+    def _prefill(self, plan: StepPlan, chunks: Sequence[Chunk]) -> Logits:
+        """Run a plan in chunks. Each chunk is atomic, the call as a whole is not."""
         with self._runner.work():
-            return self.prefilled(self._runner.slots, rows, chunks, apply=self._runner.apply)[1]
+            return self.prefilled(self._runner.slots, plan, chunks, apply=self._runner.apply)[1]
 
     @nvtx_range("prefill")
     def prefilled(
         self,
         slots: Sequence[Slot],
-        rows: Rows,
+        plan: StepPlan,
         chunks: Iterable[Chunk],
         *,
-        receive: Callable[[int, Logits], object] | None = None,
+        receive: Callable[[int, Logits], object] = lambda slot, logits: None,
         apply: Callable[[Sequence[Slot]], object] = lambda slots: None,
     ) -> tuple[list[Slot], Logits]:
-        """Run new tokens in chunks, and return the slots afterwards and the logits after each row. Inside :meth:`Runner.work`.
+        """Run a plan in chunks, and return the slots afterwards and the logits after each row, NaN where none are wanted.
 
-        ``receive(slot, logits)`` gets the logits of all tokens, chunk by chunk; ``apply(slots)`` gets the slots after each chunk.
+        Inside :meth:`Runner.work`. ``receive(slot, logits)`` gets the logits of slots that want all, ``apply(slots)`` the slots, by chunk.
         """
         started = time.perf_counter()
         after = list(slots)
-        logits = np.full((len(rows), self._runner.plan.vocab_size), np.nan, np.float32)
-        for chunk, parts in _parts_of(rows, chunks):
-            chunk_logits = self._run_chunk(chunk, parts, every_logit=receive is not None)
+        every_logit = plan.wants_all
+        logits = np.full((len(plan.rows), self._runner.plan.vocab_size), np.nan, np.float32)
+        for chunk, parts in _parts_of(plan.rows, chunks):
+            chunk_logits = self._run_chunk(chunk, parts, every_logit=every_logit)
             for slot, part, found in zip(range(chunk.first, chunk.end), parts, chunk_logits, strict=True):
                 if not part:
                     continue
                 after[slot] = after[slot].extended(part)
-                if receive is not None:
+                if plan.logits[slot] is LogitsWanted.ALL:
                     receive(slot, found[: len(part)])
-                if after[slot].length == slots[slot].length + len(rows[slot]):
-                    logits[slot] = found if receive is None else found[len(part) - 1]
+                ends = after[slot].length == slots[slot].length + len(plan.rows[slot])
+                if ends and plan.logits[slot] is not LogitsWanted.NONE:
+                    logits[slot] = found[len(part) - 1] if every_logit else found
             apply(after)
             self._counters.prefill_tokens += sum(chunk.takes)
         self._counters.prefill_seconds += time.perf_counter() - started
@@ -322,7 +318,7 @@ class Batch:
 
         The next chunk overwrites the logits. The prompt cache, which has none, is not read.
         """
-        chunks = self.plan_prefill([0] * len(prompts), prompts, every_logit=True)
+        chunks = self._runner.chunks([0] * len(prompts), StepPlan.of(prompts, LogitsWanted.ALL))
         self._reset([0] * len(prompts))
         for chunk, parts in _parts_of(prompts, chunks):
             started = time.perf_counter()
@@ -348,7 +344,9 @@ class Batch:
         started = time.perf_counter()
         lengths = self._check_one_each("tokens", len(rows))
         self.check_room(lengths, rows)
-        chunks = self.plan_prefill(lengths, rows, every_logit=True)
+        # The plan outlives this call, and the caller's lists may change.
+        plan = StepPlan.of([tuple(row) for row in rows], LogitsWanted.ALL)
+        chunks = self._runner.chunks(lengths, plan)
         if self._runner.has_states and len(chunks) > 1:
             raise CapacityError(
                 f"verify: a slot has no room for the padding of {max(map(len, rows))} tokens, and states cannot be set back after a part "
@@ -357,7 +355,7 @@ class Batch:
         found = np.full((len(rows), max(map(len, rows)), self._runner.plan.vocab_size), np.nan, np.float32)
         done = [0] * len(rows)
         with self._runner.work():
-            for chunk, parts in _parts_of(rows, chunks):
+            for chunk, parts in _parts_of(plan.rows, chunks):
                 (self._runner.run if chunk is chunks[-1] else self._runner.prefill)(chunk, parts, every_logit=True)
                 logits = self._runner.every_logit(chunk)
                 for slot, part, of_slot in zip(range(chunk.first, chunk.end), parts, logits, strict=True):
@@ -365,7 +363,7 @@ class Batch:
                     done[slot] += len(part)
             if len(chunks) > 1:
                 self._cache.reset_for_new_sequences(lengths, stream=self._runner.stream)
-        self._runner.uncommitted = _Verified([tuple(row) for row in rows])
+        self._runner.uncommitted = plan
         self._counters.decode_steps += 1
         self._counters.decode_seconds += time.perf_counter() - started
         return found
@@ -376,21 +374,21 @@ class Batch:
         States after a part of a row are not known: the part runs again.
         """
         verified = self._runner.uncommitted
-        if not isinstance(verified, _Verified):
+        if not isinstance(verified, StepPlan):
             raise RangeError("accept: expected a verify before it, and no other change of the sequences since. Call verify again.")
         self._check_one_each("counts", len(counts))
         taken = [
             int_in_range(f"counts[{slot}]", count, 0, len(row)) for slot, (count, row) in enumerate(zip(counts, verified.rows, strict=True))
         ]
-        kept = [row[:count] for row, count in zip(verified.rows, taken, strict=True)]
+        accepted = verified.first(taken)
         is_partial = any(0 < count < len(row) for row, count in zip(verified.rows, taken, strict=True))
-        chunks = self.plan_prefill(self.held, kept) if self._runner.has_states and is_partial else []
+        chunks = self._runner.chunks(self.held, accepted) if self._runner.has_states and is_partial else []
         with self._runner.work():
-            for chunk, parts in _parts_of(kept, chunks):
+            for chunk, parts in _parts_of(accepted.rows, chunks):
                 self._runner.prefill(chunk, parts)
             if not chunks:
                 self._runner.commit(taken)
-            self._runner.apply([slot.extended(row) if row else slot for slot, row in zip(self._runner.slots, kept, strict=True)])
+            self._runner.apply(accepted.applied(self._runner.slots))
         self._counters.decode_tokens += sum(taken)
 
     def rewind(self, slot: int, length: int) -> None:
@@ -413,14 +411,14 @@ class Batch:
             self._cache.commit_sequence_length([len(snapshot.tokens) for snapshot in snapshots], stream=stream)
             self._runner.apply([_slot_of(snapshot) for snapshot in snapshots])
 
-    def resume(self, snapshots: Sequence[Snapshot], kept: Sequence[int], rows: Rows, chunks: Sequence[Chunk]) -> Logits:
+    def resume(self, snapshots: Sequence[Snapshot], kept: Sequence[int], plan: StepPlan, chunks: Sequence[Chunk]) -> Logits:
         """Start new sequences from snapshots, keep so many tokens of each, and run those that follow."""
         self.load(snapshots)
         for slot, length in enumerate(kept):
             if length < self._runner.slots[slot].length:
                 self.rewind(slot, length)
         with self._runner.work():
-            slots, logits = self.prefilled(self._runner.slots, rows, chunks)
+            slots, logits = self.prefilled(self._runner.slots, plan, chunks)
             self._runner.apply(slots)
         return logits
 

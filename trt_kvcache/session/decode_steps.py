@@ -16,6 +16,7 @@ from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.session.batch import Batch, Logits
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
+from trt_kvcache.session.step_plan import StepPlan
 
 
 class Cursor(NamedTuple):
@@ -65,30 +66,28 @@ class DecodeSteps:
         return (plan.input_ids.dtype, plan.logits.dtype) == ("int32", "float32") and plan.vocab_size <= MAX_VOCAB_SIZE
 
     def run(
-        self, slots: Sequence[Slot], requests: Sequence[Request], active: Sequence[bool], *, ahead: bool = False, waits: bool = True
+        self, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, *, ahead: bool = False, waits: bool = True
     ) -> tuple[list[Slot], dict[int, Choice]]:
-        """Run the last token of active requests in one enqueue, and return the slots and the choices, by slot, to be applied.
+        """Run a plan of the last token of requests in one enqueue, and return the slots and the choices, by slot, to be applied.
 
         Inside ``Runner.work(continues=True)``. Unless it ``waits``, a request whose logits processors are not ready keeps its logits.
         """
-        tokens = [request.last_token if takes_part else 0 for request, takes_part in zip(requests, active, strict=True)]
-        mask = None if all(active) else active
-        if mask is not None:
-            slots = self._batch.with_room_for_idle_rows(slots, mask)
-        if self.on_device and all(request.fits_device for request in compress(requests, active)):
-            return self._run_on_device(slots, requests, tokens, mask, ahead=ahead)
-        after, logits = self._run_on_host(slots, tokens, mask)
-        return after, self._choose(after, requests, mask, logits, Request.choose if waits else Request.choose_or_keep)
+        if not all(plan.rows):
+            slots = self._batch.with_room_for_idle_rows(slots, plan)
+        if self.on_device and all(request.fits_device for request in compress(requests, plan.rows)):
+            return self._run_on_device(slots, requests, plan, ahead=ahead)
+        after, logits = self._run_on_host(slots, plan)
+        return after, self._choose(after, requests, plan, logits, Request.choose if waits else Request.choose_or_keep)
 
     @nvtx_range("decode")
-    def _run_on_host(self, slots: Sequence[Slot], tokens: Sequence[int], mask: Sequence[bool] | None) -> tuple[list[Slot], Logits]:
+    def _run_on_host(self, slots: Sequence[Slot], plan: StepPlan) -> tuple[list[Slot], Logits]:
         started = time.perf_counter()
         runner = self._runner
-        runner.enqueue_one_each(tokens, mask)
-        runner.commit(1 if mask is None else [int(takes_part) for takes_part in mask])
-        after = self._batch.decoded(slots, tokens, mask)
-        logits = runner.logits(len(tokens))
-        self._batch.count_step(len(tokens) if mask is None else sum(mask), started)
+        runner.enqueue_decode(plan)
+        runner.commit(plan.increments)
+        after = plan.applied(slots)
+        logits = runner.logits(len(plan.rows))
+        self._batch.count_step(sum(plan.counts), started)
         return after, logits
 
     @nvtx_range("sampling")
@@ -96,16 +95,15 @@ class DecodeSteps:
         self,
         slots: Sequence[Slot],
         requests: Sequence[Request],
-        mask: Sequence[bool] | None,
+        plan: StepPlan,
         logits: Logits,
         choose: Callable[..., Choice],
     ) -> dict[int, Choice]:
-        taking_part = range(len(slots)) if mask is None else compress(range(len(slots)), mask)
-        return {slot: choose(requests[slot], logits[slot], full=self._batch.is_full(slots[slot])) for slot in taking_part}
+        return {slot: choose(requests[slot], logits[slot], full=self._batch.is_full(slots[slot])) for slot in plan.running()}
 
     @nvtx_range("decode")
     def _run_on_device(
-        self, slots: Sequence[Slot], requests: Sequence[Request], tokens: Sequence[int], mask: Sequence[bool] | None, *, ahead: bool
+        self, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, *, ahead: bool
     ) -> tuple[list[Slot], dict[int, Choice]]:
         started = time.perf_counter()
         runner, batch = self._runner, self._batch
@@ -113,20 +111,20 @@ class DecodeSteps:
         self._ahead, self._sampled = None, {}  # in case of an interrupt, nothing is known
         is_in_flight = step is not None and runner.uncommitted is step
         runner.uncommitted = None
-        cursors = [Cursor(one, one.num_tokens) if mask is None or mask[slot] else None for slot, one in enumerate(requests)]
+        cursors = [Cursor(one, one.num_tokens) if row else None for one, row in zip(requests, plan.rows, strict=True)]
         if step is None or not is_in_flight or not step.runs(cursors):
-            runner.enqueue_one_each(tokens, mask)
+            runner.enqueue_decode(plan)
             # The sampler has counted the tokens of a step that is dropped.
             step, sampled = self._sample(cursors, {} if step is not None else sampled)
         if isinstance(step.sampled, KVCacheError):
             raise step.sampled
-        runner.commit(1 if mask is None else [int(takes_part) for takes_part in mask])
-        after = batch.decoded(slots, tokens, mask)
+        runner.commit(plan.increments)
+        after = plan.applied(slots)
         following = None
         if ahead and self._can_follow(cursors, after):
             following, sampled = self._follow(cursors, sampled)
         found = step.sampled.read()
-        batch.count_step(len(tokens) if mask is None else sum(mask), started)
+        batch.count_step(sum(plan.counts), started)
         choices = {
             slot: cursor.request.receive(found[slot], full=batch.is_full(after[slot]))
             for slot, cursor in enumerate(cursors)

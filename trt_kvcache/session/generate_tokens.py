@@ -13,6 +13,7 @@ from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.request_queue import RequestQueue
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
+from trt_kvcache.session.step_plan import StepPlan
 
 
 def generate_tokens(
@@ -34,7 +35,8 @@ def generate_tokens(
         request.set_context(slot.tokens)
         request.prepare()
     runner.note([slot._replace(sampler=request.sampler) for slot, request in zip(runner.slots, requests, strict=True)])
-    choices = _first_choices(batch, runner.slots, requests, logits)
+    with batch.finite():
+        choices = _first_choices(batch, runner.slots, requests, logits)
     while True:
         for index, choice in choices.items():
             requests[index].take(choice)
@@ -49,13 +51,13 @@ def generate_tokens(
             if token.finish_reason is not None:
                 batch.remember(slots, [index])
             yield token
-        active = [not request.finished for request in requests]
-        if not any(active):
+        if all(request.finished for request in requests):
             return
         _check_unchanged(runner, in_force, check_open)
-        batch.check_decode([0] * len(requests), active)
-        with runner.work(continues=True):
-            after, choices = decode_steps.run(runner.slots, requests, active, ahead=True)
+        plan = StepPlan.of([() if request.finished else (request.last_token,) for request in requests])
+        batch.check_decode(plan)
+        with runner.work(continues=True), batch.finite():
+            after, choices = decode_steps.run(runner.slots, requests, plan, ahead=True)
             runner.apply(after)
 
 

@@ -1,4 +1,4 @@
-"""Opening a folder: which engine runs, in which memory, with which cache and tokenizer."""
+"""Opening a folder: choice of engine, memory, cache and tokenizer."""
 
 import logging
 import tempfile
@@ -21,7 +21,7 @@ from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
-from trt_kvcache.engine.attention_variants import default_attention
+from trt_kvcache.engine.attention_variants import AUTO
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import default_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.kv_options import quantized_kv
@@ -128,19 +128,18 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
     with Checkpoint.open(place, quantize=options.quantize) as checkpoint:
         model = checkpoint.config
-        attention: Attention = "plugin" if options.kv_dtype else options.attention or DEFAULT_ATTENTION
+        named = options.attention
+        attention: Attention = "plugin" if options.kv_dtype else DEFAULT_ATTENTION if named is None or named == "auto" else named
         quantized = quantized_kv(checkpoint, options.kv_dtype, options.kv_scales)
         cache = _cache_config(model, options, attention, quantized)
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
         if _tries_tensorrt(options, options.flavour, model):
-            # Of the same layout.
-            built = "plugin" if options.kv_dtype else options.attention or default_attention(model, cache.max_sequence_length)
             kv_options = {"dtype": options.dtype or model.dtype, "kv_dtype": options.kv_dtype, "kv_scales": options.kv_scales}
             build_options = {
                 "max_prefill_length": width,
                 "max_logits_per_slot": logits,
-                "attention": built,
+                "attention": named or AUTO,
                 "progress": progress,
                 **kv_options,
             }
@@ -330,7 +329,7 @@ def _parts(
     options: SessionOptions,
     weights: WeightsSummary | None = None,
 ) -> SessionParts:
-    """Read the files beside the weights and allocate the cache in the engine's memory. If that fails, both are closed."""
+    """Read the files other than the weights and allocate the cache in the engine's memory. If that fails, both are closed."""
     with ExitStack() as undo:
         undo.callback(engine.close)
         tokenizer = Tokenizer.open(folder)

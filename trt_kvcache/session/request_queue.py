@@ -15,10 +15,11 @@ from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.queued_request import QueuedRequest
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.runner import Runner
-from trt_kvcache.session.scheduler import PrefillPlan, Scheduler
+from trt_kvcache.session.scheduler import Scheduler
 from trt_kvcache.session.shared_prompts import SharedPrompts
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_draft import StepDraft
+from trt_kvcache.session.step_plan import StepPlan
 from trt_kvcache.session.timeline import Activity, Timeline
 
 #: Seconds that a step without anything to run waits for logits processors: for those of the only request that waits, or of one of several.
@@ -37,7 +38,7 @@ class RequestQueue:
         self._shared_prompts = SharedPrompts(runner, batch)
         self.scheduler = Scheduler(runner, batch, self._shared_prompts)
         self._num_submitted = 0
-        #: The slots as the last step left them. If others are in force, another call has taken them.
+        #: The slots as the last step left them. If others are current, another call has taken them.
         self._left: tuple[Slot, ...] | None = None
         #: Records what the slots do, if it is there.
         self.timeline: Timeline | None = None
@@ -67,25 +68,25 @@ class RequestQueue:
             return []
         self._runner.checked_lengths()
         begin = self.timeline.now() if self.timeline else 0.0
-        decodes = self.scheduler.decodes()
-        if any(decodes):
-            self._batch.make_room_for_idle_rows(decodes)
+        decode = self.scheduler.plan_decode()
+        if any(decode.rows):
+            self._batch.make_room_for_idle_rows(decode)
             self._left = self._runner.slots
-        with self._runner.work(continues=not admitted):
+        with self._runner.work(continues=not admitted), self._batch.finite():
             draft = StepDraft(running, self._runner.slots)
             # First of all, so that one that fails here costs the others nothing.
             self._resume(draft)
             if admitted:
                 self._admit(draft, admitted)
             self._prefill(draft)
-            if any(decodes):
-                self._decode(draft, [*decodes, *[False] * len(admitted)])
+            if any(decode.rows):
+                self._decode(draft, StepPlan.of([*decode.rows, *(() for _ in admitted)]))
             self._batch.remember(draft.slots, draft.ended)
             self._apply(draft)
         advanced = [draft.running[slot] for slot in sorted(draft.advanced)]
         self.scheduler.leave_queue(admitted)
         if self.timeline:
-            self._record_step(self.timeline, begin, decodes, advanced)
+            self._record_step(self.timeline, begin, decode, advanced)
         if _LOGGER.isEnabledFor(logging.INFO):
             self._log_step(admitted)
         waiting = [queued for queued in self.scheduler.running if queued.request.waits and not queued.finished]
@@ -141,18 +142,17 @@ class RequestQueue:
         for plan in self.scheduler.plan_prefill(draft):
             self._run_prefill(draft, plan)
 
-    def _run_prefill(self, draft: StepDraft, plan: PrefillPlan) -> None:
+    def _run_prefill(self, draft: StepDraft, plan: StepPlan) -> None:
         before = draft.held
-        chunks = _first_round(self._batch.plan_prefill(before, plan.rows, every_logit=plan.every_logit))
+        chunks = _first_round(self._runner.chunks(before, plan))
         done = [*before]
 
         def receive(slot: int, logits: Logits) -> None:
-            if draft.running[slot].is_scored:
-                progress = draft.progress[slot]
-                draft.progress[slot] = progress._replace(scored=(*progress.scored, *draft.running[slot].scores(done[slot], logits)))
+            progress = draft.progress[slot]
+            draft.progress[slot] = progress._replace(scored=(*progress.scored, *draft.running[slot].scores(done[slot], logits)))
             done[slot] += len(logits)
 
-        draft.slots, logits = self._batch.prefilled(draft.slots, plan.rows, chunks, receive=receive if plan.every_logit else None)
+        draft.slots, logits = self._batch.prefilled(draft.slots, plan, chunks, receive=receive)
         for slot, row in enumerate(plan.rows):
             after = draft.slots[slot].length
             if after > before[slot]:
@@ -173,19 +173,19 @@ class RequestQueue:
         """Choose the first token of a slot's request, unless it waits for a logits processor."""
         draft.choose(slot, draft.running[slot].request.choose_or_keep(logits, full=self._batch.is_full(draft.slots[slot])))
 
-    def _decode(self, draft: StepDraft, decodes: Sequence[bool]) -> None:
+    def _decode(self, draft: StepDraft, plan: StepPlan) -> None:
         """Run the last token of the requests that are decoding; the other slots are idle in this step."""
         requests = [queued.request for queued in draft.running]
         # When a request ends, its slot is filled by moving another one, and nothing can be kept of a step ahead.
-        ahead = all(decodes) and all(request.remaining > 1 for request in requests)
-        draft.slots, choices = self._decode_steps.run(draft.slots, requests, decodes, ahead=ahead, waits=False)
+        ahead = all(plan.rows) and all(request.remaining > 1 for request in requests)
+        draft.slots, choices = self._decode_steps.run(draft.slots, requests, plan, ahead=ahead, waits=False)
         for slot, choice in choices.items():
             draft.choose(slot, choice)
 
     # --- apply ---
 
     def _apply(self, draft: StepDraft) -> None:
-        """Put a draft in force. Nothing of it can fail; after an interrupt between two assignments, none of them is left out."""
+        """Make a draft current. Nothing of it can fail; after an interrupt between two assignments, none of them is left out."""
         try:
             self._put_in_force(draft)
         except BaseException:
@@ -216,11 +216,11 @@ class RequestQueue:
             if queued.finished:
                 _LOGGER.info("request %d: ended after %d tokens, %s", queued.index, queued.request.num_tokens, queued.handle.finish_reason)
 
-    def _record_step(self, timeline: Timeline, begin: float, decodes: Sequence[bool], advanced: Sequence[QueuedRequest]) -> None:
+    def _record_step(self, timeline: Timeline, begin: float, decode: StepPlan, advanced: Sequence[QueuedRequest]) -> None:
         """Record what each slot did in the step that has just ended."""
         moved = set(map(id, advanced))
         did: list[tuple[int, Activity] | None] = [
-            (queued.index, "decode" if slot < len(decodes) and decodes[slot] else "prefill") if id(queued) in moved else None
+            (queued.index, "decode" if slot < len(decode.rows) and decode.rows[slot] else "prefill") if id(queued) in moved else None
             for slot, queued in enumerate(self.scheduler.running)
         ]
         timeline.record_step(begin, did, self.scheduler.num_waiting)

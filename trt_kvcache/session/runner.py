@@ -1,7 +1,7 @@
 """``Runner``: device work on one stream, and the host's record of the slots of the cache.
 
 Work on the device comes first, :meth:`Runner.apply` last. So a step that fails needs no record of what it has changed on the host: the
-cache returns to the lengths of the slots in force, and rows past a length are never read.
+cache returns to the lengths of the current slots, and rows past a length are never read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,11 @@ from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
 from trt_kvcache.session.slots import Slot
+from trt_kvcache.session.step_plan import Rows, StepPlan
 
 
 class _States(Enum):
-    """States that are current in the cache, seen from the slots in force. They cannot be shortened as K and V can."""
+    """Relation of the current state buffer of the cache to the current slots. States cannot be shortened as K and V can."""
 
     OF_SLOTS = auto()
     #: Those after one more step; the other buffer still has those of the slots.
@@ -38,7 +39,7 @@ class _Held(NamedTuple):
 
 
 class Runner:
-    """Feeds tokens to an engine, commits their lengths, and holds the slots in force."""
+    """Feeds tokens to an engine, commits their lengths, and holds the current slots."""
 
     def __init__(self, engine: Engine, cache: Cache, *, names: TensorNames = DEFAULT_NAMES) -> None:
         if cache.mamba_config is not None and not cache.mamba_config.ping_pong:
@@ -70,7 +71,7 @@ class Runner:
         """True if slots hold states, which cannot return to an earlier token."""
         return self._recurrent is not None
 
-    # --- slots in force ---
+    # --- current slots ---
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -78,17 +79,17 @@ class Runner:
         return self._held.slots
 
     def apply(self, slots: Sequence[Slot]) -> None:
-        """Put slots in force: the cache holds their tokens. One assignment, so an interrupt comes before it or after it."""
+        """Make slots current: the cache holds their tokens. One assignment, so an interrupt comes before it or after it."""
         self._held = _Held(tuple(slots), _States.OF_SLOTS)
 
     def note(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
-        """Put slots in force that hold the same tokens as before, and return them. Pending tokens and samplers differ."""
+        """Make slots current that hold the same tokens as before, and return them. Pending tokens and samplers differ."""
         self._held = _Held(tuple(slots), self._held.states)
         return self._held.slots
 
     @contextmanager
     def work(self, *, continues: bool = False) -> Iterator[None]:
-        """Return a context manager around device work. If it raises, the cache returns to the slots in force.
+        """Return a context manager around device work. If it raises, the cache returns to the current slots.
 
         With ``continues``, the work looks at :attr:`uncommitted` itself, and clears it before anything overwrites its rows.
         """
@@ -101,7 +102,7 @@ class Runner:
             raise
 
     def recover(self) -> None:
-        """Return the cache to the slots in force. If their states are overwritten, no slot is active."""
+        """Return the cache to the current slots. If their states are overwritten, no slot is active."""
         self.uncommitted = None
         slots, states = self._held
         if states is _States.ONE_STEP_FURTHER and self._recurrent is not None:
@@ -112,8 +113,15 @@ class Runner:
         if not self.cache.closed:
             self.cache.reset_for_new_sequences([slot.length for slot in slots], stream=self.stream)
 
+    def clear_rows(self) -> None:
+        """Zero all rows of the active slots, stream-ordered, and make no slot active."""
+        if self.cache.kv_layers is not None:
+            self.cache.kv_layers.zero(self.cache.active_batch_size, stream=self.stream)
+        self._held = _Held((), _States.OF_SLOTS)
+        self.recover()
+
     def overwrite_states(self) -> None:
-        """Say that states of the slots in force are about to be overwritten."""
+        """Say that states of the current slots are about to be overwritten."""
         if self._recurrent is not None:
             self._held = self._held._replace(states=_States.OTHERS)
 
@@ -130,14 +138,15 @@ class Runner:
 
     # --- enqueues ---
 
-    def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int], *, every_logit: bool = False) -> list[Chunk]:
-        """Cut new tokens into enqueues that the engine accepts."""
+    def chunks(self, lengths: Sequence[int], plan: StepPlan) -> list[Chunk]:
+        """Cut a plan for slots of these lengths into enqueues that the engine accepts."""
+        every_logit = plan.wants_all
         max_width = self.plan.max_logits_per_slot if every_logit else self.plan.max_width
         # A verification of states must be one enqueue, which a bucket that does not fit would split.
         in_buckets = getattr(self.engine, "bucketed_widths", False) and not (every_logit and self.has_states)
         chunks = plan_chunks(
             lengths,
-            counts,
+            plan.counts,
             max_width=max_width,
             max_sequence_length=self.cache.lengths.max_sequence_length,
             can_start_at=self.plan.can_start_at,
@@ -153,11 +162,11 @@ class Runner:
             for width in (1, self.plan.max_width):
                 self.plan.profile_for(count, width)
 
-    def enqueue_one_each(self, tokens: Sequence[int], active: Sequence[bool] | None = None) -> None:
-        """Enqueue one token for every active slot; nothing is committed. Does not wait."""
-        self._buffers.write_one_token_each(tokens, stream=self.stream)
-        self._take(0, [1] * len(tokens) if active is None else [int(takes_part) for takes_part in active])
-        self.enqueue_next(len(tokens))
+    def enqueue_decode(self, plan: StepPlan) -> None:
+        """Enqueue a plan of one token at most for each active slot, in one enqueue; nothing is committed. Does not wait."""
+        self._buffers.write_one_token_each([row[0] if row else 0 for row in plan.rows], stream=self.stream)
+        self._take(0, plan.counts)
+        self.enqueue_next(len(plan.rows))
 
     def enqueue_next(self, count: int) -> None:
         """Enqueue the tokens that are in :meth:`device_views`, one for every active slot; nothing is committed. Does not wait."""
@@ -180,7 +189,7 @@ class Runner:
             self.overwrite_states()  # the engine writes into the buffer that still has them
         self.engine.enqueue(self.stream)
 
-    def run(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool) -> None:
+    def run(self, chunk: Chunk, rows: Rows, *, every_logit: bool) -> None:
         """Enqueue the new tokens of a contiguous range of slots; nothing is committed. Does not wait."""
         if chunk.first:
             self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
@@ -189,7 +198,7 @@ class Runner:
         self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width if every_logit else 1)
         self._enqueue()
 
-    def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool = False) -> None:
+    def prefill(self, chunk: Chunk, rows: Rows, *, every_logit: bool = False) -> None:
         """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait."""
         self.run(chunk, rows, every_logit=every_logit)
         after = self.cache.active_batch_size - chunk.end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from trt_kvcache._util.turns import Turns
 from trt_kvcache.session.batch import Batch
@@ -12,13 +11,7 @@ from trt_kvcache.session.queued_request import QueuedRequest
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.shared_prompts import SharedPrompts
 from trt_kvcache.session.step_draft import StepDraft
-
-
-class PrefillPlan(NamedTuple):
-    """The prompt tokens that each slot runs, and whether the logits of all of them are wanted or those of the last one."""
-
-    rows: list[Sequence[int]]
-    every_logit: bool
+from trt_kvcache.session.step_plan import LogitsWanted, StepPlan
 
 
 class Scheduler:
@@ -97,23 +90,20 @@ class Scheduler:
 
     # --- tokens that run ---
 
-    def decodes(self) -> list[bool]:
-        """Return which slots run the last token of their request in the next step."""
-        return [queued.state == "decoding" and not queued.request.waits for queued in self.running]
+    def plan_decode(self) -> StepPlan:
+        """Return the last token of each request that is decoding and has not kept its logits."""
+        decodes = [queued.state == "decoding" and not queued.request.waits for queued in self.running]
+        return StepPlan.of([(queued.request.last_token,) if one else () for queued, one in zip(self.running, decodes, strict=True)])
 
-    def plan_prefill(self, draft: StepDraft) -> list[PrefillPlan]:
+    def plan_prefill(self, draft: StepDraft) -> list[StepPlan]:
         """Return the prompt tokens of the next step. Scored prompts run apart from the others where an enqueue may start at any slot."""
         rows = [self._next_row(draft, slot) for slot in range(len(draft.slots))]
         scored = [bool(row) and queued.is_scored for row, queued in zip(rows, draft.running, strict=True)]
-        if not any(scored):
-            plans = [PrefillPlan(rows, every_logit=False)]
-        elif not all(map(self._runner.plan.can_start_at, range(len(rows)))):
-            plans = [PrefillPlan(rows, every_logit=True)]
-        else:
-            alone = [row if is_scored else [] for row, is_scored in zip(rows, scored, strict=True)]
-            others = [[] if is_scored else row for row, is_scored in zip(rows, scored, strict=True)]
-            plans = [PrefillPlan(alone, every_logit=True), PrefillPlan(others, every_logit=False)]
-        return [plan for plan in plans if any(plan.rows)]
+        alone = StepPlan.of([row if is_scored else [] for row, is_scored in zip(rows, scored, strict=True)], LogitsWanted.ALL)
+        others = StepPlan.of([[] if is_scored else row for row, is_scored in zip(rows, scored, strict=True)])
+        if any(scored) and not all(map(self._runner.plan.can_start_at, range(len(rows)))):
+            return [StepPlan(rows, [(alone if is_scored else others).logits[slot] for slot, is_scored in enumerate(scored)])]
+        return [plan for plan in (alone, others) if any(plan.rows)]
 
     def _next_row(self, draft: StepDraft, slot: int) -> Sequence[int]:
         """Return the next tokens of a prompt: all that its slot does not hold, or fewer where states are to be copied first."""

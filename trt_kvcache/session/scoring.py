@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.generation.sampling import check_logits
 from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
-from trt_kvcache.session.batch import Batch, Rows
+from trt_kvcache.session.batch import Batch
+from trt_kvcache.session.step_plan import Rows
 
 
 def score_prompts(batch: Batch, prompts: Rows, *, slots: int, top_logprobs: int) -> list[PromptScore]:
@@ -18,7 +19,9 @@ def score_prompts(batch: Batch, prompts: Rows, *, slots: int, top_logprobs: int)
     try:
         for first in range(0, len(prompts), slots):
             group = by_length[first : first + slots]
-            for index, score in zip(group, _scores(batch, [prompts[index] for index in group], top_logprobs), strict=True):
+            with batch.finite():
+                scores = [*_scores(batch, [prompts[index] for index in group], top_logprobs)]
+            for index, score in zip(group, scores, strict=True):
                 found[index] = score
     finally:
         batch.clear()

@@ -45,6 +45,7 @@ from trt_kvcache.session.scoring import score_prompts
 from trt_kvcache.session.session_options import SessionOptions
 from trt_kvcache.session.single_user import SingleUser, exclusive
 from trt_kvcache.session.statistics import SessionStatistics
+from trt_kvcache.session.step_plan import StepPlan
 from trt_kvcache.session.timeline import Timeline
 from trt_kvcache.session.token_stream import TokenStream
 
@@ -58,7 +59,7 @@ _LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class InferenceSession(Uncopyable):
-    """Sequences that are generated together on one cache and one engine. For one thread at a time.
+    """Sequences that are generated together on one cache and one engine. Not thread-safe: a concurrent call raises ``ThreadError``.
 
     Most callers open one with :meth:`open` or :meth:`from_model`; the constructor joins an engine and a cache of your own.
 
@@ -1133,8 +1134,9 @@ class InferenceSession(Uncopyable):
         self._batch.check_room(kept, rows)
         generated = [0 if one.sampler is None else one.sampler.generated for one in snapshots]
         requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request, generated)
-        chunks = self._batch.plan_prefill(kept, rows)
-        return self._generate(requests, lambda: self._batch.resume(snapshots, kept, rows, chunks))
+        plan = StepPlan.of(rows)
+        chunks = self._runner.chunks(kept, plan)
+        return self._generate(requests, lambda: self._batch.resume(snapshots, kept, plan, chunks))
 
     def _known_identity(self) -> ModelIdentity:
         self._check_open()

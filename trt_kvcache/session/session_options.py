@@ -9,10 +9,10 @@ from typing import Any, Literal, TypedDict, get_args
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
+from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO, AttentionName, AttentionSetting
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.reference import Attention
 
 EngineChoice = Literal["auto", "numpy", "tensorrt", "torch", "reference"]
 FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
@@ -40,7 +40,8 @@ OTHER_NAMES = {
     "torch_dtype": "dtype",
 }
 
-DEFAULT_ATTENTION: Attention = "native"
+#: Attention of the NumPy and the PyTorch engine where no variant is named.
+DEFAULT_ATTENTION: AttentionName = "native"
 
 
 class OpenOptions(TypedDict, total=False):
@@ -61,7 +62,7 @@ class ModelOptions(OpenOptions, total=False):
     max_prefill_length: int | None
     max_logits_per_slot: int | Literal["all"] | None
     dtype: DTypeChoice | None
-    attention: Attention | None
+    attention: AttentionSetting | None
     quantize: str | None
     kv_dtype: KVDTypeChoice | None
     kv_scales: KVScalesChoice | None
@@ -107,9 +108,10 @@ class SessionOptions:
         ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
     dtype : {"float16", "bfloat16", "float32"}, optional
         Of weights, K and V; the checkpoint's if left out. Short names are taken: ``"fp16"`` or ``"half"``, ``"bf16"``, ``"fp32"``.
-    attention : {"native", "mask", "plugin"}, optional
-        TensorRT's causal attention with key lengths (the default), the same with an explicit mask (the default of TensorRT for a model
-        with windows smaller than S or soft-capped scores), or this package's plugin.
+    attention : {"auto", "native", "mask", "plugin"}, optional
+        TensorRT's causal attention with key lengths, the same with an explicit mask, or this package's plugin. If left out ``"auto"``:
+        the build chooses by TensorRT, GPU and model (see ``docs/engines.md``); the NumPy and the PyTorch engine take ``"native"``, or
+        ``"plugin"`` with ``kv_dtype``.
     quantize : str, optional
         Round weights to the nearest integers of a scale: ``"int8"``, ``"int4"`` (groups of 32), ``"int4:128"``, and behind it
         ``",embedding=..."`` and ``",head=..."``, which stay as they are stored if left out. See
@@ -149,7 +151,7 @@ class SessionOptions:
     max_prefill_length: int | None = None
     max_logits_per_slot: int | Literal["all"] | None = None
     dtype: DTypeChoice | None = None
-    attention: Attention | None = None
+    attention: AttentionSetting | None = None
     quantize: str | None = None
     kv_dtype: KVDTypeChoice | None = None
     kv_scales: KVScalesChoice | None = None
@@ -170,10 +172,10 @@ class SessionOptions:
             object.__setattr__(self, "dtype", dtype_in_full(self.dtype))
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:
-            one_of("attention", self.attention, get_args(Attention))
+            one_of("attention", self.attention, ATTENTION_SETTINGS)
         if self.kv_dtype is not None:
             one_of("kv_dtype", self.kv_dtype, get_args(KVDTypeChoice))
-            if self.attention not in (None, "plugin"):
+            if self.attention not in (None, AUTO, "plugin"):
                 raise ConfigError(f"attention: expected plugin for K and V in {self.kv_dtype}, got {self.attention}.")
         if self.kv_scales is not None:
             one_of("kv_scales", self.kv_scales, get_args(KVScalesChoice))

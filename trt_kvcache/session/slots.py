@@ -1,4 +1,4 @@
-"""``Slot``: one active slot of a session, as a value. A step makes new values, and :meth:`Runner.apply` puts them in force."""
+"""``Slot``: one active slot of a session, as a value. A step makes new values, and :meth:`Runner.apply` makes them current."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Slot(NamedTuple):
     """Tokens of one sequence: those in the cache, those pending, and the position of the sampler that chose them."""
 
     #: Append-only, and shared by all values of a sequence, each of which reads its first ``length`` entries. So a step costs the same for
-    #: any number of tokens, and a value that was never put in force leaves the others as they are.
+    #: any number of tokens, and a value that was never made current leaves the others as they are.
     row: list[int]
     length: int
     #: Chosen, and not in the cache yet.
@@ -52,7 +52,7 @@ class Slot(NamedTuple):
         return Slot(self.row, self.length, (*self.pending, token), self.reused, sampler, generated)
 
     def _row_with(self, tokens: Sequence[int]) -> list[int]:
-        """Return a row of the tokens in the cache and others: the shared one, unless a value that is not in force has appended to it."""
+        """Return a row of the tokens in the cache and others: the shared one, unless a value that is not current has appended to it."""
         row = self.row if len(self.row) == self.length else self.row[: self.length]
         row.extend(tokens)
         return row

@@ -147,6 +147,6 @@ def _encoded(session: InferenceSession, text: str | Sequence[int]) -> tuple[list
         raise ConfigError("text: expected token ids, got text. The model folder has no tokenizer.json.")
     plain, whole = (tokenizer.encode(text, add_special_tokens=special) for special in (False, True))
     begins = len(whole) - len(plain)
-    while begins > 0 and whole[begins : begins + len(plain)] != plain:  # others may stand behind the text
+    while begins > 0 and whole[begins : begins + len(plain)] != plain:  # others may follow the text
         begins -= 1
     return whole[:begins], plain

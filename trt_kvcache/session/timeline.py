@@ -1,4 +1,4 @@
-"""``Timeline``: what the slots of a session did over time, recorded by its request queue, and a picture of it."""
+"""``Timeline``: activity of the slots of a session over time, recorded by its request queue, and a picture of it."""
 
 import os
 import time

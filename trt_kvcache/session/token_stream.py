@@ -1,4 +1,4 @@
-"""``TokenStream``: what ``generate`` returns: the tokens of its requests, as they are read."""
+"""``TokenStream``: the result of ``generate``, the tokens of its requests as they are read."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ MAX_KERNEL_ROWS = 8
 
 
 class KernelProjections(Projections):
-    """Products of a few rows by our kernels, of more by torch. The weights must have been written: the kernels prefetch them."""
+    """Products of a few rows by our kernels, of more by torch. No work in flight may write weights: the kernels prefetch them."""
 
     def __init__(self, elementwise: Elementwise, memory: Memory, stream: Any) -> None:
         super().__init__(elementwise)

@@ -39,7 +39,7 @@ GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class AttentionInputs(Uncopyable):
-    """Inputs of the attention kernels apart from a step, made once for all layers (of which :func:`attention_is_supported` is true)."""
+    """Step-independent inputs of the attention kernels, made once for all layers (of which :func:`attention_is_supported` is true)."""
 
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, memory: Memory) -> None:
         stream = memory.create_stream()

@@ -1,4 +1,4 @@
-"""Chunked recurrences over tokens by matrix products of torch, equivalent to the kernels of recurrent layers.
+"""Chunked recurrences over tokens by torch matmuls, equivalent to the kernels of recurrent layers.
 
 Everything is float32. Shapes: A slots, s new tokens per slot, T tokens of a chunk.
 """

@@ -1,6 +1,6 @@
 """TensorRT's log, collected so that its messages can become the text of an exception.
 
-TensorRT reports many errors in its log only: the call returns None or False, or even a layer whose settings it will ignore. It also
+TensorRT reports many errors in its log only: the call returns None or False, or it returns a layer and ignores its settings. It also
 keeps one logger per process, the first one. So there is one :class:`TensorRTLog` per imported TensorRT module, and the caller of
 TensorRT collects the messages of that call.
 """
@@ -41,10 +41,14 @@ class Messages:
         if text not in kept:
             kept.append(text)
 
-    def begin_call(self) -> None:
-        """Discard errors of earlier calls, and take only those of the calling thread: TensorRT for RTX compiles, and logs, in others."""
+    def clear_errors(self) -> None:
+        """Discard the errors, and the exception of a plugin, of earlier calls."""
         self.errors.clear()
         self.cause = None
+
+    def begin_call(self) -> None:
+        """Discard errors of earlier calls, and take only those of the calling thread: TensorRT for RTX compiles, and logs, in others."""
+        self.clear_errors()
         self._thread = threading.get_ident()
 
     @property

@@ -7,18 +7,19 @@ import importlib
 import re
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 from trt_kvcache._util.checks import one_of
 from trt_kvcache.engine.attention_variants import AttentionVariant, attention_variant
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import DTypeError, EngineError, KVCacheError
-from trt_kvcache.memory.cuda_driver import driver_failure
+from trt_kvcache.memory.cuda_driver import FIRST_DRIVER, advice_for_driver, driver_failure, driver_version
 from trt_kvcache.trt.log import TensorRTLog
 
 _INSTALL_HINT = {
     "tensorrt": "pip install 'trt-kvcache[tensorrt]' (from NVIDIA's package index), or the TensorRT of the machine",
-    "tensorrt_rtx": "pip install 'trt-kvcache[rtx]'",
+    "tensorrt_rtx": "pip install 'trt-kvcache[rtx]', or 'trt-kvcache[rtx-cu12]' for NVIDIA driver 570 to 575",
 }
 
 #: Members of ``DataType`` by our dtype names. The third column of the table in :mod:`trt_kvcache.dtypes`.
@@ -63,11 +64,11 @@ class TensorRT:
         return tuple(int(part) for part in re.findall(r"\d+", self.version)[:2])
 
     def create(self, kind: str) -> Any:
-        """Return a ``"Runtime"`` or ``"Builder"``, after checking that full TensorRT has a GPU.
+        """Return a ``"Runtime"`` or ``"Builder"``, after checking GPU (full TensorRT) or wheel (for RTX).
 
-        Without one, some releases return an invalid pointer in place of null, and its first use ends the process.
+        Without a GPU, some releases return an invalid pointer in place of null, and its first use ends the process.
         """
-        failure = None if self.is_rtx else driver_failure()
+        failure = (_wheel_failure() if kind == "Runtime" else None) if self.is_rtx else driver_failure()
         if failure is not None:
             self.log.receive(failure, is_error=True)
             raise RuntimeError(failure)
@@ -124,6 +125,25 @@ def _import(flavour: str) -> TensorRT | str:
     if not tensorrt.supports(plugin):
         return f"version {version} is too old. Expected {native.first_release} or newer, or {plugin.first_release} for plugin attention."
     return _start_failure(tensorrt) or tensorrt
+
+
+def _wheel_failure() -> str | None:
+    """Return why the wheel of TensorRT for RTX that is installed cannot run with the NVIDIA driver, or None. Builds need no driver."""
+    version = driver_version()
+    has = None if version is None else version[0]
+    needed = next((cuda for cuda in FIRST_DRIVER if has is not None and has < cuda and _is_installed(f"tensorrt-rtx-cu{cuda}")), None)
+    if has is None or needed is None:
+        return None
+    wheel = f"the wheel tensorrt-rtx-cu{needed} is for CUDA {needed}"
+    return f"the NVIDIA driver supports CUDA {has}, {wheel}. {advice_for_driver(needed, has)}"
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _start_failure(tensorrt: TensorRT) -> str | None:

@@ -1,7 +1,7 @@
 """``SegmentedEngine``: runs an engine in segments, with custom operations between them.
 
-A step runs all stages in order on one stream: operation, segment, operation, segment and so on. Calls of TensorRT follow its
-documentation and are tested against a recording stand-in; no engine has run on a GPU yet.
+A step runs all stages in order on one stream: the operation of the embedding, then segments with operations between them. Calls of
+TensorRT follow its documentation and are tested against a recording stand-in; no engine has run on a GPU yet.
 """
 
 from __future__ import annotations

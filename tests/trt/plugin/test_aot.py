@@ -52,6 +52,14 @@ def test_ptx_has_one_entry_with_the_arguments_of_the_launch():
     assert [kind.split(".")[1][1:] for kind in parameters] == ["64"] * 6 + ["32"] + ["64"] * 2
 
 
+def test_ptx_that_the_driver_would_refuse_is_not_made(monkeypatch):
+    monkeypatch.setattr(aot, "driver_version", lambda: (12, 8))
+    with pytest.raises(CudaError, match=r"^NVRTC: expected CUDA 12\.8 or older for PTX, .*, got \d+\.\d+\. .*nvidia-cuda-nvrtc 12\.8"):
+        aot.compile_ptx(FIELDS, "float16", "sm_86")
+    monkeypatch.setattr(aot, "driver_version", lambda: (99, 0))
+    assert ".target sm_86" in aot.compile_ptx(FIELDS, "float16", "sm_86")
+
+
 def test_an_architecture_that_nvrtc_does_not_know_is_refused():
     with pytest.raises(CudaError, match=r"^NVRTC: attention_decode_aot for sm_1: NVRTC_ERROR_\w+\. .*gpu-architecture"):
         aot.compile_ptx(FIELDS, "float16", "sm_1")

@@ -1,4 +1,4 @@
-"""The causal depthwise convolution of layers with states, over the new tokens and the inputs before them."""
+"""The causal depthwise convolution of recurrent layers, over the new tokens and the inputs before them."""
 
 from typing import Any
 

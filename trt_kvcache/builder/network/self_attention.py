@@ -110,7 +110,7 @@ def _add_attention_layer(
     mask = None if native else context.masks[window_in_cache(mixer, context.max_sequence_length)]
     if mixer.softcap is not None:
         return softcapped_attention(graph, name, q, keys, values, mask, mixer)
-    layer = _bare_attention_layer(graph, name, q, keys, values, is_causal=native)
+    layer = bare_attention_layer(graph, name, q, keys, values, is_causal=native)
     if native:
         assert context.lengths is not None
         layer.key_value_lengths = context.lengths.key_lengths
@@ -120,7 +120,7 @@ def _add_attention_layer(
     return graph.result(layer)
 
 
-def _bare_attention_layer(graph: Graph, name: str, q: Any, keys: Any, values: Any, *, is_causal: bool) -> Any:
+def bare_attention_layer(graph: Graph, name: str, q: Any, keys: Any, values: Any, *, is_causal: bool) -> Any:
     """Add the layer without its settings. It is causal or masked, never both: TensorRT would ignore the mask."""
     trt = graph.trt
     softmax = trt.AttentionNormalizationOp.SOFTMAX

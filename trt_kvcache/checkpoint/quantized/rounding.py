@@ -1,4 +1,4 @@
-"""Rounding a matrix to the nearest integers of a scale, without calibration."""
+"""Rounding a matrix to the nearest multiples of a scale, without calibration."""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ class Family:
     name: str  # model_type of transformers
     architecture: str  # class name in `architectures`
     title: str  # common name
-    defaults: Mapping[str, Any]  # defaults in transformers that are not null; a field that is null in the file is not absent
+    defaults: Mapping[
+        str, Any
+    ]  # defaults in transformers that are not null; a field that is null in the file is not set, but takes no default
     read: Callable[[ConfigFields], ModelConfig]  # fields with defaults -> the model
     embedding: str = EMBEDDING
     final_norm: str = FINAL_NORM  # the head is lm_head.weight in all families

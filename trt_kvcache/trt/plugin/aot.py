@@ -18,6 +18,7 @@ from trt_kvcache.errors import CudaError, ShapeError
 from trt_kvcache.kernels.attention_params import score_factors
 from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
+from trt_kvcache.memory.cuda_driver import driver_version
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.plugin_tensors import INPUTS, check_dtypes, check_shapes, input_names
@@ -70,7 +71,8 @@ def macros(fields: AttentionAttributes, dtype: str) -> dict[str, str]:
 
 
 def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
-    """Compile the kernel with NVRTC. Needs no GPU."""
+    """Compile the kernel with NVRTC, for the driver if there is one. Needs no GPU."""
+    # PTX, as TensorRT takes no machine code here. All other kernels are cubins, which any driver of the same major number loads.
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -86,6 +88,12 @@ def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
         nvrtc.nvrtcGetProgramLog(program, text)
         return str(text.strip(b"\0 "), "utf-8", "replace")
 
+    compiler, driver = nvrtc.nvrtcVersion()[1:], driver_version()
+    if driver is not None and driver < tuple(compiler):
+        raise CudaError(
+            f"NVRTC: expected CUDA {driver[0]}.{driver[1]} or older for PTX, as the NVIDIA driver is, got {compiler[0]}.{compiler[1]}. "
+            f"A driver refuses newer PTX: update it, or install nvidia-cuda-nvrtc {driver[0]}.{driver[1]}."
+        )
     _, program = nvrtc.nvrtcCreateProgram(b'#include "attention/decode_aot.cuh"\n', f"{KERNEL}.cu".encode(), 0, [], [])
     try:
         options = [f"--std={CXX_STANDARD}", f"--gpu-architecture={arch.replace('sm_', 'compute_')}", f"--include-path={source_folder()}"]

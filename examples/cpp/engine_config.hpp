@@ -1,0 +1,121 @@
+// What a program needs of the config.json of an engine folder: tensors, aliases, profiles.
+#pragma once
+
+#include <cstdint>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// A value of JSON; config.json has integers, strings, lists and objects that matter here.
+struct Json {
+    std::map<std::string, Json> members;
+    std::vector<Json> items;
+    std::string text;  // of a string; of a number, true, false and null as they are written
+
+    Json const& operator[](std::string const& name) const {
+        auto const found = members.find(name);
+        if (found == members.end()) throw std::runtime_error("config.json: expected \"" + name + "\", got none.");
+        return found->second;
+    }
+    bool is_null() const { return text == "null"; }
+    int64_t integer() const { return std::stoll(text); }
+};
+
+class JsonReader {
+public:
+    explicit JsonReader(std::string const& text) : text_(text) {}
+
+    Json read() {
+        Json value;
+        char const first = next();
+        if (first == '{' || first == '[') {
+            char const end = first == '{' ? '}' : ']';
+            place_++;
+            while (next() != end) {
+                if (text_[place_] == ',') place_++;
+                if (first == '[') {
+                    value.items.push_back(read());
+                } else {
+                    next();
+                    std::string const name = string();
+                    if (next() != ':') throw std::runtime_error("config.json: expected : after \"" + name + "\".");
+                    place_++;
+                    value.members[name] = read();
+                }
+            }
+            place_++;
+        } else if (first == '"') {
+            value.text = string();
+        } else {
+            size_t const end = text_.find_first_of(",]} \n\r\t", place_);
+            value.text = text_.substr(place_, end - place_);
+            place_ = end;
+        }
+        return value;
+    }
+
+private:
+    // The next character that is not a space.
+    char next() {
+        place_ = text_.find_first_not_of(" \n\r\t", place_);
+        if (place_ == std::string::npos) throw std::runtime_error("config.json: expected more, it ends too early.");
+        return text_[place_];
+    }
+
+    // Names of tensors have no escapes; any other string may keep them.
+    std::string string() {
+        std::string found;
+        for (place_++; place_ < text_.size() && text_[place_] != '"'; place_++) {
+            if (text_[place_] == '\\') found += text_[place_++];
+            found += text_.at(place_);
+        }
+        place_++;
+        return found;
+    }
+
+    std::string const& text_;
+    size_t place_ = 0;
+};
+
+struct EngineConfig {
+    struct Tensor {
+        std::string name, alias;  // alias: the input whose memory an output shares; empty for none
+        bool is_input;
+    };
+    struct Profile {
+        int64_t max_batch, min_width, max_width;  // slots, new tokens of a slot
+    };
+
+    std::string input_ids, kvcache_start_index, last_token_ids, logits;  // names of tensors
+    std::vector<Tensor> tensors;
+    std::vector<Profile> profiles;
+    int64_t max_sequence_length, vocab_size;
+    bool in_one_piece;  // or in segments, between which Python runs operations
+
+    explicit EngineConfig(std::string const& folder) {
+        std::ifstream file(folder + "/config.json");
+        if (!file) throw std::runtime_error(folder + ": expected an engine folder, it has no config.json.");
+        std::stringstream text;
+        text << file.rdbuf();
+        std::string const content = text.str();
+        Json const json = JsonReader(content).read();
+        Json const& names = json["names"];
+        input_ids = names["input_ids"].text;
+        kvcache_start_index = names["kvcache_start_index"].text;
+        last_token_ids = names["last_token_ids"].text;
+        logits = names["logits"].text;
+        for (Json const& one : json["tensors"].items) {
+            std::string const alias = one["alias"].is_null() ? "" : one["alias"].text;
+            tensors.push_back({one["name"].text, alias, one["mode"].text == "input"});
+            if (one["name"].text == logits) vocab_size = one["shape"].items.back().integer();
+        }
+        for (Json const& one : json["profiles"].items) {
+            profiles.push_back({one["max_batch"].integer(), one["min_width"].integer(), one["max_width"].integer()});
+        }
+        max_sequence_length = json["kv_cache"]["max_sequence_length"].integer();
+        in_one_piece = json["segments"].is_null();
+    }
+};

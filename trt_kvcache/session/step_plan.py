@@ -1,0 +1,66 @@
+"""``StepPlan``: the tokens that each slot runs, and the logits that are wanted. A prompt, a decode step and a draft are all plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from itertools import compress
+from typing import NamedTuple
+
+from trt_kvcache.session.slots import Slot
+
+#: Token ids per slot, or per prompt.
+Rows = Sequence[Sequence[int]]
+
+
+class LogitsWanted(Enum):
+    """Tokens of a slot whose logits are wanted."""
+
+    NONE = auto()
+    LAST = auto()
+    ALL = auto()
+
+
+class StepPlan(NamedTuple):
+    """New tokens of the active slots, as a value. They follow the tokens that a slot holds; a slot without new tokens is idle."""
+
+    rows: Rows
+    logits: Sequence[LogitsWanted]
+
+    @classmethod
+    def of(cls, rows: Rows, wanted: LogitsWanted = LogitsWanted.LAST) -> StepPlan:
+        """Plan rows that all want the same logits, idle slots none."""
+        return cls(rows, [wanted if row else LogitsWanted.NONE for row in rows])
+
+    @classmethod
+    def decode(cls, tokens: Sequence[int]) -> StepPlan:
+        """Plan one token for every slot."""
+        return cls([(token,) for token in tokens], (LogitsWanted.LAST,) * len(tokens))
+
+    @property
+    def counts(self) -> list[int]:
+        """New tokens of each slot."""
+        return list(map(len, self.rows))
+
+    @property
+    def increments(self) -> int | list[int]:
+        """New tokens of each slot, or of every slot if all run one: such a commit uploads nothing."""
+        counts = self.counts
+        return 1 if counts.count(1) == len(counts) else counts
+
+    @property
+    def wants_all(self) -> bool:
+        """True if an enqueue returns the logits of all its tokens: one slot wants them, and the others share the enqueue."""
+        return LogitsWanted.ALL in self.logits
+
+    def running(self) -> Iterable[int]:
+        """Return the slots that are not idle."""
+        return compress(range(len(self.rows)), self.rows)
+
+    def first(self, counts: Sequence[int]) -> StepPlan:
+        """Return the plan of the first tokens of each row, as many as are accepted of a draft. They have run: no logits are wanted."""
+        return StepPlan.of([row[:count] for row, count in zip(self.rows, counts, strict=True)], LogitsWanted.NONE)
+
+    def applied(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Return the slots after the step."""
+        return [slot.extended(row) if row else slot for slot, row in zip(slots, self.rows, strict=True)]
