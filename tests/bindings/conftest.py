@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fake_tensorrt import FakeGpuMemory
-from trt_kvcache.trt import loaded_plan, module as trt_module
+from trt_kvcache.trt import graph_engine, module as trt_module
 from trt_kvcache.trt.module import TensorRT
 
 VERSION = os.environ.get("TRT_KVCACHE_BINDINGS")
@@ -36,7 +36,7 @@ def full(stand_in: Any) -> Iterator[TensorRT]:
     """What the package makes of these bindings, on a machine whose driver starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trt_module, "driver_failure", lambda: None)
-        patch.setattr(loaded_plan, "gpu_identity", lambda device: ("GPU", "uuid", "8.7", "13000"))
+        patch.setattr(graph_engine, "gpu_identity", lambda device: ("GPU", "uuid", "8.7", "13000"))
         yield trt_module.load("tensorrt")
 
 

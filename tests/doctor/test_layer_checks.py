@@ -14,7 +14,6 @@ from trt_kvcache.doctor.checks.cache_update import WRITES, CacheUpdate, run_writ
 from trt_kvcache.doctor.single_layer import NumPyRunner
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import EngineError
-from trt_kvcache.trt import loaded_plan
 
 
 class PlantedUpdate(CacheUpdate):
@@ -184,7 +183,6 @@ def array_at(address, shape, dtype):
 def fake_engine(monkeypatch, tmp_path):
     """Return a function that makes a runner over a stand-in for TensorRT."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(loaded_plan, "gpu_identity", lambda device: ("a GPU", "uuid", "8.6", "13000"))
     return make_fake_engine
 
 

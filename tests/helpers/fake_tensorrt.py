@@ -16,7 +16,7 @@ from trt_kvcache.engine.decoder_tensors import shape_at, step_shape
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.memory.host_memory import HostMemory
-from trt_kvcache.trt import engine_sources, loaded_plan, module as trt_module, tensorrt_engine
+from trt_kvcache.trt import engine_sources, graph_engine, module as trt_module, tensorrt_engine
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT
 
@@ -100,7 +100,7 @@ class FakeTensorRT:
         self.contexts = []
         self.logger = None
         self.segments = {}  # plan to FakeSegment
-        self.capturable = True
+        self.capturable, self.whole = True, None  # the whole, of a segment
         self.activations = (3000, 5000, 4000)  # the first is not the largest
         self.run = lambda context: None  # what a step does
 
@@ -261,7 +261,7 @@ class _Context(_Part):
 
     def is_stream_capturable(self, stream):
         self.fake.record("is_stream_capturable", stream)
-        return self.fake.whole.capturable
+        return self.fake.capturable if self.fake.whole is None else self.fake.whole.capturable
 
     def execute_async_v3(self, stream):
         self.fake.run(self)
@@ -279,7 +279,7 @@ def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
     loaded, asked = fake.tensorrt(flavour), []
     for module in (engine_sources, tensorrt_engine):
         monkeypatch.setattr(module, "load", lambda wanted: asked.append(wanted) or loaded)
-    monkeypatch.setattr(loaded_plan, "gpu_identity", lambda device: IDENTITY)
+    monkeypatch.setattr(graph_engine, "gpu_identity", lambda device: IDENTITY)
     monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
     return asked

@@ -75,6 +75,7 @@ def test_segments(tmp_path):
     assert all(us > 0 for us in eager.values())
     assert result["eager_us_per_layer"] == (eager["64"] - eager["16"]) / 48  # of either sign, on a machine with other work
     assert (result["launches"], result["graph_us"]) == ("nothing", {})
+    assert all(0 < us < 1000 for times in result["one_piece_us"].values() for us in times.values())
 
 
 def test_import_time(tmp_path):

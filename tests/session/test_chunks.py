@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given, strategies as st
 
+from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import LayoutError
-from trt_kvcache.session.chunks import Chunk, plan_chunks
+from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
 
 
 def anywhere(slot: int) -> bool:
@@ -76,13 +77,22 @@ def reachable(lengths: Sequence[int], remaining: Sequence[int], limit: int, star
     return True
 
 
-@given(programs())
-def test_every_token_is_enqueued_in_order_and_inside_its_slot(program):
+def in_buckets(max_width: int) -> list[int]:
+    """Return the buckets of an engine that takes every width up to a maximum."""
+    return bucket_widths([EngineProfile(name="prefill", min_batch=1, max_batch=9, min_width=1, max_width=max_width)], max_width)
+
+
+@given(programs(), st.booleans())
+def test_every_token_is_enqueued_in_order_and_inside_its_slot(program, bucketed):
     lengths, remaining, limit, max_width, starts = program
     before = list(lengths), list(remaining)
+    buckets = in_buckets(max_width) if bucketed else []
 
     def plan():
-        return plan_chunks(lengths, remaining, max_width=max_width, max_sequence_length=limit, can_start_at=starts.__contains__)
+        can_start_at = starts.__contains__
+        chunks = plan_chunks(lengths, remaining, max_width=max_width, max_sequence_length=limit, can_start_at=can_start_at, buckets=buckets)
+        assert not bucketed or {chunk.width for chunk in chunks} <= set(buckets)
+        return chunks
 
     if reachable(lengths, remaining, limit, starts):
         run(plan(), lengths, remaining, max_width=max_width, limit=limit, can_start_at=starts.__contains__)
@@ -168,3 +178,49 @@ def test_a_slot_behind_a_full_one_that_no_view_can_start_at_is_refused():
         "slot 2: slot 1 before it is full, and no view that starts between them is aligned to 256 bytes. "
         "Choose max_sequence_length so that H * S * D * itemsize is a multiple of 256."
     )
+
+
+class TestBuckets:
+    def widths(self, *counts: int, length: int = 0, max_width: int = 512, limit: int = 10_000) -> list[int]:
+        buckets = in_buckets(max_width)
+        chunks = plan_chunks([length] * len(counts), counts, max_width=max_width, max_sequence_length=limit, buckets=buckets)
+        return [chunk.width for chunk in chunks]
+
+    def test_they_are_powers_of_two_and_the_maximum(self):
+        assert in_buckets(1) == [1]
+        assert in_buckets(16) == [1, 2, 4, 8, 16]
+        assert in_buckets(20) == [1, 2, 4, 8, 16, 20]
+
+    def test_a_width_that_no_profile_takes_is_none(self):
+        profile = EngineProfile(name="prefill", min_batch=1, max_batch=1, min_width=4, max_width=16)
+        assert bucket_widths([profile], 16) == [4, 8, 16]
+        assert bucket_widths([profile, EngineProfile(name="decode", min_batch=1, max_batch=1, min_width=1, max_width=1)], 16) == [
+            1,
+            4,
+            8,
+            16,
+        ]
+
+    def test_a_short_prompt_is_one_enqueue(self):
+        assert [self.widths(count) for count in (1, 2, 3, 5, 9, 33, 63)] == [[1], [2], [4], [8], [16], [64], [64]]
+
+    def test_a_long_prompt_is_cut_where_padding_would_be_much(self):
+        assert self.widths(100) == [64, 32, 4]
+        assert self.widths(72 + 256) == [256, 64, 8]
+
+    def test_a_long_prompt_is_padded_where_padding_is_little(self):
+        assert self.widths(112) == [128]
+        assert self.widths(600) == [512, 128]
+
+    @pytest.mark.parametrize("max_width", [512, 300, 64])
+    def test_at_most_one_row_in_eight_is_padding(self, max_width):
+        for count in range(64, 1500):
+            rows = sum(self.widths(count, max_width=max_width))
+            assert (rows - count) * 8 <= rows
+
+    def test_the_longest_row_of_the_slots_counts(self):
+        assert self.widths(3, 112, 64) == [128]
+
+    def test_padding_ends_at_s(self):
+        assert self.widths(13, length=87, limit=100) == [8, 4, 1]
+        assert self.widths(13, length=84, limit=100) == [16]

@@ -76,7 +76,7 @@ class FakeGPU:
         monkeypatch.setattr(opening, "TensorRTEngine", self)
         monkeypatch.setattr(opening, "why_no_torch", lambda: "torch is not installed")
 
-    def open(self, folder: EngineFolder, *, memory: HostMemory, flavour: str) -> ReferenceEngine:
+    def open(self, folder: EngineFolder, *, memory: HostMemory, flavour: str, cuda_graphs: bool = True) -> ReferenceEngine:
         assert memory is self.memory
         self.opened.append((folder.path, flavour))
         if self.failure is not None:

@@ -13,7 +13,7 @@ class GraphStream(FakeStream):
 
     def __init__(self, handle: int, calls: list[Any]) -> None:
         super().__init__(handle)
-        self.calls, self.graphs = calls, 0
+        self.calls, self.graphs, self.is_building = calls, 0, False
 
     def create_graph_builder(self) -> GraphStream:
         self.graphs += 1
@@ -21,8 +21,11 @@ class GraphStream(FakeStream):
 
     def begin_building(self, mode: str) -> None:
         assert mode == "thread_local"
+        self.is_building = True
 
     def end_building(self) -> GraphStream:
+        assert self.is_building
+        self.is_building = False
         return self
 
     def complete(self) -> Any:
@@ -30,4 +33,5 @@ class GraphStream(FakeStream):
         return SimpleNamespace(launch=lambda stream: note(("graph", number, stream.handle)), close=lambda: note(("graph.close", number)))
 
     def close(self) -> None:
+        assert not self.is_building, "a stream whose capture is not ended stays in it"
         self.calls.append(("captured",))

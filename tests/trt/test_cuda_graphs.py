@@ -11,7 +11,7 @@ from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeStream
 from tests.trt.graph_stream import GraphStream
 from trt_kvcache.errors import CudaError
 from trt_kvcache.memory.cuda_driver import cuda_core_error
-from trt_kvcache.trt.cuda_graphs import MAX_GRAPHS, CudaGraphCache
+from trt_kvcache.trt.cuda_graphs import MAX_GRAPHS, MAX_REFUSALS, RUNS_BEFORE_RETRY, CudaGraphCache
 
 HANDLE = 0x77
 
@@ -25,11 +25,11 @@ class Scene:
         self.stream = GraphStream(HANDLE, self.calls)
         self.graphs = CudaGraphCache(self.memory)
 
-    def run(self, key: Hashable, stream: Any = None, can_capture: Callable[[Any], bool] = lambda stream: True) -> bool:
+    def run(self, key: Hashable, stream: Any = None, refusal: Callable[[Any], str | None] = lambda stream: None) -> bool:
         def work(stream: Any) -> None:
             self.calls.append(("eager", key))
 
-        return self.graphs.run(key, stream or self.stream, work, can_capture)
+        return self.graphs.run(key, stream or self.stream, work, refusal)
 
     def take(self) -> list[Any]:
         """Return the calls so far, and forget them."""
@@ -73,11 +73,18 @@ def test_each_key_has_a_graph_of_its_own(scene: Scene) -> None:
     assert scene.take() == [("graph", 2, HANDLE), ("graph", 1, HANDLE)]
 
 
-def test_nothing_is_captured_while_can_capture_says_no(scene: Scene) -> None:
+def test_nothing_is_captured_while_it_is_refused(scene: Scene) -> None:
     for _ in range(3):
-        assert scene.run("a", can_capture=lambda stream: False)
+        assert scene.run("a", refusal=lambda stream: "not yet")
     assert scene.take() == [("eager", "a")] * 3
+    assert scene.graphs.refusals == ["not yet"]
     assert not scene.run("a")
+
+
+def test_the_reasons_that_are_kept_are_few(scene: Scene) -> None:
+    for number in range(2 * MAX_REFUSALS):
+        scene.run("a", refusal=lambda stream, number=number: f"reason {number}")  # type: ignore[misc]
+    assert scene.graphs.refusals == [f"reason {number}" for number in range(1, 1 + MAX_REFUSALS)]  # the first run asks nothing
 
 
 def test_work_becomes_part_of_a_capture_that_is_under_way(scene: Scene) -> None:
@@ -140,26 +147,41 @@ def error(request: pytest.FixtureRequest) -> type[Exception]:
     return RuntimeError if request.param == "RuntimeError" else cuda_core_error()
 
 
-def test_work_whose_capture_fails_runs_eagerly_from_then_on(scene: Scene, error: type[Exception]) -> None:
-    scene.stream.end_building = failing(error)  # type: ignore[method-assign]
-    scene.run("a")
-    with pytest.warns(RuntimeWarning, match="a step could not be captured in a CUDA graph and runs without one: LOST"):
-        assert scene.run("a")
-    scene.take()
-    assert scene.run("a")
-    assert scene.take() == [("eager", "a")]
-
-
-def test_a_builder_whose_capture_fails_is_closed(scene: Scene, error: type[Exception]) -> None:
-    scene.stream.end_building = failing(error)  # type: ignore[method-assign]
-    scene.run("a")
-    with pytest.warns(RuntimeWarning, match="LOST"):
+def test_a_capture_that_fails_is_tried_again_after_more_eager_runs(
+    scene: Scene, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.stream, "complete", failing(error))
         scene.run("a")
-    assert scene.take().count(("captured",)) == 1
+        with pytest.warns(RuntimeWarning, match="a step could not be captured in a CUDA graph and runs without one for now: LOST"):
+            assert scene.run("a")
+        assert scene.graphs.refusals == ["LOST"]
+        scene.take()
+        for _ in range(RUNS_BEFORE_RETRY - 1):
+            assert scene.run("a")
+        assert scene.take() == [("eager", "a")] * (RUNS_BEFORE_RETRY - 1)
+        assert scene.run("a")
+        assert ("captured",) in scene.take(), "tried again"
+        for _ in range(2 * RUNS_BEFORE_RETRY - 1):
+            assert scene.run("a")
+        assert ("captured",) not in scene.take(), "the second wait is longer"
+    assert not scene.run("a")
+
+
+def test_a_capture_that_fails_is_ended(scene: Scene, error: type[Exception]) -> None:
+    def work(stream: Any) -> None:
+        if scene.stream.is_building:
+            raise error("LOST")
+
+    scene.graphs.run("a", scene.stream, work, lambda stream: None)
+    with pytest.warns(RuntimeWarning, match="LOST"):
+        assert scene.graphs.run("a", scene.stream, work, lambda stream: None)
+    assert not scene.stream.is_building
+    assert scene.take() == [("captured",)]
 
 
 def test_only_the_first_failing_capture_is_warned_of(scene: Scene, error: type[Exception]) -> None:
-    scene.stream.end_building = failing(error)  # type: ignore[method-assign]
+    scene.stream.complete = failing(error)  # type: ignore[method-assign]
     scene.run("a")
     with pytest.warns(RuntimeWarning, match="LOST"):
         scene.run("a")

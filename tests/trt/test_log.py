@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,11 +89,48 @@ def test_the_exception_of_a_plugin_is_the_cause(log: TensorRTLog) -> None:
         ) as raised:
             messages.check(EngineError, "the step")
         assert raised.value.__cause__ is reason
-        messages.clear_errors()
+        messages.begin_call()
         messages.check(EngineError, "the step")
         with pytest.raises(EngineError, match="nothing") as raised:
             messages.fail(EngineError, "the step")
         assert raised.value.__cause__ is None
+
+
+def in_another_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_an_error_of_another_thread_is_a_warning_of_a_call(log: TensorRTLog) -> None:
+    with log.collect() as messages:
+        messages.begin_call()
+        in_another_thread(lambda: log.logger.log(ERROR, "a kernel could not be compiled"))
+        in_another_thread(lambda: log.receive_exception("Plugin.enqueue", ValueError("of another engine")))
+        messages.check(EngineError, "the step")
+        assert messages.warnings == ["a kernel could not be compiled", "Plugin.enqueue: ValueError: of another engine"]
+        assert messages.cause is None
+        log.logger.log(ERROR, "here")
+        with pytest.raises(EngineError, match=r"^the step. TensorRT says: here$"):
+            messages.check(EngineError, "the step")
+
+
+def test_the_thread_of_a_call_is_not_that_of_the_collection(log: TensorRTLog) -> None:
+    with log.collect() as messages:
+
+        def call() -> None:
+            messages.begin_call()
+            log.logger.log(ERROR, "in the thread of the session")
+
+        in_another_thread(call)
+        assert messages.errors == ["in the thread of the session"]
+
+
+def test_errors_of_all_threads_fail_a_build(log: TensorRTLog) -> None:
+    with log.collect() as messages:
+        in_another_thread(lambda: log.logger.log(ERROR, "in a thread of the builder"))
+        with pytest.raises(BuildError, match="in a thread of the builder"):
+            messages.check(BuildError, "the build")
 
 
 def test_fail_without_a_message(log: TensorRTLog) -> None:

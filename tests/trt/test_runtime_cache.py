@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from trt_kvcache.trt.runtime_cache import RuntimeCacheFile
+from trt_kvcache._util.file_lock import file_lock
+from trt_kvcache.trt.runtime_cache import MAX_FILES, RuntimeCacheFile
 
 KEY = ("sha of the plan", "GPU", "uuid", "8.9", "13000", "tensorrt_rtx", "1.7.1")
 
@@ -15,11 +17,11 @@ KEY = ("sha of the plan", "GPU", "uuid", "8.9", "13000", "tensorrt_rtx", "1.7.1"
 def test_written_and_read_back(tmp_path: Path) -> None:
     file = RuntimeCacheFile(KEY, folder=tmp_path / "made" / "here")
     assert file.read() is None
-    file.write(b"kernels")
+    file.write(b"kernels", read=None)
     assert file.read() == b"kernels"
-    file.write(b"more kernels")
+    file.write(b"more kernels", read=b"kernels")
     assert RuntimeCacheFile(KEY, folder=tmp_path / "made" / "here").read() == b"more kernels"
-    assert os.listdir(file.path.parent) == [file.path.name]
+    assert {path.name for path in file.path.parent.iterdir()} == {file.path.name, "rtxcache.lock"}
 
 
 def test_every_part_of_the_key_makes_another_file(tmp_path: Path) -> None:
@@ -33,7 +35,7 @@ def test_every_part_of_the_key_makes_another_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty"])
 def test_damaged_file_is_ignored_with_a_warning(tmp_path: Path, damage: str) -> None:
     file = RuntimeCacheFile(KEY, folder=tmp_path)
-    file.write(b"kernels")
+    file.write(b"kernels", read=None)
     content = bytearray(file.path.read_bytes())
     content[-1] ^= 1
     file.path.write_bytes({"flipped": bytes(content), "truncated": bytes(content[:40]), "empty": b""}[damage])
@@ -45,20 +47,53 @@ def test_place_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     file = RuntimeCacheFile(KEY, folder=tmp_path / "file")
     with pytest.warns(RuntimeWarning, match="it cannot be written"):
-        file.write(b"kernels")
+        file.write(b"kernels", read=None)
     with pytest.warns(RuntimeWarning, match="it cannot be read"):
         assert file.read() is None
 
 
 def test_failure_while_writing_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = RuntimeCacheFile(KEY, folder=tmp_path)
-    file.write(b"old")
+    file.write(b"old", read=None)
 
     def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
-        file.write(b"new")
+        file.write(b"new", read=None)
     assert file.read() == b"old"
-    assert os.listdir(tmp_path) == [file.path.name]
+    assert {path.name for path in tmp_path.iterdir()} == {file.path.name, "rtxcache.lock"}
+
+
+def test_what_another_process_compiled_meanwhile_stays_if_it_is_more(tmp_path: Path) -> None:
+    file, other = (RuntimeCacheFile(KEY, folder=tmp_path) for _ in range(2))
+    other.write(b"many kernels", read=None)
+    file.write(b"few", read=None)
+    assert file.read() == b"many kernels"
+    file.write(b"even more kernels", read=None)
+    assert file.read() == b"even more kernels"
+    file.write(b"less", read=b"even more kernels")
+    assert file.read() == b"less"
+
+
+def test_least_recently_used_files_are_removed(tmp_path: Path) -> None:
+    files = [RuntimeCacheFile((str(number),), folder=tmp_path) for number in range(MAX_FILES + 2)]
+    for number, file in enumerate(files[:-1]):
+        file.write(b"kernels", read=None)
+        os.utime(file.path, (number, number))
+    assert files[1].read() == b"kernels"  # used again
+    files[-1].write(b"kernels", read=None)
+    assert [number for number, file in enumerate(files) if not file.path.exists()] == [0, 2]
+
+
+def test_a_writer_waits_for_another_process(tmp_path: Path) -> None:
+    file = RuntimeCacheFile(KEY, folder=tmp_path)
+    with file_lock(tmp_path / "rtxcache.lock"):
+        writer = threading.Thread(target=file.write, args=(b"kernels",), kwargs={"read": None})
+        writer.start()
+        writer.join(0.2)
+        assert writer.is_alive()
+        assert not file.path.exists()
+    writer.join()
+    assert file.read() == b"kernels"

@@ -22,9 +22,9 @@ from tests.helpers.fake_tensorrt import (
     make_ready,
     refuses,
     set_shapes,
-    tensor,
 )
 from tests.helpers.models import write_model
+from tests.trt.decoding import Decoding, steps_of
 from tests.trt.graph_stream import GraphStream
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
@@ -82,11 +82,6 @@ def memory():
 @pytest.fixture
 def opens(fake, folder, memory):
     return lambda **options: SegmentedEngine.open(folder, memory=memory, **options)
-
-
-def steps_of(calls):
-    wanted = {"enqueue": "{}", "execute_async_v3": "{}", "graph": "graph {}"}
-    return [wanted[what].format(*rest) for what, *rest in calls if what in wanted]
 
 
 def test_opening_creates_contexts_of_all_segments_over_one_shared_memory(opens, fake):
@@ -199,38 +194,35 @@ def test_tensors_that_are_live_together_do_not_overlap(opens, fake, folder, memo
         assert addresses["hidden_0"] != addresses["hidden_1"]
 
 
-class Decoding:
-    """An engine in one profile, by default that for decoding, and a stream that captures."""
-
-    def __init__(self, engine, fake, memory, *, profile=1, **sizes):
-        self.engine, self.fake, self.memory = engine, fake, memory
-        self.stream = GraphStream(0x77, fake.calls)
-        engine.use_profile(profile)
-        self.bound = make_ready(engine, memory, **sizes)
-
-    def run(self, count):
-        """Enqueue so many steps; return their stages, and the graphs that were launched."""
-        self.fake.calls.clear()
-        for _ in range(count):
-            self.engine.enqueue(self.stream)
-        return steps_of(self.fake.calls)
-
-    def bind_other_logits(self):
-        self.engine.bind("logits", tensor(self.memory, (BATCH, VOCAB), "float32"))
-
-
 @pytest.fixture
 def decoding(opens, fake, memory):
     with opens() as engine:
         yield Decoding(engine, fake, memory)
 
 
+def strategies(fake):
+    """Return the strategies of all contexts: of graphs and of kernels, by segment and profile."""
+    configs = [call[2] for call in fake.calls if call[0] == "create_execution_context"]
+    return [(one.cuda_graph_strategy.name, one.dynamic_shapes_kernel_specialization_strategy.name) for one in configs]
+
+
 def test_tensorrt_makes_no_graph_of_its_own_and_compiles_before_the_capture(opens, fake):
     with opens():
-        configs = [call[2] for call in fake.calls if call[0] == "create_execution_context"]
-    assert len(configs) == 2 * (LAYERS + 1)
-    for config in configs:
-        assert (config.cuda_graph_strategy.name, config.dynamic_shapes_kernel_specialization_strategy.name) == ("DISABLED", "EAGER")
+        assert strategies(fake) == [("DISABLED", "LAZY"), ("DISABLED", "EAGER")] * (LAYERS + 1)
+
+
+def test_nothing_waits_for_kernels_where_nothing_is_captured(opens, fake):
+    with opens(cuda_graphs=False):
+        assert strategies(fake) == [("DISABLED", "LAZY")] * 2 * (LAYERS + 1)
+
+
+def test_all_segments_share_one_runtime_cache(opens, fake, tmp_path):
+    with opens():
+        pass
+    names = [call[0] for call in fake.calls]
+    assert names.count("create_runtime_cache") == 1
+    assert names.count("set_runtime_cache") == 2 * (LAYERS + 1)  # prefill and decode
+    assert len(list((tmp_path / "caches" / "trt_kvcache").glob("*.rtxcache"))) == 1
 
 
 def test_decode_is_captured_at_its_second_step_and_then_replayed(decoding):

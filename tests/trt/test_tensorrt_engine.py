@@ -42,7 +42,7 @@ from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, LayoutError, PlaceError
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.trt import loaded_plan as execution, tensorrt_engine
+from trt_kvcache.trt import graph_engine as execution, tensorrt_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 
@@ -96,6 +96,9 @@ def test_opening_creates_a_context_per_profile_over_one_shared_memory(
             ("create_runtime_config",),
             ("set_execution_context_allocation_strategy", "USER_MANAGED"),
             ("create_runtime_cache",),
+            ("set_runtime_cache",),
+            ("create_runtime_config",),
+            ("set_execution_context_allocation_strategy", "USER_MANAGED"),
             ("set_runtime_cache",),
             ("set_optimization_profile_async", 0, 0x1000),
             ("set_device_memory", 5000),
@@ -332,7 +335,8 @@ class TestStep:
         fake.calls.clear()
         for _ in range(3):
             engine.enqueue(stream)
-        assert fake.calls == [("execute_async_v3", 1, 0x77)] * 3
+        step = ("execute_async_v3", 1, 0x77)
+        assert fake.calls == [step, ("cache.serialize",), step, step]  # saved once
         assert stream.synced == 0  # a step does not wait
 
     def test_profiles_keep_their_bindings_and_shapes(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
@@ -520,7 +524,7 @@ class TestStep:
 
 class TestRuntimeCache:
     def cache_files(self, tmp_path: Path) -> list[Path]:
-        return sorted((tmp_path / "caches" / "trt_kvcache").iterdir())
+        return sorted((tmp_path / "caches" / "trt_kvcache").glob("*.rtxcache"))
 
     def test_saved_at_close_while_the_contexts_live_and_loaded_at_open(
         self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path
@@ -531,19 +535,45 @@ class TestRuntimeCache:
         engine.close()
         (file,) = self.cache_files(tmp_path)
         assert file.read_bytes().endswith(b"compiled")
-        before = file.stat().st_mtime_ns
+        before = file.stat().st_ino
         fake.calls.clear()
         TensorRTEngine.open(folder, memory=memory).close()
         assert ("cache.deserialize", b"compiled") in fake.calls
         names = names_of(fake)
         assert names.index("cache.deserialize") < names.index("set_runtime_cache") < names.index("create_execution_context")
-        assert file.stat().st_mtime_ns == before  # nothing new was compiled
+        assert file.stat().st_ino == before  # nothing new was compiled
+
+    def test_saved_after_the_first_decode(
+        self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        current: list[int] = []
+        monkeypatch.setattr(memory, "make_current", lambda: current.append(len(fake.calls)), raising=False)
+        with TensorRTEngine.open(folder, memory=memory) as engine:
+            for profile in (0, 1):
+                assert not (tmp_path / "caches").exists()
+                engine.use_profile(profile)
+                make_ready(engine, memory)
+                enqueue(engine)
+            (file,) = self.cache_files(tmp_path)
+            assert file.read_bytes().endswith(b"compiled")
+            fake.cache_content = b"compiled more"
+        assert file.read_bytes().endswith(b"compiled more")
+        serialized = [index for index, call in enumerate(fake.calls) if call[0] == "cache.serialize"]
+        assert current == serialized, "the device is current"
+
+    def test_two_builds_of_one_model_share_a_file(self, fake: FakeTensorRT, memory: FakeGpuMemory, tmp_path: Path) -> None:
+        model = write_model(tmp_path / "model")
+        for index, plan in enumerate((b"built today", b"built tomorrow")):
+            fake.plan = plan
+            TensorRTEngine.open(make_engine_folder(model, tmp_path / f"{index}", plan=plan), memory=memory).close()
+        assert len(self.cache_files(tmp_path)) == 1
+        TensorRTEngine.open(make_engine_folder(model, tmp_path / "other", plan=plan, tensorrt_version="1.8"), memory=memory).close()
+        assert len(self.cache_files(tmp_path)) == 2
 
     def test_keyed_by_plan_gpu_driver_and_version(
         self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         TensorRTEngine.open(folder, memory=memory).close()
-        TensorRTEngine.open(PLAN, memory=memory).close()  # the same plan
         assert len(self.cache_files(tmp_path)) == 1
         for change in range(4):
             identity = list(IDENTITY)
@@ -552,8 +582,8 @@ class TestRuntimeCache:
                 patch.setattr(execution, "gpu_identity", lambda device, identity=identity: tuple(identity))
                 TensorRTEngine.open(folder, memory=memory).close()
             assert len(self.cache_files(tmp_path)) == 2 + change
-        fake.plan = b"another plan"
-        TensorRTEngine.open(b"another plan", memory=memory).close()
+        fake.plan = b"a plan alone"
+        TensorRTEngine.open(b"a plan alone", memory=memory).close()
         assert len(self.cache_files(tmp_path)) == 6
 
     def test_damaged_file_is_ignored(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path) -> None:

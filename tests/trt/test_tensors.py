@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.errors import raises
 from tests.helpers.fake_tensorrt import FakeTensorRT
 from trt_kvcache.engine.names import TensorNames
-from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
 from trt_kvcache.trt.tensors import (
     ProfileRanges,
@@ -128,7 +128,7 @@ def by_name(*specs: TensorSpec) -> dict[str, TensorSpec]:
 
 
 def test_equal_tensors() -> None:
-    compare_tensors(by_name(*SPECS), SPECS)
+    assert compare_tensors(by_name(*SPECS), SPECS) == by_name(*SPECS)
 
 
 @pytest.mark.parametrize(("found", "recorded"), [(SPECS[1:], SPECS), (SPECS, SPECS[1:])], ids=["missing", "too many"])
@@ -139,14 +139,34 @@ def test_other_names_are_refused(found: list[TensorSpec], recorded: list[TensorS
 
 @pytest.mark.parametrize(
     "changed",
-    [replace(PRESENT, alias=None), replace(PRESENT, dtype="float16"), replace(PRESENT, shape=(-1, 2, 8))],
-    ids=["alias", "dtype", "shape"],
+    [replace(PRESENT, alias=None), replace(PRESENT, dtype="float16"), replace(PRESENT, shape=(-1, 2))],
+    ids=["alias", "dtype", "rank"],
 )
 def test_another_tensor_is_refused(changed: TensorSpec) -> None:
     with pytest.raises(EngineError) as raised:
         compare_tensors(by_name(IDS, changed), [IDS, PRESENT])
     expected = f"the engine is not what its config.json says: expected {PRESENT.describe()}, got {changed.describe()}."
     assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize("shapes", [((-1, 2, 9), (-1, 2, -1)), ((-1, 2, -1), (-1, 2, 9)), ((3, 2, 9), (-1, 2, 9))])
+def test_a_size_of_an_output_that_one_side_does_not_know_is_that_of_the_record(shapes: tuple[tuple[int, ...], ...]) -> None:
+    found, recorded = (replace(PRESENT, shape=shape) for shape in shapes)
+    assert compare_tensors(by_name(IDS, found), [IDS, recorded]) == by_name(IDS, recorded)
+
+
+def test_another_size_of_an_output_is_a_warning() -> None:
+    changed = replace(PRESENT, shape=(-1, 2, 8))
+    with pytest.warns(RuntimeWarning) as warned:
+        assert compare_tensors(by_name(IDS, changed), [IDS, PRESENT]) == by_name(IDS, changed)
+    expected = f"the engine is not what its config.json says: expected {PRESENT.describe()}, got {changed.describe()}. The plan is the"
+    assert str(warned[0].message).startswith(expected)
+
+
+@pytest.mark.parametrize("changed", [replace(IDS, shape=(3, -1)), replace(IDS, dtype="int64"), replace(IDS, mode=TensorMode.OUTPUT)])
+def test_another_input_is_refused(changed: TensorSpec) -> None:
+    with raises(EngineError, "the engine", expected=IDS.describe(), got=changed.describe()):
+        compare_tensors(by_name(changed), [IDS])
 
 
 def test_names_of_profiles_are_not_compared() -> None:

@@ -29,9 +29,9 @@ def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorr
                 messages.fail(BuildError, f"compute capability {name}: TensorRT refused it")
     if options.attention == "plugin":
         allow_aliasing(tensorrt, config)
-        flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
-        if flag is not None:  # else TensorRT may allocate in an enqueue, which a capture refuses
-            config.set_flag(flag)
+    flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
+    if flag is not None:  # else TensorRT may allocate in an enqueue, which a capture refuses
+        config.set_flag(flag)
     if options.builder_optimization_level is not None:
         config.builder_optimization_level = options.builder_optimization_level
     if options.timing_cache is not None:

@@ -75,7 +75,7 @@ EngineOption = Annotated[
 FlavourOption = Annotated[
     FlavourName, choice(FlavourName, "--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
 ]
-CudaGraphs = Annotated[bool, typer.Option(help="Replay decode steps of a segmented engine as CUDA graphs.", rich_help_panel=_PANEL)]
+CudaGraphs = Annotated[bool, typer.Option(help="Replay decode steps of a TensorRT engine as CUDA graphs.", rich_help_panel=_PANEL)]
 MaxBatchSize = Annotated[
     int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=MODEL_PANEL)
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -120,8 +119,7 @@ class _PlanRunner:
             self.tensors: Mapping[str, TensorSpec] = self._plan.tensors
             nbytes = self._plan.context_memory_nbytes
             context_memory = self._resources.allocate(nbytes, stream=self._stream)
-            digest = hashlib.sha256(plan).hexdigest()
-            self._plan.create_contexts(context_memory.ptr, nbytes, plan_sha256=digest, stream=self._stream)
+            self._plan.create_contexts(context_memory.ptr, nbytes, cache=None, stream=self._stream, repeats=[False])
         except BaseException:
             self._resources.close()
             raise

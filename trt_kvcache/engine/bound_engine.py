@@ -34,6 +34,8 @@ class BoundEngine(Uncopyable, ABC):
     tensors: Mapping[str, TensorSpec]
     profiles: Sequence[EngineProfile]
     memory: Memory
+    #: See :class:`trt_kvcache.engine.protocol.Engine`.
+    bucketed_widths: bool = False
     _bindings: _Bindings
 
     def use_profile(self, index: int) -> None:

@@ -157,6 +157,12 @@ class Engine(Protocol):
 
     Addresses and shapes belong to an optimisation profile, and each profile keeps its own (in TensorRT, each has an execution context),
     so that a prefill does not change what a decode step has bound.
+
+    Notes
+    -----
+    An engine may have two more properties. ``bucketed_widths`` (bool) is True if a session should pad prefills to few widths (1, 2, 4, 8,
+    ... and the maximum), so that a new prompt length is no new shape; without it, widths are exact. ``graph_refusals`` (sequence of str)
+    has the reasons why steps ran without a CUDA graph, for ``session.statistics``.
     """
 
     @property

@@ -53,6 +53,12 @@ class EngineFolderConfig:
         """Most new tokens per slot whose logits one enqueue returns."""
         return max((profile.max_logits for profile in self.profiles), default=1)
 
+    def network_facts(self) -> dict[str, Any]:
+        """Return the fields that say what the engine computes, without files and places: those of two builds of one model are equal."""
+        fields = self.to_dict()
+        facts = {name: value for name, value in fields.items() if name not in ("producer", "plan", "checkpoint", "segments")}
+        return {**facts, "quantize": self.checkpoint.quantize, "is_segmented": self.segments is not None}
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that ``read_config`` reads back."""
         return {

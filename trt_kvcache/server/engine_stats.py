@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
+from operator import add
 from typing import Protocol
 
 from trt_kvcache.session.request_handle import RequestState
@@ -126,7 +128,9 @@ class EngineStats:
             prompt_cache_hits=sum(part.prompt_cache_hits for part in parts),
             prompt_cache_misses=sum(part.prompt_cache_misses for part in parts),
             prompt_cache_bytes=sum(part.prompt_cache_bytes for part in parts),
-            session=SessionStatistics(**{one.name: sum(getattr(of, one.name) for of in sessions) for one in fields(SessionStatistics)}),
+            session=SessionStatistics(
+                **{one.name: reduce(add, [getattr(of, one.name) for of in sessions]) for one in fields(SessionStatistics)}
+            ),
         )
 
 

@@ -77,7 +77,8 @@ class Batch:
         """Times, tokens and bytes so far."""
         held = () if self._cache.closed else self._cache.lengths.upper_bounds
         live = sum(held) * self._bytes_per_token + len(held) * self._state_bytes
-        return self._counters.statistics(cache_bytes_live=live, cache_bytes_reserved=self._cache.nbytes)
+        refusals = tuple(getattr(self._runner.engine, "graph_refusals", ()))  # engines without CUDA graphs have none
+        return self._counters.statistics(cache_bytes_live=live, cache_bytes_reserved=self._cache.nbytes, graph_refusals=refusals)
 
     # --- checks: nothing is changed ---
 

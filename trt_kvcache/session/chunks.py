@@ -2,16 +2,26 @@
 
 A cache update of padded width ``c`` writes ``c`` rows for every slot of the enqueue, so ``length + c <= S`` must hold for all of
 them. The rows after a slot's own new tokens are padding; they are overwritten before they are read.
+
+Engines that compile or tune for each shape get few widths: buckets. A long prompt runs as several of them, all filled but the last. That
+one is padded if at most one row in eight is padding then, since each further enqueue reads all weights again. The number of slots has no
+buckets: a padding slot would need free rows and states of a slot that is not active, and B bounds the number of slots anyway.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import LayoutError
 
 #: A slot whose free rows allow less than this share of the wanted width is enqueued alone.
 _MIN_WIDTH_SHARE = 0.5
+
+#: Prompts below this many tokens run in one enqueue, however much of it is padding.
+_MIN_SPLIT = 64
+#: Padding is at most one row in so many of a prompt that may be split.
+_ROWS_PER_PADDING = 8
 
 
 @dataclass(frozen=True)
@@ -21,6 +31,8 @@ class Chunk:
     first: int
     #: New tokens of each slot; 0 for a slot whose row is computed and not committed.
     takes: tuple[int, ...]
+    #: Rows that are written at least, padding included.
+    min_width: int = 0
 
     @property
     def count(self) -> int:
@@ -35,7 +47,14 @@ class Chunk:
     @property
     def width(self) -> int:
         """Rows that are written for every slot of the run."""
-        return max(self.takes)
+        return max(self.min_width, *self.takes)
+
+
+def bucket_widths(profiles: Iterable[EngineProfile], max_width: int) -> list[int]:
+    """Return the widths of enqueues of an engine with buckets: powers of two and the maximum, as far as a profile takes them."""
+    profiles = list(profiles)
+    powers = [1 << exponent for exponent in range((max_width - 1).bit_length())]
+    return [width for width in (*powers, max_width) if any(one.min_width <= width <= one.max_width for one in profiles)]
 
 
 def plan_chunks(
@@ -45,12 +64,13 @@ def plan_chunks(
     max_width: int,
     max_sequence_length: int,
     can_start_at: Callable[[int], bool] = lambda slot: True,
+    buckets: Sequence[int] = (),
 ) -> list[Chunk]:
-    """Cut the remaining tokens of each slot into enqueues, in the order in which they run. ``length + remaining <= S``.
+    """Cut the remaining tokens into enqueues, in order; widths are from ``buckets`` if there are any. ``length + remaining <= S``.
 
     Raises LayoutError if a slot cannot be reached: a slot before it is full, and no enqueue may start between the two.
     """
-    planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at)
+    planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at, buckets, tuple(remaining))
     chunks: list[Chunk] = []
     while any(planner.remaining):
         chunks += planner.next_chunks(0, len(planner.lengths))
@@ -66,6 +86,9 @@ class _Planner:
     max_width: int
     max_sequence_length: int
     can_start_at: Callable[[int], bool]
+    buckets: Sequence[int]
+    #: New tokens of each slot in all chunks.
+    counts: tuple[int, ...]
 
     def next_chunks(self, low: int, high: int) -> Iterator[Chunk]:
         """Return chunks that do not overlap and advance every slot of ``low .. high - 1`` that can be advanced."""
@@ -81,7 +104,7 @@ class _Planner:
             for part_low, part_high in itertools.pairwise([first, *cuts, end]):
                 yield from self.next_chunks(part_low, part_high)
         elif room:
-            yield self._advance(first, end, min(room, wanted))
+            yield self._advance(first, end, self._width(first, end, room))
         else:
             raise LayoutError(
                 f"slot {waiting[-1]}: slot {longest} before it is full, and no view that starts between them is aligned to 256 bytes. "
@@ -96,6 +119,19 @@ class _Planner:
         """Tell whether the first waiting slot from ``low`` on can be reached without the slots before ``low``."""
         waiting = next(slot for slot in range(low, len(self.remaining)) if self.remaining[slot])
         return self._last_start(waiting) >= low
+
+    def _width(self, first: int, end: int, room: int) -> int:
+        """Return the rows of the next enqueue over slots with room for so many."""
+        longest = max(range(first, end), key=lambda slot: self.remaining[slot])
+        left, limit = self.remaining[longest], min(room, self.max_width)
+        if not self.buckets:
+            return min(left, limit)
+        padded = next((width for width in self.buckets if left <= width <= limit), None)
+        if padded is not None:
+            rows = self.counts[longest] - left + padded
+            if self.counts[longest] < _MIN_SPLIT or (padded - left) * _ROWS_PER_PADDING <= rows:
+                return padded
+        return max(width for width in self.buckets if width <= min(left, limit))
 
     def _advance(self, first: int, end: int, width: int) -> Chunk:
         """Take up to ``width`` tokens of each slot.
@@ -112,7 +148,7 @@ class _Planner:
             self.lengths[slot] += take
             self.remaining[slot] -= take
             takes.append(take)
-        return Chunk(first, tuple(reversed(takes)))
+        return Chunk(first, tuple(reversed(takes)), width if self.buckets else 0)
 
     def _starts_at(self, slot: int) -> bool:
         return slot == 0 or self.can_start_at(slot)

@@ -284,7 +284,7 @@ def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOp
     """Open the engine of a folder on TensorRT."""
     config = folder.config
     running = (
-        TensorRTEngine.open(folder, memory=memory, flavour=options.flavour)
+        TensorRTEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs)
         if config.segments is None
         else SegmentedEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs)
     )

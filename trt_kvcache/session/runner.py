@@ -18,7 +18,7 @@ from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.session.chunks import Chunk, plan_chunks
+from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import Rows, StepPlan
 
@@ -141,12 +141,16 @@ class Runner:
     def chunks(self, lengths: Sequence[int], plan: StepPlan) -> list[Chunk]:
         """Cut a plan for slots of these lengths into enqueues that the engine accepts."""
         every_logit = plan.wants_all
+        max_width = self.plan.max_logits_per_slot if every_logit else self.plan.max_width
+        # A verification of states must be one enqueue, which a bucket that does not fit would split.
+        in_buckets = getattr(self.engine, "bucketed_widths", False) and not (every_logit and self.has_states)
         chunks = plan_chunks(
             lengths,
             plan.counts,
-            max_width=self.plan.max_logits_per_slot if every_logit else self.plan.max_width,
+            max_width=max_width,
             max_sequence_length=self.cache.lengths.max_sequence_length,
             can_start_at=self.plan.can_start_at,
+            buckets=bucket_widths(self.engine.profiles, max_width) if in_buckets else (),
         )
         for chunk in chunks:
             self.plan.profile_for(chunk.count, chunk.width, chunk.width if every_logit else 1)

@@ -94,7 +94,7 @@ class SessionOptions:
         Limit in bytes for copies of earlier prompts, in the cache's memory: see
         :class:`~trt_kvcache.sequences.prompt_cache.PromptCache`. 0 keeps none.
     cuda_graphs : bool
-        Whether decode steps of an engine in segments are captured as CUDA graphs.
+        Whether decode steps of TensorRT engines are captured as CUDA graphs.
     max_batch_size : int, optional
         Slots of the cache, B; 1 if left out. This and the options below are for a Hugging Face folder only: an engine folder has them
         from its build.

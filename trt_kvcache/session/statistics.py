@@ -23,6 +23,9 @@ class SessionStatistics:
         Bytes of K and V of the tokens that the active slots hold now.
     cache_bytes_reserved : int
         Bytes of K and V as allocated.
+    graph_refusals : tuple of str
+        Reasons why decode steps or verifications ran without a CUDA graph, in TensorRT's or CUDA's words, each once. Empty for engines
+        that capture none.
 
     Examples
     --------
@@ -43,6 +46,7 @@ class SessionStatistics:
     decode_tokens: int
     cache_bytes_live: int
     cache_bytes_reserved: int
+    graph_refusals: tuple[str, ...] = ()
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -66,6 +70,8 @@ class StepCounters:
     decode_steps: int = 0
     decode_tokens: int = 0
 
-    def statistics(self, *, cache_bytes_live: int, cache_bytes_reserved: int) -> SessionStatistics:
+    def statistics(self, *, cache_bytes_live: int, cache_bytes_reserved: int, graph_refusals: tuple[str, ...]) -> SessionStatistics:
         """Return the counters as they are now, with the bytes of the cache."""
-        return SessionStatistics(**vars(self), cache_bytes_live=cache_bytes_live, cache_bytes_reserved=cache_bytes_reserved)
+        return SessionStatistics(
+            **vars(self), cache_bytes_live=cache_bytes_live, cache_bytes_reserved=cache_bytes_reserved, graph_refusals=graph_refusals
+        )

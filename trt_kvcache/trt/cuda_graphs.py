@@ -3,6 +3,7 @@
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 from trt_kvcache.errors import CudaError
@@ -11,6 +12,23 @@ from trt_kvcache.memory.cuda_driver import cuda_core_error
 
 #: Most graphs that are kept, and most keys that are remembered without a graph. The least recently used one is dropped.
 MAX_GRAPHS = 64
+#: Eager runs of a key between a capture that failed and the next attempt; twice as many after each further failure.
+RUNS_BEFORE_RETRY = 16
+#: Most reasons that are kept.
+MAX_REFUSALS = 8
+
+
+class _EagerKey:
+    """A key without a graph: how many eager runs it needs before an attempt to capture it."""
+
+    def __init__(self) -> None:
+        self.runs_left = 1
+        self._wait = RUNS_BEFORE_RETRY
+
+    def note_failure(self) -> None:
+        """Wait for more eager runs: what failed may be compiled or loaded by then."""
+        self.runs_left = self._wait
+        self._wait *= 2
 
 
 class CudaGraphCache:
@@ -22,24 +40,25 @@ class CudaGraphCache:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
-        #: Keys without a graph that ran eagerly before, and whether a capture is worth trying.
-        self._without_graph: OrderedDict[Hashable, bool] = OrderedDict()
+        self._without_graph: OrderedDict[Hashable, _EagerKey] = OrderedDict()
+        #: Reasons why work ran eagerly that could have been a graph, each once.
+        self.refusals: list[str] = []
         self._has_warned = False
 
-    def run(self, key: Hashable, stream: Any, work: Callable[[Any], None], can_capture: Callable[[Any], bool]) -> bool:
+    def run(self, key: Hashable, stream: Any, work: Callable[[Any], None], refusal: Callable[[Any], str | None]) -> bool:
         """Run ``work(stream)``, or replay its graph; returns True if it ran eagerly. Waits only when it evicts a graph.
 
-        In a capture, the work becomes part of that capture. Where ``can_capture(stream)`` is False, it runs eagerly.
+        In a capture, the work becomes part of that capture. Where ``refusal(stream)`` gives a reason, it runs eagerly.
         """
         if not hasattr(stream, "create_graph_builder") or self._memory.is_capturing(stream):
             work(stream)
             return False
         graph = self._graphs.get(key)
-        if graph is None and self._without_graph.get(key) and can_capture(stream):
-            graph = self._capture(key, stream, work)
+        if graph is None and (known := self._without_graph.get(key)) is not None and known.runs_left <= 0:
+            graph = self._capture(key, known, stream, work, refusal)
         if graph is None:
             work(stream)
-            self._remember(key, self._without_graph.get(key, True))
+            self._count_eager_run(key)
             return True
         self._graphs.move_to_end(key)
         try:
@@ -48,31 +67,38 @@ class CudaGraphCache:
             raise CudaError(f"the CUDA graph of a step cannot be launched: {error}") from error
         return False
 
-    def _capture(self, key: Hashable, stream: Any, work: Callable[[Any], None]) -> Any:
-        """Capture the work and return its graph, or None where the capture fails."""
+    def _capture(
+        self, key: Hashable, known: _EagerKey, stream: Any, work: Callable[[Any], None], refusal: Callable[[Any], str | None]
+    ) -> Any:
+        """Capture the work and return its graph, or None where it is refused or the capture fails."""
+        reason = refusal(stream)
+        if reason is not None:
+            self._note_refusal(reason)
+            return None
         try:
-            builder = stream.create_graph_builder()
-            try:
-                builder.begin_building("thread_local")
-                work(builder)
-                graph = builder.end_building().complete()
-            finally:
-                builder.close()
+            graph = _captured(stream, work)
         except (RuntimeError, cuda_core_error()) as error:
-            self._remember(key, False)
+            known.note_failure()
+            self._note_refusal(str(error))
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(f"a step could not be captured in a CUDA graph and runs without one: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"a step could not be captured in a CUDA graph and runs without one for now: {error}", RuntimeWarning, stacklevel=2
+                )
             return None
+        del self._without_graph[key]
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
             self._memory.synchronize(stream)  # the graph that is closed may still be running
             self._graphs.popitem(last=False)[1].close()
         return graph
 
-    def _remember(self, key: Hashable, may_capture: bool) -> None:
-        """Note that the work of ``key`` ran eagerly, and whether a later run may be captured."""
-        self._without_graph[key] = may_capture
+    def _note_refusal(self, reason: str) -> None:
+        if reason not in self.refusals and len(self.refusals) < MAX_REFUSALS:
+            self.refusals.append(reason)
+
+    def _count_eager_run(self, key: Hashable) -> None:
+        self._without_graph.setdefault(key, _EagerKey()).runs_left -= 1
         self._without_graph.move_to_end(key)
         if len(self._without_graph) > MAX_GRAPHS:
             self._without_graph.popitem(last=False)
@@ -81,3 +107,17 @@ class CudaGraphCache:
         """Close all graphs; none of them may be running. Idempotent."""
         while self._graphs:
             self._graphs.popitem()[1].close()
+
+
+def _captured(stream: Any, work: Callable[[Any], None]) -> Any:
+    """Return the graph of work. A capture that fails is ended too: the stream would stay in it."""
+    builder = stream.create_graph_builder()
+    try:
+        builder.begin_building("thread_local")
+        work(builder)
+        return builder.end_building().complete()
+    finally:
+        if builder.is_building:
+            with suppress(RuntimeError, cuda_core_error()):
+                builder.end_building()
+        builder.close()

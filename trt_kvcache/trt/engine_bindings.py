@@ -88,6 +88,8 @@ class ProfileBindings:
         self.ranges = ranges
         self.tensors: dict[str, DeviceTensor] = {}
         self.is_checked = False
+        #: True after an eager step with the current shapes: TensorRT has loaded or compiled what it needs.
+        self.is_warm = False
         self._allocations: list[Allocation] | None = None
 
     def set(self, name: str, tensor: DeviceTensor) -> None:
@@ -172,8 +174,12 @@ class EngineBindings:
         if self._spec(name).mode is not TensorMode.INPUT:
             raise BindingError(f"`{name}`: expected an input, it is an output; its shape follows from the inputs.")
         active.ranges.check(name, shape)
-        active.is_checked = False
+        active.is_checked = active.is_warm = False
         self._target.set_input_shape(active.context, name, tuple(shape))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the current shape of a tensor in the profile and set in use."""
+        return self._target.tensor_shape(self.active.context, name)
 
     def check(self) -> None:
         """Check that all tensors are bound, have shapes and are large enough, and that aliases share their address."""
@@ -182,7 +188,7 @@ class EngineBindings:
             tensor = active.tensors.get(name)
             if tensor is None:
                 raise BindingError(f"`{name}`: it is not bound in this profile.")
-            shape = self._target.tensor_shape(active.context, name)
+            shape = self.shape(name)
             if min(shape, default=0) < 0:
                 raise BindingError(f"`{name}`: its shape {shape} is not known. Set the shape of every input of this profile.")
             needed = math.prod(shape) * itemsize(spec.dtype)

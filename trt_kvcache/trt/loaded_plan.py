@@ -1,13 +1,14 @@
 """``LoadedPlan``: a serialised engine ("plan") in TensorRT, with an execution context for each optimisation profile, or two."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from trt_kvcache.errors import EngineError
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME
-from trt_kvcache.trt.runtime_cache import RuntimeCacheFile, gpu_identity
+from trt_kvcache.trt.runtime_cache import RuntimeCache
 from trt_kvcache.trt.tensors import read_ranges, read_tensors
 
 
@@ -49,41 +50,35 @@ class LoadedPlan:
         return max(int(self._engine.get_device_memory_size_for_profile_v2(index)) for index in range(len(self.ranges)))
 
     def create_contexts(
-        self, address: int, nbytes: int, *, plan_sha256: str, stream: Any, capturable: bool = False, num_sets: int = 1
+        self, address: int, nbytes: int, *, cache: RuntimeCache | None, stream: Any, repeats: Sequence[bool], num_sets: int = 1
     ) -> None:
         """Create an execution context for each optimisation profile in each set of bindings, the first set first.
 
         One for each, since ``set_optimization_profile_async`` discards shapes, and two sets so that no step binds an address.
         """
         self._resources.callback(self._contexts.clear)
-        argument = self._context_argument(plan_sha256, capturable)
+        arguments = {eager: self._context_argument(cache, eager=eager) for eager in sorted(set(repeats))}
         _, handle = stream.__cuda_stream__()
         for index in [*range(len(self.ranges))] * num_sets:
-            context = self._create("the execution context was refused", self._engine.create_execution_context, argument)
+            context = self._create("the execution context was refused", self._engine.create_execution_context, arguments[repeats[index]])
             self._contexts.append(context)
             self._call(f"profile {index} was refused", context.set_optimization_profile_async, index, int(handle))
             self._call("the activation memory was refused", context.set_device_memory, address, nbytes)
 
-    def _context_argument(self, plan_sha256: str, capturable: bool) -> Any:
+    def _context_argument(self, cache: RuntimeCache | None, *, eager: bool) -> Any:
         """Return the argument of ``create_execution_context``: the allocation strategy, or a runtime configuration that has it."""
         trt = self._tensorrt.module
         strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if not self._tensorrt.is_rtx:
+        if cache is None:
             return strategy
         config = self._create("the runtime configuration was refused", self._engine.create_runtime_config)
         self._call("the allocation strategy was refused", config.set_execution_context_allocation_strategy, strategy)
-        if capturable:
-            config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
-            config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
-        cache = self._create("the runtime cache was refused", config.create_runtime_cache)
-        identity = gpu_identity(self._resources.memory.device)
-        file = RuntimeCacheFile((plan_sha256, *identity, self._tensorrt.flavour, self._tensorrt.version))
-        saved = file.read()
-        if saved is not None and not cache.deserialize(saved):
-            file.warn("was refused by TensorRT")
-            saved = None
-        self._call("the runtime cache was refused", config.set_runtime_cache, cache)
-        self._resources.callback(_save_runtime_cache, cache, file, saved)  # runs before the contexts are released
+        config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
+        # A graph would freeze the kernels that LAZY runs until those of the shape are compiled. A prefill does not wait for them.
+        specialization = trt.DynamicShapesKernelSpecializationStrategy
+        config.dynamic_shapes_kernel_specialization_strategy = specialization.EAGER if eager else specialization.LAZY
+        shared = cache.open(partial(self._create, "the runtime cache was refused", config.create_runtime_cache))
+        self._call("the runtime cache was refused", config.set_runtime_cache, shared)
         return config
 
     def set_tensor_address(self, context: int, name: str, address: int) -> None:
@@ -103,13 +98,17 @@ class LoadedPlan:
         """Enqueue the plan in one context (``execute_async_v3``); does not wait."""
         self._call("the step failed", self._contexts[context].execute_async_v3, stream)
 
-    def is_capturable(self, context: int, stream: int) -> bool:
-        """Return whether an enqueue can be captured with the current addresses and shapes; TensorRT for RTX is asked."""
-        return not self._tensorrt.is_rtx or bool(self._contexts[context].is_stream_capturable(stream))
+    def capture_refusal(self, context: int, stream: int) -> str | None:
+        """Return why an enqueue cannot be captured with the current addresses and shapes, None if it can. TensorRT for RTX is asked."""
+        self._messages.begin_call()
+        self._messages.warnings.clear()  # of other steps
+        if not self._tensorrt.is_rtx or self._contexts[context].is_stream_capturable(stream):
+            return None
+        return self._messages.text
 
     def _call(self, failure: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call TensorRT; raise EngineError where it returns False, raises, or logs an error."""
-        self._messages.clear_errors()
+        self._messages.begin_call()
         try:
             result = function(*arguments)
         except (RuntimeError, ValueError) as error:  # the Python bindings turn some refusals into exceptions
@@ -128,12 +127,3 @@ class LoadedPlan:
 
     def _release_engine(self) -> None:
         self._engine = self._runtime = None
-
-
-def _save_runtime_cache(cache: Any, file: RuntimeCacheFile, saved: bytes | None) -> None:
-    """Write the kernels that TensorRT for RTX compiled, unless they equal those that were read."""
-    content = cache.serialize()
-    if content is None:
-        file.warn("could not be serialised by TensorRT")
-    elif (blob := bytes(content)) != saved:
-        file.write(blob)

@@ -30,6 +30,7 @@ class Messages:
         self.errors: list[str] = []
         self.warnings: list[str] = []
         self.cause: Exception | None = None
+        self._thread: int | None = None  # of the call, None while errors of all threads count
         self._ignore_missing_driver = ignore_missing_driver
 
     def add(self, text: str, *, is_error: bool) -> None:
@@ -45,6 +46,21 @@ class Messages:
         self.errors.clear()
         self.cause = None
 
+    def begin_call(self) -> None:
+        """Discard errors of earlier calls, and take only those of the calling thread: TensorRT for RTX compiles, and logs, in others."""
+        self.clear_errors()
+        self._thread = threading.get_ident()
+
+    @property
+    def takes_errors(self) -> bool:
+        """True if an error that is logged now fails what the messages are collected for; else it is a warning."""
+        return self._thread in (None, threading.get_ident())
+
+    @property
+    def text(self) -> str:
+        """All errors that TensorRT logged, else its warnings."""
+        return f"TensorRT says: {' | '.join(self.errors or self.warnings or ['nothing'])}"
+
     def check(self, error: type[KVCacheError], what: str) -> None:
         """Raise an exception if TensorRT logged an error, whatever its call returned."""
         if self.errors:
@@ -52,14 +68,13 @@ class Messages:
 
     def fail(self, error: type[KVCacheError], what: str) -> NoReturn:
         """Raise ``error`` with all errors that TensorRT logged, else its warnings. The exception of a plugin is its ``__cause__``."""
-        said = self.errors or self.warnings or ["nothing"]
-        raise error(f"{what}. TensorRT says: {' | '.join(said)}") from self.cause
+        raise error(f"{what}. {self.text}") from self.cause
 
 
 class TensorRTLog:
-    """The one logger of an imported TensorRT module.
+    """The one logger of an imported TensorRT module. A message goes to every open collection, whatever its thread.
 
-    A message goes to every open collection, whatever its thread: two builds at the same time see each other's messages.
+    Builders log in threads of their own; after :meth:`Messages.begin_call`, errors of other threads are warnings.
     """
 
     def __init__(self, module: Any) -> None:
@@ -83,7 +98,7 @@ class TensorRTLog:
         """Pass a message to the open collections, and to Python's logging: at its own level only if there is no collection."""
         with self._lock:
             for messages in self._open:
-                messages.add(text, is_error=is_error)
+                messages.add(text, is_error=is_error and messages.takes_errors)
             collected = bool(self._open)
         level = logging.INFO if collected else logging.ERROR if is_error else logging.WARNING
         _LOGGER.log(level, "%s", text)
@@ -92,7 +107,8 @@ class TensorRTLog:
         """Pass the exception of a plugin to the open collections: TensorRT prints it, and logs only that the call failed."""
         with self._lock:
             for messages in self._open:
-                messages.cause = error
+                if messages.takes_errors:
+                    messages.cause = error
         self.receive(f"{where}: {type(error).__name__}: {error}", is_error=True)
 
 

@@ -23,7 +23,6 @@ class SegmentPlans:
             for name in plan.tensors:
                 self._plans_of.setdefault(name, []).append(plan)
         self._input_shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-        self._warm_contexts: set[int] = set()
 
     def set_tensor_address(self, context: int, name: str, address: int) -> None:
         """Set the address of a tensor in every segment that has it."""
@@ -36,7 +35,6 @@ class SegmentPlans:
         If TensorRT refuses one, all shapes of the context are discarded, so that old and new ones never mix.
         """
         shapes = self._input_shapes.pop(context, {})
-        self._warm_contexts.discard(context)
         for plan in self._plans_of.get(name, ()):
             plan.set_input_shape(context, name, shape)
         if name == self._names.input_ids:
@@ -56,10 +54,7 @@ class SegmentPlans:
             return spec.shape
         return step_shape(spec, self._names, batch=ids[0], width=ids[1], logits=last[1])
 
-    def note_eager_run(self, context: int) -> None:
-        """Note that all segments ran eagerly with the current shapes: TensorRT has loaded or compiled what they need."""
-        self._warm_contexts.add(context)
-
-    def is_capturable(self, context: int, stream: int) -> bool:
-        """Return whether all segments can be captured: never before the first eager run of the current shapes."""
-        return context in self._warm_contexts and all(plan.is_capturable(context, stream) for plan in self.plans)
+    def capture_refusal(self, context: int, stream: int) -> str | None:
+        """Return why a segment cannot be captured with the current addresses and shapes, None if all can."""
+        refusals = (plan.capture_refusal(context, stream) for plan in self.plans)
+        return next((refusal for refusal in refusals if refusal is not None), None)

@@ -1,21 +1,18 @@
 """``SegmentedEngine``: runs an engine in segments, with custom operations between them.
 
-A step runs all stages in order on one stream: the operation of the embedding, then segments with operations between them. A decode step
-becomes a CUDA graph the second time that it is run. Calls of TensorRT follow its documentation and are tested against a recording
-stand-in; no engine has run on a GPU yet.
+A step runs all stages in order on one stream: the operation of the embedding, then segments with operations between them. Calls of
+TensorRT follow its documentation and are tested against a recording stand-in; no engine has run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from trt_kvcache.engine.bound_engine import BoundEngine
 from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
@@ -28,13 +25,14 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.custom_op import CustomOp, TensorType
 from trt_kvcache.ops.segments import CustomOpNode, Segment, intermediate_tensors
-from trt_kvcache.trt.cuda_graphs import CudaGraphCache
-from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings, stream_handle
+from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.engine_sources import load_tensorrt_for, require_gpu_memory, require_kernels
+from trt_kvcache.trt.graph_engine import GraphEngine
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.op_instances import OpInstances
+from trt_kvcache.trt.runtime_cache import network_key
 from trt_kvcache.trt.segment_plans import SegmentPlans
 from trt_kvcache.trt.shared_tensors import SharedTensors
 from trt_kvcache.trt.tensors import ProfileRanges, compare_tensors, count_binding_sets
@@ -43,22 +41,7 @@ from trt_kvcache.trt.tensors import ProfileRanges, compare_tensors, count_bindin
 _Launch = Callable[[Any, int], None]
 
 
-@dataclass(frozen=True, eq=False)
-class _PreparedStep:
-    """A step with its current addresses and shapes; ``graph_key`` identifies its CUDA graph, None where it is not captured."""
-
-    launches: Sequence[_Launch]
-    graph_key: Hashable
-    can_capture: Callable[[Any], bool]
-
-    def run(self, stream: Any) -> None:
-        """Enqueue all stages."""
-        handle = stream_handle(stream)
-        for launch in self.launches:
-            launch(stream, handle)
-
-
-class SegmentedEngine(BoundEngine):
+class SegmentedEngine(GraphEngine):
     """An engine in segments (implements :class:`trt_kvcache.engine.protocol.StatefulEngine`).
 
     It has the inputs, outputs and profiles of the same engine in one piece. Made by :meth:`open`; a context manager. Not thread-safe.
@@ -96,8 +79,6 @@ class SegmentedEngine(BoundEngine):
     The segments share one context memory, intermediate tensors lie in one allocation, and each constant is in memory once.
     """
 
-    _bindings: EngineBindings
-
     def __init__(
         self,
         tensorrt: TensorRT,
@@ -109,15 +90,12 @@ class SegmentedEngine(BoundEngine):
         cuda_graphs: bool = True,
     ) -> None:
         assert config.segments is not None
+        super().__init__(memory, tensorrt, network=network_key(config.network_facts()), cuda_graphs=cuda_graphs)
         self.config = config
         self.names = config.names
-        self.memory = memory
         self._stages = config.segments.stages
         self.profiles = config.profiles
         self.tensors = {spec.name: spec for spec in config.tensors}
-        self._prepared: dict[int, _PreparedStep] = {}
-        self._graphs = CudaGraphCache(memory) if cuda_graphs else None
-        self._resources = EngineResources(tensorrt, memory)
         self._num_sets = count_binding_sets(self.tensors, config.names)
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
@@ -134,9 +112,8 @@ class SegmentedEngine(BoundEngine):
             )
             known = {**self.tensors, **intermediates, **{spec.name: spec for spec in constant_specs}}
             self._ops = OpInstances(self._stages, tensors=known, profiles=config.profiles, resources=self._resources, stream=stream)
-            self._create_contexts(plans, stream)
-            if self._graphs is not None:
-                self._resources.callback(self._graphs.close)  # before the contexts, whose memory the graphs use
+            self._create_contexts(plans, num_sets=self._num_sets, stream=stream)
+            self._bind_intermediates(plans)
             memory.synchronize(stream)
             self._plans = SegmentPlans(plans, tensors=self.tensors, intermediates=intermediates, names=self.names)
             ranges = [_profile_ranges(config.tensors, profile, self.names) for profile in config.profiles]
@@ -168,7 +145,8 @@ class SegmentedEngine(BoundEngine):
             ``"auto"``, or the flavour that built the folder.
         cuda_graphs : bool
             Whether decode steps, and verifications of drafts, become CUDA graphs. A step whose addresses or shapes are new runs eagerly,
-            the next time it is captured, and from then on replayed; one that cannot be captured runs eagerly, with a warning.
+            the next time it is captured, and from then on replayed. One that cannot be captured runs eagerly, with a warning, and is tried
+            again after more steps; ``graph_refusals`` has the reasons.
 
         Returns
         -------
@@ -200,58 +178,14 @@ class SegmentedEngine(BoundEngine):
         with folder.read_plan() as plan:
             return cls(tensorrt, plan, memory=memory, config=folder.config, constants=constants, cuda_graphs=cuda_graphs)
 
-    def _create_contexts(self, plans: Sequence[LoadedPlan], stream: Any) -> None:
-        """Create the contexts of all segments over one context memory, and bind the tensors that no caller binds."""
-        nbytes = max(plan.context_memory_nbytes for plan in plans)
-        context_memory = self._resources.allocate(nbytes, stream=stream)
-        for index, plan in enumerate(plans):
-            plan.create_contexts(
-                context_memory.ptr,
-                nbytes,
-                plan_sha256=f"{self.config.plan.sha256}-{index}",
-                stream=stream,
-                capturable=self._graphs is not None,
-                num_sets=self._num_sets,
-            )
+    def _bind_intermediates(self, plans: Sequence[LoadedPlan]) -> None:
+        """Bind the tensors that no caller binds."""
+        for plan in plans:
             for context in range(self._num_sets * len(self.config.profiles)):
                 for name in plan.tensors.keys() - self.tensors.keys():
                     plan.set_tensor_address(context, name, self._shared.tensor(name, 1, 1).ptr)
 
-    def enqueue(self, stream: Any) -> None:
-        """Enqueue one step on ``stream`` in the profile in use, eagerly or as a CUDA graph.
-
-        Does not wait, except when the cache of graphs is full: see ``CudaGraphCache``.
-
-        Parameters
-        ----------
-        stream : cuda.core.Stream or cuda.core.GraphBuilder
-            Of the engine's device.
-
-        Raises
-        ------
-        BindingError, ClosedError, PlaceError
-            As :meth:`TensorRTEngine.enqueue <trt_kvcache.trt.tensorrt_engine.TensorRTEngine.enqueue>`; or the shapes of the inputs do
-            not fit each other. Nothing was enqueued.
-        EngineError
-            TensorRT failed; the text is what it logged.
-        CudaError
-            A kernel or a graph could not be launched.
-        """
-        active = self._bindings.active
-        stream_handle(stream)  # a stream of host memory is refused before anything else
-        active.require_open()
-        if not active.is_checked:
-            self._bindings.check()
-            self._prepared[active.context] = self._prepare(active)
-            active.is_checked = True
-        self._resources.note_enqueue(stream)
-        step = self._prepared[active.context]
-        if self._graphs is None or step.graph_key is None:
-            step.run(stream)
-        elif self._graphs.run(step.graph_key, stream, step.run, step.can_capture):
-            self._plans.note_eager_run(active.context)
-
-    def _prepare(self, active: ProfileBindings) -> _PreparedStep:
+    def _step(self, active: ProfileBindings) -> _Launch:
         """Check that the shapes fit each other, and make the launches of all stages."""
         batch, width = self._plans.tensor_shape(active.context, self.names.input_ids)
         _, logits = self._plans.tensor_shape(active.context, self.names.last_token_ids)
@@ -275,10 +209,7 @@ class SegmentedEngine(BoundEngine):
                 launches.append(partial(_enqueue_segment, next(plans), active.context))
             else:
                 launches.append(self._op_launch(stage, [tensor(name) for name in stage.inputs], [tensor(name) for name in stage.outputs]))
-        verifies = logits > 1 and self.profiles[active.profile].name == "verify"
-        sizes = (active.context, batch, width, logits)
-        graph_key = (*sizes, *(active.tensors[name].ptr for name in self.tensors)) if width == 1 or verifies else None
-        return _PreparedStep(launches, graph_key, partial(self._can_capture, active.context))
+        return partial(_enqueue_all, launches)
 
     def _op_launch(self, node: CustomOpNode, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> _Launch:
         """Check the inputs of an operation once, and return its launch."""
@@ -286,16 +217,13 @@ class SegmentedEngine(BoundEngine):
         op.outputs([TensorType(one.shape, one.dtype) for one in inputs])
         return partial(_enqueue_op, op, inputs, outputs, self._ops.workspace(op))
 
-    def _can_capture(self, context: int, stream: Any) -> bool:
-        return self._plans.is_capturable(context, stream_handle(stream))
+    def _capture_refusal(self, context: int, stream: int) -> str | None:
+        return self._plans.capture_refusal(context, stream)
 
-    def close(self) -> None:
-        """Wait for the last enqueue, save what TensorRT for RTX compiled, and release everything. Idempotent."""
-        try:
-            self._resources.close()
-        finally:
-            self._bindings.release()
-            self._prepared.clear()
+
+def _enqueue_all(launches: Sequence[_Launch], stream: Any, handle: int) -> None:
+    for launch in launches:
+        launch(stream, handle)
 
 
 def _enqueue_segment(plan: LoadedPlan, context: int, stream: Any, handle: int) -> None:
@@ -332,7 +260,7 @@ def _profile_ranges(tensors: Sequence[TensorSpec], profile: EngineProfile, names
 
 def _compare_segment(loaded: LoadedPlan, segment: Segment, profiles: Sequence[EngineProfile], names: TensorNames) -> None:
     """Raise EngineError where a deserialised segment is not what was built."""
-    compare_tensors(loaded.tensors, segment.tensors)
+    loaded.tensors = compare_tensors(loaded.tensors, segment.tensors)
     expected = [_profile_ranges(segment.tensors, profile, names) for profile in profiles]
     if loaded.ranges != expected:
         raise EngineError(f"the engine is not what its config.json says: expected shapes {expected}, got {loaded.ranges}.")

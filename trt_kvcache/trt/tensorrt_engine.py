@@ -9,27 +9,29 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.engine.bound_engine import BoundEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.ops.int32_packing import packed_as_int32
-from trt_kvcache.trt.engine_bindings import EngineBindings, stream_handle
-from trt_kvcache.trt.engine_resources import EngineResources
+from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings
 from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, require_gpu_memory, require_kernels
+from trt_kvcache.trt.graph_engine import GraphEngine
 from trt_kvcache.trt.int32_packed_view import Int32PackedView
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.plugin import register
+from trt_kvcache.trt.runtime_cache import network_key
 from trt_kvcache.trt.tensors import add_plugin_aliases, compare_profiles, compare_tensors, count_binding_sets, read_profiles
 
 
-class TensorRTEngine(BoundEngine):
+class TensorRTEngine(GraphEngine):
     """A TensorRT engine in one piece (implements :class:`trt_kvcache.engine.protocol.StatefulEngine`).
 
     Made by :meth:`open`; a context manager. Not thread-safe.
@@ -48,6 +50,8 @@ class TensorRTEngine(BoundEngine):
         ``config.json`` of its engine folder; None for a plan without a folder.
     plan_sha256 : str
         SHA-256 of the plan, in hex.
+    cuda_graphs : bool
+        Whether decode steps become CUDA graphs: see :meth:`open`.
 
     Attributes
     ----------
@@ -69,15 +73,21 @@ class TensorRTEngine(BoundEngine):
     The contexts share one context memory, so enqueue all of them on one stream, or wait in between.
     """
 
-    _bindings: EngineBindings
-
     def __init__(
-        self, tensorrt: TensorRT, plan: Any, *, memory: Memory, names: TensorNames, config: EngineFolderConfig | None, plan_sha256: str
+        self,
+        tensorrt: TensorRT,
+        plan: Any,
+        *,
+        memory: Memory,
+        names: TensorNames,
+        config: EngineFolderConfig | None,
+        plan_sha256: str,
+        cuda_graphs: bool = True,
     ) -> None:
+        network = plan_sha256 if config is None else network_key(config.network_facts())
+        super().__init__(memory, tensorrt, network=network, cuda_graphs=cuda_graphs)
         self.config = config
         self.names = names
-        self.memory = memory
-        self._resources = EngineResources(tensorrt, memory)
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
             built_by = ""
@@ -90,15 +100,13 @@ class TensorRTEngine(BoundEngine):
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
-                compare_tensors(self._plan.tensors, [packed_as_int32(spec) for spec in config.tensors])
+                self._plan.tensors = compare_tensors(self._plan.tensors, [packed_as_int32(spec) for spec in config.tensors])
                 compare_profiles(self.profiles, config.profiles)
                 self.profiles = config.profiles  # with their names
             unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
             self.tensors = unpacked.tensors
-            nbytes = self._plan.context_memory_nbytes
-            context_memory = self._resources.allocate(nbytes, stream=stream)
             num_sets = count_binding_sets(self.tensors, names)
-            self._plan.create_contexts(context_memory.ptr, nbytes, plan_sha256=plan_sha256, stream=stream, num_sets=num_sets)
+            self._create_contexts([self._plan], num_sets=num_sets, stream=stream)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,
@@ -120,6 +128,7 @@ class TensorRTEngine(BoundEngine):
         memory: Memory,
         flavour: str = "auto",
         names: TensorNames | None = None,
+        cuda_graphs: bool = True,
     ) -> TensorRTEngine:
         """Deserialise an engine. Waits until it is ready.
 
@@ -134,6 +143,9 @@ class TensorRTEngine(BoundEngine):
             is installed.
         names : TensorNames, optional
             Names of the engine's tensors; needed for an engine that this package did not build.
+        cuda_graphs : bool
+            Whether decode steps, and verifications of drafts, become CUDA graphs, as in :meth:`SegmentedEngine.open
+            <trt_kvcache.trt.segmented_engine.SegmentedEngine.open>`.
 
         Returns
         -------
@@ -160,10 +172,10 @@ class TensorRTEngine(BoundEngine):
             path = Path(source)
             if not path.is_dir():
                 with map_plan_file(path) as plan:
-                    return cls._from_plan(plan, memory, flavour, names)
+                    return cls._from_plan(plan, memory, flavour, names, cuda_graphs)
             source = EngineFolder.open(path)
         if not isinstance(source, EngineFolder):
-            return cls._from_plan(source, memory, flavour, names)
+            return cls._from_plan(source, memory, flavour, names, cuda_graphs)
         config = source.config
         if config.segments is not None:
             raise EngineError(f"{source.path}: expected an engine in one piece, got one in segments. Open it with SegmentedEngine.")
@@ -171,45 +183,30 @@ class TensorRTEngine(BoundEngine):
             require_kernels(cls.__name__, memory)
         tensorrt = load_tensorrt_for(source, flavour)
         with source.read_plan() as plan:
-            return cls(tensorrt, plan, memory=memory, names=names or config.names, config=config, plan_sha256=config.plan.sha256)
+            return cls(
+                tensorrt,
+                plan,
+                memory=memory,
+                names=names or config.names,
+                config=config,
+                plan_sha256=config.plan.sha256,
+                cuda_graphs=cuda_graphs,
+            )
 
     @classmethod
-    def _from_plan(cls, plan: bytes | mmap.mmap, memory: Memory, flavour: str, names: TensorNames | None) -> TensorRTEngine:
+    def _from_plan(
+        cls, plan: bytes | mmap.mmap, memory: Memory, flavour: str, names: TensorNames | None, cuda_graphs: bool
+    ) -> TensorRTEngine:
         digest = hashlib.sha256(plan).hexdigest()
-        return cls(load(flavour), plan, memory=memory, names=names or DEFAULT_NAMES, config=None, plan_sha256=digest)
+        names = names or DEFAULT_NAMES
+        return cls(load(flavour), plan, memory=memory, names=names, config=None, plan_sha256=digest, cuda_graphs=cuda_graphs)
 
-    def enqueue(self, stream: Any) -> None:
-        """Enqueue one step on ``stream`` in the profile in use. Does not wait.
+    def _step(self, active: ProfileBindings) -> Callable[[Any, int], None]:
+        return partial(_enqueue_plan, self._plan, active.context)
 
-        Parameters
-        ----------
-        stream : cuda.core.Stream or cuda.core.GraphBuilder
-            Of the engine's device.
+    def _capture_refusal(self, context: int, stream: int) -> str | None:
+        return self._plan.capture_refusal(context, stream)
 
-        Raises
-        ------
-        BindingError
-            Something is not bound, has no shape or is too small for its shape, or an output is not bound where the input is that
-            it shares memory with. Nothing was enqueued.
-        ClosedError
-            The engine is closed, or something that is bound. Nothing was enqueued.
-        PlaceError
-            ``stream`` is no CUDA stream. Nothing was enqueued.
-        EngineError
-            TensorRT failed; the text is what it logged.
-        """
-        active = self._bindings.active
-        handle = stream_handle(stream)
-        active.require_open()
-        if not active.is_checked:
-            self._bindings.check()
-            active.is_checked = True
-        self._resources.note_enqueue(stream)
-        self._plan.enqueue(active.context, handle)
 
-    def close(self) -> None:
-        """Wait for the last enqueue, save what TensorRT for RTX compiled, and release everything. Idempotent."""
-        try:
-            self._resources.close()
-        finally:
-            self._bindings.release()
+def _enqueue_plan(plan: LoadedPlan, context: int, stream: Any, handle: int) -> None:
+    plan.enqueue(context, handle)

@@ -3,6 +3,7 @@
 Everything is read from the engine itself, so this also works for engines that this package did not build.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,8 +69,8 @@ def count_binding_sets(tensors: Mapping[str, TensorSpec], names: TensorNames) ->
     return 2 if any(spec is not None and spec.alias is None for spec in states) else 1
 
 
-def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSpec]) -> None:
-    """Compare the tensors of an engine with those recorded at the build.
+def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+    """Compare the tensors of an engine with those recorded at the build, and return them with the recorded sizes of outputs.
 
     An output that does not share memory with its cache would lose the new tokens of every step.
     """
@@ -77,11 +78,20 @@ def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSp
     if names != set(found):
         different = ", ".join(f"`{name}`" for name in sorted(names ^ set(found)))
         raise EngineError(f"the engine's tensors are not the tensors of its config.json: {different} is only in one of them.")
-    for spec in recorded:
-        if found[spec.name] != spec:
-            raise EngineError(
-                f"the engine is not what its config.json says: expected {spec.describe()}, got {found[spec.name].describe()}."
-            )
+    records = {spec.name: spec for spec in recorded}
+    return {name: _compared(spec, records[name]) for name, spec in found.items()}
+
+
+def _compared(found: TensorSpec, recorded: TensorSpec) -> TensorSpec:
+    """Return the tensor to go by. TensorRT may know a size of an output that was dynamic at the build, or the reverse."""
+    difference = f"the engine is not what its config.json says: expected {recorded.describe()}, got {found.describe()}."
+    is_output = recorded.mode is TensorMode.OUTPUT and len(found.shape) == len(recorded.shape)
+    if replace(found, shape=recorded.shape if is_output else found.shape) != recorded:
+        raise EngineError(difference)
+    if all(size == expected or -1 in (size, expected) for size, expected in zip(found.shape, recorded.shape, strict=True)):
+        return recorded
+    warnings.warn(f"{difference} The plan is the recorded one, so it is used.", RuntimeWarning, stacklevel=2)
+    return found
 
 
 def compare_profiles(found: Sequence[EngineProfile], recorded: Sequence[EngineProfile]) -> None:
