@@ -108,9 +108,9 @@ def _too_old(name: AttentionName) -> Obstacle:
     return Obstacle(variant=name, condition=words, find=find)
 
 
-def _unsafe_native(build: AttentionBuild) -> str | None:
+def native_defect(target: BuildTarget) -> str | None:
+    """Return why native attention is not built with a release of TensorRT that has its layers, or None."""
     first, end = UNSAFE_NATIVE
-    target = build.target
     is_unsafe = not target.is_rtx and target.release is not None and first <= target.release < end
     return f"{target.tensorrt}: {_UNSAFE_WORDS}" if is_unsafe else None
 
@@ -144,7 +144,7 @@ OBSTACLES = (
     _too_old("plugin"),
     Obstacle(variant="plugin", condition=_KERNEL_LIMITS, find=_not_in_kernels),
     _too_old("native"),
-    Obstacle(variant="native", condition=f"full TensorRT 11.0 to 11.2: {_UNSAFE_WORDS}", find=_unsafe_native),
+    Obstacle(variant="native", condition=f"full TensorRT 11.0 to 11.2: {_UNSAFE_WORDS}", find=lambda build: native_defect(build.target)),
     Obstacle(
         variant="native",
         condition="sliding windows smaller than `max_sequence_length`, soft-capped scores",

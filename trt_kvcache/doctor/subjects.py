@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from trt_kvcache.builder.attention_choice import BuildTarget, native_defect
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.doctor.cases import NotHere
 from trt_kvcache.doctor.models import CheckedModel
@@ -103,6 +104,9 @@ def variant_reason(tensorrt: TensorRT, variant: str, model: CheckedModel, dtype:
     """Return why a variant of attention cannot be built for a model, or None."""
     if not tensorrt.supports(attention_variant(variant)):
         return f"{tensorrt} has no {attention_variant(variant).needs}"
+    target = BuildTarget(tensorrt=str(tensorrt), is_rtx=tensorrt.is_rtx, release=tensorrt.release)
+    if variant == "native" and (defect := native_defect(target)) is not None:
+        return defect
     if variant == "plugin" and not has_kernels(model, dtype):
         return f"the attention kernels have no {dtype} with head dim {model.head_dim}"
     return None
