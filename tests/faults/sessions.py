@@ -79,9 +79,14 @@ def check_usable(session: InferenceSession, expected: list[int]) -> None:
 
 
 def check_goes_on(session: InferenceSession) -> None:
-    """Every slot goes on from the tokens that it says it holds: K, V and states are those of them."""
+    """Finish what was submitted, then :func:`check_contents`."""
     while session.step():
         pass
+    check_contents(session)
+
+
+def check_contents(session: InferenceSession) -> None:
+    """Every slot goes on from the tokens that it says it holds: K, V and states are those of them."""
     held = [session.tokens(slot) + session.pending_tokens(slot) for slot in range(session.cache.active_batch_size)]
     turns = [(33,) if 0 < len(tokens) < session.max_sequence_length else () for tokens in held]
     if any(turns):

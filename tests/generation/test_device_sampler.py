@@ -1,4 +1,4 @@
-"""Sampling on the device beside ``Request.choose``: the same tokens, log-probabilities and errors, also after rewinds and compaction."""
+"""Sampling on the device beside ``Request.choose``: the same tokens, log-probabilities and errors, also after a compaction."""
 
 from __future__ import annotations
 
@@ -100,20 +100,6 @@ def test_a_request_enters_with_all_that_it_has_counted(memory, stream):
     token = memory.to_device(np.zeros(1, np.int32), stream=stream)
     sampler.sample(memory.to_device(logits[None], stream=stream), token, stream=stream)
     assert token.numpy().tolist() == [4] == [next_token(request, logits).token]
-
-
-def test_rewind(scene):
-    scene.step()
-    earlier_of_each = [request.progress for request in scene.requests]
-    for _ in range(3):
-        scene.step()
-    for slot, (request, earlier) in enumerate(zip(scene.requests, earlier_of_each, strict=True)):
-        removed = request.tokens[earlier.num_tokens :]
-        request.restore(earlier)
-        seed, counter = request.sampler
-        scene.sampler.rewind(slot, scene.params[slot], seed=seed, counter=counter, removed=removed, stream=scene.stream)
-    for _ in range(2):
-        scene.step()
 
 
 def test_compaction(scene):
@@ -242,8 +228,6 @@ def test_numbers_of_any_size(memory, stream):
 def test_random_numbers_that_there_are_not(scene, arguments, message):
     with pytest.raises(RangeError, match=f"^{message}"):
         scene.sampler.set_slot(2, PARAMS[2], **arguments, stream=scene.stream)
-    with pytest.raises(RangeError, match=f"^{message}"):
-        scene.sampler.rewind(2, PARAMS[2], **arguments, removed=[5], stream=scene.stream)
     scene.step()
 
 

@@ -120,7 +120,8 @@ def test_a_plan_says_for_each_slot_which_logits_are_wanted():
     with with_every_logit(slots=4) as session:
         runner, received = session._runner, []
         session.prefill([[1, 2, 3], [4, 5], [6], [7]])
-        plan = StepPlan([[8, 9, 10], [11], [12, 13], []], [LogitsWanted.ALL, LogitsWanted.LAST, LogitsWanted.NONE, LogitsWanted.NONE])
+        wanted = [LogitsWanted.ALL, LogitsWanted.LAST, LogitsWanted.NONE, LogitsWanted.NONE]
+        plan = StepPlan.of([[8, 9, 10], [11], [12, 13], []])._replace(logits=wanted)
         with runner.work():
             slots, logits = session._batch.prefilled(
                 runner.slots, plan, runner.chunks([3, 2, 1, 1], plan), receive=lambda slot, rows: received.append((slot, rows.copy()))

@@ -18,13 +18,17 @@ from tests.helpers.errors import raises
 from tests.helpers.models import write_model
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.builder.build_engine import build_engine
+from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.cache.layout import KVLayout
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, BuildError, CheckpointError, ConfigError, CudaError, EngineError, KVCacheError
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.reference import ReferenceEngine
 from trt_kvcache.session import open_model as opening
 from trt_kvcache.session.open_model import EngineFallbackWarning
+from trt_kvcache.session.session_options import SessionOptions
 from trt_kvcache.session.session_source import SessionSource
 
 NO_GPU = "there is no GPU here"
@@ -239,25 +243,15 @@ class TestModel:
     def test_a_built_engine_is_kept_as_long_as_the_session(self, model, gpu, monkeypatch, engine):
         asked = {}
 
-        def build(path, target, **options):
-            asked.update(options, path=path)
+        def build(path, target, *, progress, **options):
+            asked.update(path=path, options=BuildOptions.of(options))
             return type("Report", (), {"path": make_engine_folder(path, target).path})
 
         monkeypatch.setattr(opening, "build_engine", build)
         session = InferenceSession.from_model(model, engine=engine, max_batch_size=3, max_sequence_length=38, max_prefill_length=11)
         assert asked == {
             "path": model,
-            "max_batch_size": 3,
-            "max_sequence_length": 38,
-            "max_prefill_length": 11,
-            "kv_dtype": None,
-            "kv_scales": None,
-            "max_logits_per_slot": 1,
-            "dtype": "float16",
-            "attention": "auto",
-            "flavour": "auto",
-            "quantize": None,
-            "progress": None,
+            "options": BuildOptions(max_batch_size=3, max_sequence_length=38, max_prefill_length=11, flavour="auto"),
         }
         ((place, _),) = gpu.opened
         assert place.is_dir()
@@ -270,14 +264,23 @@ class TestModel:
     def test_the_build_chooses_the_attention_of_an_engine(self, model, monkeypatch, given, asked_for):
         asked = {}
 
-        def build(path, target, **options):
-            asked.update(options)
+        def build(path, target, *, progress, **options):
+            asked.update(vars(BuildOptions.of(options)))
             raise BuildError("enough seen")
 
         monkeypatch.setattr(opening, "build_engine", build)
         with pytest.raises(BuildError, match="enough seen"):
             InferenceSession.from_model(model, engine="tensorrt", **given)
         assert asked["attention"] == asked_for
+
+    @pytest.mark.parametrize("given", [{}, {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}])
+    def test_a_build_has_the_sizes_of_a_session_in_numpy(self, model, given):
+        asked = BuildOptions.of(SessionOptions(**given).build_keywords)
+        with InferenceSession.from_model(model, engine="numpy", **given) as session, Checkpoint.open(model) as checkpoint:
+            options, cache = ResolvedOptions.of_model(asked, checkpoint.config), session.cache_config
+            assert (options.max_batch_size, options.max_sequence_length) == (cache.max_batch_size, cache.max_sequence_length)
+            assert options.max_prefill_length == session.engine.profiles[0].max_width
+            assert options.dtype == cache.dtype
 
     def test_auto_is_native_attention_in_numpy(self, model):
         with InferenceSession.from_model(model, engine="numpy", attention="auto") as session:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 from dataclasses import fields
 
 import pytest
+from numpydoc.docscrape import FunctionDoc
 
 from trt_kvcache import InferenceSession, ReferenceEngine, SessionSource, load
 from trt_kvcache.errors import ConfigError, RangeError
@@ -78,3 +80,14 @@ def test_numpy_is_the_reference_engine():
     assert SessionOptions(engine="reference").engine == SessionOptions(engine="numpy").engine == "numpy"
     with load("examples/tiny-llama", engine="numpy") as session:
         assert isinstance(session.engine, ReferenceEngine)
+
+
+@pytest.mark.parametrize("function", [load, InferenceSession.from_model])
+def test_every_option_is_shown_by_what_takes_it(function):
+    parameters = inspect.signature(function).parameters
+    entries = {entry.name for entry in FunctionDoc(function)["Parameters"]}
+    for field in fields(SessionOptions):
+        assert parameters[field.name].default == field.default
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert field.name in entries
+    assert "options" not in parameters

@@ -165,16 +165,6 @@ class DeviceSampler(Uncopyable):
         self._set_row(index, row, stream)
         self._tops[index] = -1 if params.logprobs is None else params.logprobs
 
-    def rewind(self, slot: int, params: SamplingParams, *, seed: int, counter: int, removed: Sequence[int], stream: Any) -> None:
-        """Undo the last tokens, stream-ordered: ``counter`` is the counter before the first of ``removed``."""
-        index = slot_index(slot, len(self._tops))
-        tokens = self._token_ids("removed", removed)
-        row = _row_of(params, seed, counter)
-        if int(row["flags"]) & PENALISED:
-            assert self._rows.uses is not None
-            self._count(self._row(self._rows.uses, index), tokens, False, stream, more=-1)
-        self._set_row(index, row, stream)
-
     def clear_slot(self, slot: int, *, stream: Any) -> None:
         """Make a slot idle until :meth:`set_slot`, stream-ordered."""
         index = slot_index(slot, len(self._tops))
@@ -258,10 +248,10 @@ class DeviceSampler(Uncopyable):
     def _set_row(self, slot: int, row: Any, stream: Any) -> None:
         set_row_kernel(self._rows, slot, row.reshape(1).view(np.int64).tolist(), stream)
 
-    def _count(self, uses: DeviceTensor, tokens: npt.NDArray[np.int64], in_prompt: bool, stream: Any, *, more: int = 1) -> None:
+    def _count(self, uses: DeviceTensor, tokens: npt.NDArray[np.int64], in_prompt: bool, stream: Any) -> None:
         if tokens.size:
             ids = self._memory.to_device(tokens.astype(np.int32), stream=stream)
-            count_tokens_kernel(uses, ids, in_prompt, more, stream)
+            count_tokens_kernel(uses, ids, in_prompt, 1, stream)
 
 
 def _row_of(params: SamplingParams, seed: int, counter: int) -> Any:

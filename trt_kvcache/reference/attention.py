@@ -71,7 +71,7 @@ class SeparateAttention:
     def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
         if self._positions is not None:
-            q, k = (apply_rope(x, self._positions.angles) for x in (q, k))
+            q, k = apply_rope(q, self._positions.angles), apply_rope(k, self._positions.angles)
         for side, rows in zip(self._sides, (k, v), strict=True):
             write_rows(side, rows, self._start)
         q = q * np.float32(self._mixer.score_scale)
@@ -79,7 +79,7 @@ class SeparateAttention:
         capacity = self._sides[0].shape[2]
         for slot, first in enumerate(self._start.tolist()):
             rows = capacity if self._masked else min(first + q.shape[1], capacity)
-            keys, values = (side[slot, :, :rows].astype(np.float32) for side in self._sides)
+            keys, values = [side[slot, :, :rows].astype(np.float32) for side in self._sides]
             mixed[slot] = attend(q[slot], keys, values, first, window=self._mixer.window, softcap=self._mixer.softcap)
         return mixed
 

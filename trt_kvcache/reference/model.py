@@ -48,7 +48,7 @@ def decoder_step(
 
 def _largest_weight(weights: DecoderWeights) -> int:
     """Return the size of the first layer's largest weight: the others are about as large."""
-    return max((weight.size for layer in weights.layers[:1] for weight in layer.parts.values()), default=0)
+    return max([weight.size for layer in weights.layers[:1] for weight in layer.parts.values()], default=0)
 
 
 def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
@@ -71,11 +71,11 @@ def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: Laye
 
 def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
     """Apply the self-attention of one layer to its normalised input ``[A, s, hidden]``, with the output projection."""
-    q, k, v = (project(part, hidden) for part in (layer.q, layer.k, layer.v))
+    q, k, v = project(layer.q, hidden), project(layer.k, hidden), project(layer.v, hidden)
     over = None if config.qk_norm is None else config.qk_norm.over
     if over == "full":
         q, k = qk_norm(config, layer, q, k)
-    q, k, v = (part.reshape(*part.shape[:2], -1, config.head_dim) for part in (q, k, v))
+    q, k, v = [part.reshape(*part.shape[:2], -1, config.head_dim) for part in (q, k, v)]
     if over == "head":
         q, k = qk_norm(config, layer, q, k)
     attended = attention(q, k, v)

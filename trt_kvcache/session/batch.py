@@ -164,14 +164,15 @@ class Batch:
 
     @nvtx_range("compaction")
     def compact(self, mapping: Sequence[int]) -> None:
-        """Drop and move slots by a mapping to their new places, -1 to drop. A dropped slot may be overwritten, so this cannot be undone."""
+        """Drop and move slots by a mapping to their new places, -1 to drop. Inside :meth:`Runner.work`.
+
+        Cannot be undone: rows of a dropped slot may be overwritten.
+        """
         kept = sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)
         slots = self._runner.slots
-        self._runner.checked_lengths()
-        with self._runner.work():
-            self._runner.overwrite_states()
-            self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._runner.stream)
-            self._runner.apply([slots[slot] for _, slot in kept])
+        self._runner.overwrite_states()
+        self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._runner.stream)
+        self._runner.apply([slots[slot] for _, slot in kept])
 
     # --- sequences ---
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trt_kvcache._util.progress import Progress
 from trt_kvcache.session.model_location import locate_model
 from trt_kvcache.session.session import InferenceSession
+from trt_kvcache.session.session_options import takes_session_options
 from trt_kvcache.session.session_source import SessionSource
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from trt_kvcache.session.session_options import ModelOptions
 
 
+@takes_session_options
 def load(
     path_or_hub_id: str | os.PathLike[str],
     *,
@@ -30,12 +32,12 @@ def load(
     path_or_hub_id : path or str
         A folder, a ``.gguf`` file, or an id ``organisation/name`` of the Hub. A folder of that name takes precedence; the network is not
         used then.
+    **options
+        Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
     revision : str, optional
         Branch, tag or commit on the Hub; for a Hub id only.
     progress : callable, optional
         Called as ``progress(stage, fraction)`` during long work, except for the download, which has a bar of its own.
-    **options
-        Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
 
     Returns
     -------

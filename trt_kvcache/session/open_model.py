@@ -21,7 +21,6 @@ from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
-from trt_kvcache.engine.attention_variants import AUTO
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import default_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.kv_options import quantized_kv
@@ -135,17 +134,9 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
         if _tries_tensorrt(options, options.flavour, model):
-            kv_options = {"dtype": options.dtype or model.dtype, "kv_dtype": options.kv_dtype, "kv_scales": options.kv_scales}
-            build_options = {
-                "max_prefill_length": width,
-                "max_logits_per_slot": logits,
-                "attention": named or AUTO,
-                "progress": progress,
-                **kv_options,
-            }
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
-                return _built_parts(checkpoint.path, cache, memory, options, **build_options)
+                return _built_parts(checkpoint.path, memory, options, progress)
             except (BuildError, ConfigError, EngineError, CudaError) as error:
                 _fall_back(options, error, model)
         running = _checkpoint_engine(
@@ -291,19 +282,11 @@ def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOp
     return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options)
 
 
-def _built_parts(path: Path, cache: DecoderCacheConfig, memory: CudaMemory, options: SessionOptions, **build_options: Any) -> SessionParts:
+def _built_parts(path: Path, memory: CudaMemory, options: SessionOptions, progress: Progress | None) -> SessionParts:
     """Build an engine into a temporary folder that is removed with the session."""
     place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
     try:
-        report = build_engine(
-            path,
-            Path(place.name) / "engine",
-            max_batch_size=cache.max_batch_size,
-            max_sequence_length=cache.max_sequence_length,
-            flavour=options.flavour,
-            quantize=options.quantize,
-            **build_options,
-        )
+        report = build_engine(path, Path(place.name) / "engine", progress=progress, **options.build_keywords)
         parts = _tensorrt_parts(EngineFolder.open(report.path), memory, options)
     except BaseException:
         place.cleanup()

@@ -103,7 +103,7 @@ class RequestQueue:
         if self._left is self._runner.slots:
             mapping = self.scheduler.compaction()
             if mapping is not None:
-                self._batch.compact(mapping)
+                self._compact(mapping)
                 if self.timeline:
                     self.timeline.record_moves([queued.index for queued in self.scheduler.running], mapping)
                 self.scheduler.compacted(mapping)
@@ -113,6 +113,15 @@ class RequestQueue:
         if self.scheduler.next_waiting():
             self._batch.clear()
             self._left = self._runner.slots
+
+    def _compact(self, mapping: Sequence[int]) -> None:
+        self._runner.checked_lengths()
+        with self._runner.work():
+            # After an interrupt between two moves, the rows of a dropped slot may be those of another one: from now on it holds none.
+            # The slots after such an interrupt are still those of the queue, so no running request starts again.
+            self._runner.apply([slot if new >= 0 else Slot([], 0) for slot, new in zip(self._runner.slots, mapping, strict=True)])
+            self._left = self._runner.slots
+            self._batch.compact(mapping)
 
     # --- parts of a step: they change the draft, and nothing else on the host ---
 

@@ -47,13 +47,15 @@ class Runner:
         self.engine = engine
         self.cache = cache
         self._recurrent = cache if cache.states is not None else None
+        #: True if slots hold states, which cannot return to an earlier token.
+        self.has_states = cache.states is not None
         self.plan = BindingPlan(engine, cache, names=names)
         self.stream = cache.memory.create_stream()
         self._held = _Held((), _States.OF_SLOTS)
         #: Rows past the lengths that a commit can still take: those of a verified draft, or of a step that was enqueued ahead. Any other
         #: work on the device overwrites them.
         self.uncommitted: object = None
-        # First slot and new tokens of each slot of the last enqueue.
+        # First slot and new tokens of each slot of the last enqueue, with states.
         self._ran: tuple[int, tuple[int, ...]] = (0, ())
         self._buffers = StepBuffers(
             cache.memory,
@@ -65,11 +67,6 @@ class Runner:
             max_logits_per_slot=self.plan.max_logits_per_slot,
             has_states=self.has_states,
         )
-
-    @property
-    def has_states(self) -> bool:
-        """True if slots hold states, which cannot return to an earlier token."""
-        return self._recurrent is not None
 
     # --- current slots ---
 
@@ -179,8 +176,8 @@ class Runner:
 
     def _take(self, first: int, new_lengths: Sequence[int]) -> None:
         """Say how many tokens of each slot the next enqueue runs."""
-        self._ran = first, tuple(new_lengths)
         if self.has_states:
+            self._ran = first, tuple(new_lengths)
             self._buffers.write_new_lengths(new_lengths, stream=self.stream)
 
     def _enqueue(self) -> None:

@@ -102,7 +102,8 @@ class Scheduler:
         alone = StepPlan.of([row if is_scored else [] for row, is_scored in zip(rows, scored, strict=True)], LogitsWanted.ALL)
         others = StepPlan.of([[] if is_scored else row for row, is_scored in zip(rows, scored, strict=True)])
         if any(scored) and not all(map(self._runner.plan.can_start_at, range(len(rows)))):
-            return [StepPlan(rows, [(alone if is_scored else others).logits[slot] for slot, is_scored in enumerate(scored)])]
+            wanted = [(alone if is_scored else others).logits[slot] for slot, is_scored in enumerate(scored)]
+            return [StepPlan.of(rows)._replace(logits=wanted)]
         return [plan for plan in (alone, others) if any(plan.rows)]
 
     def _next_row(self, draft: StepDraft, slot: int) -> Sequence[int]:

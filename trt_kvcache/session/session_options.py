@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
+from trt_kvcache._util.keyword_options import show_as_keywords
+from trt_kvcache.builder.options import BuildKeywords
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO, AttentionName, AttentionSetting
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 EngineChoice = Literal["auto", "numpy", "tensorrt", "torch", "reference"]
 FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
@@ -205,3 +209,14 @@ class SessionOptions:
     def given_build_options(self) -> tuple[str, ...]:
         """Names of the options that were given although an engine folder has fixed them."""
         return tuple(name for name in BUILD_OPTIONS if getattr(self, name) is not None)
+
+    @property
+    def build_keywords(self) -> BuildKeywords:
+        """Options of the build of an engine; what was not given is left to the defaults of the build, which are those of a session."""
+        given = {name: getattr(self, name) for name in self.given_build_options}
+        return cast(BuildKeywords, {"flavour": self.flavour, **given})
+
+
+def takes_session_options(function: _Function) -> _Function:
+    """Show the fields of :class:`SessionOptions` in signature and docstring of a function that takes them as ``**options``."""
+    return show_as_keywords(SessionOptions, function)

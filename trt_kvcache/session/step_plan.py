@@ -25,28 +25,25 @@ class StepPlan(NamedTuple):
     """New tokens of the active slots, as a value. They follow the tokens that a slot holds; a slot without new tokens is idle."""
 
     rows: Rows
+    #: New tokens of each slot.
+    counts: tuple[int, ...]
     logits: Sequence[LogitsWanted]
 
     @classmethod
     def of(cls, rows: Rows, wanted: LogitsWanted = LogitsWanted.LAST) -> StepPlan:
         """Plan rows that all want the same logits, idle slots none."""
-        return cls(rows, [wanted if row else LogitsWanted.NONE for row in rows])
+        return cls(rows, tuple(map(len, rows)), [wanted if row else LogitsWanted.NONE for row in rows])
 
     @classmethod
     def decode(cls, tokens: Sequence[int]) -> StepPlan:
         """Plan one token for every slot."""
-        return cls([(token,) for token in tokens], (LogitsWanted.LAST,) * len(tokens))
+        count = len(tokens)
+        return cls([(token,) for token in tokens], (1,) * count, (LogitsWanted.LAST,) * count)
 
     @property
-    def counts(self) -> list[int]:
-        """New tokens of each slot."""
-        return list(map(len, self.rows))
-
-    @property
-    def increments(self) -> int | list[int]:
+    def increments(self) -> int | tuple[int, ...]:
         """New tokens of each slot, or of every slot if all run one: such a commit uploads nothing."""
-        counts = self.counts
-        return 1 if counts.count(1) == len(counts) else counts
+        return 1 if self.counts.count(1) == len(self.counts) else self.counts
 
     @property
     def wants_all(self) -> bool:
