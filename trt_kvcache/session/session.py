@@ -42,7 +42,7 @@ from trt_kvcache.session.request_queue import RequestQueue
 from trt_kvcache.session.resume_snapshots import Paths, next_tokens, read_snapshots, resumed_params
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.scoring import score_prompts
-from trt_kvcache.session.session_options import SessionOptions, takes_session_options
+from trt_kvcache.session.session_options import SessionOptions
 from trt_kvcache.session.single_user import SingleUser, exclusive
 from trt_kvcache.session.statistics import SessionStatistics
 from trt_kvcache.session.step_plan import StepPlan
@@ -194,7 +194,6 @@ class InferenceSession(Uncopyable):
         return cls._of(open_engine_folder(folder, SessionOptions.of(options), progress=progress))
 
     @classmethod
-    @takes_session_options
     def from_model(
         cls, folder: str | os.PathLike[str], *, progress: Progress | None = None, **options: Unpack[ModelOptions]
     ) -> InferenceSession:
@@ -204,10 +203,10 @@ class InferenceSession(Uncopyable):
         ----------
         folder : path
             ``config.json``, ``model.safetensors`` and, for text, ``tokenizer.json``.
-        **options
-            Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
+        **options
+            Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
 
         Returns
         -------
