@@ -97,7 +97,7 @@ def test_each_layer_is_attend_bit_for_bit(memory: Any, monkeypatch: pytest.Monke
     install(fake, monkeypatch, tmp_path / "caches")
     monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: None)
     fake.alias_of = lambda name: None
-    engine = TensorRTEngine(fake.loaded, PLAN, memory=memory, names=config.names, config=config, plan_sha256="")
+    engine = TensorRTEngine(fake.loaded, PLAN, memory=memory, names=config.names, config=config, plan_sha256="", cuda_graphs=False)
     layers = PluginLayers(engine, memory)
     fake.run = layers.run
     with InferenceSession(engine, KVCacheManager(config.cache, memory=memory)) as session:
@@ -105,4 +105,4 @@ def test_each_layer_is_attend_bit_for_bit(memory: Any, monkeypatch: pytest.Monke
         session.decode([3, 4, 5])
         session.append([[], [7, 8, 9], [3, 1]])
         session.decode([6, 7, 8])
-    assert layers.widths == [11, 2, 1, 3, 1]
+    assert layers.widths == [11, 2, 1, 4, 1]  # three new tokens are padded to four
