@@ -51,9 +51,7 @@ class GraphEngine(BoundEngine):
         self._resources = EngineResources(tensorrt, memory)
         self._runtime_cache: RuntimeCache | None = None
         self._has_saved = False
-        if tensorrt.is_rtx:
-            key = (network, *gpu_identity(memory.device), tensorrt.flavour, tensorrt.version)
-            self._runtime_cache = RuntimeCache(RuntimeCacheFile(key), memory)
+        self._network, self._tensorrt = network, tensorrt
         self._graphs = CudaGraphCache(memory) if cuda_graphs else None
         self._prepared: dict[int, _PreparedStep] = {}
 
@@ -109,6 +107,9 @@ class GraphEngine(BoundEngine):
 
     def _create_contexts(self, plans: Sequence[LoadedPlan], *, num_sets: int, stream: Any) -> None:
         """Create the contexts of all plans over one context memory."""
+        if self._tensorrt.is_rtx:
+            key = (self._network, *gpu_identity(self.memory.device), self._tensorrt.flavour, self._tensorrt.version)
+            self._runtime_cache = RuntimeCache(RuntimeCacheFile(key), self.memory)
         nbytes = max(plan.context_memory_nbytes for plan in plans)
         address = self._resources.allocate(nbytes, stream=stream).ptr
         repeats = [self._graphs is not None and one for one in repeats_steps(self.profiles)]

@@ -78,7 +78,7 @@ def test_constant_is_not_copied_and_is_kept_alive(graph: Graph) -> None:
     array.flags.writeable = False
     tensor = graph.constant("weights", array)
     assert tuple(tensor.shape) == (2, 3)
-    assert any(kept is array for kept in graph._arrays)
+    assert any(kept is array for kept in graph._owners)
     layer: Any = graph.network.get_layer(0)
     layer.__class__ = graph.trt.IConstantLayer
     assert layer.weights.ctypes.data == array.ctypes.data
