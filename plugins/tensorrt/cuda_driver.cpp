@@ -33,7 +33,7 @@ struct LoadedKernel {
     int32_t shared_nbytes = kDefaultSharedNbytes;  // allowed
 };
 
-// What this process has loaded. One library serves all GPUs of its architecture; what is allowed is by GPU.
+// Modules that this process has loaded. One library serves all GPUs of its architecture; attributes are set for each GPU.
 std::mutex mutex;
 std::map<unsigned char const*, CUlibrary> libraries;
 std::map<std::pair<CUlibrary, std::pair<std::string, CUdevice>>, LoadedKernel> kernels;

@@ -27,7 +27,7 @@ Sizes sizes_of(DimsExprs const& expressions) {
     return sizes;
 }
 
-// What a function returns for each of some tensors.
+// The results of a function for each of some tensors.
 template <typename Tensor, typename Function>
 auto for_each(Tensor const* tensors, int32_t count, Function function) {
     std::vector<decltype(function(*tensors))> results;

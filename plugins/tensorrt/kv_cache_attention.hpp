@@ -60,7 +60,7 @@ public:
     nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override { return &stored_fields_; }
 
 private:
-    // What onShapeChange has found.
+    // Shapes that onShapeChange was given.
     struct Shapes {
         std::vector<Input> inputs;
         AttentionSizes sizes;

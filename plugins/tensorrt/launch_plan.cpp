@@ -18,7 +18,7 @@ constexpr int64_t kElementNbytes = 2;
 
 int64_t ceil_divide(int64_t number, int64_t divisor) { return (number + divisor - 1) / divisor; }
 
-// Whether a few new tokens are faster in row blocks than in a decode kernel that has room for them.
+// True if a few new tokens are faster in row blocks than in a decode kernel that has room for them.
 bool prefers_row_blocks(AttentionKernels const& kernels, AttentionShape const& shape, int64_t multiprocessors) {
     if (shape.width == 1 || shape.quantized || !kernels.prefill[k64].warpgroups) return false;
     int64_t const nbytes = shape.batch * 2 * shape.num_kv_heads * shape.tokens * shape.head_dim * kElementNbytes;

@@ -1,4 +1,4 @@
-// Which kernel computes a call, and in how many blocks. It depends on shapes alone: lengths are on the device.
+// The kernel and the number of blocks of a call. It depends on shapes alone: lengths are on the device.
 //
 // As in trt_kvcache/kernels/decode_plan.py and prefill_plan.py, which say what was measured. A test compares both.
 #pragma once

@@ -1,4 +1,4 @@
-// What TensorRT looks up in a plugin library: its creators, and where the library gets its logger.
+// The functions that TensorRT looks up in a plugin library: one returns its creators, one takes the logger.
 #include <NvInfer.h>
 
 #include <iterator>

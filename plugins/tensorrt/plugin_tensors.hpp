@@ -42,7 +42,7 @@ void check_dtypes(AttentionAttributes const& attributes, std::vector<nvinfer1::D
 
 bool is_dtype_of_q(nvinfer1::DataType dtype);
 
-// Whether an input, or an output that is like it, has the right dtype, given that of q.
+// True if an input, or an output that is like it, has the right dtype, given that of q.
 bool takes_dtype(Input input, AttentionAttributes const& attributes, nvinfer1::DataType dtype, nvinfer1::DataType q);
 
 }  // namespace trt_kvcache
