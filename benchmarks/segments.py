@@ -111,7 +111,7 @@ class NullPlan(LoadedPlan):
 
 
 def model_of(layers: int) -> ModelConfig:
-    """Return a model of so many layers."""
+    """Return a model with the given number of layers."""
     return ModelConfig.from_dict(
         {
             **{"model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": layers},

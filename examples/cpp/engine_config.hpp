@@ -1,4 +1,4 @@
-// What a program needs of the config.json of an engine folder: tensors, aliases, profiles.
+// Reads tensors, aliases and profiles from the config.json of an engine folder.
 #pragma once
 
 #include <cstdint>

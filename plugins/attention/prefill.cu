@@ -1,9 +1,11 @@
-// The prefill kernels: several new tokens per slot, over what the cache holds already. For few new tokens:
-// attention_prefill_16 to _64, with row blocks of so many rows; they append too, if the cache has 16 bits. For more, or
-// if it is quantized, attention_append first writes keys and values to the cache. Then, for more,
-// attention_prefill_short attends if there are few row blocks, attention_prefill_wide, or, where there is enough to do
-// without splitting K and V, attention_prefill_whole. Launched by trt_kvcache/kernels/attention_kernels.py, as
-// trt_kvcache/kernels/prefill_plan.py says.
+// The prefill kernels: attention of several new tokens per slot over the K and V in the cache.
+//
+// Few new tokens: attention_prefill_16, _32 and _64, with row blocks of 16, 32 and 64 rows. They also append to a
+// cache in 16 bits. In all other cases attention_append first writes K and V to the cache.
+// More new tokens: attention_prefill_short for few row blocks; attention_prefill_whole where the row blocks fill the
+// GPU without split-KV; else attention_prefill_wide.
+//
+// trt_kvcache/kernels/prefill_plan.py chooses the kernel, trt_kvcache/kernels/attention_kernels.py launches it.
 
 #include "attention/append_quantized.cuh"
 #include "attention/prefill.cuh"

@@ -86,8 +86,8 @@ struct PrefillOutput {
         }
     }
 
-    // The same by a warpgroup: values are those of its keys in their first panel. The output is there behind wait(),
-    // which is told the same probabilities.
+    // The same by a warpgroup: `values` is the address of its values in their first panel. The output is complete after
+    // wait(), which takes the same probabilities.
     __device__ __forceinline__ void begin_products(const Probabilities& a, SharedAddress values) {
         using Panel = float[8][4];
         warpgroup_begin();

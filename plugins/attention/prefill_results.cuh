@@ -104,7 +104,7 @@ struct PrefillResults {
                                                            float factor, const Emit& emit) {
         constexpr int kGroupThreads = kThreads / 2;
         static_assert(2 * kGroupThreads * (16 * kColumns + 8) <= kStagingBytes,
-                      "what this block merges lies behind it");
+                      "the fragments that this block merges follow the staging bytes");
         // [2][kColumns][kGroupThreads]: what each gives to the other
         float4* const values = reinterpret_cast<float4*>(ring);
         float2* const totals = reinterpret_cast<float2*>(values + 2 * kColumns * kGroupThreads);

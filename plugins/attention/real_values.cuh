@@ -11,8 +11,8 @@ __device__ __forceinline__ uint2 widen_in_order(Float16, Int8, unsigned quantize
             multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), one, minus)};
 }
 
-// A float16 has too few exponents for scales. It has them times this power of 2, and quantized values divided by it:
-// then both are of the size of the values.
+// The exponents of float16 are too few for scales. So with float16 the scales are multiplied by this power of 2, and
+// the quantized values divided by it: both products then have the magnitude of the values.
 template <class Type, class Quantized>
 constexpr float kRaised = 1;
 template <>

@@ -6,9 +6,9 @@
 // count: 32 columns, packed. Fragment `row * kFragmentsPerRow<kHalves> + s` has the columns from 16 * kHalves * s on.
 // It takes five vectors of 16 bytes:
 //
-//     vector 0 .. 3   vector t: columns 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, as lane t of a quad has them in two
-//                     accumulator fragments of mma; as floats, or packed (packed_vector.cuh). The decode kernel of up
-//                     to 8 rows and kernels over quantized values have other orders.
+//     vector 0 .. 3   vector t has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 columns: the elements that lane t of
+//                     a quad has in two accumulator fragments of mma. They are floats, or packed (packed_vector.cuh).
+//                     The decode kernel of up to 8 rows and kernels over quantized values have other orders.
 //     vector 4        maximum and sum of the row, for this part of the keys; the unit of packed values
 //
 // Protocol between the blocks of a head (SplitKVReduce):

@@ -217,8 +217,8 @@ struct RowSampler {
         return weight;
     }
 
-    // The key of the last one of so many tokens of a class: those of the largest logits; of equal logits, those of the
-    // lowest ids.
+    // Orders the tokens of a class by logit, the largest first, and equal logits by id, the lowest first. Returns the key
+    // of the last of the first `members` tokens.
     __device__ __forceinline__ Number break_ties(unsigned of_class, Number members) {
         Number prefix = 0;  // high digits of the key
 #pragma unroll 1
