@@ -202,15 +202,25 @@ def test_slow_templates_hold_up_neither_others_nor_the_end(tmp_path):
     shutil.copytree(MODEL, model)
     (model / "chat_template.jinja").write_text(SLOW)
 
+    sent = threading.Semaphore(0)
+
+    def trace(event: str, info: dict) -> None:
+        if event == "http11.send_request_body.complete":
+            sent.release()
+
     def ask(address: str, content: str) -> int:
         transport = httpx.HTTPTransport(local_address=address)
         with client(one.url, transport=transport) as asking:
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
-            return asking.post("/v1/chat/completions", json=body).status_code
+            return asking.post("/v1/chat/completions", json=body, extensions={"trace": trace}).status_code
 
     with process(model=model) as one, ThreadPoolExecutor(8) as threads:
         assert ask("127.0.0.2", "Alice was") == 200
+        assert sent.acquire(timeout=60)
         slow = [threads.submit(ask, "127.0.0.1", "slow") for _ in range(8)]
+        # A connection that the server has not accepted when it is told to end is refused, not answered with 503. It accepts in order: once
+        # all eight are sent and one more is answered, it has them all.
+        assert all(sent.acquire(timeout=60) for _ in range(8))
         assert ask("127.0.0.2", "Alice was") == 200
         assert not any(task.done() for task in slow)
         one.process.send_signal(signal.SIGTERM)
