@@ -71,6 +71,13 @@ class BuildFlags:
             help="With plugin attention: one plan with plugin layers, or (TensorRT for RTX) a plan for each segment between them.",
         ),
     ] = "one-plan"
+    plugin_library: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With plugin attention: a plugin library in C++, whose plugin the engine uses, and carries. The engine runs code of it.",
+        ),
+    ] = None
     flavour: Annotated[
         FlavourName,
         choice(
