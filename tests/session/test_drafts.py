@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from random import Random
@@ -50,7 +51,10 @@ def prompts_of(random: Random, limit: int) -> list[list[int]]:
 def held(session: InferenceSession) -> list[Any]:
     """Return what the slots hold and who goes on from it."""
     slots = [session._batch[slot] for slot in range(session.cache.active_batch_size)]
-    return [[(slot.tokens, slot.pending, slot.sampler, slot.generated) for slot in slots], cache_rows(session.cache)]
+    return [
+        [(slot.tokens, slot.pending, slot.sampler, slot.generated) for slot in slots],
+        hashlib.sha256(b"".join(cache_rows(session.cache))).hexdigest(),
+    ]
 
 
 def of_each(events: Sequence[Any]) -> dict[int, list[Any]]:
@@ -169,6 +173,11 @@ def test_a_queue_gives_the_tokens_without_drafts(tokenizer, seed, right, on_devi
             before = {handle.index: len(handle.tokens) for handle in handles}
             moved = session.step()
             assert all(handle in moved for handle in handles if len(handle.tokens) > before[handle.index])
+            for index, handle in enumerate(session.running_requests):
+                if handle.state == "decoding":  # what a snapshot of the slot would have
+                    slot = session._batch[index]
+                    assert [*slot.tokens, *slot.pending] == [*handle.prompt, *handle.tokens]
+                    assert (slot.sampler, slot.generated) == (handle.sampler, len(handle.tokens))
             if not on_device:  # the step ahead has written after the lengths
                 poison(session.cache)
     drain(session)

@@ -32,8 +32,8 @@ class Drafting:
         self.accepted += accepted
         if accepted:
             self._pause = _FIRST_PAUSE
-        if accepted == proposed:
-            self._length = min(max(self._length, 2 * proposed + 1), _MAX_LENGTH)
+        if accepted == proposed == self._length:
+            self._length = min(2 * self._length + 1, _MAX_LENGTH)
         elif 2 * accepted < proposed:
             self._length //= 2
         if not self._length:

@@ -47,10 +47,11 @@ class _NgramIndex:
         """Add tokens at the end."""
         self.tokens += tokens
         for place in range(len(self._earlier), len(self.tokens)):  # so the last two tokens are not in the index: nothing follows them
-            key = self._key(place)
-            self._earlier.append(self._latest.get(key, 0) if place >= _MIN_MATCH else 0)
+            earlier = 0
             if place >= _MIN_MATCH:
-                self._latest[key] = place
+                key = self._key(place)
+                earlier, self._latest[key] = self._latest.get(key, 0), place
+            self._earlier.append(earlier)
 
     def continuation(self, count: int) -> list[int]:
         """Return up to ``count`` tokens that follow the place with the longest match; the latest one of equal ones."""

@@ -40,7 +40,7 @@ def generate_tokens(
     while True:
         in_force = runner.slots
         ended: list[int] = []
-        num_turns = max(map(len, step.choices.values()))
+        num_turns = max(map(len, step.choices.values()), default=0)
         for turn in range(num_turns):
             is_last = turn == num_turns - 1
             if is_last and step.verified is not None and runner.uncommitted is step.verified:
