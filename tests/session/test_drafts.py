@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -14,12 +15,13 @@ from hypothesis import given, settings, strategies as st
 
 from tests.checkpoint.tokenizer_folders import byte_level_folder, opened
 from tests.helpers.drafters import Drafter, chosen
-from tests.helpers.interrupts import ERRORS, before_or_after, calls_of, journal, names
+from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, journal, names
 from tests.helpers.recording import VOCAB, cache_rows, logits_after, poison
 from tests.helpers.sessions import ahead, by_prompt, damage_logits, drain, make, outcome, refuse
 from tests.session.every_logit import with_every_logit
 from tests.session.test_decode_steps import random_params
-from trt_kvcache import InferenceSession, ModelIdentity, PromptCache, SamplingParams
+from tests.session.test_deferred_processors import Late
+from trt_kvcache import DraftedSequence, InferenceSession, ModelIdentity, PromptCache, SamplingParams
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, ProcessorError
 
 RIGHT = [0, 0.5, 1]
@@ -291,6 +293,76 @@ def test_a_step_of_the_queue_that_fails_loses_nothing(right: float, after: bool,
         assert (held(session), [handle.events for handle in handles]) == before
         drain(session)
         assert [outcome(handle) for handle in handles] == expected
+
+
+MINE = ("decode_steps", "draft_plan", "drafting", "request", "request_queue", "step_draft", "generate_tokens", "slots")
+
+
+def lines_of(call: Callable[[], object]) -> list[tuple[tuple[str, int], int]]:
+    """Return the lines of these files that a call visits, each with its first or its last visit, in turn."""
+    visits = {line: count for line, count in LineTracer(call).visits.items() if line[0].endswith(tuple(f"{name}.py" for name in MINE))}
+    return [(line, range(count)[-(number % 2)]) for number, (line, count) in enumerate(visits.items())]
+
+
+def test_ctrl_c_at_any_line_of_a_step_of_the_queue_loses_nothing() -> None:
+    expected = [outcome_alone([1 + seed], failing_params(seed)) for seed in range(3)]
+    calm, _ = queued(0.5)
+    lines = lines_of(calm.step)
+    assert calm.statistics.draft_tokens
+    assert len(lines) > 60
+    for place in lines:
+        session, handles = queued(0.5)
+        with pytest.raises(KeyboardInterrupt):
+            LineTracer(session.step, at=place)
+        drain(session)
+        assert [outcome(handle) for handle in handles] == expected, place
+
+
+def test_ctrl_c_at_any_line_between_two_tokens_leaves_what_was_handed_out() -> None:
+    def drafted() -> tuple[InferenceSession, Any, list[int]]:
+        session, stream = decoding(1)
+        return session, stream, [1, 2, *(next(stream).token for _ in range(2))]  # in the middle of the first draft
+
+    calm, stream, known = drafted()
+    lines = lines_of(lambda: [next(stream) for _ in range(4)])
+    whole = [*calm.tokens(0), *calm.pending_tokens(0)]
+    assert len(lines) > 60
+    for place in lines:
+        session, stream, _ = drafted()
+        with pytest.raises(KeyboardInterrupt):
+            LineTracer(lambda stream=stream: [next(stream) for _ in range(4)], at=place)
+        row = [*session.tokens(0), *session.pending_tokens(0)]
+        assert session.cache.host_kv_cache_lengths == (len(session.tokens(0)),)
+        assert row == whole[: len(row)], place
+        assert len(row) >= len(known)
+        logits = session.append([[9]])
+        np.testing.assert_array_equal(logits[0], logits_after([*row, 9]))
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32), right=st.sampled_from(RIGHT), on_device=st.booleans())
+def test_processors_that_are_late_change_no_token(seed: int, right: float, on_device: bool) -> None:
+    random = Random(seed)
+    prompts = [row[:12] for row in prompts_of(random, 12)]
+    params = [SamplingParams(max_new_tokens=random.randint(1, 10), temperature=1.2, seed=index) for index in range(len(prompts))]
+    expected = [outcome_alone(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+
+    def truth(sequence: DraftedSequence, count: int) -> list[int]:
+        row = [*prompts[sequence.request.index], *expected[sequence.request.index][0]]
+        return row[sequence.num_tokens : sequence.num_tokens + count]
+
+    def late(one: SamplingParams) -> SamplingParams:
+        delays = [random.randrange(4) for _ in range(17)]
+        return replace(one, logits_processors=[Late(lambda count: delays[count])]) if random.random() < 0.7 else one
+
+    session = open_session(on_device=on_device)
+    draft = Drafter(truth, right, seed=seed, vocab_size=VOCAB)
+    handles = [session.submit(prompt, late(one), draft=draft) for prompt, one in zip(prompts, params, strict=True)]
+    while session.step():
+        if not on_device:
+            poison(session.cache)
+        assert all(handle.sampler[1] == len(handle.tokens) for handle in handles)
+    assert [outcome(handle) for handle in handles] == expected
 
 
 @every_quality
