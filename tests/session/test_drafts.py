@@ -235,6 +235,27 @@ def test_an_end_token_inside_a_draft_ends_the_request() -> None:
     assert (session.tokens(0), session.pending_tokens(0)) == ((1, 2, *whole[:place]), (whole[place],))
 
 
+def test_rows_of_a_draft_that_another_call_overwrites_run_again() -> None:
+    whole = [event.token for event in decoding(1)[1]]
+    session, stream = decoding(1)
+    found = [next(stream).token for _ in range(3)]
+    assert (session.tokens(0), session.pending_tokens(0)) == ((1, 2), tuple(whole[:3]))  # in the middle of the first draft
+    session.verify([[200, 201, 202]])
+    poison(session.cache)
+    assert found + [event.token for event in stream] == whole
+
+
+def test_a_request_that_ends_inside_the_draft_of_another_is_in_the_prompt_cache() -> None:
+    session = open_session(reuse=1 << 14)
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (3, 9)]
+    events = [*session.generate([[1, 2], [5]], params, draft=drafter(1))]
+    answer = [event.token for event in events if event.index == 0]
+    assert [event.index for event in events[2:8]] == [0, 1, 0, 1, 1, 1]
+    found = session.prompt_cache.find([1, 2, *answer, 9])
+    assert found is not None
+    assert found.length == 4  # all but its last token, which has not run
+
+
 def test_slots_with_and_without_drafts_share_a_step() -> None:
     session = open_session()
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)

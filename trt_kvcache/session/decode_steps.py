@@ -144,11 +144,14 @@ class DecodeSteps:
         """Count the drafts of a step, and set the length of the next one of each request."""
         for slot, chosen in choices.items():
             draft, drafting = drafts.draft(slot), requests[slot].drafting
-            if draft and drafting is not None:
-                tokens = [choice.token.token for choice in chosen if choice.token is not None]
-                accepted = sum(map(eq, tokens, draft))
-                drafting.record(len(draft), accepted, requests[slot].num_tokens + len(tokens))
-                self._batch.count_draft(len(draft), accepted)
+            tokens = [choice.token.token for choice in chosen if choice.token is not None]
+            if not draft or not tokens or drafting is None:
+                continue
+            accepted = sum(map(eq, tokens, draft))
+            # A request that ends, or waits for a logits processor, says nothing of the rest of its draft.
+            verified = accepted if accepted == len(tokens) else len(draft)
+            drafting.record(verified, accepted, requests[slot].num_tokens + len(tokens))
+            self._batch.count_draft(verified, accepted)
 
     @nvtx_range("decode")
     def _run_on_host(self, slots: Sequence[Slot], plan: StepPlan) -> tuple[list[Slot], Logits]:
