@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, RoundedTensors, layer_weights
+from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, Projection, RoundedTensors, layer_weights
 from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig
 from trt_kvcache.model.families.registry import FAMILIES
@@ -45,6 +45,12 @@ class TorchWeights:
     blocks: tuple[Block, ...]
     final_norm: TorchNorm
     head: torch.Tensor
+
+    @property
+    def widest(self) -> int:
+        """Outputs of the widest projection of a layer."""
+        parts = (value for block in self.blocks for value in vars(block.part).values())
+        return max((len(part.weight) for part in parts if isinstance(part, Projection)), default=0)
 
 
 def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor) -> TorchWeights:
