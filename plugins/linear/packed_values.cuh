@@ -100,12 +100,13 @@ struct RowScales<Float32> {
 };
 
 // Multiplies differences of a row with its scale.
+template <class Type>
 class Scaling {
-    static constexpr bool kIsOwn = kIsSame<Scale, Element>,
-                          kIsSplit = !kIsOwn && kIsSame<Scale, Float16> && kIsSame<Stored, Int4>;
+    static constexpr bool kIsOwn = kIsSame<Type, Element>,
+                          kIsSplit = !kIsOwn && kIsSame<Type, Float16> && kIsSame<Stored, Int4>;
 
 public:
-    __device__ __forceinline__ Scaling(const RowScales<Scale>& scales, int i) {
+    __device__ __forceinline__ Scaling(const RowScales<Type>& scales, int i) {
         if constexpr (kIsOwn) {
             high_ = scales.pair(i);
         } else {
@@ -147,7 +148,7 @@ struct PackedFragment {
         const uint4 values = quantized_values(Element{}, Stored{}, vectors, i, half);
         const unsigned zero_point = kHasZeroPoints ? zero_points[half] >> (8 * i) & 0xFF : kMiddle;
         const unsigned minus = minus_zero_point(Element{}, Stored{}, zero_point);
-        const Scaling scaling(scales[half], i);
+        const Scaling<Scale> scaling(scales[half], i);
         const auto weights = [&](unsigned pair) {
             return scaling.of(multiply_add(Element{}, pair, kOne<Element>, minus));
         };

@@ -25,7 +25,7 @@ from trt_kvcache.kernels.packed_linear_kernels import (
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 
 PAIRS = [(dtype, scale) for dtype, scales in SCALE_DTYPES.items() for scale in scales]
-DTYPES = pytest.mark.parametrize(("dtype", "scale_dtype"), PAIRS, ids="-".join)
+DTYPES = pytest.mark.parametrize(("dtype", "scale_dtype"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
 KINDS = pytest.mark.parametrize("kind", ["int4", "int8"])
 ZERO_POINTS = pytest.mark.parametrize("with_zero_points", [False, True], ids=["", "zero_points"])
 LIMITS = {"int4": (0, 16), "int8": (-128, 128)}
