@@ -90,7 +90,7 @@ class TorchEngine(DecoderEngine):
             with torch.inference_mode():
                 self._weights: TorchWeights | None = torch_weights(model, self._dtype, load, load_packed)
                 self._workspace: torch.Tensor | None = None
-                if self._weights.is_packed:
+                if self._weights.is_packed and not memory.is_host:
                     self._workspace = new_workspace(getattr(torch, self._dtype), self._device.torch_device)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"{memory.device}: no room for the weights. {error}") from error
