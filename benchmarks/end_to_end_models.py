@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 import torch
 from packed_weights import quantized
-from random_model import LLAMA_3_8B as LLAMA_3_8B_SHAPE, QWEN2_0_5B
+from random_model import LLAMA_3_8B as LLAMA_3_8B_SHAPE, QWEN2_0_5B, QWEN3_4B
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,21 +22,6 @@ from trt_kvcache.torch_engine import TorchEngine
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 LLAMA_3_8B = {**LLAMA_3_8B_SHAPE, "max_position_embeddings": 8192 + 1024}  # room for tokens after 8192
-QWEN3_4B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 
 MODELS = {"Llama-3-8B": LLAMA_3_8B, "Qwen2-0.5B": QWEN2_0_5B, "Qwen3-4B": QWEN3_4B}
 

@@ -38,6 +38,11 @@ class TorchProjection:
     weight: TorchMatrix
     bias: torch.Tensor | None
 
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        return self.weight.outputs if isinstance(self.weight, PackedWeight) else len(self.weight)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:

@@ -44,6 +44,12 @@ class TorchWeights:
     head: TorchMatrix
     is_packed: bool
 
+    @property
+    def widest(self) -> int:
+        """Outputs of the widest projection of a layer."""
+        parts = (value for block in self.blocks for value in vars(block.part).values())
+        return max((part.outputs for part in parts if isinstance(part, TorchProjection)), default=0)
+
 
 def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed: LoadPacked) -> TorchWeights:
     """Return the weights of a model, layer by layer. ``load`` is called once for each tensor of which ``load_packed`` has no rows."""
