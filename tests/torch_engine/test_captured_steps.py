@@ -80,7 +80,7 @@ def agree(session, exact, name):
     assert session.tokens(0) == exact.tokens(0)
 
 
-@pytest.mark.parametrize(("name", "attention"), zip(FAMILIES, cycle(["native", "mask", "plugin"]), strict=False))
+@pytest.mark.parametrize(("name", "attention"), list(zip(FAMILIES, cycle(["native", "mask", "plugin"]), strict=False)))
 def test_logits_are_those_of_exact_widths(cuda, monkeypatch, name, attention):
     session, widths = captured(cuda, monkeypatch, name, attention=attention)
     with session, open_model(name, attention=attention) as exact:
