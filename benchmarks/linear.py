@@ -272,9 +272,9 @@ class Layers:
 
 
 def _borrowed(gpu: Gpu, tensor: torch.Tensor) -> DeviceTensor:
-    from trt_kvcache.torch_engine.device_views import DeviceViews
+    from trt_kvcache.torch_engine.device_view import device_view
 
-    return DeviceViews(gpu.memory).of(tensor)
+    return device_view(tensor, gpu.memory)
 
 
 def layers_row(gpu: Gpu, model: Model, rows: int, copy: float, with_torch: bool = True) -> dict[str, Any]:

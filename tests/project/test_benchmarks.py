@@ -320,6 +320,22 @@ def test_the_table_of_steps(monkeypatch):
     assert found["A: memory of 3 graphs"] == ("7 MiB", "100 MiB")
 
 
+@pytest.mark.parametrize("scheme", ["int4", "int4:128", "int8", "q4_0", "q8_0", "gptq"])
+def test_packed_weights_stay_near_what_they_round(monkeypatch, scheme):
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script puts the root in front
+    script = importlib.import_module("packed_weights")
+    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    packed = script.quantized(weight, scheme, None)
+    found, bits = packed.dequantized(), 4 if packed.kind == "int4" else 8
+    assert found.dtype == weight.dtype
+    steps = 2 ** (bits - 1) - 1
+    assert 0 < float((found - weight).abs().max()) < float(weight.abs().max()) / steps
+    stored = 48 * (128 * bits // 8 + 2 * packed.scales.shape[1])
+    assert stored <= packed.nbytes <= stored + 48 * packed.scales.shape[1]
+
+
 def end_to_end_results():
     def cell(model, batch, past, side, ms, **more):
         one = {"ok": True, "model": model, "batch": batch, "past": past, "side": side, "step_ms": {"median": ms}, **more}

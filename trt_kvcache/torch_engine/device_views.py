@@ -9,7 +9,7 @@ import torch
 from trt_kvcache.kernels import split_qkv
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops.borrowed_workspace import BorrowedAllocation
+from trt_kvcache.torch_engine.device_view import device_view
 
 #: Views that are kept. A step has some for each weight, and some that all layers share.
 MAX_VIEWS = 8192
@@ -47,9 +47,5 @@ class DeviceViews:
         if len(self._views) >= MAX_VIEWS:
             self._views.clear()
             self._splits.clear()
-        storage = tensor.untyped_storage()
-        allocation = BorrowedAllocation(self._memory, storage.data_ptr() + storage.nbytes() - tensor.data_ptr())
-        allocation.ptr = tensor.data_ptr()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        view = self._views[key] = DeviceTensor(allocation, shape=tensor.shape, dtype=dtype, strides=tensor.stride())
+        view = self._views[key] = device_view(tensor, self._memory)
         return view

@@ -21,19 +21,22 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, ScaledQueries
+from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
 from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.kernel_projections import KernelProjections
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import decoder_step
-from trt_kvcache.torch_engine.operations import Elementwise, Operations, Projections, TorchAttention
+from trt_kvcache.torch_engine.operations import Elementwise, Operations, Projections, TorchAttention, TorchMatrix
+from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_workspace, packed_weights_are_supported
 from trt_kvcache.torch_engine.positions import PositionFactors
 from trt_kvcache.torch_engine.quantized_rows import QuantizedRowsAttention
 from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_supported
 from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
 from trt_kvcache.torch_engine.step_widths import MAX_CAPTURED_WIDTH, STEP_WIDTHS
-from trt_kvcache.torch_engine.weights import LoadTensor, TorchWeights, checkpoint_loader, torch_weights
+from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor
+from trt_kvcache.torch_engine.weights import TorchWeights, torch_weights
 
 #: Features of :data:`~trt_kvcache.model.features.FEATURES` that this engine computes.
 COMPUTED_FEATURES: frozenset[str] = frozenset(
@@ -59,6 +62,7 @@ class TorchEngine(DecoderEngine):
         self,
         model: ModelConfig,
         load: LoadTensor,
+        load_packed: LoadPacked = lambda name, rows: None,
         *,
         kv: DecoderCacheConfig,
         dtype: str | None = None,
@@ -93,7 +97,10 @@ class TorchEngine(DecoderEngine):
         self._has_state_kernels = states_are_supported(model.recurrent_layers, memory)
         try:
             with torch.inference_mode():
-                self._weights: TorchWeights | None = torch_weights(model, self._dtype, load)
+                self._weights: TorchWeights | None = torch_weights(model, self._dtype, load, load_packed)
+                self._workspace: torch.Tensor | None = None
+                if self._weights.is_packed and not memory.is_host:
+                    self._workspace = new_workspace(getattr(torch, self._dtype), self._device.torch_device)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"{memory.device}: no room for the weights. {error}") from error
         self._row_nbytes = _TENSORS_PER_ROW * self._weights.widest * itemsize(self._dtype)
@@ -114,10 +121,13 @@ class TorchEngine(DecoderEngine):
         progress: Callable[[int, int], object] | None = None,
     ) -> TorchEngine:
         """Return an engine with the weights of a checkpoint, which may be closed afterwards."""
-        load = checkpoint_loader(checkpoint, dtype or kv.dtype, torch_device(memory).torch_device, progress)
+        computed = dtype or kv.dtype
+        tensors = CheckpointTensors(checkpoint, computed, torch_device(memory).torch_device, memory, progress)
+        packed = (tensors.load_packed,) if packed_weights_are_supported(computed, memory) else ()
         return cls(
             checkpoint.config,
-            load,
+            tensors.load,
+            *packed,
             kv=kv,
             dtype=dtype,
             max_prefill_length=max_prefill_length,
@@ -159,7 +169,7 @@ class TorchEngine(DecoderEngine):
         super().close()
         self._steps.clear()
         self._device.close()
-        self._weights = None
+        self._weights = self._workspace = None
         if self._kernel_inputs is not None:
             self._kernel_inputs.close()
 
@@ -192,11 +202,14 @@ class TorchEngine(DecoderEngine):
     def _operations(self, step: TorchStep, stream: Any) -> Operations:
         has_kernels = self._kernel_inputs is not None
         elementwise = KernelElementwise(self._views, stream) if has_kernels else Elementwise()
+        projections = KernelProjections(elementwise, self._views, stream) if has_kernels else Projections(elementwise)
+        if self._workspace is not None:
+            projections = PackedProjections(projections, elementwise, self._workspace, self._views, stream)
         return Operations(
             attention=self._attention_of(step, stream),
             states=KernelStates(step, self._views, stream) if self._has_state_kernels else TorchStates(step),
             elementwise=elementwise,
-            projections=KernelProjections(elementwise, self._views, stream) if has_kernels else Projections(elementwise),
+            projections=projections,
         )
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:
@@ -218,7 +231,7 @@ def torch_device(memory: Memory) -> TorchDevice:
     return HostDevice() if memory.is_host else CudaDevice(memory)
 
 
-def write_logits(projections: Projections, normed: torch.Tensor, last: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
+def write_logits(projections: Projections, normed: torch.Tensor, last: torch.Tensor, head: TorchMatrix, logits: torch.Tensor) -> None:
     """Write float32 ``logits [A, vocab]`` or ``[A, m, vocab]`` of the tokens ``last [A, m]`` of ``normed [A, s, hidden]``."""
     slots, width, _ = normed.shape
     rows = normed.flatten(0, 1)
