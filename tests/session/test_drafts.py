@@ -256,6 +256,16 @@ def test_a_request_that_ends_inside_the_draft_of_another_is_in_the_prompt_cache(
     assert found.length == 4  # all but its last token, which has not run
 
 
+def test_an_answer_of_the_queue_that_ends_with_a_draft_is_in_the_prompt_cache() -> None:
+    session = open_session(reuse=1 << 14)
+    handle = session.submit([1, 2], max_new_tokens=5, ignore_eos=True, draft=drafter(1))
+    drain(session)
+    assert session.statistics.decode_steps == 1
+    found = session.prompt_cache.find([1, 2, *handle.tokens, 9])
+    assert found is not None
+    assert found.length == 6
+
+
 def test_slots_with_and_without_drafts_share_a_step() -> None:
     session = open_session()
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
