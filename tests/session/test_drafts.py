@@ -33,8 +33,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return opened(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
-def open_session(*, on_device: bool = False, reuse: int = 0, tokenizer: Any = None, **options: Any) -> InferenceSession:
+def open_session(
+    *, on_device: bool = False, reuse: int = 0, tokenizer: Any = None, buckets: bool = False, **options: Any
+) -> InferenceSession:
     session = with_every_logit(**options, tokenizer=tokenizer, identity=lambda: ModelIdentity(fingerprint="recorded"))
+    session.engine.bucketed_widths = buckets  # type: ignore[attr-defined]
     session._prompt_cache = session._batch._prompt_cache = PromptCache(session.cache, max_bytes=reuse)
     return ahead(session) if on_device else session
 
@@ -80,13 +83,19 @@ def same(found: Any, expected: Any) -> None:
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 2**32), right=st.sampled_from(RIGHT), on_device=st.booleans(), limit=st.sampled_from([16, 16, 7]))
-def test_generate_gives_the_tokens_without_drafts(tokenizer, seed, right, on_device, limit):
+@given(
+    seed=st.integers(0, 2**32),
+    right=st.sampled_from(RIGHT),
+    on_device=st.booleans(),
+    buckets=st.booleans(),
+    limit=st.sampled_from([16, 16, 7]),
+)
+def test_generate_gives_the_tokens_without_drafts(tokenizer, seed, right, on_device, buckets, limit):
     random = Random(seed)
     prompts = prompts_of(random, limit)
     params = [random_params(random) for _ in prompts]
     plain = open_session(on_device=on_device, tokenizer=tokenizer, limit=limit, reuse=4000 * (seed % 2))
-    drafted = open_session(on_device=on_device, tokenizer=tokenizer, limit=limit, reuse=4000 * (seed % 2))
+    drafted = open_session(on_device=on_device, tokenizer=tokenizer, buckets=buckets, limit=limit, reuse=4000 * (seed % 2))
     for _ in range(2):  # the second time, the prompt cache has the answers too
         poison(drafted.cache)
         expected = of_each([*plain.generate(prompts, params)])

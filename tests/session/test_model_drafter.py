@@ -15,8 +15,9 @@ from tests.helpers.recording import poison
 from tests.helpers.sessions import by_prompt, drain
 from tests.paths import GOLDEN, ROOT
 from tests.session.reference_sessions import OPTIONS, fails
-from trt_kvcache import InferenceSession, SamplingParams
+from trt_kvcache import DraftedSequence, InferenceSession, SamplingParams
 from trt_kvcache.errors import CheckpointError, ConfigError
+from trt_kvcache.generation.request import Request
 from trt_kvcache.session import open_model as opening
 from trt_kvcache.session.model_drafter import ModelDrafter
 from trt_kvcache.session.session_options import SessionOptions
@@ -128,6 +129,29 @@ def test_slots_of_requests_that_go_on_later(opens: Open, large: Path) -> None:
     assert [list(handle.tokens) for handle in handles] == [tokens for tokens, _, _ in expected]
     assert all(handle.accepted_tokens == handle.draft_tokens for handle in handles)
     assert len({slot for slot, _ in drafter._places.values()}) == len(drafter._places)
+
+
+def test_a_new_request_takes_a_slot_that_no_other_has(opens: Open, large: Path) -> None:
+    drafter = small_of(opens(large))
+    requests = [Request(index, row, SamplingParams(seed=1), tokenizer=None, eos_token_ids=()) for index, row in enumerate(PROMPTS)]
+
+    def propose(*indexes: int) -> None:
+        rows = [DraftedSequence(requests[index], PROMPTS[index], len(PROMPTS[index]), (9,), 3) for index in indexes]
+        assert [len(draft) for draft in drafter.propose(rows)] == [3] * len(indexes)
+
+    def held() -> list[int]:
+        return [index for slot in range(3) for index, row in enumerate(PROMPTS) if drafter._batch[slot].tokens[: len(row)] == row]
+
+    propose(0, 1)
+    assert held() == [0, 1]
+    propose(2)
+    assert held() == [0, 1, 2]
+    propose(1, 3)
+    assert held() == [3, 1, 2]
+    assert drafter._runner.slots[1].length == len(PROMPTS[1]) + 3
+    count = drafter._batch.statistics.prefill_tokens
+    propose(2)
+    assert drafter._batch.statistics.prefill_tokens == count + 3  # the last token again, and two of the draft
 
 
 def test_logits_that_are_not_finite_end_a_draft_and_no_sequence(opens: Open, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,9 @@ class ModelDrafter:
 
     def _new_tokens(self, sequence: DraftedSequence, slot: int) -> list[int]:
         """Shorten a slot to the tokens that it has of a sequence, and return those after them: at least the last one."""
-        place, given = self._places.get(sequence.request, (slot, 0))
+        _, given = self._places.get(sequence.request, (slot, 0))
         held = self._batch[slot]
-        count = min(given, sequence.num_tokens, held.length) if place == slot else 0
+        count = min(given, sequence.num_tokens, held.length)
         tokens = sequence.tokens_from(count)
         count += common_prefix(tokens, held.row[count : held.length])
         count = min(count, sequence.num_tokens - 1)

@@ -750,7 +750,7 @@ class InferenceSession(Uncopyable):
         draft : "ngram", "off" or Drafter, optional
             Speculative decoding. A draft proposes the next tokens, and one enqueue verifies them: the tokens are those without drafts, and
             come faster where a draft is right. ``"ngram"`` looks the last tokens up in the prompt and in what was generated (prompt
-            lookup): for texts that repeat parts of the prompt. What the session was opened with if left out.
+            lookup): for texts that repeat parts of the prompt. What the session was opened with if left out, such as a draft model.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
