@@ -216,9 +216,11 @@ def test_options_reach_the_session(run: Run, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(InferenceSession, "from_model", note)
     sizes = ["--max-batch-size", 3, "--max-sequence-length", 99, "--dtype", "float32", "--attention", "mask", "--flavour", "tensorrt_rtx"]
+    sizes += ["--plugin-layers", "segments"]
     run("generate", SHIPPED, *REFERENCE, "-p", "A", *sizes)
     assert callable(seen.pop("progress"))
     expected = {"max_batch_size": 3, "max_sequence_length": 99, "dtype": "float32", "attention": "mask", "flavour": "tensorrt_rtx"}
+    expected["plugin_layers"] = "segments"
     assert seen == {**expected, "engine": "numpy", "device": 0, "folder": SHIPPED, **OFF}
     seen.clear()
     run("generate", SHIPPED, "-p", "A", "-p", "B")
@@ -377,7 +379,15 @@ class TestEngines:
 
 
 @pytest.mark.parametrize(
-    "option", [("--max-batch-size", 2), ("--max-sequence-length", 9), ("--dtype", "float16"), ("--attention", "mask")], ids=str
+    "option",
+    [
+        ("--max-batch-size", 2),
+        ("--max-sequence-length", 9),
+        ("--dtype", "float16"),
+        ("--attention", "mask"),
+        ("--plugin-layers", "segments"),
+    ],
+    ids=str,
 )
 def test_options_that_an_engine_folder_fixes_are_refused(run: Run, engine: Path, option: tuple[str, object]):
     done = run("generate", engine, *REFERENCE, "-p", "A", *option)

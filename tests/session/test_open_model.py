@@ -259,9 +259,18 @@ class TestModel:
         session.close()
         assert not place.parent.exists()
 
-    @pytest.mark.parametrize(("given", "asked_for"), [({}, "auto"), ({"attention": "auto"}, "auto"), ({"attention": "mask"}, "mask")])
+    @pytest.mark.parametrize(
+        ("given", "asked_for"),
+        [
+            ({}, ("auto", "one-plan", 0)),
+            ({"attention": "auto"}, ("auto", "one-plan", 0)),
+            ({"attention": "mask"}, ("mask", "one-plan", 0)),
+            ({"attention": "plugin", "plugin_layers": "segments"}, ("plugin", "segments", 0)),
+            ({"device": 1}, ("auto", "one-plan", 1)),
+        ],
+    )
     @pytest.mark.usefixtures("gpu")
-    def test_the_build_chooses_the_attention_of_an_engine(self, model, monkeypatch, given, asked_for):
+    def test_the_options_of_the_build_of_an_engine(self, model, monkeypatch, given, asked_for):
         asked = {}
 
         def build(path, target, *, progress, **options):
@@ -271,7 +280,7 @@ class TestModel:
         monkeypatch.setattr(opening, "build_engine", build)
         with pytest.raises(BuildError, match="enough seen"):
             InferenceSession.from_model(model, engine="tensorrt", **given)
-        assert asked["attention"] == asked_for
+        assert tuple(asked[name] for name in ("attention", "plugin_layers", "device")) == asked_for
 
     @pytest.mark.parametrize(
         ("given", "logits"),

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
-from trt_kvcache.builder.options import BuildKeywords
+from trt_kvcache.builder.options import PLUGIN_LAYERS, BuildKeywords
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO, AttentionName, AttentionSetting
@@ -22,6 +22,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 EngineChoice = Literal["auto", "numpy", "tensorrt", "torch", "reference"]
 FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
 DTypeChoice = Literal["float16", "bfloat16", "float32", "fp16", "half", "bf16", "fp32", "float"]
+PluginLayersChoice = Literal["one-plan", "segments"]
 KVDTypeChoice = Literal["fp8", "float8_e4m3fn", "int8"]
 KVScalesChoice = Literal["tensor", "head", "token"]
 
@@ -69,6 +70,7 @@ class ModelOptions(OpenOptions, total=False):
     max_logits_per_slot: int | Literal["all"] | None
     dtype: DTypeChoice | None
     attention: AttentionSetting | None
+    plugin_layers: PluginLayersChoice | None
     quantize: str | None
     kv_dtype: KVDTypeChoice | None
     kv_scales: KVScalesChoice | None
@@ -77,7 +79,7 @@ class ModelOptions(OpenOptions, total=False):
 #: Options that an engine folder has fixed at its build.
 BUILD_OPTIONS = (
     *("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot"),
-    *("dtype", "attention", "quantize", "kv_dtype", "kv_scales"),
+    *("dtype", "attention", "plugin_layers", "quantize", "kv_dtype", "kv_scales"),
 )
 
 
@@ -95,7 +97,7 @@ class SessionOptions:
         Which TensorRT. ``"auto"`` is the one that built the engine folder; for a Hugging Face folder full TensorRT where it works, else
         TensorRT for RTX.
     device : int
-        Index of the CUDA device. Ignored by the reference engine.
+        Index of the CUDA device, which an engine is also built for. Ignored by the reference engine.
     prompt_cache_bytes : int
         Limit in bytes for copies of earlier prompts, in the cache's memory: see
         :class:`~trt_kvcache.sequences.prompt_cache.PromptCache`. 0 keeps none.
@@ -123,6 +125,9 @@ class SessionOptions:
         TensorRT's causal attention with key lengths, the same with an explicit mask, or this package's plugin. If left out ``"auto"``:
         the build chooses by TensorRT, GPU and model (see ``docs/engines.md``); the NumPy and the PyTorch engine take ``"native"``, or
         ``"plugin"`` with ``kv_dtype``.
+    plugin_layers : {"one-plan", "segments"}, optional
+        How a TensorRT engine with plugin attention is built, as for :class:`~trt_kvcache.builder.options.BuildOptions`; ``"one-plan"`` if
+        left out. Other engines ignore it.
     quantize : str, optional
         Round weights to the nearest integers of a scale: ``"int8"``, ``"int4"`` (groups of 32), ``"int4:128"``, and behind it
         ``",embedding=..."`` and ``",head=..."``, which stay as they are stored if left out. See
@@ -164,6 +169,7 @@ class SessionOptions:
     max_logits_per_slot: int | Literal["all"] | None = None
     dtype: DTypeChoice | None = None
     attention: AttentionSetting | None = None
+    plugin_layers: PluginLayersChoice | None = None
     quantize: str | None = None
     kv_dtype: KVDTypeChoice | None = None
     kv_scales: KVScalesChoice | None = None
@@ -187,6 +193,8 @@ class SessionOptions:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:
             one_of("attention", self.attention, ATTENTION_SETTINGS)
+        if self.plugin_layers is not None:
+            one_of("plugin_layers", self.plugin_layers, PLUGIN_LAYERS)
         if self.kv_dtype is not None:
             one_of("kv_dtype", self.kv_dtype, get_args(KVDTypeChoice))
             if self.attention not in (None, AUTO, "plugin"):
@@ -224,7 +232,7 @@ class SessionOptions:
     def build_keywords(self) -> BuildKeywords:
         """Options of the build of an engine; what was not given is left to the defaults of the build, which are those of a session."""
         given = {name: getattr(self, name) for name in self.given_build_options}
-        return cast(BuildKeywords, {"flavour": self.flavour, **given})
+        return cast(BuildKeywords, {"flavour": self.flavour, "device": self.device, **given})
 
 
 def takes_session_options(function: _Function) -> _Function:
