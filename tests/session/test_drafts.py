@@ -335,7 +335,7 @@ def test_a_step_of_the_queue_that_fails_loses_nothing(right: float, after: bool,
         assert [outcome(handle) for handle in handles] == expected
 
 
-MINE = ("decode_steps", "draft_plan", "drafting", "request", "request_queue", "step_draft", "generate_tokens", "slots")
+MINE = ("decode_steps", "draft_plan", "drafting", "request", "request_queue", "step_outcome", "generate_tokens", "slots")
 
 
 def lines_of(call: Callable[[], object]) -> list[tuple[tuple[str, int], int]]:
