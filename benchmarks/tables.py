@@ -308,6 +308,19 @@ def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"first token at the client, {at_once}", first, ""
 
 
+def _drafts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    texts = {
+        "edit": f"a text to be edited ({content['model']}), prompt lookup",
+        "free": "free text, prompt lookup",
+        "silent": "free text, a drafter that proposes nothing",
+    }
+    for row in content["rows"]:
+        what = texts.get(row["what"], f"random weights, draft tokens that are {row['what']} of the time")
+        limit = f"at least {content['limit']:g}" if row["what"] in ("free", "silent") else ""
+        accepted = f"{row['accepted_tokens']} of {row['draft_tokens']} accepted"
+        yield f"tokens per second with drafts / without: {what}", f"{row['ratio']:.2f} ({row['with_drafts']:.0f}; {accepted})", limit
+
+
 def _llama_cpp(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     same, limits = content["correctness"], content["correctness"]["limits"]
     yield "compared with llama.cpp: prompts with the same token ids", f"{same['prompts_with_the_same_ids']} of {same['prompts']}", "all"
@@ -468,6 +481,7 @@ _FILES = {
     "sampling_gpu": _sampling_gpu,
     "serving": _serving,
     "server_attacks": _server_attacks,
+    "drafts": _drafts,
     "build": _build,
     "build_packed": _build_packed,
     "build_estimate": _build_estimate,

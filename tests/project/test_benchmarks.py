@@ -68,6 +68,20 @@ def test_server_attacks(tmp_path):
     assert all(row["health_s"] > 0 for name in ("bodies", "headers") for row in result[name]["rows"])
 
 
+@pytest.mark.long
+def test_drafts(tmp_path, monkeypatch):
+    result = measured("drafts.py", tmp_path / "drafts.json", "--quick", "--runs", "1", "--engine", "numpy")
+    rows = {row["what"]: row for row in result["rows"]}
+    assert [*rows] == ["edit", "free", "silent", "right 0", "right 0.6", "right 0.8", "right 0.9", "right 1"]
+    assert rows["edit"]["steps"] < rows["edit"]["tokens"] / 2
+    assert rows["silent"]["draft_tokens"] == rows["right 0"]["accepted_tokens"] == 0
+    assert rows["right 1"]["accepted_tokens"] == rows["right 1"]["draft_tokens"] > rows["right 0.6"]["accepted_tokens"]
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    found = [*importlib.import_module("tables")._drafts(result)]
+    assert found[0][0] == "tokens per second with drafts / without: a text to be edited (tiny-llama), prompt lookup"
+    assert [limit for _, _, limit in found] == ["", "at least 0.97", "at least 0.97", *[""] * 5]
+
+
 def test_segments(tmp_path):
     result = measured("segments.py", tmp_path / "segments.json", "--steps", "5")
     eager = result["eager_us"]
