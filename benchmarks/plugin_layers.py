@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 
 from environment import describe_environment, write_result
-from random_model import QWEN2_0_5B, write_random_model
+from random_model import QWEN2_0_5B
 
 from trt_kvcache.builder.build_engine import build_engine
+from trt_kvcache.doctor.random_model import write_random_model
 from trt_kvcache.engine_folder.folder import EngineFolder
 
 SIZES = {"max_batch_size": 8, "max_sequence_length": 2048, "max_prefill_length": 512}

@@ -78,6 +78,17 @@ def test_segments(tmp_path):
     assert all(0 < us < 1000 for times in result["one_piece_us"].values() for us in times.values())
 
 
+@pytest.mark.trt
+@pytest.mark.long
+def test_plugin_layers(tmp_path):
+    rows = measured("plugin_layers.py", tmp_path / "plugin_layers.json", "--layers", "2", "--vocab-size", "256")["rows"]
+    assert {row["build"]: row["plans"] for row in rows} == {
+        **{"native": 1, "one plan": 1, "segments": 3},
+        **{"one plan, int8 K and V": 1, "segments, int8 K and V": 3},
+    }
+    assert [row["constants_nbytes"] > 0 for row in rows] == [row["plans"] > 1 for row in rows]
+
+
 def test_the_table_of_plugin_layers_and_of_one_plan(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     tables, mib = importlib.import_module("tables"), 2**20
