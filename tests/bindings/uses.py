@@ -55,6 +55,10 @@ OBJECTS = {
         "desc": "PluginTensorDesc",
         "trt.get_plugin_registry()": "IPluginRegistry",
     },
+    "trt/plugin/plugin_library.py": {
+        "registry": "IPluginRegistry",
+        "tensorrt.module.get_plugin_registry()": "IPluginRegistry",
+    },
     "trt/plugin/plugin.py": {"desc": "PluginTensorDesc", "size": "IDimensionExpr"},
     "trt/plugin/versions.py": {"config": "IBuilderConfig"},
     "trt/tensors.py": {"engine": "ICudaEngine"},

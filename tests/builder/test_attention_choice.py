@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from tests.helpers.fake_tensorrt import fake_module
 from tests.helpers.models import SMALL, with_mixer, write_model
 from tests.paths import GOLDEN
@@ -87,6 +88,14 @@ def test_variants_in_the_order_of_auto(target: BuildTarget, expected: tuple[str,
 )
 def test_a_variant_with_an_obstacle_is_left_out(target: BuildTarget, model: ModelConfig, options: dict[str, Any], variant: str) -> None:
     assert choose(target, model, **options).variant == variant
+
+
+@pytest.mark.parametrize("target", [rtx(), rtx(doctor_passed=True), full(10, 3), full(11, 4)])
+def test_a_plugin_library_is_for_plugin_attention(target: BuildTarget) -> None:
+    assert choose(target, has_plugin_library=True).variant == "plugin"
+    assert choose(target, has_plugin_library=True).others == choose(target, named="plugin", has_plugin_library=True).others == ()
+    with raises(ConfigError, "attention", expected="a variant that", got="none: plugin: head_dim"):
+        choose(target, ODD, has_plugin_library=True)
 
 
 @pytest.mark.parametrize(

@@ -393,3 +393,23 @@ def test_options_that_an_engine_folder_fixes_are_refused(run: Run, engine: Path,
     done = run("generate", engine, *REFERENCE, "-p", "A", *option)
     assert (done.code, done.out) == (1, "")
     assert done.err == f"error: {option[0]}: expected with a Hugging Face folder only; {engine} is an engine folder, built with its own.\n"
+
+
+def test_drafts_change_no_text_and_are_counted(run: Run):
+    prompt = "Down the Rabbit-Hole. Down the Rabbit-Hole. Down the"
+    plain = run("generate", SHIPPED, *REFERENCE, "-p", prompt, "-n", 200, "--ignore-eos", "--json")
+    done = run("generate", SHIPPED, *REFERENCE, "-p", prompt, "-n", 200, "--ignore-eos", "--json", "--draft", "ngram")
+    found, expected = json.loads(done.out), json.loads(plain.out)
+    assert found["answers"] == expected["answers"]
+    counts = found["statistics"]
+    assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"]
+    assert counts["acceptance_rate"] == counts["accepted_tokens"] / counts["draft_tokens"]
+    assert counts["decode_steps"] == expected["statistics"]["decode_steps"] - counts["accepted_tokens"]
+    assert f", {counts['accepted_tokens']} of {counts['draft_tokens']} draft tokens accepted; cache " in done.err
+    assert "draft" not in plain.err
+
+
+def test_another_draft_is_wrong_usage(run: Run):
+    done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--draft", "eagle")
+    assert done.code == 2
+    assert "expected one of ngram, got 'eagle'" in done.err

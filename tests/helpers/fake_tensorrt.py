@@ -121,6 +121,9 @@ class FakeTensorRT:
                 fake.logger = logger
                 fake.record("Runtime")
 
+            def __setattr__(self, name, value):
+                fake.record(name, value)
+
             def deserialize_cuda_engine(self, plan):
                 ok = fake.record("deserialize_cuda_engine", bytes(plan))
                 found = fake.segments.get(bytes(plan), fake if bytes(plan) == fake.plan else None)

@@ -27,6 +27,8 @@ from trt_kvcache.errors import BuildError
 from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.plugin_library import use_library
+from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION, QUANTIZED_VERSION
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -131,13 +133,15 @@ def build_engine(
     with build.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
         use_device(tensorrt, build.options.device)
         report(DEFINING, None)
+        library = _use_library(build, tensorrt)
+        messages.clear_errors()  # creators that are looked up, and not registered yet, are errors in some logs
         build, definition, plans = _built_variant(build, tensorrt, messages, report)
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
         constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if build.options.in_segments else None
         chunks = with_padding(plans)
-        config = _config(build, tensorrt, definition, plan=FileRecord.of(chunks), fingerprint=fingerprint)
+        config = _config(build, tensorrt, definition, plan=FileRecord.of(chunks), fingerprint=fingerprint, library=library)
         if constants is not None:
             config = replace(config, segments=_segments_record(config, plans, constants, build.options.operations or {}))
         write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
@@ -151,6 +155,14 @@ def build_engine(
             attention=config.attention,
             warnings=tuple(messages.warnings),
         )
+
+
+def _use_library(build: CheckedBuild, tensorrt: TensorRT) -> FileRecord | None:
+    """Load the plugin library of a build, which must have the plugin of its cache; None for a build without one."""
+    path, kv = build.options.plugin_library, build.cache.kv
+    if path is None:
+        return None
+    return use_library(tensorrt, path, QUANTIZED_VERSION if kv is not None and kv.has_scales else PLUGIN_VERSION)
 
 
 def _built_variant(
@@ -198,7 +210,13 @@ def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages) -> tupl
 
 
 def _config(
-    build: CheckedBuild, tensorrt: TensorRT, definition: DecoderDefinition, *, plan: FileRecord, fingerprint: str
+    build: CheckedBuild,
+    tensorrt: TensorRT,
+    definition: DecoderDefinition,
+    *,
+    plan: FileRecord,
+    fingerprint: str,
+    library: FileRecord | None,
 ) -> EngineFolderConfig:
     """Return ``config.json`` of an engine in one piece."""
     checkpoint, options = build.checkpoint, build.options
@@ -225,6 +243,7 @@ def _config(
             quantize=options.quantize or "",
         ),
         computed_dtype=options.dtype if cache.kv is not None and cache.kv.has_scales else None,
+        plugin_library=library,
     )
 
 

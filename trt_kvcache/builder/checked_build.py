@@ -24,6 +24,7 @@ from trt_kvcache.engine_folder.folder import check_target
 from trt_kvcache.errors import BuildError, ConfigError
 from trt_kvcache.memory.cuda_driver import compute_capability, find_gpu, make_current
 from trt_kvcache.trt.module import TensorRT, load
+from trt_kvcache.trt.plugin.plugin_library import check_library_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ def checked_build(
         check_target(Path(engine_path), model)
     if given.timing_cache is not None:
         check_timing_cache(Path(given.timing_cache))
+    if given.plugin_library is not None:
+        check_library_file(Path(given.plugin_library))
     tensorrt = installed_tensorrt(given.flavour) if dry_run else load(given.flavour, error=BuildError)
     checkpoint = open_checkpoint(model, given.quantize, needs_weights=not dry_run)
     try:

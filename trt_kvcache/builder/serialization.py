@@ -29,6 +29,8 @@ def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorr
                 messages.fail(BuildError, f"compute capability {name}: TensorRT refused it")
     if options.attention == "plugin":
         allow_aliasing(tensorrt, config)
+    if options.plugin_library is not None:
+        config.plugins_to_serialize = [str(options.plugin_library.resolve())]
     flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
     if flag is not None:  # else TensorRT may allocate in an enqueue, which a capture refuses
         config.set_flag(flag)

@@ -63,6 +63,13 @@ class BuildFlags:
     dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP)] = None
     attention: Annotated[AttentionSetting, choice(AttentionSetting, "--attention", help=ATTENTION_HELP)] = AUTO
     plugin_layers: Annotated[PluginLayersChoice, choice(PluginLayersChoice, "--plugin-layers", help=PLUGIN_LAYERS_HELP)] = "one-plan"
+    plugin_library: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With plugin attention: a plugin library in C++, whose plugin the engine uses, and carries. The engine runs code of it.",
+        ),
+    ] = None
     flavour: Annotated[
         FlavourName,
         choice(

@@ -83,6 +83,16 @@ EngineOption = Annotated[
 FlavourOption = Annotated[
     FlavourName, choice(FlavourName, "--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
 ]
+DraftOption = Annotated[
+    Literal["ngram"] | None,
+    choice(
+        Literal["ngram"],
+        "--draft",
+        help="Speculative decoding: verify several proposed tokens in one step. The answers stay the same. ngram: prompt lookup, for "
+        "answers that repeat parts of the prompt. An engine folder needs a build with --max-logits-per-slot 17.",
+        rich_help_panel=_PANEL,
+    ),
+]
 CudaGraphs = Annotated[bool, typer.Option(help="Replay decode steps of a TensorRT engine as CUDA graphs.", rich_help_panel=_PANEL)]
 MaxBatchSize = Annotated[
     int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=MODEL_PANEL)

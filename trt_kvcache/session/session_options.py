@@ -29,6 +29,9 @@ KVScalesChoice = Literal["tensor", "head", "token"]
 ENGINES = ("auto", "numpy", "tensorrt", "torch")
 ENGINE_ALIASES = {"reference": "numpy"}
 
+#: Drafts that a session may be opened with.
+DRAFTS = ("ngram",)
+
 #: What other projects call some options.
 OTHER_NAMES = {
     "backend": "engine",
@@ -57,6 +60,7 @@ class OpenOptions(TypedDict, total=False):
     device: int
     prompt_cache_bytes: int
     cuda_graphs: bool
+    draft: Literal["ngram"] | None
 
 
 class ModelOptions(OpenOptions, total=False):
@@ -101,6 +105,9 @@ class SessionOptions:
         :class:`~trt_kvcache.sequences.prompt_cache.PromptCache`. 0 keeps none.
     cuda_graphs : bool
         Whether decode steps of TensorRT engines are captured as CUDA graphs.
+    draft : {"ngram"}, optional
+        Speculative decoding of requests that do not say otherwise: see ``InferenceSession.generate``. The engine must return the logits of
+        several tokens per slot, as one that is opened from a model folder does. Off if left out.
     max_batch_size : int, optional
         Slots of the cache, B; 1 if left out. This and the options below are for a Hugging Face folder only: an engine folder has them
         from its build.
@@ -109,9 +116,9 @@ class SessionOptions:
     max_prefill_length : int, optional
         Most new tokens of a slot in one enqueue; longer prompts are run in chunks. If left out S, at most 512.
     max_logits_per_slot : int or "all", optional
-        Most new tokens of a slot whose logits one enqueue returns, for ``score`` and ``verify``; ``"all"`` for ``max_prefill_length``. If
-        left out 1 for TensorRT, and for NumPy and PyTorch up to 64, also where an engine folder was built with fewer. The logits take
-        ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
+        Most new tokens of a slot whose logits one enqueue returns, for ``score``, ``verify`` and drafts; ``"all"`` for
+        ``max_prefill_length``. If left out 1 for TensorRT, or 17 with ``draft``, and for NumPy and PyTorch up to 64, also where an engine
+        folder was built with fewer. The logits take ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
     dtype : {"float16", "bfloat16", "float32"}, optional
         Of weights, K and V; the checkpoint's if left out. Short names are taken: ``"fp16"`` or ``"half"``, ``"bf16"``, ``"fp32"``.
     attention : {"auto", "native", "mask", "plugin"}, optional
@@ -155,6 +162,7 @@ class SessionOptions:
     device: int = 0
     prompt_cache_bytes: int = 0
     cuda_graphs: bool = True
+    draft: Literal["ngram"] | None = None
     max_batch_size: int | None = None
     max_sequence_length: int | None = None
     max_prefill_length: int | None = None
@@ -172,6 +180,8 @@ class SessionOptions:
         one_of("engine", self.engine, ENGINES)
         one_of("flavour", self.flavour, FLAVOURS)
         int_in_range("device", self.device, 0)
+        if self.draft is not None:
+            one_of("draft", self.draft, DRAFTS)
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
             if getattr(self, name) is not None:

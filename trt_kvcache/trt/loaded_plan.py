@@ -19,7 +19,7 @@ class LoadedPlan:
     Plans may share their caller's context memory if they are enqueued on one stream.
     """
 
-    def __init__(self, tensorrt: TensorRT, plan: Any, *, resources: EngineResources, built_by: str = "") -> None:
+    def __init__(self, tensorrt: TensorRT, plan: Any, *, resources: EngineResources, built_by: str = "", has_library: bool = False) -> None:
         self._tensorrt = tensorrt
         self._resources = resources
         self._messages = resources.messages
@@ -30,6 +30,8 @@ class LoadedPlan:
             self._runtime = tensorrt.create("Runtime")
         except (TypeError, RuntimeError):
             self._messages.fail(EngineError, f"{tensorrt} cannot start")
+        if has_library:  # machine code of the host, which TensorRT runs only if it is told to
+            self._runtime.engine_host_code_allowed = True
         self._engine = self._deserialize(plan, f"{tensorrt} refuses this engine{built_by}")
         self.tensors = read_tensors(tensorrt, self._engine)
         self.ranges = read_ranges(self._engine, self.tensors)

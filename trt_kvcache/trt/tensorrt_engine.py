@@ -92,9 +92,10 @@ class TensorRTEngine(GraphEngine):
             built_by = ""
             if config is not None:
                 built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
-                if config.attention_variant == "plugin":
+                if config.attention_variant == "plugin" and config.plugin_library is None:
                     register(tensorrt)
-            self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by)
+            has_library = config is not None and config.plugin_library is not None
+            self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by, has_library=has_library)
             self.profiles = read_profiles(self._plan.ranges, names)
             if config is not None:
                 if config.attention_variant == "plugin":
