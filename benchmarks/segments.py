@@ -47,7 +47,7 @@ from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 from trt_kvcache.trt.tensors import ProfileRanges
 
-BATCH, LAYERS, ROUNDS = 8, (16, 32, 64), 20
+BATCH, LAYERS, ROUNDS = 8, (16, 32, 64), 100
 
 #: Longest part of an engine in one piece in a step, in microseconds.
 LIMIT_MICROSECONDS = 20.0
