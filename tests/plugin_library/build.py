@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from tests.paths import ROOT
-from tests.simt.run import once
+from tests.simt.run import ARCH, once
 from trt_kvcache.kernels import attention_tiles, source_variants
 from trt_kvcache.kernels.sources import cubin_name
 
@@ -71,14 +71,14 @@ def build_library(
 ) -> Path:
     """Return the path of a library with these kernels; without any, it can do all that a build of an engine needs.
 
-    With ``is_ptx`` it takes their machine code for PTX, as the emulated device has no other.
+    With ``is_ptx`` they are PTX; the emulated device takes its machine code for that.
     """
     embed = embed_kernels()
-    kernels = embed.kernels_of(archs, variants, kv_dtypes)
-    table = [one._replace(is_ptx=is_ptx) for one in kernels]
+    kernels = embed.kernels_of(archs, variants, kv_dtypes, is_ptx=is_ptx)
+    compiled = [one._replace(is_ptx=is_ptx and one.arch != ARCH) for one in kernels]
 
     def make(folder: Path) -> None:
-        embed.write(table, embed.compile_all(kernels), folder / "kernels")
+        embed.write(kernels, embed.compile_all(compiled), folder / "kernels")
         _CMAKE.mkdir(parents=True, exist_ok=True)
         with (_CMAKE / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
