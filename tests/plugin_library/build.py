@@ -108,6 +108,16 @@ def build_shared(name: str, sources: Sequence[Path], write: Callable[[Path], lis
     return once(f"plugin-library-{name}", inputs, make) / f"{name}.so"
 
 
+def build_program(name: str, *sources: Path) -> Path:
+    """Return a program that is compiled against the declarations, from files of this repository."""
+
+    def make(folder: Path) -> None:
+        run("g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-isystem", DECLARATIONS, *sources, "-o", folder / name)
+
+    inputs = [*sources, *sorted((ROOT / "examples/cpp").glob("*.hpp")), *sorted(DECLARATIONS.iterdir())]
+    return once(f"plugin-library-{name}", inputs, make) / name
+
+
 def run(*command: object) -> None:
     """Run a program, and show what it prints only if it fails."""
     done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)

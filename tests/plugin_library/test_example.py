@@ -2,12 +2,13 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.engine_files import make_config, make_engine_folder
 from tests.paths import GOLDEN, ROOT, SHIPPED
-from tests.plugin_library.build import DECLARATIONS, need_cmake, run
+from tests.plugin_library.build import build_program, need_cmake
 from tests.plugin_library.creators import DATA_TYPES
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.quantized_kv import QuantizedKV
@@ -17,23 +18,19 @@ from trt_kvcache.ops.int32_packing import packed_as_int32
 
 need_cmake()
 
-_COMPILE = ("g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-isystem", DECLARATIONS)
+_HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory):
+def reader():
     """A program that prints what the example reads."""
-    program = tmp_path_factory.mktemp("reader") / "print_config"
-    run(*_COMPILE, ROOT / "tests/plugin_library/print_config.cpp", "-o", program)
-    return program
+    return build_program("print_config", _HERE / "print_config.cpp")
 
 
 @pytest.fixture(scope="module")
-def decode(tmp_path_factory):
+def decode():
     """The program, over the stand-in."""
-    program = tmp_path_factory.mktemp("decode") / "decode"
-    run(*_COMPILE, ROOT / "examples/cpp/decode.cpp", ROOT / "tests/plugin_library/runtime_stand_in.cpp", "-o", program)
-    return program
+    return build_program("decode", ROOT / "examples/cpp/decode.cpp", _HERE / "runtime_stand_in.cpp")
 
 
 def make_engine(folder, model, **changes):
