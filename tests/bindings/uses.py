@@ -43,6 +43,7 @@ OBJECTS = {
         "config": "IRuntimeConfig",
         "context": "IExecutionContext",
         "self._contexts[context]": "IExecutionContext",
+        "source": "IExecutionContext",
         "self._engine": "ICudaEngine",
         "self._runtime": "Runtime",
     },

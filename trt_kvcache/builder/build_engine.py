@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.peak_memory import peak_memory_nbytes
 from trt_kvcache._util.progress import Progress
-from trt_kvcache.builder.checked_build import CheckedBuild, checked_build
+from trt_kvcache.builder.checked_build import CheckedBuild, checked_build, use_device
 from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
 from trt_kvcache.builder.options import BuildKeywords, BuildOptions, takes_build_options
 from trt_kvcache.builder.resolved_options import ResolvedOptions
-from trt_kvcache.builder.serialization import serialize
+from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine_folder.config import EngineFolderConfig
@@ -131,6 +131,7 @@ def build_engine(
     tensorrt = build.tensorrt
     assert tensorrt is not None
     with build.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
+        use_device(tensorrt, build.options.device)
         report(DEFINING, None)
         library = _use_library(build, tensorrt)
         messages.clear_errors()  # creators that are looked up, and not registered yet, are errors in some logs
@@ -170,8 +171,10 @@ def _built_variant(
     """Build the networks. If TensorRT's compiler fails, ``auto`` builds the next variant; a variant that was named is left with advice."""
     while True:
         definitions = _define(build, tensorrt, messages)
+        # Outside of the try: a profile, a GPU or a timing cache that TensorRT refuses here, it refuses for every variant.
+        configs = [make_config(definition, build.options, tensorrt, messages) for definition in definitions]
         try:
-            return build, definitions[0], _plans(definitions, build.options, tensorrt, messages, report)
+            return build, definitions[0], _plans(definitions, configs, build.options, tensorrt, messages, report)
         except BuildError as error:
             choice, options = build.options.choice, build.options.next_attention()
             if options is None:
@@ -180,17 +183,22 @@ def _built_variant(
             warn_caller(f"building {options.attention} attention, because {options.choice.reason}: {error}", UserWarning)
             messages.clear_errors()
             build = replace(build, options=options, cache=options.cache_for(build.checkpoint.config))
-            del definitions  # and with it the weights of the network
+            del definitions, configs  # and with it the weights of the network
 
 
 def _plans(
-    definitions: Sequence[DecoderDefinition], options: ResolvedOptions, tensorrt: TensorRT, messages: Messages, report: Progress
+    definitions: Sequence[DecoderDefinition],
+    configs: Sequence[Any],
+    options: ResolvedOptions,
+    tensorrt: TensorRT,
+    messages: Messages,
+    report: Progress,
 ) -> list[Any]:
     """Serialise the engine of each network."""
     plans = []
-    for index, definition in enumerate(definitions):
+    for index, (definition, config) in enumerate(zip(definitions, configs, strict=True)):
         report(BUILDING, index / len(definitions))
-        plans.append(serialize(definition, options, tensorrt, messages, _progress_of_part(report, index, len(definitions))))
+        plans.append(serialize(definition, config, options, tensorrt, messages, _progress_of_part(report, index, len(definitions))))
     return plans
 
 

@@ -60,6 +60,7 @@ class BuildKeywords(TypedDict, total=False):
     plugin_library: str | os.PathLike[str] | None
     operations: Mapping[str, str] | None
     flavour: str
+    device: int
     embed_weights: bool
     compute_capabilities: Sequence[str] | None
     builder_optimization_level: int | None
@@ -101,12 +102,14 @@ class BuildOptions:
         see ``docs/operations.md``. ``"attention"`` and ``"embedding"`` can be replaced.
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
+    device : int
+        Index of the CUDA device: ``"auto"`` attention depends on what ``doctor`` found on it, and full TensorRT builds for it.
     embed_weights : bool
         Whether to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work where the checkpoint is
         not.
     compute_capabilities : sequence of str, optional
         GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. If left out all that it knows, of those that have the
-        type of quantized weights. Full TensorRT builds for the GPU that it runs on.
+        type of quantized weights.
     builder_optimization_level : int, optional
         How hard TensorRT searches for fast kernels, from 0 (shortest build) to 5; TensorRT's default, 3, if left out.
     timing_cache : path, optional
@@ -146,6 +149,7 @@ class BuildOptions:
     plugin_library: str | os.PathLike[str] | None = None
     operations: Mapping[str, str] | None = None
     flavour: str = "auto"
+    device: int = 0
     embed_weights: bool = False
     compute_capabilities: Sequence[str] | None = None
     builder_optimization_level: int | None = None
@@ -167,6 +171,7 @@ class BuildOptions:
         self._check_plugin_library()
         self._normalize("operations", _as_operations)
         one_of("flavour", self.flavour, FLAVOURS)
+        int_in_range("device", self.device, 0, error=ConfigError)
         self._normalize(
             "builder_optimization_level",
             partial(int_in_range, "builder_optimization_level", low=0, high=MAX_OPTIMIZATION_LEVEL, error=ConfigError),

@@ -43,10 +43,14 @@ def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorr
 
 
 def serialize(
-    definition: DecoderDefinition, options: ResolvedOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
+    definition: DecoderDefinition,
+    config: Any,
+    options: ResolvedOptions,
+    tensorrt: TensorRT,
+    messages: Messages,
+    progress: Callable[[float], object],
 ) -> Any:
     """Build a network; return its serialised engine as a buffer. An exception of ``progress`` stops the build and is raised."""
-    config = make_config(definition, options, tensorrt, messages)
     build_progress = BuildProgress(progress)
     config.progress_monitor = make_monitor(tensorrt.module, build_progress)
     plan = definition.builder.build_serialized_network(definition.network, config)
