@@ -85,7 +85,7 @@ def build_library(
             paths = {"TENSORRT_INCLUDE": DECLARATIONS, "TENSORRT_LIBRARY": rtx_library() or "", "CUDA_INCLUDE": cuda_include()}
             settings = paths | {"KERNELS": folder / "kernels", "CMAKE_CXX_FLAGS": "-O1 -Werror"}
             run("cmake", "-S", SOURCES, "-B", _CMAKE, *(f"-D{name}={value}" for name, value in settings.items()))
-            run("cmake", "--build", _CMAKE)
+            run("cmake", "--build", _CMAKE, "--parallel", 2)
             for library in _CMAKE.glob("*.so"):
                 shutil.copy(library, folder)
 
