@@ -175,6 +175,20 @@ def test_an_engine_that_carries_a_plugin_library_brings_its_own_plugin(
         assert {"register", "engine_host_code_allowed"} & set(names_of(fake)) == {"engine_host_code_allowed" if carries else "register"}
 
 
+def test_a_plugin_library_that_tensorrt_does_not_register_is_for_another_process(
+    tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"segments": None, "tensorrt_flavour": "tensorrt", "plugin_library": FileRecord.of([b"library"])}
+    folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
+    fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, plan=PLAN)
+    install(fake, monkeypatch, tmp_path / "caches", "tensorrt")
+    fake.refuse.add("deserialize_cuda_engine")
+    fake.errors["deserialize_cuda_engine"] = "KVCacheAttention, version 1, is already registered."
+    with pytest.raises(EngineError, match=r"already registered\. The engine carries its plugin library\. .* in another one\.$"):
+        TensorRTEngine.open(folder, memory=memory)
+    assert memory.live_nbytes == 0
+
+
 @pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])
 @pytest.mark.parametrize("alias_of", [None, lambda name: None, lambda name: ""], ids=["before 10.15", "None", "empty"])
 def test_the_plugin_is_registered_before_an_engine_that_has_it_is_read(
