@@ -127,6 +127,10 @@ class Batch:
         """Make no slot active."""
         self._reset([])
 
+    def activate_all(self) -> None:
+        """Make all slots active, without tokens."""
+        self._reset([0] * self._cache.max_batch_size)
+
     @contextmanager
     def finite(self) -> Iterator[None]:
         """Return a context manager around choices of tokens, inside :meth:`Runner.work`: logits that are not finite end all sequences."""
