@@ -41,7 +41,7 @@ public:
     __device__ __forceinline__ void load(Fragment& fragment, int step) const {
 #pragma unroll
         for (int x = 0; x < kTiles; x++)
-            params_.weight.load(fragment.tiles[x], weight_tile(x), fragment_ + step * kWarps, policy_);
+            params_.weight.load(fragment.tiles[x], firsts_[x], rows_[x], fragment_ + step * kWarps, policy_);
     }
 
     __device__ __forceinline__ void next_group() {
@@ -60,13 +60,19 @@ public:
         for (int step = 0; step < params_.prefetched_steps; step++) {
             const int at = fragment_ + (kDepth + step) * kWarps;
             if (at >= params_.weight.fragments) return;
-            prefetch_l2_line(params_.weight.fragment_of(weight_tile(lane / kLines), at) + lane % kLines * kLine);
+            const int first = params_.weight.first_fragment(weight_tile(lane / kLines));
+            prefetch_l2_line(params_.weight.fragment_at(first + at) + lane % kLines * kLine);
         }
     }
 
 private:
     __device__ __forceinline__ void begin_tile() {
         fragment_ = tile_ < params_.tiles ? static_cast<int>(threadIdx.x) / 32 : params_.weight.fragments;
+#pragma unroll
+        for (int x = 0; x < kTiles; x++) {
+            firsts_[x] = params_.weight.first_fragment(weight_tile(x));
+            rows_[x] = params_.weight.first_row(weight_tile(x));
+        }
     }
 
     // Of 16 outputs of the tile: gate and up, or neighbours. There is always one, also after the last tile.
@@ -79,7 +85,8 @@ private:
     const PackedParams& params_;
     const L2Policy policy_;
     int tile_;
-    int fragment_;  // the next one of this warp in the tile
+    int fragment_;                       // the next one of this warp in the tile
+    int firsts_[kTiles], rows_[kTiles];  // starts of fragments and of scales
 };
 
 #define PACKED_ARGUMENTS \
@@ -157,11 +164,11 @@ template <bool kHasZeroPoints>
 __device__ __forceinline__ void dequantize(const PackedMatrix& weight, unsigned short* out, long long outputs,
                                            long long inputs, long long first_tile) {
     const L2Policy policy = evict_first_policy();
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, tile = static_cast<int>(first_tile) + static_cast<int>(blockIdx.x);
 #pragma unroll 1
     for (int at = static_cast<int>(threadIdx.x) / 32; at < weight.fragments; at += kWarps) {
         PackedFragment<kHasZeroPoints> fragment;
-        weight.load(fragment, static_cast<int>(first_tile) + static_cast<int>(blockIdx.x), at, policy);
+        weight.load(fragment, weight.first_fragment(tile), weight.first_row(tile), at, policy);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const long long input = at * kFragmentInputs + half * kHalfInputs + lane % 4 * 8;

@@ -162,27 +162,31 @@ struct PackedMatrix {
     int fragments;            // of 64 inputs, of an output
     int groups, group_shift;  // of an output; a group is 2^group_shift halves of a fragment
 
-    __device__ __forceinline__ const unsigned char* fragment_of(int tile, int fragment) const {
-        return values + (static_cast<long long>(tile) * fragments + fragment) * kFragmentBytes;
+    // Starts of the fragments, and of the scales of row g, of 16 outputs.
+    __device__ __forceinline__ int first_fragment(int tile) const { return tile * fragments; }
+    __device__ __forceinline__ int first_row(int tile) const {
+        return tile * groups * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+    }
+    __device__ __forceinline__ const unsigned char* fragment_at(int index) const {
+        return values + static_cast<long long>(index) * kFragmentBytes;
     }
 
-    // Loads the part of a lane of a fragment of 16 outputs. Behind the last fragment quantized values are zeros, and
-    // scales are those of the last one.
+    // Loads the part of a lane of a fragment of 16 outputs, with these starts; behind the last fragment no quantized
+    // values, and the scales of the last one.
     template <bool kHasZeroPoints>
-    __device__ __forceinline__ void load(PackedFragment<kHasZeroPoints>& to, int tile, int fragment,
+    __device__ __forceinline__ void load(PackedFragment<kHasZeroPoints>& to, int first, int row, int fragment,
                                          L2Policy policy) const {
-        const int lane = threadIdx.x % 32, last = min(fragment, fragments - 1);
+        const int last = min(fragment, fragments - 1);
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
-            const unsigned char* const from = fragment_of(tile, fragment) + v * kVectorBytes + lane * 16;
-            to.vectors[v] = load_once(from, fragment < fragments, policy);
+            const unsigned char* const from = fragment_at(first + fragment) + v * kVectorBytes + threadIdx.x % 32 * 16;
+            to.vectors[v] = load_once_if(from, fragment < fragments, policy);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const long long rows =
-                (static_cast<long long>(tile) * groups + ((2 * last + half) >> group_shift)) * 8 + lane / 4;
-            to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[rows];
-            if (kHasZeroPoints) to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[rows];
+            const int at = row + ((2 * last + half) >> group_shift) * 8;
+            to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[at];
+            if (kHasZeroPoints) to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[at];
         }
     }
 };

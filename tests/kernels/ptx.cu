@@ -66,6 +66,13 @@ extern "C" __global__ void loads(uint4* out, const uint4* from, const unsigned* 
     out[threadIdx.x] = load_once(from + threadIdx.x, valid[threadIdx.x], evict_first_policy());
 }
 
+// Words of the first half of the lanes, whose loads are valid.
+extern "C" __global__ void loads_if(uint4* out, const uint4* from) {
+    const bool valid = threadIdx.x < 16;
+    const uint4 words = load_once_if(from + threadIdx.x, valid, evict_first_policy());
+    if (valid) out[threadIdx.x] = words;
+}
+
 extern "C" __global__ void convert(unsigned* packed, float2* unpacked, const float2* values, const unsigned* words,
                                    long long bfloat16) {
     const int x = blockIdx.x * 32 + threadIdx.x;

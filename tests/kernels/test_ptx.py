@@ -129,6 +129,13 @@ def test_load_once(call, random):
     assert np.array_equal(got, rows * valid[:, None])
 
 
+def test_load_once_if(call, random):
+    rows = bits(random, 32, 4)
+    got, _ = call("loads_if", np.ones_like(rows), rows)
+    assert np.array_equal(got[:16], rows[:16])
+    assert np.array_equal(got[16:], np.ones_like(rows[16:]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pack_and_unpack(call, random, dtype):
     halves = np.arange(2**16, dtype=np.uint16).view(dtype)  # all there are

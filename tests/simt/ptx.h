@@ -61,6 +61,9 @@ inline void cp_async_speculative(SharedAddress to, const void* from, bool valid,
 inline uint4 load_once(const void* from, bool valid, L2Policy) {
     return valid ? *static_cast<const uint4*>(from) : uint4{};
 }
+inline uint4 load_once_if(const void* from, bool valid, L2Policy) {
+    return valid ? *static_cast<const uint4*>(from) : uint4{~0u, ~0u, ~0u, ~0u};
+}
 inline void prefetch_l2_line(const void*) {}
 inline void grid_dependency_wait() {}
 inline void grid_dependents_may_launch() {}

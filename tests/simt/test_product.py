@@ -876,8 +876,8 @@ MISTAKES = {
     "rows behind the last output of a part": (PACKED_LINEAR, "if (output < outputs)", "if (true)", "address", PACKED_TESTS, OVERRUN),
     "packed values behind the last input": (
         PACKED_VALUES,
-        "load_once(from, fragment < fragments, policy)",
-        "load_once(from, true, policy)",
+        "load_once_if(from, fragment < fragments, policy)",
+        "load_once_if(from, true, policy)",
         "address",
         PACKED_TESTS,
         OVERRUN,
