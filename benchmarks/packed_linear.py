@@ -33,6 +33,7 @@ from trt_kvcache.kernels.packed_linear_kernels import (  # noqa: E402
     packed_linear_kernel,
 )
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
+from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection  # noqa: E402
 from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_workspace  # noqa: E402
 from trt_kvcache.torch_engine.packed_weight import PackedWeight  # noqa: E402
@@ -129,7 +130,8 @@ def layers_row(products: Products, rows: int, copy: float) -> dict[str, Any]:
     gpu, model, tensors = products.gpu, products.model, Tensors(products.gpu)
     names = ("qkv", "o", "gate_up", "down")
     weights = {name: products.packed(name) for name in names}
-    dense = {name: device_view(weights[name][0].dequantized(), gpu.memory) for name in names}
+    kept = {name: weights[name][0].dequantized() for name in names}  # a view does not keep what it is of
+    dense = {name: device_view(tensor, gpu.memory) for name, tensor in kept.items()}
     x, attended, gated = (tensors.new(rows, size)[0] for size in (model.hidden, model.attended, model.intermediate))
     qkv, change = (tensors.new(rows, size)[0] for size in (model.qkv, model.hidden))
     torch.cuda.synchronize()  # weights are read early
@@ -162,7 +164,7 @@ def many_row(products: Products, name: str) -> dict[str, Any]:
     weight, dtype = products.packed(name)[0], getattr(torch, DTYPE)
     x, dense = torch.randn(1, _MANY, inputs, device="cuda", dtype=dtype), TorchProjection(weight.dequantized(), None)
     by_torch = Projections(Elementwise())
-    ours = PackedProjections(by_torch, Elementwise(), new_workspace(dtype, x.device), gpu.memory, gpu.stream)
+    ours = PackedProjections(by_torch, Elementwise(), new_workspace(dtype, x.device), DeviceViews(gpu.memory), gpu.stream)
     packed = TorchProjection(weight, None)
     expected = by_torch.project(dense, x)
     difference = float((ours.project(packed, x).double() - expected.double()).abs().max() / expected.double().abs().max())
