@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -585,6 +586,9 @@ class TestRuntimeCache:
                 engine.use_profile(profile)
                 make_ready(engine, memory)
                 enqueue(engine)
+            deadline = time.monotonic() + 60  # a thread writes it
+            while not self.cache_files(tmp_path) and time.monotonic() < deadline:
+                time.sleep(0.01)
             (file,) = self.cache_files(tmp_path)
             assert file.read_bytes().endswith(b"compiled")
             fake.cache_content = b"compiled more"
