@@ -1,8 +1,14 @@
 """``PromptScore``: log-probabilities of a text's tokens, and ``perplexity`` of one or more scores."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.generation.sampling import check_logits
+from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
 
 
 @dataclass(frozen=True)
@@ -76,3 +82,21 @@ def perplexity(scores: Iterable[PromptScore]) -> float:
         return math.exp(-math.fsum(known) / len(known))
     except OverflowError:
         return math.inf
+
+
+def score_tokens(logits: Iterable[npt.NDArray[np.float32]], tokens: Iterable[int], count: int) -> list[TokenLogprobs]:
+    """Return the log-probability of each token from the logits of the token before it; surplus logits or tokens are ignored."""
+    found = []
+    for row, token in zip(logits, tokens, strict=False):
+        check_logits(row)
+        found.append(token_logprobs(row, token, count))
+    return found
+
+
+def prompt_score(tokens: Sequence[int], following: Sequence[TokenLogprobs], *, with_top: bool) -> PromptScore:
+    """Return the score of a prompt from the log-probabilities of all tokens after the first."""
+    return PromptScore(
+        tokens=tuple(tokens),
+        logprobs=(None, *(one.chosen for one in following)),
+        top_logprobs=(None, *(one.top for one in following)) if with_top else None,
+    )
