@@ -118,7 +118,7 @@ def what_fits(
     if tensorrt is not None:
         check_capabilities(options, tensorrt)
     with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
-        with_capable_gpus(options, checkpoint.code_kinds, tensorrt)  # is checked
+        with_capable_gpus(options, checkpoint.value_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
         source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
         static = _static_kv(checkpoint)

@@ -297,13 +297,13 @@ class Checkpoint:
         return tuple(name for name in self._shapes if name in self._quantized)
 
     @property
-    def code_kinds(self) -> frozenset[str]:
-        """Kinds of quantized values, of ``CODE_BITS`` in ``checkpoint/quantized/codes.py``. Empty without quantized weights."""
+    def value_kinds(self) -> frozenset[str]:
+        """Kinds of its quantized values, such as ``"int4"`` and ``"e4m3"``. Empty without quantized weights."""
         files = self._open_files()
-        return frozenset(weight.code_kind(files) for weight in self._quantized.values())
+        return frozenset(weight.value_kind(files) for weight in self._quantized.values())
 
     def names_of_kind(self, kind: str) -> tuple[str, ...]:
-        """Return the names of tensors by kind of quantized value: see ``CODE_BITS`` of ``trt_kvcache/checkpoint/quantized/codes.py``.
+        """Return the names of the tensors with one kind of quantized value, such as ``"int4"``.
 
         Parameters
         ----------
@@ -311,7 +311,7 @@ class Checkpoint:
             Such as ``"e2m1"``.
         """
         files = self._open_files()
-        return tuple(name for name in self.quantized_names if self._quantized[name].code_kind(files) == kind)
+        return tuple(name for name in self.quantized_names if self._quantized[name].value_kind(files) == kind)
 
     @property
     def nbytes(self) -> int:

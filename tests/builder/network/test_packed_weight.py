@@ -11,7 +11,7 @@ import pytest
 
 from trt_kvcache.builder.network.graph import packed_nibbles
 from trt_kvcache.builder.network.packed_weight import PackedWeight
-from trt_kvcache.checkpoint.quantized.codes import Codes
+from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import BuildError
 
@@ -30,9 +30,9 @@ def weight(kind: str, *, zero_points: bool = False, group_index: Any = None, sca
     if scales is None:
         scales = RNG.normal(size=blocks).astype(np.float16)
     zeros = RNG.integers(0, 1 << bits, blocks).astype(np.uint8)
-    zeros = Codes(stored=zeros, kind="uint8" if is_unsigned else "int8", shape=blocks) if zero_points else None
+    zeros = QuantizedValues(stored=zeros, kind="uint8" if is_unsigned else "int8", shape=blocks) if zero_points else None
     return QuantizedWeight(
-        codes=Codes(stored=stored.view(np.int8) if kind == "int8" else stored, kind=kind, shape=(ROWS, COLUMNS)),
+        quantized_values=QuantizedValues(stored=stored.view(np.int8) if kind == "int8" else stored, kind=kind, shape=(ROWS, COLUMNS)),
         scales=Scales(stored=scales, block=(1, GROUP)),
         zero_points=zeros,
         group_index=group_index,

@@ -22,7 +22,7 @@ SHAPES = {
 }
 NAMES = tuple(SHAPES)
 
-#: Attributes and inputs over quantized K and V, by what shares a scale. Codes of a row of 80 are 20 words; 7 tokens have 8 scales.
+#: Attributes and inputs over quantized K and V, by what shares a scale. A row of 80 values is 20 words; 7 tokens have 8 scales.
 QUANTIZED = {scales: replace(FIELDS, kv_dtype="int8", kv_scales=scales) for scales in ("head", "token")}
 QUANTIZED_SHAPES = {
     scales: {name: SHAPES[name] for name in "qkv"}
