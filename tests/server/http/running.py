@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,14 @@ class Running:
     def stats(self) -> Any:
         """Return what the engine does now."""
         return asyncio.run_coroutine_threadsafe(self.engine.stats(), self._loop).result(60)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function on the loop of the server, and raise its error."""
+
+        async def run() -> None:
+            function()
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)
 
     def wait_until(self, condition: Any, seconds: float = 60) -> None:
         """Wait until a function of the statistics is true."""

@@ -224,3 +224,18 @@ def test_an_answer_that_comes_before_the_end_of_its_body_does_not_keep_the_conne
 )
 def test_bytes_that_are_no_request_are_400_with_a_reason(server, sent):
     assert "request: expected a request of HTTP/1.1, got an error" in error(answer(server, sent), 400)
+
+
+def test_a_client_that_has_gone_is_dropped_without_an_error(server: Running):
+    def gone_then_refused() -> None:
+        """Close the client and refuse its connection before the loop can see the end: the kernel resets it while the answer is sent."""
+        connection.close()
+        (protocol,) = server.server.server_state.connections
+        protocol.make_room("full", at_once=False)
+
+    server.wait_until(lambda _: not server.server.server_state.connections)
+    connection = connect(server)
+    connection.sendall(b"GET")
+    server.wait_until(lambda _: len(server.server.server_state.connections) == 1)
+    server.call(gone_then_refused)
+    server.wait_until(lambda _: not server.server.server_state.connections)

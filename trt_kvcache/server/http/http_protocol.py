@@ -224,9 +224,16 @@ class HttpProtocol(H11Protocol):
             body = json.dumps(ApiError(status, message).body).encode()
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
-        if begun or not linger:
+        if begun or not linger or not self._sent_eof():
             self.transport.abort()
             return
-        # If it were closed now, unread bytes of the client would make TCP reset the connection, and the answer would be lost.
-        self.transport.write_eof()
         self._update()
+
+    def _sent_eof(self) -> bool:
+        """Send the end of the answer, and read on. Return False if the client has closed or reset the connection."""
+        # If it were closed now, unread bytes of the client would make TCP reset the connection, and the answer would be lost.
+        try:
+            self.transport.write_eof()
+        except OSError:
+            return False
+        return True
