@@ -25,12 +25,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: The highest ``builder_optimization_level``.
 MAX_OPTIMIZATION_LEVEL = 5
 
-#: Sizes of an engine for which none are given; of the lengths upper limits, since they are taken from the model.
+#: Default sizes. The lengths are upper limits: the default is the length of the model, if that is smaller.
 DEFAULT_MAX_BATCH_SIZE = 1
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_PREFILL_LENGTH = 512
 
-#: How plugin attention is built: one plan with plugin layers, or a plan for each segment between two attentions.
+#: Values of ``plugin_layers``: one plan with plugin layers, or a plan for each segment between two attentions.
 PLUGIN_LAYERS = ONE_PLAN, SEGMENTS = "one-plan", "segments"
 
 #: Names of these options in other projects.
@@ -98,13 +98,13 @@ class BuildOptions:
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     embed_weights : bool
-        Whether to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work where the checkpoint is
-        not.
+        True to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work without the original
+        checkpoint.
     compute_capabilities : sequence of str, optional
-        GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. If left out all that it knows, of those that have the
+        GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. If left out, all GPUs that it supports and that have the
         type of quantized weights. Full TensorRT builds for the GPU that it runs on.
     builder_optimization_level : int, optional
-        How hard TensorRT searches for fast kernels, from 0 (shortest build) to 5; TensorRT's default, 3, if left out.
+        Effort of TensorRT's search for fast kernels, from 0 (shortest build) to 5. If left out TensorRT's default, 3.
     timing_cache : path, optional
         For full TensorRT only: a file with measurements of kernels, from which a build starts and to which it adds, so that the next one
         is shorter. It need not exist.

@@ -34,9 +34,9 @@ class Cache(Closable):
     config : DecoderCacheConfig
         The layers, sizes, dtypes and layout.
     memory : Memory
-        Where it is allocated: ``HostMemory`` or ``CudaMemory``.
+        Memory of K, V, states and lengths: ``HostMemory`` or ``CudaMemory``.
     lengths : Lengths, optional
-        Lengths that are shared with other caches. Without, it makes its own.
+        Lengths that are shared with other caches. If left out, the cache makes its own.
 
     Raises
     ------
@@ -694,7 +694,7 @@ class Cache(Closable):
         slot : int
             The first of the slots.
         count : int
-            How many slots, from ``slot`` on. All of them are active.
+            Number of slots, from ``slot`` on. All of them are active.
         stream : cuda.core.Stream or GraphBuilder
             The copies are ordered on it, one launch per kind; the call neither waits nor allocates, and can be captured. Without
             ``ping_pong`` nothing is copied.

@@ -173,7 +173,7 @@ class RopeConfig:
         original_max_position_embeddings : int, optional
             For families that have it outside the scaling object: it takes precedence.
         may_be_partial : bool
-            Whether the family reads ``partial_rotary_factor``. It is refused for others, except for 1.
+            True if the family reads ``partial_rotary_factor``. It is refused for others, except for 1.
         other_fields : collection of str
             Fields of the scaling that the family reads itself.
         other_kinds : mapping of str to str

@@ -91,7 +91,7 @@ class CustomOp(Protocol):
         workspace : DeviceTensor uint8
             At least :meth:`workspace_nbytes`.
         stream : cuda.core.Stream or cuda.core.GraphBuilder
-            Where to launch.
+            Stream of the launch.
         """
 
 

@@ -59,7 +59,7 @@ class SegmentedEngine(GraphEngine):
     constants : mapping of str to ndarray
         ``EngineFolder.read_constants``.
     cuda_graphs : bool
-        Whether decode steps become CUDA graphs: see :meth:`open`.
+        True to run decode steps as CUDA graphs: see :meth:`open`.
 
     Attributes
     ----------
@@ -144,9 +144,9 @@ class SegmentedEngine(GraphEngine):
         flavour : str
             ``"auto"``, or the flavour that built the folder.
         cuda_graphs : bool
-            Whether decode steps, and verifications of drafts, become CUDA graphs. A step whose addresses or shapes are new runs eagerly,
-            the next time it is captured, and from then on replayed. One that cannot be captured runs eagerly, with a warning, and is tried
-            again after more steps; ``graph_refusals`` has the reasons.
+            True to run decode and verify steps as CUDA graphs. The first step with given addresses and shapes runs eagerly, the second is
+            captured, and later ones are replayed. A step that cannot be captured runs eagerly, with a warning, and is tried again after
+            more steps; ``graph_refusals`` has the reasons.
 
         Returns
         -------

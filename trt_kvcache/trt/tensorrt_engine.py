@@ -51,7 +51,7 @@ class TensorRTEngine(GraphEngine):
     plan_sha256 : str
         SHA-256 of the plan, in hex.
     cuda_graphs : bool
-        Whether decode steps become CUDA graphs: see :meth:`open`.
+        True to run decode steps as CUDA graphs: see :meth:`open`.
 
     Attributes
     ----------
@@ -144,7 +144,7 @@ class TensorRTEngine(GraphEngine):
         names : TensorNames, optional
             Names of the engine's tensors; needed for an engine that this package did not build.
         cuda_graphs : bool
-            Whether decode steps, and verifications of drafts, become CUDA graphs, as in :meth:`SegmentedEngine.open
+            True to run decode and verify steps as CUDA graphs, as in :meth:`SegmentedEngine.open
             <trt_kvcache.trt.segmented_engine.SegmentedEngine.open>`.
 
         Returns
