@@ -1,17 +1,16 @@
 // Products of a few rows with a matrix of weights: out = x W^T + bias. Launched by
 // trt_kvcache/kernels/linear_kernels.py.
 //
-// The time is that of reading W, once. So a thread loads W from global memory straight into registers, 16 bytes each
-// time, with as many loads in flight as registers have room for, over the end of a tile and into the next one. Until
-// the launch before has ended, which makes x, a block has begun to load: W is constant.
+// The kernel is bound by reading W once. So a thread loads W from global memory straight into registers, 16 bytes at a
+// time, with as many loads in flight as registers have room for, across the end of a tile into the next one. W is
+// constant, so a block starts these loads before the previous launch, which computes x, has ended.
 //
-// W is the A of mma.m16n8k16 and x its B, so that up to 8 rows of x cost what one costs. A product does not depend on
+// W is the A of mma.m16n8k16 and x its B, so up to 8 rows of x take the time of one. A product does not depend on
 // the order of the inputs, if it is the same on both sides: the 8 neighbouring inputs that a lane loads take the places
 // of inputs 2t, 2t+1, 2t+8 and 2t+9 of two products.
 //
-//     block   a tile of up to 16 outputs, or 32, after another: every gridDim.x'th one. With a gate, of 16 of the gate
-//             and the same of up. All tiles have tile_outputs of them, which are fewer where blocks then read about as
-//             much as each other
+//     block   every gridDim.x'th tile, of up to 16 or 32 outputs; with a gate, 16 of the gate and 16 of up. All tiles
+//             have tile_outputs outputs: fewer than the maximum if blocks then read more equal amounts
 //     warp    every kWarps'th fragment of 64 inputs. The sums of the warps are added in shared memory, in their order
 //     lane    of a fragment: outputs g and g + 8 of each 16, inputs 8t to 8t+7 and 32 more (g: lane / 4, t: lane % 4)
 
@@ -109,7 +108,7 @@ public:
         begin_tile();
     }
 
-    // Brings what comes behind the first group of this tile into the L2: a line of a row for each lane.
+    // Prefetches the data after the first group of this tile into the L2: a line of a row for each lane.
     __device__ __forceinline__ void prefetch() const {
         constexpr int kRows = kTiles * kTileOutputs, kSteps = 32 / kRows;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -181,9 +180,8 @@ __device__ __forceinline__ void add_products(float (&sums)[kTiles][kRowTiles][4]
     }
 }
 
-// The sums of the warps over a tile of 8 rows, in shared memory: of a warp, rows of kStride floats, so that neither to
-// write nor to read them meets a bank conflict. There are two of these, so that one can be written while another is
-// read.
+// The sums of the warps over a tile of 8 rows, in shared memory. A warp has rows of kStride floats, so that neither writes
+// nor reads have bank conflicts. There are two buffers: one can be written while the other is read.
 template <int kTiles>
 struct PartialSums {
     static constexpr int kStride = kTiles * kTileOutputs + 4, kWarpFloats = kTileRows * kStride,
