@@ -220,7 +220,7 @@ def takes_build_options(function: _Function) -> _Function:
 
 
 def _as_operations(given: Mapping[str, str]) -> dict[str, str]:
-    """Return names of registered operations by the names of those that they replace."""
+    """Return the names of registered operations by the names of the operations that they replace."""
     for replaced, name in given.items():
         one_of("operations", replaced, BUILT_IN_OPERATIONS)
         one_of(f"operations[{replaced!r}]", name, OPERATIONS)

@@ -48,9 +48,9 @@ class Fit:
     weights_nbytes : int
         Bytes of the weights.
     longest_sequence : int
-        Tokens that a slot can hold with the slots that were asked for; 0 if not even one fits.
+        Tokens that a slot can hold with the requested number of slots; 0 if not even one fits.
     largest_batch : int
-        Slots of the length that was asked for; 0 if not even one fits.
+        Slots of the requested length; 0 if not even one fits.
     """
 
     weights: str

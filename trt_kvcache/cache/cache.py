@@ -451,7 +451,7 @@ class Cache(Closable):
             Tokens to add: a number to all active slots, other values one to each. A prefix that was reused is not counted again. With no
             active slot there is nothing to add to, and nothing happens.
         max_increment : int, optional
-            Given with a device tensor, and only then: an upper bound of its values, which the host does not know.
+            Upper bound of the values of a device tensor, which the host does not know. Required with one, else not allowed.
         stream : cuda.core.Stream or GraphBuilder
             The launch is ordered on it. A number and a device tensor can be captured in a CUDA graph. The mirror then stays as it
             is; call ``lengths.replayed`` before each replay of the graph.
@@ -878,7 +878,7 @@ class Cache(Closable):
     def close(self) -> None:
         """Release the memory. Closing again does nothing.
 
-        Views raise :class:`~trt_kvcache.errors.ClosedError` from now on; DLPack consumers keep theirs.
+        Views raise :class:`~trt_kvcache.errors.ClosedError` from now on; DLPack consumers keep the memory alive.
         """
         super().close()
 

@@ -269,7 +269,7 @@ class Tokenizer:
         Returns
         -------
         bytes or None
-            Of a special token its name. None if no token has this id, or ``tokenizer.json`` does not say which bytes it stands for.
+            For a special token, its name. None if no token has this id, or ``tokenizer.json`` does not say which bytes it stands for.
         """
         return self._token_bytes.of(token)
 

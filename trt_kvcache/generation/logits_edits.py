@@ -71,7 +71,7 @@ class LogitsEdits:
         return counts
 
     def history(self, tokens: Sequence[int]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """Return the different tokens of the prompt, and those that penalties count as generated, in any order: none without penalties."""
+        """Return the distinct tokens of the prompt, and the tokens that penalties count as generated, unordered: none without penalties."""
         if not self._has_penalties:
             return np.empty(0, np.intp), np.empty(0, np.intp)
         counts = self._count(tokens)

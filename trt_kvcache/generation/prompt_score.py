@@ -24,8 +24,8 @@ class PromptScore:
     logprobs : tuple of float or None (n,)
         None for the first token: nothing comes before it.
     top_logprobs : tuple of (tuple of (int, float), or None) (n,), or None
-        The most likely tokens at each place with theirs, the most likely one first, of equally likely ones the lowest id first; None at the
-        first place. The token of the text need not be among them. None as a whole where they were not asked for.
+        For each position the most likely tokens with their log-probabilities, the most likely one first, of equally likely ones the lowest
+        id first; None at the first position. The token of the text need not be among them. The field is None if none were requested.
 
     Examples
     --------
@@ -46,7 +46,7 @@ class PromptScore:
 
     @property
     def logprob(self) -> float:
-        """The log-probability of the text after its first token: the sum."""
+        """The log-probability of the text after its first token: the sum over its tokens."""
         return math.fsum(value for value in self.logprobs if value is not None)
 
     @property
@@ -61,7 +61,7 @@ def perplexity(scores: Iterable[PromptScore]) -> float:
     Parameters
     ----------
     scores : iterable of PromptScore
-        Of ``InferenceSession.score``. Each token counts the same, whichever text it is in; first tokens do not count.
+        Results of ``InferenceSession.score``. All tokens of all texts count equally; first tokens do not count.
 
     Returns
     -------

@@ -170,7 +170,7 @@ class SequenceCacheManager(Closable):
         Returns
         -------
         int
-            Its id. Ids are never used again; slots are.
+            Its id. Ids are never used again, unlike slots.
 
         Raises
         ------

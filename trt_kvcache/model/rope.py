@@ -62,9 +62,9 @@ class RopeConfig:
     beta_fast, beta_slow : float
         For ``"yarn"``: it interpolates over the frequencies that make from ``beta_slow`` to ``beta_fast`` turns over the original context.
     truncate : bool
-        For ``"yarn"``: whether the bounds of that range are rounded to whole frequencies.
+        For ``"yarn"``: true to round the bounds of that range to whole frequencies.
     short_factor, long_factor : tuple of float
-        For ``"longrope"``: by frequency, for sequences up to the original context length, and for longer ones.
+        For ``"longrope"``: the divisor of each frequency, for sequences up to the original context length, and for longer ones.
 
     Raises
     ------

@@ -178,7 +178,7 @@ class AsyncSession:
         Parameters
         ----------
         prompt : prompt
-            As for :meth:`submit`, like all that follows.
+            As for :meth:`submit`.
         params : SamplingParams, optional
             Not together with ``options``.
         **options

@@ -27,7 +27,7 @@ def generate_tokens(
 ) -> Generator[GeneratedToken, None, None]:
     """Yield the tokens of requests that have one slot each, and keep it.
 
-    A token becomes pending in its slot when it is handed out, so that the iterator may be left at any token.
+    A token becomes pending in its slot when it is yielded, so that the iterator may be left at any token.
     """
     check_open()
     logits = prefill()
