@@ -77,7 +77,7 @@ class TestStart:
     @pytest.mark.parametrize("value", [0, -1, 2**31, 2.0, True, "4", None])
     def test_sizes_out_of_range(self, memory, value):
         before = memory.live_nbytes
-        with pytest.raises(ConfigError, match=r"^max_batch_size: expected an integer"):
+        with raises(ConfigError, "max_batch_size", "integer"):
             Lengths(value, S, memory=memory)
         with raises(ConfigError, "max_sequence_length", expected="integer"):
             Lengths(B, value, memory=memory)

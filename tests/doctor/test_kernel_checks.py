@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.doctor.cases import MACHINE_CASE, CheckFailure
 from trt_kvcache.doctor.checks import environment, graphs, kernels
 from trt_kvcache.doctor.settings import Settings
@@ -126,5 +127,5 @@ def test_wheels_for_the_driver(monkeypatch):
     )
     with_distributions(monkeypatch, *names)
     assert environment.wheels_fit("13.0")["wheels"] == 3
-    with pytest.raises(CheckFailure, match=r"^tensorrt_rtx_cu13_libs: expected wheels for CUDA 12\.8 or older"):
+    with raises(CheckFailure, "tensorrt_rtx_cu13_libs", "wheels for CUDA 12.8 or older"):
         environment.wheels_fit("12.8")

@@ -421,7 +421,7 @@ class TestStep:
 
     def test_profile_that_is_not_there(self, engine: TensorRTEngine) -> None:
         for index in (2, -1):
-            with pytest.raises(BindingError, match=rf"profile {index}: expected 0 <= index < 2"):
+            with raises(BindingError, f"profile {index}", "0 <= index < 2"):
                 engine.use_profile(index)
 
     def test_enqueue_with_something_missing(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:

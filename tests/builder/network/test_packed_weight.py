@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.builder.network.graph import packed_nibbles
 from trt_kvcache.builder.network.packed_weight import PackedWeight
 from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
@@ -113,7 +114,7 @@ def test_blocks_of_several_rows_whose_last_is_smaller() -> None:
 
 
 def test_a_scale_that_is_not_finite() -> None:
-    with pytest.raises(BuildError, match="weight `w`: expected finite scales"):
+    with raises(BuildError, "weight `w`", "finite scales"):
         PackedWeight.of("w", [weight("int4", scales=np.full((ROWS, 3), np.inf, np.float16))])
 
 
