@@ -125,12 +125,12 @@ plugins: $(READY)  ## Compile the CUDA sources ahead of time into build/plugins
 	$(BIN)/python -m trt_kvcache.kernels.compile
 
 # TENSORRT_INCLUDE: the folder of NvInfer.h. CUDA_INCLUDE: that of cuda.h, by default in /usr/local/cuda. KV_DTYPES may be limited to some of
-# same, float8_e4m3fn and int8: a kernel takes seconds to compile.
+# same, float8_e4m3fn and int8: a kernel takes seconds to compile. PTX: architecture of the PTX for GPUs that are not in ARCHS, or none.
 PLUGIN_LIBRARY := build/plugin_library
 .PHONY: plugin-library
 plugin-library: $(READY)  ## Compile the plugin library in C++: TENSORRT_INCLUDE=... ARCHS="sm_89 sm_120" VARIANTS="bfloat16-128"
 	@test -f "$(TENSORRT_INCLUDE)/NvInfer.h" || { echo "TENSORRT_INCLUDE: expected the folder of NvInfer.h, got '$(TENSORRT_INCLUDE)'."; exit 1; }
-	$(BIN)/python plugins/tensorrt/embed_kernels.py $(ARCHS:%=--arch %) $(VARIANTS:%=--variant %) $(KV_DTYPES:%=--kv-dtype %) \
+	$(BIN)/python plugins/tensorrt/embed_kernels.py $(ARCHS:%=--arch %) $(VARIANTS:%=--variant %) $(KV_DTYPES:%=--kv-dtype %) $(PTX:%=--ptx %) \
 	--jobs $$(nproc) --output $(PLUGIN_LIBRARY)/kernels
 	cmake -S plugins/tensorrt -B $(PLUGIN_LIBRARY)/cmake -DCMAKE_BUILD_TYPE=Release -DKERNELS=$(abspath $(PLUGIN_LIBRARY))/kernels \
 	-DTENSORRT_INCLUDE="$(TENSORRT_INCLUDE)" -DTENSORRT_LIBRARY="$(TENSORRT_LIBRARY)" -DCUDA_INCLUDE="$(CUDA_INCLUDE)"

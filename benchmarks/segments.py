@@ -98,12 +98,16 @@ class NullPlan(LoadedPlan):
         self.ranges = [ProfileRanges({one.name: (shape_at(one.shape, *a), shape_at(one.shape, *b)) for one in inputs}) for a, b in sizes]
         calls = ("set_tensor_address", "set_input_shape", "execute_async_v3", "is_stream_capturable")
         context = SimpleNamespace(**dict.fromkeys(calls, nothing))
-        self._contexts, self._tensorrt = [context] * len(profiles), SimpleNamespace(is_rtx=True)  # type: ignore[assignment]
+        self._contexts, self._tensorrt = dict.fromkeys(range(len(profiles)), context), SimpleNamespace(is_rtx=True)  # type: ignore[assignment]
 
     context_memory_nbytes = 256  # type: ignore[assignment]
 
     def create_contexts(self, *arguments: Any, **options: Any) -> None:
         """Do nothing."""
+
+    def copy_context(self, context: int, copy: int, stream: int) -> None:
+        """Add the context again."""
+        self._contexts[copy] = self._contexts[context]
 
     def tensor_shape(self, context: int, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor in a decode step."""

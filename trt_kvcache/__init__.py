@@ -80,6 +80,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
         ThreadError as ThreadError,
     )
     from trt_kvcache.generation.chat_prompt import ChatPrompt as ChatPrompt
+    from trt_kvcache.generation.drafter import DraftedSequence as DraftedSequence, Drafter as Drafter
     from trt_kvcache.generation.prompt_score import PromptScore as PromptScore, perplexity as perplexity
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
     from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
@@ -142,6 +143,8 @@ _MODULE_OF = {
     "CustomOp": "ops.custom_op",
     "DTypeError": "errors",
     "DeviceTensor": "memory.tensor",
+    "DraftedSequence": "generation.drafter",
+    "Drafter": "generation.drafter",
     "EmbeddingOp": "ops.embedding_op",
     "Engine": "engine.protocol",
     "EngineError": "errors",

@@ -64,7 +64,8 @@ void read_integer(PluginField const& given, int32_t& value) {
 void read_real(PluginField const& given, double& value) {
     value = given.type == PluginFieldType::kFLOAT32 ? *static_cast<float const*>(given.data)
                                                     : *static_cast<double const*>(given.data);
-    if (value != 0 && !(value >= kMinScoreFactor && value <= kMaxScoreFactor)) {
+    // The lower limit as a float32: the limit itself rounds to less than its double.
+    if (value != 0 && !(value >= static_cast<float>(kMinScoreFactor) && value <= kMaxScoreFactor)) {
         throw_invalid(given.name, ": expected 0, or ", kMinScoreFactor, " to ", kMaxScoreFactor, ", got ", value, ".");
     }
 }

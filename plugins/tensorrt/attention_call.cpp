@@ -66,7 +66,7 @@ AttentionCall::AttentionCall(AttentionAttributes const& attributes, AttentionSiz
     : attributes_(attributes),
       shape_{sizes.batch,        sizes.width,         sizes.tokens,          attributes.num_kv_heads,
              attributes.group(), attributes.head_dim, attributes.quantized()},
-      kernels_(&find_kernels(text_of("sm_", gpu.arch), dtype, attributes.head_dim, kv_dtype_of(attributes))) {
+      kernels_(&find_kernels(gpu.arch, gpu.shared_nbytes, dtype, attributes.head_dim, kv_dtype_of(attributes))) {
     if (gpu.multiprocessors > kMaxMultiprocessors) {
         throw_failure("the GPU: expected at most ", kMaxMultiprocessors, " multiprocessors, got ", gpu.multiprocessors,
                       ".");
@@ -91,10 +91,16 @@ AttentionCall::AttentionCall(AttentionAttributes const& attributes, AttentionSiz
     flagged_nbytes_ = flagged * row_nbytes_of_partials(shape_.head_dim);
 }
 
+CUkernel AttentionCall::load(unsigned char const* code, char const* name, Gpu const& gpu, int32_t shared_nbytes) const {
+    std::string const image =
+        text_of(kernels_->is_ptx ? "PTX" : "machine code", " of sm_", kernels_->arch, ", for a GPU of sm_", gpu.arch);
+    return load_kernel({code, image}, name, gpu.device, shared_nbytes);
+}
+
 void AttentionCall::plan_decode_launch(DecodePlan const& plan, Gpu const& gpu) {
     std::string const name = text_of("attention_decode_", plan.few ? "few_" : "", kDecodeRows[plan.row_index]);
     unsigned char const* const image = plan.few ? kernels_->few_image : kernels_->decode_image;
-    main_.kernel = load_kernel(image, name.c_str(), gpu.device, plan.shared_nbytes);
+    main_.kernel = load(image, name.c_str(), gpu, plan.shared_nbytes);
     main_.grid_x = static_cast<unsigned>(plan.blocks);
     main_.threads = static_cast<unsigned>(kWarp * plan.warps);
     main_.shared_nbytes = static_cast<unsigned>(plan.shared_nbytes);
@@ -103,7 +109,7 @@ void AttentionCall::plan_decode_launch(DecodePlan const& plan, Gpu const& gpu) {
 
 void AttentionCall::plan_prefill_launches(PrefillPlan const& plan, Gpu const& gpu) {
     std::string const name = text_of("attention_prefill_", kPrefillNames[plan.variant]);
-    main_.kernel = load_kernel(kernels_->prefill_image, name.c_str(), gpu.device, plan.shared_nbytes);
+    main_.kernel = load(kernels_->prefill_image, name.c_str(), gpu, plan.shared_nbytes);
     main_.grid_x = static_cast<unsigned>(plan.blocks);
     main_.threads = static_cast<unsigned>(kWarp * plan.warps);
     main_.shared_nbytes = static_cast<unsigned>(plan.shared_nbytes);
@@ -111,7 +117,7 @@ void AttentionCall::plan_prefill_launches(PrefillPlan const& plan, Gpu const& gp
     if (plan.appends) return;
     // A thread for each chunk of elements; for a quantized cache a warp for each row.
     int64_t const threads = shape_.width * shape_.num_kv_heads * (shape_.quantized ? kWarp : shape_.head_dim / kChunk);
-    append_.kernel = load_kernel(kernels_->prefill_image, "attention_append", gpu.device, 0);
+    append_.kernel = load(kernels_->prefill_image, "attention_append", gpu, 0);
     append_.grid_x = static_cast<unsigned>((threads + kAppendThreads - 1) / kAppendThreads);
     append_.grid_y = static_cast<unsigned>(shape_.batch);
     append_.threads = kAppendThreads;

@@ -33,6 +33,9 @@ public:
     // Launches the kernels: neither waits nor allocates, and can be captured in a graph.
     void run(AttentionAddresses const& addresses, CUstream stream) const;
 
+    // True if the driver compiled the kernels, for lack of machine code.
+    bool is_ptx() const { return kernels_->is_ptx; }
+
     // Bytes of a tensor that is updated in place.
     int64_t nbytes_of(Input input) const;
 
@@ -43,6 +46,7 @@ private:
         bool cooperative = false;
     };
 
+    CUkernel load(unsigned char const* code, char const* name, Gpu const& gpu, int32_t shared_nbytes) const;
     void plan_decode_launch(DecodePlan const& plan, Gpu const& gpu);
     void plan_prefill_launches(PrefillPlan const& plan, Gpu const& gpu);
     void decode(AttentionAddresses const& addresses, CUstream stream) const;

@@ -37,7 +37,8 @@ struct PrefillTiles {
 
 // Kernels of one architecture, dtype of q, head dim and dtype of K and V.
 struct AttentionKernels {
-    char const* arch;
+    int32_t arch;       // 89 of sm_89
+    bool is_ptx;        // not machine code: for GPUs from this architecture on, compiled by their driver
     char const* dtype;  // float16 or bfloat16
     int32_t head_dim;
     char const* kv_dtype;  // float8_e4m3fn or int8; null: as dtype
@@ -51,8 +52,10 @@ struct AttentionKernels {
 extern AttentionKernels const kAttentionKernels[];
 extern size_t const kNumAttentionKernels;
 
-// The kernels for an architecture such as "sm_89". Throws with what this library has instead.
-AttentionKernels const& find_kernels(std::string const& arch, std::string const& dtype, int32_t head_dim,
+// The kernels for a GPU of an architecture (89 of sm_89) that has this much shared memory for a block: machine code of
+// its architecture, else of the newest older one of its major version, else the newest PTX that it can run. Throws with
+// what this library has instead.
+AttentionKernels const& find_kernels(int32_t arch, int32_t shared_nbytes, std::string const& dtype, int32_t head_dim,
                                      char const* kv_dtype);
 
 }  // namespace trt_kvcache

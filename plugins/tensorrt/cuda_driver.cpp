@@ -77,16 +77,17 @@ Gpu current_gpu() {
     gpu.arch = 10 * attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, gpu.device)
                + attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, gpu.device);
     gpu.multiprocessors = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, gpu.device);
+    gpu.shared_nbytes = attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, gpu.device);
     return gpu;
 }
 
-CUkernel load_kernel(unsigned char const* image, char const* name, CUdevice device, int32_t shared_nbytes) {
+CUkernel load_kernel(Image const& image, char const* name, CUdevice device, int32_t shared_nbytes) {
     CudaDriver const& driver = CudaDriver::get();
     std::lock_guard<std::mutex> const lock(mutex);
-    CUlibrary& library = libraries[image];
+    CUlibrary& library = libraries[image.code];
     if (!library)
-        driver.check(driver.cuLibraryLoadData(&library, image, nullptr, nullptr, 0, nullptr, nullptr, 0),
-                     "cuLibraryLoadData");
+        driver.check(driver.cuLibraryLoadData(&library, image.code, nullptr, nullptr, 0, nullptr, nullptr, 0),
+                     text_of("cuLibraryLoadData: ", image.name).c_str());
     LoadedKernel& loaded = kernels[{library, {name, device}}];
     if (!loaded.kernel) driver.check(driver.cuLibraryGetKernel(&loaded.kernel, library, name), name);
     if (shared_nbytes > loaded.shared_nbytes) {

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <string>
 
 namespace trt_kvcache {
 
@@ -34,10 +35,17 @@ struct Gpu {
     CUdevice device;
     int32_t arch;  // 89 of compute capability 8.9
     int32_t multiprocessors;
+    int32_t shared_nbytes;  // that a block may have
 };
 Gpu current_gpu();
 
+// Machine code, or PTX, which the driver compiles when it is loaded.
+struct Image {
+    unsigned char const* code;
+    std::string name;  // for an error
+};
+
 // A kernel of an image. It stays loaded until the process ends. A block may have at least this much shared memory.
-CUkernel load_kernel(unsigned char const* image, char const* name, CUdevice device, int32_t shared_nbytes);
+CUkernel load_kernel(Image const& image, char const* name, CUdevice device, int32_t shared_nbytes);
 
 }  // namespace trt_kvcache

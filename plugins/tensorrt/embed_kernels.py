@@ -3,7 +3,8 @@
 ``python plugins/tensorrt/embed_kernels.py --arch sm_89 --variant bfloat16-128 --output build/plugin_library/kernels``. Needs no GPU.
 
 It writes ``kernels.cpp``, the table of ``attention_kernels.hpp`` with the tile sizes of each kernel, and ``kernels.S``, which makes the
-assembler include the machine code. So C++ never repeats a tile size.
+assembler include the machine code. So C++ never repeats a tile size. GPUs that have no machine code there take PTX of an older
+architecture, which their driver compiles.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ from trt_kvcache.kernels.attention_tiles import (
     spread_nbytes,
 )
 from trt_kvcache.kernels.compile import ARCHITECTURES, cubin
+from trt_kvcache.kernels.ptx import kernel_ptx
 from trt_kvcache.kernels.source_variants import TILES, variant_name
 
 #: Dtype of q and head dim of each variant.
 VARIANTS = [f"{dtype}-{head_dim}" for dtype in ELEMENT_TYPES for head_dim in HEAD_DIMS]
+
+#: The architecture of the PTX: every GPU from it on has the shared memory that its tiles need.
+PTX_ARCH = "sm_86"
+
+#: Architectures whose kernels have instructions of their own, so that their PTX is for no other GPU.
+_OWN_INSTRUCTIONS = ("sm_90",)
 
 _TABLE = """// Written by plugins/tensorrt/embed_kernels.py.
 #include "attention_kernels.hpp"
@@ -69,6 +77,7 @@ class Kernels(NamedTuple):
     dtype: str  # of q
     head_dim: int
     kv_dtype: str | None  # None: as dtype
+    is_ptx: bool = False
 
     @property
     def sources(self) -> list[str]:
@@ -76,13 +85,13 @@ class Kernels(NamedTuple):
         return [variant_name(source, self.dtype, self.head_dim, self.kv_dtype) for source in TILES]
 
 
-def write(kernels: Sequence[Kernels], machine_code: Sequence[bytes], folder: Path) -> None:
-    """Write the sources of a library with these kernels. ``machine_code`` is that of their sources, in order."""
+def write(kernels: Sequence[Kernels], code: Sequence[bytes], folder: Path) -> None:
+    """Write the sources of a library with these kernels. ``code`` is the machine code, or PTX, of their sources, in order."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder.resolve() / f"{name}.{one.arch}.cubin" for one in kernels for name in one.sources]
+    paths = [folder.resolve() / f"{name}.{one.arch}.{'ptx' if one.is_ptx else 'cubin'}" for one in kernels for name in one.sources]
     symbols = [f"trt_kvcache_kernels_{index}" for index in range(len(paths))]
-    for path, code in zip(paths, machine_code, strict=True):
-        path.write_bytes(code)
+    for path, content in zip(paths, code, strict=True):
+        path.write_bytes(content)
     images = "".join(_IMAGE.format(symbol=symbol, path=path) for symbol, path in zip(symbols, paths, strict=True))
     (folder / "kernels.S").write_text(f'    .section .rodata\n{images}    .section .note.GNU-stack,"",%progbits\n')
     count = len(TILES)
@@ -91,30 +100,30 @@ def write(kernels: Sequence[Kernels], machine_code: Sequence[bytes], folder: Pat
     (folder / "kernels.cpp").write_text(_TABLE.format(declarations=declarations, rows="\n".join(rows), count=len(rows)))
 
 
-def kernels_of(archs: Iterable[str], variants: Iterable[str], kv_dtypes: Iterable[str | None]) -> list[Kernels]:
+def kernels_of(archs: Iterable[str], variants: Iterable[str], kv_dtypes: Iterable[str | None], *, is_ptx: bool = False) -> list[Kernels]:
     """Return the kernels of all combinations."""
     splits = [(arch, *variant.rsplit("-", 1), kv_dtype) for arch, variant, kv_dtype in product(archs, variants, kv_dtypes)]
-    return [Kernels(arch, dtype, int(head_dim), kv_dtype) for arch, dtype, head_dim, kv_dtype in splits]
+    return [Kernels(arch, dtype, int(head_dim), kv_dtype, is_ptx) for arch, dtype, head_dim, kv_dtype in splits]
 
 
 def compile_all(kernels: Sequence[Kernels], jobs: int = 1) -> list[bytes]:
-    """Return the machine code of the sources of some kernels, in order; compiled before, it comes from the user's cache folder."""
-    names, archs = [name for one in kernels for name in one.sources], [one.arch for one in kernels for _ in one.sources]
+    """Return the code of the sources of some kernels, in order; compiled before, it comes from the user's cache folder."""
+    sources = [(kernel_ptx if one.is_ptx else cubin, name, one.arch) for one in kernels for name in one.sources]
     if jobs == 1:
-        return list(map(cubin, names, archs))
+        return [compile_source(name, arch) for compile_source, name, arch in sources]
     with ProcessPoolExecutor(jobs) as pool:
-        return list(pool.map(cubin, names, archs))
+        return [one.result() for one in [pool.submit(*source) for source in sources]]
 
 
 def _row(kernels: Kernels, symbols: Sequence[str]) -> str:
     """Return a row of the table: an ``AttentionKernels``."""
-    arch, dtype, head_dim, kv_dtype = kernels
+    arch, dtype, head_dim, kv_dtype, is_ptx = kernels
     quantized = kv_dtype is not None
     decode = _decode_tiles(decode_tiles(head_dim, arch, quantized=quantized), head_dim, quantized)
     few = _decode_tiles(few_tiles(head_dim, arch, quantized=quantized), head_dim, quantized)
     prefill = _braces(*(_prefill_tiles(head_dim, arch, variant, quantized) for variant in PREFILL_VARIANTS))
-    names = f'"{arch}", "{dtype}", {head_dim}, ' + (f'"{kv_dtype}"' if quantized else "nullptr")
-    early = str(arch_number(arch) >= MIN_PDL_ARCH).lower()
+    names = f'{arch_number(arch)}, {_bool(is_ptx)}, "{dtype}", {head_dim}, ' + (f'"{kv_dtype}"' if quantized else "nullptr")
+    early = _bool(arch_number(arch) >= MIN_PDL_ARCH)
     return f"    {{{names}, {early},\n     {decode}, {few},\n     {prefill},\n     {', '.join(symbols)}}},"
 
 
@@ -129,11 +138,15 @@ def _prefill_tiles(head_dim: int, arch: str, name: str, quantized: bool) -> str:
     """Return a ``PrefillTiles``."""
     variant = prefill_variant(head_dim, arch, name, quantized)
     spread = spread_nbytes(arch, variant.blocks_per_sm)
-    return _braces(*variant[:-1], spread, str(variant.warpgroups).lower())
+    return _braces(*variant[:-1], spread, _bool(variant.warpgroups))
 
 
 def _braces(*values: object) -> str:
     return f"{{{', '.join(map(str, values))}}}"
+
+
+def _bool(value: bool) -> str:
+    return str(value).lower()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -144,11 +157,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--kv-dtype", action="append", choices=["same", *STORED_TYPES], help="dtype of K and V; may be repeated; default: all of them"
     )
+    parser.add_argument(
+        "--ptx",
+        default=PTX_ARCH,
+        choices=["none", *(arch for arch in ARCHITECTURES if arch not in _OWN_INSTRUCTIONS)],
+        help="architecture of the PTX, for GPUs from it on that have no machine code here; default: %(default)s",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile; default: %(default)s")
     parser.add_argument("--output", type=Path, required=True, help="folder of the sources that it writes")
     options = parser.parse_args(arguments)
     kv_dtypes = [None if one == "same" else one for one in options.kv_dtype or ["same", *STORED_TYPES]]
     kernels = kernels_of(options.arch, options.variant, kv_dtypes)
+    kernels += kernels_of([] if options.ptx == "none" else [options.ptx], options.variant, kv_dtypes, is_ptx=True)
     write(kernels, compile_all(kernels, options.jobs), options.output)
 
 

@@ -42,6 +42,13 @@ void warn_of_copies() {
         "TensorRT gave a plugin layer separate memory for the cache's output: each step copies the layer's whole cache.");
 }
 
+void warn_of_ptx() {
+    static std::atomic_flag warned = ATOMIC_FLAG_INIT;
+    if (warned.test_and_set()) return;
+    log(ILogger::Severity::kWARNING,
+        "The plugin library has no machine code for this GPU: the driver has compiled its PTX. Build the library for it.");
+}
+
 }  // namespace
 
 KVCacheAttention::KVCacheAttention(AttentionAttributes const& attributes)
@@ -135,7 +142,10 @@ int32_t KVCacheAttention::enqueue(PluginTensorDesc const*, PluginTensorDesc cons
                                   void* const* outputs, void* workspace, cudaStream_t stream) noexcept {
     return reported("enqueue", kFailure, [&] {
         if (!shapes_) throw_failure("expected onShapeChange first.");
-        if (!call_) call_.emplace(attributes_, shapes_->sizes, shapes_->dtype, current_gpu());
+        if (!call_) {
+            call_.emplace(attributes_, shapes_->sizes, shapes_->dtype, current_gpu());
+            if (call_->is_ptx()) warn_of_ptx();
+        }
         void const* given[kMaxInputs] = {};  // by Input
         for (size_t i = 0; i < shapes_->inputs.size(); i++) given[static_cast<int32_t>(shapes_->inputs[i])] = inputs[i];
         for (size_t i = 0; i < outputs_.size(); i++) {

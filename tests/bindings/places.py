@@ -119,6 +119,7 @@ def _find_builder(watch: _Watch, trt: Any, builder: Any) -> Any:
     find("IBuilderConfig", "addOptimizationProfile", lambda: config.add_optimization_profile(profile))
     find("IBuilderConfig", "clearFlag", lambda: config.clear_flag(trt.BuilderFlag.TF32))
     find("IBuilderConfig", "setPreviewFeature", lambda: config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True))
+    find("IBuilderConfig", "setPluginsToSerialize", lambda: setattr(config, "plugins_to_serialize", ["x"]))
     find("IBuilderConfig", "setProgressMonitor", lambda: setattr(config, "progress_monitor", monitor))
     return network
 
@@ -172,6 +173,7 @@ def _find_network(watch: _Watch, trt: Any, network: Any) -> None:
 
 def _find_runtime(watch: _Watch, trt: Any, runtime: Any) -> None:
     find = watch.find
+    find("IRuntime", "setEngineHostCodeAllowed", lambda: setattr(runtime, "engine_host_code_allowed", True))
     engine = keep(find("IRuntime", "deserializeCudaEngine", lambda: runtime.deserialize_cuda_engine(b"plan"), watch.object()))
     find("ICudaEngine", "getNbIOTensors", lambda: engine.num_io_tensors)
     find("ICudaEngine", "getIOTensorName", lambda: engine.get_tensor_name(0))
@@ -198,4 +200,6 @@ def _find_registry(watch: _Watch, trt: Any) -> None:
     registry = trt.get_plugin_registry()
     creator = keep(_empty(trt.IPluginCreatorV3One))
     watch.find("IPluginRegistry", "registerCreator", lambda: registry.register_creator(creator, "x"))
+    watch.find("IPluginRegistry", "deregisterCreator", lambda: registry.deregister_creator(creator))
+    watch.find("IPluginRegistry", "loadLibrary", lambda: registry.load_library("x"))
     watch.find("IPluginRegistry", "getCreator", lambda: registry.get_creator("x", "1", "x"))

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_bool, c_char_p, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .cpp import CppObject, Dims, call, function, keep, object_at, take_over
@@ -44,6 +45,7 @@ class Plan:
     profiles: list[dict[str, list[Shape]]]
     aliases: dict[str, str]
     plugins: list[PluginLayer] = field(default_factory=list)
+    libraries: tuple[Path, ...] = ()
 
 
 class StandIn:
@@ -78,6 +80,7 @@ class StandIn:
         self.configs: list[Config] = []
         self.enqueues: list[Context] = []
         self.creators: dict[tuple[bytes, ...], Creator] = {}
+        self.keeps_creators = False  # as those of other libraries
         self.plans: dict[bytes, Plan] = {}
         self.reports_plugin_alias: bytes | None = None  # as a release that answers with an empty string would
         set_global("bindings_builder", keep(Builder(self)).address)
@@ -107,10 +110,33 @@ class Registry(_Made):
         self.whole.creators.setdefault(creator.key, creator)
         return not known
 
+    @function(c_bool, c_void_p)
+    def deregisterCreator(self, address: int) -> bool:
+        return not self.whole.keeps_creators and self.whole.creators.pop(Creator(address).key, None) is not None
+
+    @function(c_void_p, c_char_p)
+    def loadLibrary(self, path: bytes) -> int | None:
+        """Register the creators of a library; none of them if one is registered."""
+        found = creators_in(Path(path.decode()))
+        if found.keys() & self.whole.creators.keys():
+            return None
+        self.whole.creators |= found
+        return 0x1000
+
     @function(c_void_p, c_char_p, c_char_p, c_char_p)
     def getCreator(self, name: bytes, version: bytes, namespace: bytes) -> int | None:
         creator = self.whole.creators.get((name, version, namespace))
         return creator.address if creator else None
+
+
+def creators_in(library: Path) -> dict[tuple[bytes, ...], Creator]:
+    """Return the creators of a plugin library, by name, version and namespace."""
+    count = c_int32()
+    get = ctypes.CDLL(str(library)).getCreators
+    get.restype = POINTER(c_void_p)
+    found = get(ctypes.byref(count))
+    creators = [Creator(address) for address in found[: count.value]]
+    return {creator.key: creator for creator in creators}
 
 
 class Builder(_Made):
@@ -137,7 +163,9 @@ class Builder(_Made):
         defined, options = object_at(network), object_at(config)
         if not in_a_thread(options.report_progress):
             return None
-        plan = Plan([one.name for one in defined.inputs], defined.tensors(), options.profiles, _aliases(defined))
+        plan = Plan(
+            [one.name for one in defined.inputs], defined.tensors(), options.profiles, _aliases(defined), libraries=options.libraries
+        )
         for layer, plugin in defined.plugins:
             made = in_a_thread(lambda: _build_plugin(layer, plugin))  # noqa: B023
             if made is None:
@@ -185,6 +213,7 @@ class Config(_Made):
         self.cleared: list[int] = []
         self.features: dict[int, bool] = {}
         self.monitor: int | None = None
+        self.libraries: tuple[Path, ...] = ()
         super().__init__(whole)
 
     def report_progress(self) -> bool:
@@ -212,6 +241,10 @@ class Config(_Made):
     @function(None, c_int32, c_bool)
     def setPreviewFeature(self, feature: int, enabled: bool) -> None:
         self.features[feature] = enabled
+
+    @function(None, POINTER(c_char_p), c_int32)
+    def setPluginsToSerialize(self, paths: Any, count: int) -> None:
+        self.libraries = tuple(Path(path.decode()) for path in paths[:count])
 
     @function(None, c_void_p)
     def setProgressMonitor(self, monitor: int | None) -> None:
@@ -263,15 +296,24 @@ class Runtime(_Made):
     """``IRuntime``."""
 
     interface = "IRuntime"
+    runs_host_code = False
+
+    @function(None, c_bool)
+    def setEngineHostCodeAllowed(self, allowed: bool) -> None:
+        self.runs_host_code = allowed
 
     @function(c_void_p, c_void_p, c_size_t)
     def deserializeCudaEngine(self, blob: int, size: int) -> CppObject | None:
         plan = self.whole.plans.get(ctypes.string_at(blob, size).rstrip(b"\0"))
         if plan is None:
             return None
-        plugins = []
+        if plan.libraries and not self.runs_host_code:
+            return None
+        plugins, creators = [], dict(self.whole.creators)
+        for path in plan.libraries:
+            creators |= creators_in(path)
         for layer in plan.plugins:
-            creator = self.whole.creators.get(layer.key)
+            creator = creators.get(layer.key)
             made = creator.create(fields(layer.fields), _RUNTIME) if creator else None
             if made is None:
                 return None

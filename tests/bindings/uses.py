@@ -43,6 +43,7 @@ OBJECTS = {
         "config": "IRuntimeConfig",
         "context": "IExecutionContext",
         "self._contexts[context]": "IExecutionContext",
+        "source": "IExecutionContext",
         "self._engine": "ICudaEngine",
         "self._runtime": "Runtime",
     },
@@ -53,6 +54,10 @@ OBJECTS = {
         "builder": "IExprBuilder",
         "desc": "PluginTensorDesc",
         "trt.get_plugin_registry()": "IPluginRegistry",
+    },
+    "trt/plugin/plugin_library.py": {
+        "registry": "IPluginRegistry",
+        "tensorrt.module.get_plugin_registry()": "IPluginRegistry",
     },
     "trt/plugin/plugin.py": {"desc": "PluginTensorDesc", "size": "IDimensionExpr"},
     "trt/plugin/versions.py": {"config": "IBuilderConfig"},

@@ -17,7 +17,7 @@ from tests.paths import GOLDEN
 from trt_kvcache.builder import build_engine as builder, checked_build
 from trt_kvcache.builder.attention_choice import AttentionBuild, AttentionChoice, BuildTarget, choose_attention
 from trt_kvcache.builder.build_engine import build_engine
-from trt_kvcache.builder.checked_build import build_target
+from trt_kvcache.builder.checked_build import build_target, use_device
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.checkpoint import Checkpoint
@@ -88,6 +88,14 @@ def test_variants_in_the_order_of_auto(target: BuildTarget, expected: tuple[str,
 )
 def test_a_variant_with_an_obstacle_is_left_out(target: BuildTarget, model: ModelConfig, options: dict[str, Any], variant: str) -> None:
     assert choose(target, model, **options).variant == variant
+
+
+@pytest.mark.parametrize("target", [rtx(), rtx(doctor_passed=True), full(10, 3), full(11, 4)])
+def test_a_plugin_library_is_for_plugin_attention(target: BuildTarget) -> None:
+    assert choose(target, has_plugin_library=True).variant == "plugin"
+    assert choose(target, has_plugin_library=True).others == choose(target, named="plugin", has_plugin_library=True).others == ()
+    with raises(ConfigError, "attention", expected="a variant that", got="none: plugin: head_dim"):
+        choose(target, ODD, has_plugin_library=True)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +240,28 @@ class TestTarget:
             write_verdict(DoctorVerdict("GPU", "580", str(found), passed, {}, "2026-11-26T10:00:00+00:00"))
         assert build_target(found, BuildOptions(compute_capabilities=capabilities)).doctor_passed is expected
 
+    def test_the_verdict_is_that_of_the_device_that_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checked_build, "gpu_and_driver", lambda device: (f"GPU {device}", "580"))
+        monkeypatch.setattr(checked_build, "compute_capability", lambda device: ("8.6", "8.9")[device])
+        found = self.tensorrt("tensorrt_rtx")
+        write_verdict(DoctorVerdict("GPU 1", "580", str(found), True, {}, "2026-11-26T10:00:00+00:00"))
+        assert [build_target(found, BuildOptions(device=device)).doctor_passed for device in (0, 1)] == [False, True]
+        full_tensorrt = self.tensorrt("tensorrt")
+        assert [build_target(full_tensorrt, BuildOptions(device=one)).compute_capabilities for one in (0, 1)] == [("8.6",), ("8.9",)]
+
+    def test_full_tensorrt_builds_for_the_device_that_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        current: list[int] = []
+        monkeypatch.setattr(checked_build, "find_gpu", lambda device: None if device < 2 else "there is no GPU 2")
+        monkeypatch.setattr(checked_build, "make_current", current.append)
+        use_device(self.tensorrt("tensorrt"), 1)
+        use_device(self.tensorrt("tensorrt_rtx"), 2)
+        assert current == [1]
+        with pytest.raises(ConfigError, match=r"^device: expected a GPU that tensorrt 11\.4\.0 can build for, got 2: there is no GPU 2"):
+            use_device(self.tensorrt("tensorrt"), 2)
+        monkeypatch.setattr(checked_build, "find_gpu", lambda device: "no cuda-python")
+        use_device(self.tensorrt("tensorrt"), 0)
+        assert current == [1]
+
     def test_full_tensorrt_builds_for_the_gpu_at_hand(self) -> None:
         assert build_target(self.tensorrt("tensorrt"), BuildOptions()).compute_capabilities == ("8.9",)
         assert build_target(self.tensorrt("tensorrt_rtx"), BuildOptions()).compute_capabilities is None
@@ -262,7 +292,7 @@ class TestCompilerFailures:
         """Variants that fail; filled by the test."""
         failing: list[str] = []
 
-        def serialize(definition: Any, options: ResolvedOptions, tensorrt: TensorRT, messages: Any, progress: Any) -> Any:
+        def serialize(definition: Any, config: Any, options: ResolvedOptions, tensorrt: TensorRT, messages: Any, progress: Any) -> Any:
             if options.attention in failing:
                 messages.add("MyelinCheckException: Expected 3 live inputs, got 4", is_error=True)
                 messages.fail(BuildError, "the engine could not be built")
@@ -289,6 +319,25 @@ class TestCompilerFailures:
         assert len(warned) == 2
         config = EngineFolder.open(tmp_path / "engine").config
         assert (config.attention_variant, config.cache.layout.value) == ("plugin", "combined")
+
+    @pytest.mark.trt
+    def test_what_the_compiler_was_not_asked_is_no_reason_for_the_next_variant(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A profile that TensorRT refuses for one variant, it refuses for all."""
+        made: list[str] = []
+
+        def refuse(definition: Any, options: ResolvedOptions, tensorrt: TensorRT, messages: Any) -> None:
+            made.append(options.attention)
+            messages.fail(BuildError, "optimisation profile decode: TensorRT refused it")
+
+        monkeypatch.setattr(builder, "make_config", refuse)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(BuildError, match=r"^optimisation profile decode: .*TensorRT says: [^.]*$"):
+                build_engine(model, tmp_path / "engine", **self.SIZES)
+        assert made == ["native"]
+        assert not (tmp_path / "engine").exists()
 
     @pytest.mark.trt
     def test_nothing_is_left_where_all_fail(self, model: Path, tmp_path: Path, failing: list[str]) -> None:

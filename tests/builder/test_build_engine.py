@@ -519,12 +519,26 @@ def test_plugin_attention_is_built_into_one_plan(tmp_path, options):
             {"operations": {"attention": "embedding"}, "attention": "native"},
             "operations: expected none with native attention, got attention.",
         ),
+        ({"plugin_library": "nowhere.so"}, "plugin_library: expected the file of a plugin library, got nowhere.so"),
+        ({"plugin_library": __file__, "attention": "mask"}, "plugin_library: expected plugin attention with it, got mask."),
+        ({"plugin_library": __file__, "plugin_layers": "segments"}, "plugin_library: expected with plugin_layers=one-plan, got segments"),
+        (
+            {"plugin_library": __file__, "operations": {"attention": "attention"}},
+            "plugin_library: expected no operations with it, got attention",
+        ),
     ],
 )
 def test_plugin_layers_and_operations_that_are_refused(tmp_path, options, message):
     with pytest.raises(ConfigError) as caught:
         build_engine(SHIPPED, tmp_path / "engine", **{"attention": "plugin", **options})
     assert str(caught.value).startswith(message)
+    assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.parametrize("attention", ["auto", "plugin"])
+def test_a_plugin_library_needs_plugin_layers(tmp_path, attention):
+    with raises(ConfigError, "plugin_library", expected="a model with attention layers", got="mamba2"):
+        build_engine(GOLDEN / "mamba2", tmp_path / "engine", attention=attention, plugin_library=__file__)
     assert not (tmp_path / "engine").exists()
 
 

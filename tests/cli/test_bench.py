@@ -249,3 +249,14 @@ def test_progress_says_which_case_runs_and_how_far_it_is(run: Run, monkeypatch: 
     monkeypatch.setattr(bench_module, "progress_display", display)
     assert run("bench", SHIPPED, *SMALL, "-b", 2, "--warmup", 0).code == 0
     assert seen == [(f"{test}, batch 2", done) for test in ("pp8", "tg3") for done in (0.0, 0.5, 1.0)]
+
+
+def test_drafts_are_counted(run: Run):
+    done = run("bench", SHIPPED, *FAST, "-p", 0, "-n", 60, "--draft", "ngram", "--json")
+    [row] = json.loads(done.out)["rows"]
+    assert 0 < row["draft_tokens"] >= row["accepted_tokens"]
+    table = run("bench", SHIPPED, *FAST, "-p", 0, "-n", 60, "--draft", "ngram")
+    assert f"drafts: {row['accepted_tokens']} of {row['draft_tokens']} tokens accepted (" in table.out + table.err
+    [fields] = csv.DictReader(io.StringIO(run("bench", SHIPPED, *FAST, "-p", 0, "-n", 60, "--draft", "ngram", "--csv").out))
+    assert (fields["draft_tokens"], fields["accepted_tokens"]) == (str(row["draft_tokens"]), str(row["accepted_tokens"]))
+    assert "drafts:" not in run("bench", SHIPPED, *SMALL).out

@@ -50,8 +50,10 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "dtype": None,
         "attention": "auto",
         "plugin_layers": "one-plan",
+        "plugin_library": None,
         "operations": None,
         "flavour": "auto",
+        "device": 0,
         "embed_weights": False,
         "compute_capabilities": None,
         "builder_optimization_level": None,
@@ -67,8 +69,10 @@ def test_options_reach_the_builder(run: Run, asked: dict[str, Any], tmp_path: Pa
     assert (asked["max_batch_size"], asked["max_sequence_length"], asked["max_prefill_length"]) == (3, 99, 17)
     assert (asked["dtype"], asked["attention"], asked["flavour"], asked["embed_weights"]) == ("float32", "mask", "tensorrt_rtx", True)
     assert asked["compute_capabilities"] == ["8.6", "12.0"]
-    run("build", SHIPPED, "-o", tmp_path, "--builder-optimization-level", 0, "--timing-cache", tmp_path / "timings")
-    assert (asked["builder_optimization_level"], asked["timing_cache"]) == (0, tmp_path / "timings")
+    run("build", SHIPPED, "-o", tmp_path, "--builder-optimization-level", 0, "--timing-cache", tmp_path / "timings", "--device", 1)
+    assert (asked["builder_optimization_level"], asked["timing_cache"], asked["device"]) == (0, tmp_path / "timings", 1)
+    run("build", SHIPPED, "-o", tmp_path, "--plugin-library", tmp_path / "plugins.so")
+    assert asked["plugin_library"] == tmp_path / "plugins.so"
     for given, expected in (("all", "all"), ("17", 17)):
         run("build", SHIPPED, "-o", tmp_path, "--max-logits-per-slot", given)
         assert asked["max_logits_per_slot"] == expected

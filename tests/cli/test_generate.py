@@ -216,9 +216,11 @@ def test_options_reach_the_session(run: Run, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(InferenceSession, "from_model", note)
     sizes = ["--max-batch-size", 3, "--max-sequence-length", 99, "--dtype", "float32", "--attention", "mask", "--flavour", "tensorrt_rtx"]
+    sizes += ["--plugin-layers", "segments"]
     run("generate", SHIPPED, *REFERENCE, "-p", "A", *sizes)
     assert callable(seen.pop("progress"))
     expected = {"max_batch_size": 3, "max_sequence_length": 99, "dtype": "float32", "attention": "mask", "flavour": "tensorrt_rtx"}
+    expected["plugin_layers"] = "segments"
     assert seen == {**expected, "engine": "numpy", "device": 0, "folder": SHIPPED, **OFF}
     seen.clear()
     run("generate", SHIPPED, "-p", "A", "-p", "B")
@@ -377,9 +379,37 @@ class TestEngines:
 
 
 @pytest.mark.parametrize(
-    "option", [("--max-batch-size", 2), ("--max-sequence-length", 9), ("--dtype", "float16"), ("--attention", "mask")], ids=str
+    "option",
+    [
+        ("--max-batch-size", 2),
+        ("--max-sequence-length", 9),
+        ("--dtype", "float16"),
+        ("--attention", "mask"),
+        ("--plugin-layers", "segments"),
+    ],
+    ids=str,
 )
 def test_options_that_an_engine_folder_fixes_are_refused(run: Run, engine: Path, option: tuple[str, object]):
     done = run("generate", engine, *REFERENCE, "-p", "A", *option)
     assert (done.code, done.out) == (1, "")
     assert done.err == f"error: {option[0]}: expected with a Hugging Face folder only; {engine} is an engine folder, built with its own.\n"
+
+
+def test_drafts_change_no_text_and_are_counted(run: Run):
+    prompt = "Down the Rabbit-Hole. Down the Rabbit-Hole. Down the"
+    plain = run("generate", SHIPPED, *REFERENCE, "-p", prompt, "-n", 200, "--ignore-eos", "--json")
+    done = run("generate", SHIPPED, *REFERENCE, "-p", prompt, "-n", 200, "--ignore-eos", "--json", "--draft", "ngram")
+    found, expected = json.loads(done.out), json.loads(plain.out)
+    assert found["answers"] == expected["answers"]
+    counts = found["statistics"]
+    assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"]
+    assert counts["acceptance_rate"] == counts["accepted_tokens"] / counts["draft_tokens"]
+    assert counts["decode_steps"] == expected["statistics"]["decode_steps"] - counts["accepted_tokens"]
+    assert f", {counts['accepted_tokens']} of {counts['draft_tokens']} draft tokens accepted; cache " in done.err
+    assert "draft" not in plain.err
+
+
+def test_another_draft_is_wrong_usage(run: Run):
+    done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--draft", "eagle")
+    assert done.code == 2
+    assert "expected one of ngram, got 'eagle'" in done.err

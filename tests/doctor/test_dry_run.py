@@ -21,6 +21,6 @@ def test_all_checks_pass_in_a_dry_run(tmp_path):
     written = json.loads(out.read_text(encoding="utf-8"))
     assert written["dry_run"] is True
     assert {written["statuses"][name] for name in ("A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "K")} == {"passed"}
-    assert {written["statuses"][name] for name in ("native", "mask", "plugin")} == {"passed"}
+    assert {written["statuses"][name] for name in ("native", "mask", "plugin", "segments")} == {"passed"}
     assert str(ROOT) not in out.read_text(encoding="utf-8")
     assert not list((tmp_path / "cache").rglob("*.json")), "a dry run keeps no verdict"

@@ -55,7 +55,7 @@ def test_each_check_is_one_line_and_its_verdict_is_kept(monkeypatch):
     verdict = kept()
     assert verdict.passed
     assert {verdict.checks[letter] for letter in "ABCDEFGHIJK"} == {"passed"}
-    assert (verdict.checks["plugin"], verdict.checks["native"]) == ("passed", "not here")
+    assert [verdict.checks[name] for name in ("native", "mask", "plugin", "segments")] == ["not here", "not here", "passed", "not here"]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,8 @@ def test_each_check_is_one_line_and_its_verdict_is_kept(monkeypatch):
         ("passed", "passed", "native", True),
         ("passed", "failed", "native", True),  # TensorRT's own attention says nothing about ours
         ("passed", "failed", "mask", True),
+        ("passed", "failed", "segments", True),  # the other form: auto chooses the one plan
+        ("failed", "passed", "segments", False),
         ("passed", "failed", "torch", False),
         ("passed", "failed", "", False),
         ("failed", "passed", "native", False),

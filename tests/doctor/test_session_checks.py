@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from tests.paths import ROOT
-from trt_kvcache.doctor import stale_rows
+from trt_kvcache.cache.layout import KVLayout
+from trt_kvcache.doctor import stale_rows, subjects
 from trt_kvcache.doctor.cases import Case, NotHere
 from trt_kvcache.doctor.checks import compilation, engines, first_steps, graphs, greedy, memory, sessions, timing
 from trt_kvcache.doctor.models import shipped_model, shipped_model_folder, tiny_model, wide_model
 from trt_kvcache.doctor.results import CheckResult
 from trt_kvcache.doctor.settings import Settings
 from trt_kvcache.doctor.subjects import TENSORRT, Subject, case_name, open_reference
+from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BuildError, EngineError
 
 
@@ -202,6 +204,17 @@ def test_failed_build_is_a_failure_of_its_variant_alone(settings, log, monkeypat
     assert statuses[case_name("native", model, "float16")] == "failed"
     assert statuses[case_name("mask", model, "float16")] == "not here"
     assert statuses[case_name("plugin", model, "float16")] == "passed"
+    assert statuses[case_name("segments", model, "float16")] == "not here", "they are for TensorRT for RTX"
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize(("variant", "count"), [("plugin", 1), ("segments", 3)])
+def test_both_forms_of_plugin_attention_are_built(settings, variant, count):
+    """The dry run opens them with the NumPy engine."""
+    with Subject("tensorrt", variant).open(settings, wide_model(settings), "float16") as session:
+        assert session.cache_config.kv.layout is KVLayout.COMBINED
+    config = EngineFolder.open(subjects.engine_folder(settings, wide_model(settings), "float16", variant)).config
+    assert (1 if config.segments is None else len(config.segments.plans)) == count
 
 
 def test_engine_that_check_c_refused_is_left_out(settings):

@@ -17,6 +17,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.config_reader import read_config
 from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.engine_folder.records import FileRecord
 from trt_kvcache.errors import EngineError
 
 #: What nothing else in a config.json depends on: any value of the right kind may stand there.
@@ -48,6 +49,26 @@ def test_config_is_plain_json(model: Path) -> None:
     assert data["format"] == 8
     assert data["producer"]["name"] == "trt-kvcache"
     assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
+
+
+def test_a_plugin_library_is_recorded(model: Path) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        config = make_config(checkpoint, attention_variant="plugin", plugin_library=FileRecord.of([b"library"]))
+        without = make_config(checkpoint, attention_variant="plugin")
+    data = json.loads(json.dumps(config.to_dict()))
+    assert read_config(data) == config
+    assert data["plugin_library"]["nbytes"] == 7
+    assert config.network_facts() == without.network_facts()
+    del data["plugin_library"]  # folders of before
+    assert read_config(data).plugin_library is None
+
+
+@pytest.mark.parametrize("changes", [{"attention_variant": "mask"}, {"segmented": True}])
+def test_a_plugin_library_without_plugin_layers_is_refused(model: Path, changes: dict[str, Any]) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        data = make_config(checkpoint, plugin_library=FileRecord.of([b"library"]), **changes).to_dict()
+    with raises(EngineError, "plugin_library", expected="none without plugin layers"):
+        read_config(data)
 
 
 def with_more_logits(model: Path, *, segmented: bool = False) -> EngineFolderConfig:

@@ -103,6 +103,7 @@ class FakeTensorRT:
         self.capturable, self.whole = True, None  # the whole, of a segment
         self.activations = (3000, 5000, 4000)  # the first is not the largest
         self.run = lambda context: None  # what a step does
+        self.enqueued = []  # contexts, in order, of all segments
 
     def record(self, name, *details):
         """Note a call; log what is to be logged for it; say whether it succeeds."""
@@ -119,6 +120,9 @@ class FakeTensorRT:
             def __init__(self, logger):
                 fake.logger = logger
                 fake.record("Runtime")
+
+            def __setattr__(self, name, value):
+                fake.record(name, value)
 
             def deserialize_cuda_engine(self, plan):
                 ok = fake.record("deserialize_cuda_engine", bytes(plan))
@@ -232,6 +236,7 @@ class _Context(_Part):
         super().__init__(fake)
         self.profile, self.shapes, self.memory = 0, {}, None
         self.addresses = {}
+        self.changes = 0  # of shapes and addresses
 
     def set_optimization_profile_async(self, index, stream):
         self.profile, self.shapes = index, {}
@@ -242,10 +247,15 @@ class _Context(_Part):
         self.fake.record("set_device_memory", nbytes)
 
     def set_tensor_address(self, name, address):
+        self.changes += 1
         self.addresses[name] = address
         return self.fake.record("set_tensor_address", self.profile, name, address)
 
+    def get_tensor_address(self, name):
+        return self.addresses[name]
+
     def set_input_shape(self, name, shape):
+        self.changes += 1
         ok = self.fake.record("set_input_shape", self.profile, name, shape)
         if ok:
             self.shapes[name] = shape
@@ -265,6 +275,7 @@ class _Context(_Part):
 
     def execute_async_v3(self, stream):
         self.fake.run(self)
+        (self.fake.whole or self.fake).enqueued.append(self)
         return self.fake.record("execute_async_v3", self.profile, stream)
 
 

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from tests.helpers.errors import raises
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.attention_params import score_factors
+from trt_kvcache.kernels.attention_tiles import MAX_SCORE_FACTOR, MIN_SCORE_FACTOR
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_FIELD_VALUES, QUANTIZED_ATTRIBUTE_TYPES
 from trt_kvcache.trt.plugin import AttentionAttributes
 
@@ -112,3 +115,17 @@ def test_plugin_fields_that_are_refused(fields, parts):
 def test_values_out_of_range_are_refused(changed, parts):
     with raises(ConfigError, *parts):
         AttentionAttributes(**LEAST | changed)
+
+
+_FACTORS = st.floats(MIN_SCORE_FACTOR, MAX_SCORE_FACTOR)
+
+
+@given(scale=_FACTORS, softcap=st.one_of(st.just(0.0), _FACTORS))
+def test_scale_and_softcap_of_an_onnx_attribute_reach_the_kernel_within_float32_rounding(scale, softcap):
+    """The network API stores doubles and ONNX float32; the kernel reads float32 factors that are made of them."""
+    exact = AttentionAttributes(**LEAST, scale=scale, softcap=softcap)
+    fields = [field(name, "FLOAT32", np.float32(value)) for name, value in (("scale", scale), ("softcap", softcap))]
+    rounded = AttentionAttributes.from_plugin_fields([*fields, *(field(name, "INT32", value) for name, value in LEAST.items())])
+    factors = [np.float32(score_factors(one.score_scale, one.softcap)) for one in (exact, rounded)]
+    # Two roundings at most of the attributes, and one of each factor, of half a unit in the last place.
+    np.testing.assert_allclose(factors[1], factors[0], rtol=4 * 2.0**-24, atol=0)

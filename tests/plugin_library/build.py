@@ -62,14 +62,23 @@ def rtx_library() -> Path | None:
 
 
 def build_library(
-    name: str = "empty", archs: Sequence[str] = (), variants: Sequence[str] = (), kv_dtypes: Sequence[str | None] = ()
+    name: str = "empty",
+    archs: Sequence[str] = (),
+    variants: Sequence[str] = (),
+    kv_dtypes: Sequence[str | None] = (),
+    *,
+    is_ptx: bool = False,
 ) -> Path:
-    """Return the path of a library with these kernels; without any, it can do all that a build of an engine needs."""
+    """Return the path of a library with these kernels; without any, it can do all that a build of an engine needs.
+
+    With ``is_ptx`` it takes their machine code for PTX, as the emulated device has no other.
+    """
     embed = embed_kernels()
     kernels = embed.kernels_of(archs, variants, kv_dtypes)
+    table = [one._replace(is_ptx=is_ptx) for one in kernels]
 
     def make(folder: Path) -> None:
-        embed.write(kernels, embed.compile_all(kernels), folder / "kernels")
+        embed.write(table, embed.compile_all(kernels), folder / "kernels")
         _CMAKE.mkdir(parents=True, exist_ok=True)
         with (_CMAKE / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 from tests.bindings.plugin_calls import Creator, Plugin, fields
+from tests.bindings.stand_in import creators_in
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
 from trt_kvcache.trt.plugin.versions import plugin_version
 
@@ -18,12 +18,7 @@ DATA_TYPES = {"float32": 0, "float16": 1, "int32": 3, "bfloat16": 7, "int64": 8}
 
 def creators_of(library: Path) -> dict[str, Creator]:
     """Return the creators by version."""
-    count = ctypes.c_int32()
-    get = ctypes.CDLL(str(library)).getCreators
-    get.restype = ctypes.POINTER(ctypes.c_void_p)
-    found = get(ctypes.byref(count))
-    creators = [Creator(address) for address in found[: count.value]]
-    return {creator.key[1].decode(): creator for creator in creators}
+    return {creator.key[1].decode(): creator for creator in creators_in(library).values()}
 
 
 def create(library: Path, attributes: AttentionAttributes, phase: int = RUNTIME) -> Plugin:

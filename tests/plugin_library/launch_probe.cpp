@@ -61,7 +61,7 @@ CudaDriver const& CudaDriver::get() {
 
 void CudaDriver::check(CUresult, char const*) const {}
 
-CUkernel load_kernel(unsigned char const*, char const* name, CUdevice, int32_t nbytes) {
+CUkernel load_kernel(Image const&, char const* name, CUdevice, int32_t nbytes) {
     names.push_back(name);
     shared_nbytes.push_back(nbytes);
     return reinterpret_cast<CUkernel>(names.size());
@@ -77,7 +77,7 @@ __attribute__((visibility("default"))) int64_t launches_of(int32_t arch, char co
     names.clear();
     shared_nbytes.clear();
     AttentionSizes const given{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
-    AttentionCall const call(*attributes, given, dtype, {0, arch, multiprocessors});
+    AttentionCall const call(*attributes, given, dtype, {0, arch, multiprocessors, 227 << 10});
     written = found;
     lengths = counts;
     call.run(*addresses, nullptr);

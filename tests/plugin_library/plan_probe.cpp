@@ -4,11 +4,12 @@
 using namespace trt_kvcache;
 
 // Sizes of a call in; out: 1 for a decode kernel, and the launch: see tests/plugin_library/test_launch_plan.py.
-extern "C" __attribute__((visibility("default"))) void plan_of(char const* arch, char const* dtype,
-                                                               char const* kv_dtype, int64_t const* sizes,
-                                                               int64_t multiprocessors, int64_t* plan) {
+extern "C" __attribute__((visibility("default"))) void plan_of(int32_t arch, char const* dtype, char const* kv_dtype,
+                                                               int64_t const* sizes, int64_t multiprocessors,
+                                                               int64_t* plan) {
     AttentionShape const shape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], kv_dtype != nullptr};
-    AttentionKernels const& kernels = find_kernels(arch, dtype, static_cast<int32_t>(shape.head_dim), kv_dtype);
+    AttentionKernels const& kernels =
+        find_kernels(arch, 227 << 10, dtype, static_cast<int32_t>(shape.head_dim), kv_dtype);
     DecodePlan decode;
     if (plan_decode(kernels, shape, multiprocessors, decode)) {
         int64_t const flagged = flagged_rows_of(decode, shape, multiprocessors);

@@ -142,6 +142,19 @@ def test_shapes_may_change_between_steps(library, memory, stream):
     larger.check("float16")
 
 
+@needs_standin
+def test_kernels_that_the_driver_has_compiled_are_said_once(memory, stream, capfd):
+    """PTX, for which the emulated device takes its machine code."""
+    library = build_library(f"{memory.arch}-ptx", [memory.arch], ["float16-128"], [None], is_ptx=True)
+    for name in ("groups", "window"):
+        bound = LibraryBound(library, _PLAIN[name], memory, stream)
+        bound.enqueue()
+        bound.check(_PLAIN[name].dtype)
+    assert capfd.readouterr().err == (
+        "The plugin library has no machine code for this GPU: the driver has compiled its PTX. Build the library for it.\n"
+    )
+
+
 def test_kernels_that_the_library_has_not_are_named(library, memory, stream, capfd):
     bound = LibraryBound(library, replace(_CASES["groups"], head_dim=96), memory, stream)
     with pytest.raises(AssertionError):

@@ -79,8 +79,8 @@ def test_plans_are_those_of_python(probe, arch):
         for batch, width, tokens, kv_heads, group, multiprocessors in cases(number, head_dim):
             sizes = (batch, width, tokens, kv_heads, group, head_dim)
             found = (ctypes.c_int64 * 9)()
-            names = [name and name.encode() for name in (arch, dtype, kv_dtype)]
-            probe.plan_of(*names, (ctypes.c_int64 * 6)(*sizes), ctypes.c_int64(multiprocessors), found)
+            names = [name and name.encode() for name in (dtype, kv_dtype)]
+            probe.plan_of(int(arch[3:]), *names, (ctypes.c_int64 * 6)(*sizes), ctypes.c_int64(multiprocessors), found)
             assert list(found) == python_plan(arch, dtype, kv_dtype, *sizes, multiprocessors), (sizes, multiprocessors, dtype, kv_dtype)
             kinds.add(tuple(found[:2]))
     assert {(1, 0), (1, 1), (0, 0), (0, 2), (0, 4), (0, 5)} <= kinds  # so random shapes reach every kernel that each architecture has

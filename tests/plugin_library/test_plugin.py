@@ -162,10 +162,16 @@ def collection(values):
 _FIELDS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 
 
-@pytest.mark.parametrize("fields", [_FIELDS | {"scale": (0.5, "FLOAT32")}, _FIELDS | {"window": (2**31 - 1, "INT64")}])
+_ROUNDED = {"scale": (0.1, "FLOAT32"), "softcap": (30.1, "FLOAT32")}
+_SMALLEST = {"scale": (1e-6, "FLOAT32")}  # rounds to less than the limit
+
+
+@pytest.mark.parametrize(
+    "fields", [_FIELDS | {"scale": (0.5, "FLOAT32")}, _FIELDS | _ROUNDED, _FIELDS | _SMALLEST, _FIELDS | {"window": (2**31 - 1, "INT64")}]
+)
 def test_other_types_are_taken_if_the_value_fits(library, fields):
     plugin = creators_of(library)["1"].create(collection(fields.items()), BUILD)
-    given = {name: value[0] if isinstance(value, tuple) else value for name, value in fields.items()}
+    given = {name: _FIELD_TYPES[value[1]][1](value[0]).value if isinstance(value, tuple) else value for name, value in fields.items()}
     attributes = AttentionAttributes(**given)
     assert plugin.serialized() == {name: array[0] for name, array in attributes.plugin_field_arrays().items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import LayoutError
@@ -217,6 +217,15 @@ class TestBuckets:
         for count in range(64, 1500):
             rows = sum(self.widths(count, max_width=max_width))
             assert (rows - count) * 8 <= rows
+
+    @example(count=110, length=5, room=40, max_width=512)  # 18 of 128 rows would be padding
+    @given(count=st.integers(64, 1500), length=st.integers(0, 300), room=st.integers(0, 70), max_width=st.integers(1, 600))
+    def test_so_it_is_for_every_length_and_room_and_nothing_is_written_past_s(self, count, length, room, max_width):
+        limit = length + count + room
+        chunks = plan_chunks([length], [count], max_width=max_width, max_sequence_length=limit, buckets=in_buckets(max_width))
+        rows = sum(chunk.width for chunk in chunks)
+        assert (rows - count) * 8 <= rows
+        run(chunks, [length], [count], max_width=max_width, limit=limit, can_start_at=even)
 
     def test_the_longest_row_of_the_slots_counts(self):
         assert self.widths(3, 112, 64) == [128]

@@ -259,9 +259,18 @@ class TestModel:
         session.close()
         assert not place.parent.exists()
 
-    @pytest.mark.parametrize(("given", "asked_for"), [({}, "auto"), ({"attention": "auto"}, "auto"), ({"attention": "mask"}, "mask")])
+    @pytest.mark.parametrize(
+        ("given", "asked_for"),
+        [
+            ({}, ("auto", "one-plan", 0)),
+            ({"attention": "auto"}, ("auto", "one-plan", 0)),
+            ({"attention": "mask"}, ("mask", "one-plan", 0)),
+            ({"attention": "plugin", "plugin_layers": "segments"}, ("plugin", "segments", 0)),
+            ({"device": 1}, ("auto", "one-plan", 1)),
+        ],
+    )
     @pytest.mark.usefixtures("gpu")
-    def test_the_build_chooses_the_attention_of_an_engine(self, model, monkeypatch, given, asked_for):
+    def test_the_options_of_the_build_of_an_engine(self, model, monkeypatch, given, asked_for):
         asked = {}
 
         def build(path, target, *, progress, **options):
@@ -271,7 +280,33 @@ class TestModel:
         monkeypatch.setattr(opening, "build_engine", build)
         with pytest.raises(BuildError, match="enough seen"):
             InferenceSession.from_model(model, engine="tensorrt", **given)
-        assert asked["attention"] == asked_for
+        assert tuple(asked[name] for name in ("attention", "plugin_layers", "device")) == asked_for
+
+    @pytest.mark.parametrize(
+        ("given", "logits"),
+        [({}, 17), ({"max_prefill_length": 11}, 11), ({"max_logits_per_slot": 5}, 5), ({"max_logits_per_slot": "all"}, "all")],
+    )
+    @pytest.mark.usefixtures("gpu")
+    def test_an_engine_that_is_built_for_drafts_can_verify_them(self, model, monkeypatch, given, logits):
+        asked = {}
+
+        def build(path, target, *, progress, **options):
+            asked.update(vars(BuildOptions.of(options)))
+            raise BuildError("enough seen")
+
+        monkeypatch.setattr(opening, "build_engine", build)
+        with pytest.raises(BuildError, match="enough seen"):
+            InferenceSession.from_model(model, engine="tensorrt", draft="ngram", **given)
+        assert asked["max_logits_per_slot"] == logits
+
+    def test_an_engine_folder_without_the_logits_of_several_tokens_refuses_drafts(self, folder, gpu, monkeypatch):
+        with pytest.raises(ConfigError) as error:
+            InferenceSession.open(folder, engine="tensorrt", draft="ngram")
+        assert str(error.value).startswith(
+            "draft: expected an engine with the logits of 2 new tokens per slot or more, got one with those of 1."
+        )
+        assert "trt-kvcache build --max-logits-per-slot" in str(error.value)
+        assert not gpu.opened[-1][1].memory.live_nbytes if hasattr(gpu.opened[-1][1], "memory") else True
 
     @pytest.mark.parametrize("given", [{}, {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}])
     def test_a_build_has_the_sizes_of_a_session_in_numpy(self, model, given):

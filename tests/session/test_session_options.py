@@ -50,6 +50,7 @@ def test_options_that_a_build_has_fixed_are_named():
         ({"max_logits_per_slot": "every"}, ConfigError, "max_logits_per_slot: expected a number of new tokens or 'all', got 'every'."),
         ({"dtype": "int8"}, ConfigError, "dtype: expected one of "),
         ({"attention": "flash"}, ConfigError, "attention: expected one of auto, native, mask, plugin, got 'flash'."),
+        ({"plugin_layers": "cut"}, ConfigError, "plugin_layers: expected one of one-plan, segments, got 'cut'."),
     ],
 )
 def test_what_is_refused(options, kind, text):

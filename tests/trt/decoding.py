@@ -14,7 +14,8 @@ class Decoding:
 
     def __init__(self, engine, fake, memory, *, profile=1, **sizes):
         self.engine, self.fake, self.memory = engine, fake, memory
-        self.stream = GraphStream(0x77, fake.calls)
+        self.stream = GraphStream(0x77, fake.calls, fake.enqueued)
+        self.closed = []  # numbers of graphs
         engine.use_profile(profile)
         self.bound = make_ready(engine, memory, **sizes)
 
@@ -23,7 +24,10 @@ class Decoding:
         self.fake.calls.clear()
         for _ in range(count):
             self.engine.enqueue(self.stream)
+        self.closed += [call[1] for call in self.fake.calls if call[0] == "graph.close"]
         return steps_of(self.fake.calls)
 
     def bind_other_logits(self):
-        self.engine.bind("logits", tensor(self.memory, (BATCH, VOCAB), "float32"))
+        other = tensor(self.memory, (BATCH, VOCAB), "float32")
+        self.engine.bind("logits", other)
+        return other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,23 +17,47 @@ from trt_kvcache.trt.cuda_graphs import MAX_GRAPHS, MAX_REFUSALS, RUNS_BEFORE_RE
 HANDLE = 0x77
 
 
+class Copy:
+    """A copy of work."""
+
+    def __init__(self, scene: Scene, key: Hashable) -> None:
+        self.scene, self.key = scene, key
+
+    def run(self, stream: Any) -> None:
+        self.scene.calls.append(("copy", self.key))
+        if self.scene.stream.is_building and self.scene.capture_error is not None:
+            raise self.scene.capture_error("LOST")
+
+    def refusal(self, stream: Any) -> str | None:
+        return self.scene.refusal
+
+    def close(self) -> None:
+        self.scene.calls.append(("copy.close", self.key))
+
+
 class Scene:
     """A cache of graphs, a stream, and what was called on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.calls: list[Any] = []
         self.memory = FakeGpuMemory()
         self.stream = GraphStream(HANDLE, self.calls)
-        self.graphs = CudaGraphCache(self.memory)
+        self.graphs = CudaGraphCache(self.memory, **options)
+        self.refusal: str | None = None
+        self.copy_error: type[Exception] | None = None
+        self.capture_error: type[Exception] | None = None
 
-    def run(self, key: Hashable, stream: Any = None, refusal: Callable[[Any], str | None] = lambda stream: None) -> bool:
-        def work(stream: Any) -> None:
-            self.calls.append(("eager", key))
+    def run(self, key: Hashable, times: int = 1, *, stream: Any = None) -> list[Any]:
+        """Run the work of a key so many times; return the calls."""
 
-        return self.graphs.run(key, stream or self.stream, work, refusal)
+        def copy(on: Any) -> Copy:
+            assert on is (stream or self.stream)
+            if self.copy_error is not None:
+                raise self.copy_error("NO ROOM")
+            return Copy(self, key)
 
-    def take(self) -> list[Any]:
-        """Return the calls so far, and forget them."""
+        for _ in range(times):
+            self.graphs.run(key, stream or self.stream, SimpleNamespace(run=lambda on: self.calls.append(("eager", key)), copy=copy))
         taken = self.calls[:]
         self.calls.clear()
         return taken
@@ -43,95 +68,86 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_work_runs_eagerly_the_first_time(scene: Scene) -> None:
-    assert scene.run("a")
-    assert scene.take() == [("eager", "a")]
+def graph(number: int) -> tuple[Any, ...]:
+    return ("graph", number, HANDLE)
 
 
-def test_work_is_captured_and_launched_the_second_time(scene: Scene) -> None:
-    scene.run("a")
-    scene.take()
-    assert not scene.run("a")
-    assert scene.take() == [("eager", "a"), ("captured",), ("graph", 1, HANDLE)]
-
-
-def test_work_is_replayed_from_the_third_time_on(scene: Scene) -> None:
-    for _ in range(2):
-        scene.run("a")
-    scene.take()
-    for _ in range(3):
-        assert not scene.run("a")
-    assert scene.take() == [("graph", 1, HANDLE)] * 3
+def test_work_runs_eagerly_then_as_a_copy_and_is_captured_the_third_time(scene: Scene) -> None:
+    assert scene.run("a") == [("eager", "a")]
+    assert scene.run("a") == [("copy", "a")]
+    assert scene.run("a") == [("copy", "a"), ("captured",), graph(1)]
+    assert scene.run("a", 3) == [graph(1)] * 3
 
 
 def test_each_key_has_a_graph_of_its_own(scene: Scene) -> None:
-    for key in "abab":
+    for key in "ababab":
         scene.run(key)
-    scene.take()
-    scene.run("b")
-    scene.run("a")
-    assert scene.take() == [("graph", 2, HANDLE), ("graph", 1, HANDLE)]
+    assert scene.run("b") + scene.run("a") == [graph(2), graph(1)]
+
+
+def test_rare_work_has_no_copy() -> None:
+    scene = Scene(eager_runs=5)
+    assert scene.run("a", 5) == [("eager", "a")] * 5
+    assert scene.run("a", 2) == [("copy", "a"), ("copy", "a"), ("captured",), graph(1)]
 
 
 def test_nothing_is_captured_while_it_is_refused(scene: Scene) -> None:
-    for _ in range(3):
-        assert scene.run("a", refusal=lambda stream: "not yet")
-    assert scene.take() == [("eager", "a")] * 3
+    scene.refusal = "not yet"
+    assert scene.run("a", 4) == [("eager", "a"), *[("copy", "a")] * 3]
     assert scene.graphs.refusals == ["not yet"]
-    assert not scene.run("a")
+    scene.refusal = None
+    assert scene.run("a")[-1] == graph(1)
 
 
 def test_the_reasons_that_are_kept_are_few(scene: Scene) -> None:
+    scene.run("a", 2)
     for number in range(2 * MAX_REFUSALS):
-        scene.run("a", refusal=lambda stream, number=number: f"reason {number}")  # type: ignore[misc]
-    assert scene.graphs.refusals == [f"reason {number}" for number in range(1, 1 + MAX_REFUSALS)]  # the first run asks nothing
+        scene.refusal = f"reason {number}"
+        scene.run("a")
+    assert scene.graphs.refusals == [f"reason {number}" for number in range(MAX_REFUSALS)]
 
 
 def test_work_becomes_part_of_a_capture_that_is_under_way(scene: Scene) -> None:
-    for _ in range(2):
-        scene.run("a")
-    scene.take()
+    scene.run("a", 3)
     scene.memory.is_capturing = lambda stream: True  # type: ignore[method-assign]
-    assert not scene.run("a")
-    assert scene.take() == [("eager", "a")]
+    assert scene.run("a") == [("eager", "a")]
 
 
 def test_a_stream_that_cannot_capture_runs_eagerly(scene: Scene) -> None:
-    for _ in range(3):
-        assert not scene.run("a", stream=FakeStream(2))
-    assert scene.take() == [("eager", "a")] * 3
+    assert scene.run("a", 4, stream=FakeStream(2)) == [("eager", "a")] * 4
 
 
 def test_the_least_recently_used_graph_is_closed_after_a_wait(scene: Scene) -> None:
     for key in range(MAX_GRAPHS):
-        scene.run(key)
-        scene.run(key)
+        scene.run(key, 3)
     scene.run(0)  # graph 2 is now the oldest
-    scene.take()
     assert scene.stream.synced == 0
-    scene.run("one more")
-    scene.run("one more")
+    calls = scene.run("one more", 2)
     assert scene.stream.synced == 1
-    assert [call for call in scene.take() if call[0] == "graph.close"] == [("graph.close", 2)]
+    assert calls == [("eager", "one more"), ("graph.close", 2), ("copy.close", 1), ("copy", "one more")]
+
+
+def test_a_cache_may_keep_fewer_graphs() -> None:
+    scene = Scene(max_graphs=2)
+    calls = scene.run("a", 3) + scene.run("b", 3) + scene.run("c", 3)
+    assert [call for call in calls if "close" in call[0]] == [("graph.close", 1), ("copy.close", "a")]
 
 
 def test_keys_that_never_come_back_push_no_graph_out(scene: Scene) -> None:
-    scene.run("kept")
-    scene.run("kept")
+    scene.run("kept", 3)
     for key in range(2 * MAX_GRAPHS):
         scene.run(key)
-    scene.take()
-    assert not scene.run("kept")
-    assert scene.take() == [("graph", 1, HANDLE)]
+    assert scene.run("kept") == [graph(1)]
 
 
-def test_close_closes_every_graph_once(scene: Scene) -> None:
-    for key in "aabb":
-        scene.run(key)
-    scene.take()
+def test_close_closes_every_graph_and_copy_once(scene: Scene) -> None:
+    for key, times in (("a", 3), ("b", 3), ("c", 2), ("d", 1)):
+        scene.run(key, times)
     scene.graphs.close()
     scene.graphs.close()
-    assert sorted(scene.take()) == [("graph.close", 1), ("graph.close", 2)]
+    closed = [("copy.close", "a"), ("copy.close", "b"), ("copy.close", "c"), ("graph.close", 1), ("graph.close", 2)]
+    assert sorted(scene.calls) == closed
+    assert scene.calls.index(("graph.close", 1)) < scene.calls.index(("copy.close", "a"))
 
 
 def failing(error: type[Exception]) -> Callable[..., Any]:
@@ -152,47 +168,45 @@ def test_a_capture_that_fails_is_tried_again_after_more_eager_runs(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(scene.stream, "complete", failing(error))
-        scene.run("a")
+        scene.run("a", 2)
         with pytest.warns(RuntimeWarning, match="a step could not be captured in a CUDA graph and runs without one for now: LOST"):
-            assert scene.run("a")
+            assert scene.run("a")[-1] == ("copy", "a")
         assert scene.graphs.refusals == ["LOST"]
-        scene.take()
-        for _ in range(RUNS_BEFORE_RETRY - 1):
-            assert scene.run("a")
-        assert scene.take() == [("eager", "a")] * (RUNS_BEFORE_RETRY - 1)
-        assert scene.run("a")
-        assert ("captured",) in scene.take(), "tried again"
-        for _ in range(2 * RUNS_BEFORE_RETRY - 1):
-            assert scene.run("a")
-        assert ("captured",) not in scene.take(), "the second wait is longer"
-    assert not scene.run("a")
+        assert scene.run("a", RUNS_BEFORE_RETRY - 1) == [("copy", "a")] * (RUNS_BEFORE_RETRY - 1)
+        assert ("captured",) in scene.run("a"), "tried again"
+        assert ("captured",) not in scene.run("a", 2 * RUNS_BEFORE_RETRY - 1), "the second wait is longer"
+    assert scene.run("a")[-1] == graph(3)
+
+
+def test_work_that_cannot_be_copied_runs_eagerly_and_is_tried_again(scene: Scene, error: type[Exception]) -> None:
+    scene.copy_error = error
+    scene.run("a")
+    with pytest.warns(RuntimeWarning, match="a step could not be captured in a CUDA graph and runs without one for now: NO ROOM"):
+        assert scene.run("a") == [("eager", "a")]
+    assert scene.graphs.refusals == ["NO ROOM"]
+    scene.copy_error = None
+    assert scene.run("a", RUNS_BEFORE_RETRY) == [("eager", "a")] * RUNS_BEFORE_RETRY
+    assert scene.run("a", 2)[-1] == graph(1)
 
 
 def test_a_capture_that_fails_is_ended(scene: Scene, error: type[Exception]) -> None:
-    def work(stream: Any) -> None:
-        if scene.stream.is_building:
-            raise error("LOST")
-
-    scene.graphs.run("a", scene.stream, work, lambda stream: None)
+    scene.capture_error = error
+    scene.run("a", 2)
     with pytest.warns(RuntimeWarning, match="LOST"):
-        assert scene.graphs.run("a", scene.stream, work, lambda stream: None)
+        assert scene.run("a") == [("copy", "a"), ("captured",), ("copy", "a")]
     assert not scene.stream.is_building
-    assert scene.take() == [("captured",)]
 
 
 def test_only_the_first_failing_capture_is_warned_of(scene: Scene, error: type[Exception]) -> None:
     scene.stream.complete = failing(error)  # type: ignore[method-assign]
-    scene.run("a")
+    scene.run("a", 2)
     with pytest.warns(RuntimeWarning, match="LOST"):
         scene.run("a")
-    scene.run("b")
-    assert scene.run("b")  # a warning would be an error
+    assert scene.run("b", 3)[-1] == ("copy", "b")  # a warning would be an error
 
 
 def test_a_graph_that_cannot_be_launched_is_an_error(scene: Scene) -> None:
-    for _ in range(2):
-        scene.run("a")
-    graph = scene.graphs._graphs["a"]
-    graph.launch = failing(cuda_core_error())
+    scene.run("a", 3)
+    scene.graphs._entries["a"].graph.launch = failing(cuda_core_error())
     with pytest.raises(CudaError, match=r"^the CUDA graph of a step cannot be launched: LOST$"):
         scene.run("a")

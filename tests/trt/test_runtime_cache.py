@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from trt_kvcache._util.file_lock import file_lock
-from trt_kvcache.trt.runtime_cache import MAX_FILES, RuntimeCacheFile
+from trt_kvcache.memory.host_memory import HostMemory
+from trt_kvcache.trt.runtime_cache import MAX_FILES, RuntimeCache, RuntimeCacheFile
 
 KEY = ("sha of the plan", "GPU", "uuid", "8.9", "13000", "tensorrt_rtx", "1.7.1")
 
@@ -97,3 +98,64 @@ def test_a_writer_waits_for_another_process(tmp_path: Path) -> None:
         assert not file.path.exists()
     writer.join()
     assert file.read() == b"kernels"
+
+
+class Compiled:
+    """An ``IRuntimeCache`` that notes the threads that serialise it."""
+
+    def __init__(self) -> None:
+        self.content, self.threads = b"kernels", list[int]()
+
+    def deserialize(self, blob: bytes) -> bool:
+        return blob == self.content
+
+    def serialize(self) -> bytes:
+        self.threads.append(threading.get_ident())
+        return self.content
+
+
+@pytest.fixture
+def compiled() -> Compiled:
+    return Compiled()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, compiled: Compiled) -> RuntimeCache:
+    cache = RuntimeCache(RuntimeCacheFile(KEY, folder=tmp_path), HostMemory())
+    assert cache.open(lambda: compiled) is compiled
+    return cache
+
+
+def test_saving_waits_for_no_file_and_closing_does(tmp_path: Path, cache: RuntimeCache, compiled: Compiled) -> None:
+    file = RuntimeCacheFile(KEY, folder=tmp_path)
+    with file_lock(tmp_path / "rtxcache.lock"):  # as another process that writes
+        cache.save()
+        assert file.read() is None
+    cache.close()
+    assert file.read() == b"kernels"
+    assert compiled.threads == [threading.get_ident()] * 2  # never by the thread that writes
+
+
+def test_what_is_compiled_while_a_file_is_written_is_written_after_it(tmp_path: Path, cache: RuntimeCache, compiled: Compiled) -> None:
+    with file_lock(tmp_path / "rtxcache.lock"):
+        cache.save()
+        compiled.content = b"more kernels"
+    cache.save()
+    cache.close()
+    assert RuntimeCacheFile(KEY, folder=tmp_path).read() == b"more kernels"
+
+
+def test_a_cache_that_did_not_grow_is_not_written_again(tmp_path: Path, compiled: Compiled) -> None:
+    file = RuntimeCacheFile(KEY, folder=tmp_path)
+    file.write(b"kernels", read=None)
+    cache = RuntimeCache(file, HostMemory())
+    cache.open(lambda: compiled)
+    file.path.unlink()
+    cache.close()
+    assert not file.path.exists()
+
+
+def test_a_file_that_cannot_be_written_is_a_warning_at_the_end(tmp_path: Path, cache: RuntimeCache) -> None:
+    (tmp_path / "rtxcache.lock").mkdir()
+    with pytest.warns(RuntimeWarning, match="it cannot be written"):
+        cache.close()

@@ -36,6 +36,7 @@ from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.registry import register_operation
 from trt_kvcache.ops.segments import Segment
+from trt_kvcache.trt.graph_engine import RUNS_OF_A_PREFILL
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
@@ -225,14 +226,32 @@ def test_all_segments_share_one_runtime_cache(opens, fake, tmp_path):
     assert len(list((tmp_path / "caches" / "trt_kvcache").glob("*.rtxcache"))) == 1
 
 
-def test_decode_is_captured_at_its_second_step_and_then_replayed(decoding):
-    assert decoding.run(4) == [*ORDER, *ORDER, "graph 1", "graph 1", "graph 1"]
+def test_decode_is_captured_at_its_third_step_and_then_replayed(decoding):
+    assert decoding.run(5) == [*ORDER, *ORDER, *ORDER, "graph 1", "graph 1", "graph 1"]
+
+
+def test_a_graph_has_contexts_of_its_own_in_all_segments(decoding, fake):
+    decoding.run(3)
+    for segment, captured_from in zip(fake.segments.values(), fake.enqueued, strict=True):
+        working, own = segment.contexts[1:]
+        assert own is captured_from
+        assert (own.profile, own.addresses, own.shapes, own.memory) == (working.profile, working.addresses, working.shapes, working.memory)
+
+
+def test_a_segment_that_refuses_a_context_leaves_none_behind(decoding, fake):
+    decoding.run(1)
+    last = list(fake.segments.values())[-1]
+    fake.errors["create_execution_context"] = "out of memory"
+    with pytest.warns(RuntimeWarning, match="could not be captured .* out of memory"):
+        assert decoding.run(1) == ORDER
+    assert len(last.contexts) == 2
+    assert {len(plan._contexts) for plan in decoding.engine._plans.plans} == {2}
 
 
 def test_other_addresses_get_a_graph_of_their_own(decoding):
-    decoding.run(3)
+    decoding.run(4)
     decoding.bind_other_logits()
-    assert decoding.run(3) == [*ORDER, *ORDER, "graph 2", "graph 2"]
+    assert decoding.run(4) == [*ORDER, *ORDER, *ORDER, "graph 2", "graph 2"]
 
 
 def test_a_graph_is_found_again_by_its_addresses(decoding):
@@ -243,10 +262,10 @@ def test_a_graph_is_found_again_by_its_addresses(decoding):
     assert decoding.run(2) == ["graph 1"] * 2
 
 
-def test_prefill_is_not_captured(decoding):
+def test_a_prefill_is_captured_if_it_is_frequent(decoding):
     decoding.engine.use_profile(0)
     make_ready(decoding.engine, decoding.memory, BATCH, PREFILL)
-    assert decoding.run(3) == ORDER * 3
+    assert decoding.run(RUNS_OF_A_PREFILL + 3) == [*ORDER * (RUNS_OF_A_PREFILL + 2), "graph 1", "graph 1"]
 
 
 @pytest.fixture
@@ -259,9 +278,9 @@ def verifying(folder, monkeypatch, tmp_path, memory):
 
 
 def test_the_verification_of_drafts_is_captured_for_each_width(verifying):
-    assert verifying.run(3) == [*ORDER, *ORDER, "graph 1", "graph 1"]
+    assert verifying.run(4) == [*ORDER, *ORDER, *ORDER, "graph 1", "graph 1"]
     set_shapes(verifying.engine, BATCH, 3, 3)
-    assert verifying.run(3) == [*ORDER, *ORDER, "graph 2", "graph 2"]
+    assert verifying.run(4) == [*ORDER, *ORDER, *ORDER, "graph 2", "graph 2"]
     set_shapes(verifying.engine, BATCH, 5, 5)
     assert verifying.run(1) == ["graph 1"]
 
@@ -272,9 +291,9 @@ def test_another_number_of_logits_is_another_graph(verifying):
     assert verifying.run(1) == ORDER
 
 
-def test_a_short_prefill_in_the_profile_for_drafts_is_not_captured(verifying):
+def test_a_short_prefill_in_the_profile_for_drafts_is_captured_as_a_prefill(verifying):
     set_shapes(verifying.engine, BATCH, 5, 1)
-    assert verifying.run(3) == ORDER * 3
+    assert verifying.run(RUNS_OF_A_PREFILL + 2) == [*ORDER * (RUNS_OF_A_PREFILL + 2), "graph 1"]
 
 
 def test_nothing_is_captured_where_tensorrt_says_no(decoding, fake):
@@ -289,11 +308,11 @@ def test_a_capture_follows_an_eager_run_of_its_shapes(decoding):
     for batch in (2, 3):
         set_shapes(decoding.engine, batch)
         assert decoding.run(1) == ORDER
-    assert decoding.run(1) == [*ORDER, "graph 1"]
+    assert decoding.run(1) == [*ORDER, "graph 1"], "the second step of these shapes ran in the context that this one is captured from"
 
 
 def test_graphs_are_closed_before_the_runtime_cache_is_saved(decoding, fake):
-    decoding.run(2)
+    decoding.run(3)
     fake.calls.clear()
     decoding.engine.close()
     names = [call[0] for call in fake.calls]

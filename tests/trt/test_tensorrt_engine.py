@@ -39,6 +39,7 @@ from tests.paths import ROOT
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.engine_folder.records import FileRecord
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, LayoutError, PlaceError
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -155,6 +156,22 @@ def test_full_tensorrt_has_no_runtime_cache(
         assert strategies == [fake.module.ExecutionContextAllocationStrategy.USER_MANAGED] * 2
     assert not {"create_runtime_config", "cache.serialize"} & set(names_of(fake))
     assert not (tmp_path / "caches").exists()
+
+
+@pytest.mark.parametrize("carries", [True, False])
+def test_an_engine_that_carries_a_plugin_library_brings_its_own_plugin(
+    tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, carries: bool
+) -> None:
+    library = FileRecord.of([b"library"]) if carries else None
+    changes = {"segments": None, "tensorrt_flavour": "tensorrt", "plugin_library": library}
+    folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
+    fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, plan=PLAN)
+    install(fake, monkeypatch, tmp_path / "caches", "tensorrt")
+    monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: fake.calls.append(("register", tensorrt)))
+    with TensorRTEngine.open(folder, memory=memory):
+        assert ("register", fake.loaded) in fake.calls or carries
+        assert ("engine_host_code_allowed", True) in fake.calls or not carries
+        assert {"register", "engine_host_code_allowed"} & set(names_of(fake)) == {"engine_host_code_allowed" if carries else "register"}
 
 
 @pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])

@@ -18,6 +18,7 @@ from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.session.session import InferenceSession
+from trt_kvcache.session.statistics import SessionStatistics
 
 #: Called as ``progress(case, done, total)`` with the numbers of finished and of all runs of a case, including warm-up.
 OnRun = Callable[[BenchmarkCase, int, int], object]
@@ -48,6 +49,8 @@ class BenchmarkRow:
         Bytes that a decode step needs of the cache of a slot.
     memory : MemoryUse or None
         Memory in use after the last run.
+    draft_tokens, accepted_tokens : int
+        Tokens of drafts that were verified and accepted in all runs, those to warm up included: speculative decoding.
     """
 
     case: BenchmarkCase
@@ -60,6 +63,8 @@ class BenchmarkRow:
     kv_bytes_per_token: int
     cache_traffic: CacheTraffic
     memory: MemoryUse | None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def measure(
@@ -133,15 +138,18 @@ def _rows(runner: _Runner, cases: Sequence[BenchmarkCase], runs: int, warmup: in
     for case in cases:
         on_run(case, 0, total)
         timed = []
+        before = runner.session.statistics
         for done in range(1, total + 1):
             times = runner.run(case)
             if done > warmup:
                 timed.append(times)
             on_run(case, done, total)
-        yield _row(case, timed, warmup, runner.session)
+        yield _row(case, timed, warmup, runner.session, before)
 
 
-def _row(case: BenchmarkCase, timed: Sequence[Sequence[float]], warmup: int, session: InferenceSession) -> BenchmarkRow:
+def _row(
+    case: BenchmarkCase, timed: Sequence[Sequence[float]], warmup: int, session: InferenceSession, before: SessionStatistics
+) -> BenchmarkRow:
     """Return the row of a case from its runs: for each run, the start and the times of the tokens."""
     tokens = case.batch_size * (case.prompt_tokens + case.generate_tokens)
     counted = [times[-1] - times[0 if case.prompt_tokens else 1] for times in timed]
@@ -157,6 +165,8 @@ def _row(case: BenchmarkCase, timed: Sequence[Sequence[float]], warmup: int, ses
         kv_bytes_per_token=estimate_memory(session.cache_config).bytes_per_token,
         cache_traffic=CacheTraffic.of(session.cache_config, session.model),
         memory=memory_use(session.cache.memory),
+        draft_tokens=session.statistics.draft_tokens - before.draft_tokens,
+        accepted_tokens=session.statistics.accepted_tokens - before.accepted_tokens,
     )
 
 
@@ -200,8 +210,11 @@ class _Runner:
         self._fill(case)
         prompts = self._prompts.draw(case.batch_size, case.prompt_length)
         times = [self._clock()]
-        last = case.batch_size - 1
+        counts = [0] * case.batch_size
+        missing = [case.batch_size] * params.max_new_tokens  # a slot with a draft is ahead of others
         for token in self.session.generate(prompts, params, append=case.depth > 0):
-            if token.index == last:
+            missing[counts[token.index]] -= 1
+            if not missing[counts[token.index]]:
                 times.append(self._clock())
+            counts[token.index] += 1
         return times

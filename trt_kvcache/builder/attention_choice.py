@@ -63,6 +63,7 @@ class AttentionBuild:
     kv_dtype: str | None
     max_sequence_length: int
     operations: frozenset[str] = frozenset()  # that the caller replaces
+    has_plugin_library: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +172,13 @@ RULES = (
     ),
     Rule(
         tensorrt="both",
+        condition="a plugin library (`--plugin-library`)",
+        order=("plugin",),
+        reason="no other variant has plugin layers",
+        applies=lambda build: build.has_plugin_library,
+    ),
+    Rule(
+        tensorrt="both",
         condition="a model without attention layers",
         order=("native", "mask", "plugin"),
         reason="the model has no attention layers",
@@ -233,7 +241,11 @@ def next_choice(choice: AttentionChoice) -> AttentionChoice | None:
 
 def _named(variant: AttentionName, build: AttentionBuild) -> AttentionChoice:
     """Return the choice of a caller, after checking that the build can have it."""
-    others = () if build.kv_dtype else tuple(one for one in ATTENTION_VARIANTS if one != variant and why_not(one, build) is None)
+    others = (
+        ()
+        if build.kv_dtype or build.has_plugin_library
+        else tuple(one for one in ATTENTION_VARIANTS if one != variant and why_not(one, build) is None)
+    )
     obstacle = why_not(variant, build)
     if obstacle is not None:
         expected = " or ".join(others) or "another TensorRT or model"

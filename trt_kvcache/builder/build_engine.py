@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.peak_memory import peak_memory_nbytes
 from trt_kvcache._util.progress import Progress
-from trt_kvcache.builder.checked_build import CheckedBuild, checked_build
+from trt_kvcache.builder.checked_build import CheckedBuild, checked_build, use_device
 from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
 from trt_kvcache.builder.options import BuildKeywords, BuildOptions, takes_build_options
 from trt_kvcache.builder.resolved_options import ResolvedOptions
-from trt_kvcache.builder.serialization import serialize
+from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine_folder.config import EngineFolderConfig
@@ -27,6 +27,8 @@ from trt_kvcache.errors import BuildError
 from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.plugin_library import use_library
+from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION, QUANTIZED_VERSION
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -129,14 +131,17 @@ def build_engine(
     tensorrt = build.tensorrt
     assert tensorrt is not None
     with build.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
+        use_device(tensorrt, build.options.device)
         report(DEFINING, None)
+        library = _use_library(build, tensorrt)
+        messages.clear_errors()  # creators that are looked up, and not registered yet, are errors in some logs
         build, definition, plans = _built_variant(build, tensorrt, messages, report)
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
         constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if build.options.in_segments else None
         chunks = with_padding(plans)
-        config = _config(build, tensorrt, definition, plan=FileRecord.of(chunks), fingerprint=fingerprint)
+        config = _config(build, tensorrt, definition, plan=FileRecord.of(chunks), fingerprint=fingerprint, library=library)
         if constants is not None:
             config = replace(config, segments=_segments_record(config, plans, constants, build.options.operations or {}))
         write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
@@ -152,14 +157,24 @@ def build_engine(
         )
 
 
+def _use_library(build: CheckedBuild, tensorrt: TensorRT) -> FileRecord | None:
+    """Load the plugin library of a build, which must have the plugin of its cache; None for a build without one."""
+    path, kv = build.options.plugin_library, build.cache.kv
+    if path is None:
+        return None
+    return use_library(tensorrt, path, QUANTIZED_VERSION if kv is not None and kv.has_scales else PLUGIN_VERSION)
+
+
 def _built_variant(
     build: CheckedBuild, tensorrt: TensorRT, messages: Messages, report: Progress
 ) -> tuple[CheckedBuild, DecoderDefinition, list[Any]]:
     """Build the networks. If TensorRT's compiler fails, ``auto`` builds the next variant; a variant that was named is left with advice."""
     while True:
         definitions = _define(build, tensorrt, messages)
+        # Outside of the try: a profile, a GPU or a timing cache that TensorRT refuses here, it refuses for every variant.
+        configs = [make_config(definition, build.options, tensorrt, messages) for definition in definitions]
         try:
-            return build, definitions[0], _plans(definitions, build.options, tensorrt, messages, report)
+            return build, definitions[0], _plans(definitions, configs, build.options, tensorrt, messages, report)
         except BuildError as error:
             choice, options = build.options.choice, build.options.next_attention()
             if options is None:
@@ -168,17 +183,22 @@ def _built_variant(
             warn_caller(f"building {options.attention} attention, because {options.choice.reason}: {error}", UserWarning)
             messages.clear_errors()
             build = replace(build, options=options, cache=options.cache_for(build.checkpoint.config))
-            del definitions  # and with it the weights of the network
+            del definitions, configs  # and with it the weights of the network
 
 
 def _plans(
-    definitions: Sequence[DecoderDefinition], options: ResolvedOptions, tensorrt: TensorRT, messages: Messages, report: Progress
+    definitions: Sequence[DecoderDefinition],
+    configs: Sequence[Any],
+    options: ResolvedOptions,
+    tensorrt: TensorRT,
+    messages: Messages,
+    report: Progress,
 ) -> list[Any]:
     """Serialise the engine of each network."""
     plans = []
-    for index, definition in enumerate(definitions):
+    for index, (definition, config) in enumerate(zip(definitions, configs, strict=True)):
         report(BUILDING, index / len(definitions))
-        plans.append(serialize(definition, options, tensorrt, messages, _progress_of_part(report, index, len(definitions))))
+        plans.append(serialize(definition, config, options, tensorrt, messages, _progress_of_part(report, index, len(definitions))))
     return plans
 
 
@@ -190,7 +210,13 @@ def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages) -> tupl
 
 
 def _config(
-    build: CheckedBuild, tensorrt: TensorRT, definition: DecoderDefinition, *, plan: FileRecord, fingerprint: str
+    build: CheckedBuild,
+    tensorrt: TensorRT,
+    definition: DecoderDefinition,
+    *,
+    plan: FileRecord,
+    fingerprint: str,
+    library: FileRecord | None,
 ) -> EngineFolderConfig:
     """Return ``config.json`` of an engine in one piece."""
     checkpoint, options = build.checkpoint, build.options
@@ -217,6 +243,7 @@ def _config(
             quantize=options.quantize or "",
         ),
         computed_dtype=options.dtype if cache.kv is not None and cache.kv.has_scales else None,
+        plugin_library=library,
     )
 
 

@@ -21,9 +21,10 @@ from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.engine.doctor_verdict import gpu_and_driver, read_verdict
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine_folder.folder import check_target
-from trt_kvcache.errors import BuildError
-from trt_kvcache.memory.cuda_driver import compute_capability
+from trt_kvcache.errors import BuildError, ConfigError
+from trt_kvcache.memory.cuda_driver import compute_capability, find_gpu, make_current
 from trt_kvcache.trt.module import TensorRT, load
+from trt_kvcache.trt.plugin.plugin_library import check_library_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ def checked_build(
         check_target(Path(engine_path), model)
     if given.timing_cache is not None:
         check_timing_cache(Path(given.timing_cache))
+    if given.plugin_library is not None:
+        check_library_file(Path(given.plugin_library))
     tensorrt = installed_tensorrt(given.flavour) if dry_run else load(given.flavour, error=BuildError)
     checkpoint = open_checkpoint(model, given.quantize, needs_weights=not dry_run)
     try:
@@ -63,10 +66,10 @@ def checked_build(
     return CheckedBuild(options=options, tensorrt=tensorrt, checkpoint=checkpoint, cache=cache)
 
 
-def build_target(tensorrt: TensorRT, options: BuildOptions, device: int = 0) -> BuildTarget:
+def build_target(tensorrt: TensorRT, options: BuildOptions) -> BuildTarget:
     """Return the target of a build on this machine: with the GPU and doctor's verdict on it, if it has one."""
-    found = gpu_and_driver(device)
-    gpu = None if found is None else compute_capability(device)
+    found = gpu_and_driver(options.device)
+    gpu = None if found is None else compute_capability(options.device)
     verdict = None if found is None else read_verdict(*found, str(tensorrt))
     is_for_gpu = options.compute_capabilities is None or gpu in options.compute_capabilities
     return BuildTarget(
@@ -76,6 +79,17 @@ def build_target(tensorrt: TensorRT, options: BuildOptions, device: int = 0) -> 
         compute_capabilities=None if tensorrt.is_rtx or gpu is None else (gpu,),  # full TensorRT builds for the GPU at hand
         doctor_passed=verdict is not None and verdict.passed and is_for_gpu,
     )
+
+
+def use_device(tensorrt: TensorRT, device: int) -> None:
+    """Make a GPU the one that full TensorRT builds for; TensorRT for RTX needs none. Raises ConfigError if there is no such GPU."""
+    if tensorrt.is_rtx:
+        return
+    reason = find_gpu(device)
+    if reason is None:
+        make_current(device)
+    elif device:  # without cuda-python, or where TensorRT will say why there is none, it builds for the first
+        raise ConfigError(f"device: expected a GPU that {tensorrt} can build for, got {device}: {reason}")
 
 
 def installed_tensorrt(flavour: str) -> TensorRT | None:

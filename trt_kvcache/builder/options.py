@@ -57,8 +57,10 @@ class BuildKeywords(TypedDict, total=False):
     dtype: str | None
     attention: str
     plugin_layers: str
+    plugin_library: str | os.PathLike[str] | None
     operations: Mapping[str, str] | None
     flavour: str
+    device: int
     embed_weights: bool
     compute_capabilities: Sequence[str] | None
     builder_optimization_level: int | None
@@ -92,17 +94,22 @@ class BuildOptions:
     plugin_layers : {"one-plan", "segments"}
         With plugin attention, whether the engine is one plan with plugin layers; or, for TensorRT for RTX only, one plan for each segment
         between two attentions, which this package launches in between.
+    plugin_library : path, optional
+        With plugin attention in one plan, a plugin library in C++ whose plugin is used in place of the one in Python, and that the engine
+        carries: see ``docs/plugin-library.md``. It stays loaded, and serves this process, until the process ends.
     operations : mapping of str to str, optional
         With plugin attention, names of registered operations in place of those of this package, such as ``{"attention": "windowed"}``:
         see ``docs/operations.md``. ``"attention"`` and ``"embedding"`` can be replaced.
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
+    device : int
+        Index of the CUDA device: ``"auto"`` attention depends on what ``doctor`` found on it, and full TensorRT builds for it.
     embed_weights : bool
         True to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work without the original
         checkpoint.
     compute_capabilities : sequence of str, optional
         GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. If left out, all GPUs that it supports and that have the
-        type of quantized weights. Full TensorRT builds for the GPU that it runs on.
+        type of quantized weights.
     builder_optimization_level : int, optional
         Effort of TensorRT's search for fast kernels, from 0 (shortest build) to 5. If left out TensorRT's default, 3.
     timing_cache : path, optional
@@ -139,8 +146,10 @@ class BuildOptions:
     dtype: str | None = None
     attention: str = AUTO
     plugin_layers: str = ONE_PLAN
+    plugin_library: str | os.PathLike[str] | None = None
     operations: Mapping[str, str] | None = None
     flavour: str = "auto"
+    device: int = 0
     embed_weights: bool = False
     compute_capabilities: Sequence[str] | None = None
     builder_optimization_level: int | None = None
@@ -158,8 +167,11 @@ class BuildOptions:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         one_of("attention", self.attention, ATTENTION_SETTINGS)
         one_of("plugin_layers", self.plugin_layers, PLUGIN_LAYERS)
+        self._normalize("plugin_library", Path)
+        self._check_plugin_library()
         self._normalize("operations", _as_operations)
         one_of("flavour", self.flavour, FLAVOURS)
+        int_in_range("device", self.device, 0, error=ConfigError)
         self._normalize(
             "builder_optimization_level",
             partial(int_in_range, "builder_optimization_level", low=0, high=MAX_OPTIMIZATION_LEVEL, error=ConfigError),
@@ -184,6 +196,18 @@ class BuildOptions:
             check_logits_per_slot(self.max_logits_per_slot)
         else:
             logits_per_slot(self.max_logits_per_slot, max_prefill_length=width)
+
+    def _check_plugin_library(self) -> None:
+        if self.plugin_library is None:
+            return
+        if self.plugin_layers != ONE_PLAN:
+            raise ConfigError(
+                f"plugin_library: expected with plugin_layers={ONE_PLAN}, got {self.plugin_layers}: segments have no plugin layers."
+            )
+        if self.operations:
+            raise ConfigError(
+                f"plugin_library: expected no operations with it, got {', '.join(self.operations)}: they run in Python. Leave one out."
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> BuildOptions:

@@ -70,6 +70,7 @@ class ResolvedOptions(BuildOptions):
     attention: AttentionName
     compute_capabilities: tuple[str, ...] | None
     timing_cache: Path | None
+    plugin_library: Path | None
     choice: AttentionChoice  # of ``attention``
 
     @classmethod
@@ -88,8 +89,15 @@ class ResolvedOptions(BuildOptions):
                 kv_dtype=options.kv_dtype,
                 max_sequence_length=length,
                 operations=frozenset(options.operations or ()),
+                has_plugin_library=options.plugin_library is not None,
             ),
         )
+        if options.plugin_library is not None and choice.variant != "plugin":
+            raise ConfigError(f"plugin_library: expected plugin attention with it, got {choice.variant}.")
+        if options.plugin_library is not None and not model.attention_layers:
+            raise ConfigError(
+                f"plugin_library: expected a model with attention layers, got {model.family}, whose engine has no plugin layers."
+            )
         if options.operations and choice.variant != "plugin":
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         chosen = {
@@ -153,6 +161,10 @@ class ResolvedOptions(BuildOptions):
                 check_plugins(tensorrt)
             except EngineError as error:
                 raise ConfigError(f"attention: {error}") from None
+        if self.plugin_library is not None and not hasattr(tensorrt.module.IBuilderConfig, "plugins_to_serialize"):
+            raise ConfigError(
+                f"plugin_library: expected a TensorRT whose engines carry plugin libraries (plugins_to_serialize), got {tensorrt}."
+            )
         if self.in_segments and not tensorrt.is_rtx:
             raise ConfigError(f"plugin_layers: expected {ONE_PLAN}, got {SEGMENTS}: these are for TensorRT for RTX, {tensorrt} was chosen.")
         if self.timing_cache is not None and tensorrt.is_rtx:

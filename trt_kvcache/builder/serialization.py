@@ -29,6 +29,8 @@ def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorr
                 messages.fail(BuildError, f"compute capability {name}: TensorRT refused it")
     if options.attention == "plugin":
         allow_aliasing(tensorrt, config)
+    if options.plugin_library is not None:
+        config.plugins_to_serialize = [str(options.plugin_library.resolve())]
     flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
     if flag is not None:  # else TensorRT may allocate in an enqueue, which a capture refuses
         config.set_flag(flag)
@@ -41,10 +43,14 @@ def make_config(definition: DecoderDefinition, options: ResolvedOptions, tensorr
 
 
 def serialize(
-    definition: DecoderDefinition, options: ResolvedOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
+    definition: DecoderDefinition,
+    config: Any,
+    options: ResolvedOptions,
+    tensorrt: TensorRT,
+    messages: Messages,
+    progress: Callable[[float], object],
 ) -> Any:
     """Build a network; return its serialised engine as a buffer. An exception of ``progress`` stops the build and is raised."""
-    config = make_config(definition, options, tensorrt, messages)
     build_progress = BuildProgress(progress)
     config.progress_monitor = make_monitor(tensorrt.module, build_progress)
     plan = definition.builder.build_serialized_network(definition.network, config)

@@ -68,6 +68,7 @@ def bench(
         Changed("max_batch_size", help="Slots of the cache. Default: the largest --batch-size."),
         Changed("max_sequence_length", help="Tokens that a slot can hold. Default: as needed by the longest case."),
     ],
+    draft: session_flags.DraftOption = None,
     runs: Annotated[int, typer.Option("--runs", "-r", min=1, metavar="N", help="Timed runs of each case.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Runs of each case before the timed ones.")] = 1,
     temperature: Annotated[float, typer.Option(metavar="X", help="0: greedy.")] = 0.0,
@@ -89,7 +90,8 @@ def bench(
     params = _sampling(temperature, top_p, seed)
     place = session_flags.located(folder)
     model, dtype, flags = _fitted(place, flags, cases)
-    with session_flags.open_session(flags.source(place, slots=max(case.batch_size for case in cases))) as session:
+    source = flags.source(place, slots=max(case.batch_size for case in cases)).replace(draft=draft)
+    with session_flags.open_session(source) as session:
         environment = describe_environment(session)
         rows: list[BenchmarkRow] = []
         try:

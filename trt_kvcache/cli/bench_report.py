@@ -83,6 +83,9 @@ class BenchReport:
         if tokens:
             say(f"a token needs {what}{' and states' if states else ''} of " + ", ".join(tokens))
         say(f"limit: share of the speed of reading {what}{states} at {speed:.1f} GB/s")
+        drafted, accepted = sum(row.draft_tokens for row in rows), sum(row.accepted_tokens for row in rows)
+        if drafted:
+            say(f"drafts: {accepted} of {count(drafted, 'token')} accepted ({accepted / drafted:.0%})")
         if last.memory is not None:
             where = "in use on the device" if last.memory.of == "device" else "the most that the process had"
             say(f"memory: {size(last.memory.nbytes)}, {where}")
@@ -117,6 +120,8 @@ class BenchReport:
             "inter_token_latency_p99": None if latency is None else latency.p99,
             "token_nbytes": self.limit.token_nbytes(row),
             "limit_share": self.limit.share(row),
+            "draft_tokens": row.draft_tokens,
+            "accepted_tokens": row.accepted_tokens,
             "copy_bytes_per_second": self.limit.copy_bytes_per_second,
             "weights_nbytes": self.limit.weights_nbytes,
             "weights_format": self.weights_format,

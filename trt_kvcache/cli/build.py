@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -22,6 +22,7 @@ from trt_kvcache.cli.session_flags import (
     KV_DTYPE_HELP,
     KV_SCALES_HELP,
     MAX_SEQUENCE_LENGTH_HELP,
+    PLUGIN_LAYERS_HELP,
     QUANTIZE_HELP,
     DTypeName,
     FlavourName,
@@ -33,9 +34,7 @@ from trt_kvcache.engine.attention_variants import AUTO, AttentionSetting
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CheckpointError, KVCacheError
-from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
-
-PluginLayersChoice = Literal["one-plan", "segments"]
+from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice, PluginLayersChoice
 
 _STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take a minute. Press Ctrl-C again to end it at once."
 
@@ -63,14 +62,14 @@ class BuildFlags:
     ] = 1
     dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", aliases=DTYPE_SHORT_NAMES, help=DTYPE_HELP)] = None
     attention: Annotated[AttentionSetting, choice(AttentionSetting, "--attention", help=ATTENTION_HELP)] = AUTO
-    plugin_layers: Annotated[
-        PluginLayersChoice,
-        choice(
-            PluginLayersChoice,
-            "--plugin-layers",
-            help="With plugin attention: one plan with plugin layers, or (TensorRT for RTX) a plan for each segment between them.",
+    plugin_layers: Annotated[PluginLayersChoice, choice(PluginLayersChoice, "--plugin-layers", help=PLUGIN_LAYERS_HELP)] = "one-plan"
+    plugin_library: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With plugin attention: a plugin library in C++, whose plugin the engine uses, and carries. The engine runs code of it.",
         ),
-    ] = "one-plan"
+    ] = None
     flavour: Annotated[
         FlavourName,
         choice(
@@ -79,6 +78,9 @@ class BuildFlags:
             help="Which TensorRT to use. auto: full TensorRT if it works and has native attention, else TensorRT for RTX.",
         ),
     ] = "auto"
+    device: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Index of the GPU: full TensorRT builds for it, and auto attention depends on it.")
+    ] = 0
     embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False
     compute_capability: Annotated[
         list[str] | None,

@@ -40,6 +40,7 @@ def chat(
     chat_flags: ChatFlags,
     sampling: Annotated[SamplingFlags, Changed("max_new_tokens", default=512)],
     flags: SessionFlags,
+    draft: session_flags.DraftOption = None,
 ) -> None:
     """Chat with a model.
 
@@ -51,7 +52,7 @@ def chat(
     if folder.is_dir() and not ModelFiles(folder).has(TOKENIZER_FILE):
         _check_family(folder)
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
-    with session_flags.open_session(flags.source(folder, slots=1)) as session:
+    with session_flags.open_session(flags.source(folder, slots=1).replace(draft=draft)) as session:
         template = chat_flags.template(session.tokenizer)
         Chat(session, template, options, open_reader()).run()
 

@@ -51,6 +51,7 @@ def compare(
     max_sequence_length: session_flags.MaxSequenceLength = None,
     dtype: session_flags.DTypeOption = None,
     attention: session_flags.AttentionOption = None,
+    plugin_layers: session_flags.PluginLayersOption = None,
     quantize: session_flags.QuantizeOption = None,
     kv_dtype: session_flags.KVDTypeOption = None,
     kv_scales: session_flags.KVScalesOption = None,
@@ -81,6 +82,7 @@ def compare(
         max_sequence_length=max_sequence_length,
         dtype=dtype,
         attention=attention,
+        plugin_layers=plugin_layers,
         quantize=quantize,
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
@@ -169,7 +171,11 @@ def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:
 def _other_than_auto(folder: Path, options: SessionOptions) -> AttentionName:
     """Return the plugin's attention, or TensorRT's if the plugin's is what a build takes here."""
     given = BuildOptions(
-        dtype=options.dtype, flavour=options.flavour, quantize=options.quantize, max_sequence_length=options.max_sequence_length
+        dtype=options.dtype,
+        flavour=options.flavour,
+        device=options.device,
+        quantize=options.quantize,
+        max_sequence_length=options.max_sequence_length,
     )
     try:
         build = checked_build(folder, None, given, dry_run=True)

@@ -26,6 +26,7 @@ def generate(
     chat_flags: ChatFlags,
     sampling: SamplingFlags,
     flags: SessionFlags,
+    draft: session_flags.DraftOption = None,
     logprobs: Logprobs = None,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
@@ -61,7 +62,7 @@ def generate(
     if save_snapshot is not None:
         check_target(save_snapshot)
     options = sampling.options(logprobs)
-    source = flags.source(session_flags.located(folder), slots=count)
+    source = flags.source(session_flags.located(folder), slots=count).replace(draft=draft)
     with session_flags.open_session(source) as session:
         note_unused(options, session.defaults)
         template = chat_flags.template(session.tokenizer)

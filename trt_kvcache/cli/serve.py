@@ -17,6 +17,7 @@ def serve(
         Changed("max_batch_size", help=f"Slots of the cache: requests that run at once. Default: {session_flags.MAX_SLOTS}."),
     ],
     server_flags: ServerFlags,
+    draft: session_flags.DraftOption = None,
     model_name: Annotated[
         str | None, typer.Option("--model-name", metavar="NAME", help="Name of the model for clients. Default: the name of its folder.")
     ] = None,
@@ -42,7 +43,7 @@ def serve(
     allowed = server_flags.server_options(tool_call_parser)
     with bound_socket(server_flags.host, server_flags.port, allowed) as bound:
         source = flags.source(session_flags.located(folder), slots=session_flags.MAX_SLOTS, prompt_cache_bytes=prompt_cache << 20)
-        session = session_flags.open_session(source)
+        session = session_flags.open_session(source.replace(draft=draft))
         metrics = Metrics()
         engine = AsyncEngine(
             session,

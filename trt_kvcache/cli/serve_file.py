@@ -42,6 +42,7 @@ def serve_file(
     chat_flags: ChatFlags,
     sampling: SamplingFlags,
     flags: Annotated[SessionFlags, session_flags.SLOTS_FOR_MANY],
+    draft: session_flags.DraftOption = None,
     logprobs: Logprobs = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write. - is stdout.")] = Path("-"),
     continued: Annotated[bool, typer.Option("--continue", help="Keep the answers in OUT.jsonl, and append the missing ones.")] = False,
@@ -77,7 +78,7 @@ def serve_file(
     source = flags.source(
         session_flags.located(folder), slots=min(len(missing), session_flags.MAX_SLOTS), prompt_cache_bytes=prompt_cache << 20
     )
-    with session_flags.open_session(source) as session:
+    with session_flags.open_session(source.replace(draft=draft)) as session:
         if not any(prompt.options.get("temperature") for prompt in missing.values()):
             note_unused(options, session.defaults)
         recording = None if timeline is None else session.record()

@@ -19,7 +19,13 @@ from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.session.model_headers import model_headers
 from trt_kvcache.session.model_location import NEEDED_FILES, locate_model
 from trt_kvcache.session.session import InferenceSession
-from trt_kvcache.session.session_options import ENGINE_ALIASES, EngineChoice, KVDTypeChoice, KVScalesChoice
+from trt_kvcache.session.session_options import (
+    ENGINE_ALIASES,
+    EngineChoice,
+    KVDTypeChoice,
+    KVScalesChoice,
+    PluginLayersChoice,
+)
 from trt_kvcache.session.session_source import SessionSource
 
 DTYPE_HELP = "Data type of weights, K and V. Default: the checkpoint's."
@@ -29,6 +35,8 @@ ATTENTION_HELP = (
     "native: TensorRT's causal attention. mask: with an explicit mask. plugin: this package's kernels. auto: chosen by TensorRT, GPU and "
     "model; the build says why."
 )
+
+PLUGIN_LAYERS_HELP = "With plugin attention: one plan with plugin layers, or (TensorRT for RTX) a plan for each segment between them."
 
 QUANTIZE_HELP = (
     "Quantize the weights of linear layers without calibration: int8, int4 (groups of 32) or int4:128, optionally followed by "
@@ -75,6 +83,16 @@ EngineOption = Annotated[
 FlavourOption = Annotated[
     FlavourName, choice(FlavourName, "--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
 ]
+DraftOption = Annotated[
+    Literal["ngram"] | None,
+    choice(
+        Literal["ngram"],
+        "--draft",
+        help="Speculative decoding: verify several proposed tokens in one step. The answers stay the same. ngram: prompt lookup, for "
+        "answers that repeat parts of the prompt. An engine folder needs a build with --max-logits-per-slot 17.",
+        rich_help_panel=_PANEL,
+    ),
+]
 CudaGraphs = Annotated[bool, typer.Option(help="Replay decode steps of a TensorRT engine as CUDA graphs.", rich_help_panel=_PANEL)]
 MaxBatchSize = Annotated[
     int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=MODEL_PANEL)
@@ -85,6 +103,10 @@ DTypeOption = Annotated[
 ]
 AttentionOption = Annotated[
     AttentionSetting | None, choice(AttentionSetting, "--attention", help=f"{ATTENTION_HELP} Default: auto.", rich_help_panel=MODEL_PANEL)
+]
+PluginLayersOption = Annotated[
+    PluginLayersChoice | None,
+    choice(PluginLayersChoice, "--plugin-layers", help=f"{PLUGIN_LAYERS_HELP} Default: one-plan.", rich_help_panel=MODEL_PANEL),
 ]
 QuantizeOption = Annotated[str | None, typer.Option("--quantize", metavar="FORMAT", help=QUANTIZE_HELP, rich_help_panel=MODEL_PANEL)]
 KVDTypeOption = Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
@@ -102,6 +124,7 @@ class SessionFlags:
     max_sequence_length: MaxSequenceLength = None
     dtype: DTypeOption = None
     attention: AttentionOption = None
+    plugin_layers: PluginLayersOption = None
     quantize: QuantizeOption = None
     kv_dtype: KVDTypeOption = None
     kv_scales: KVScalesOption = None
@@ -119,6 +142,7 @@ class SessionFlags:
             max_sequence_length=self.max_sequence_length,
             dtype=self.dtype,
             attention=self.attention,
+            plugin_layers=self.plugin_layers,
             quantize=self.quantize,
             kv_dtype=self.kv_dtype,
             kv_scales=self.kv_scales,

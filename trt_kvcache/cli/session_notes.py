@@ -16,10 +16,11 @@ def note_statistics(session: InferenceSession) -> None:
     """Print times, tokens and bytes of a session in one line."""
     stats = session.statistics
     reused = f" ({stats.reused_tokens} more were in the cache)" if stats.reused_tokens else ""
+    drafts = f", {stats.accepted_tokens} of {count(stats.draft_tokens, 'draft token')} accepted" if stats.draft_tokens else ""
     note(
         f"{type(session.engine).__name__} on {session.cache.memory.device}: prefill {count(stats.prefill_tokens, 'token')}{reused} in "
-        f"{stats.prefill_seconds:.3f} s; decode {count(stats.decode_tokens, 'token')}, {stats.decode_tokens_per_second:.1f} tokens/s; "
-        f"cache {size(stats.cache_bytes_live)} live of {size(stats.cache_bytes_reserved)}"
+        f"{stats.prefill_seconds:.3f} s; decode {count(stats.decode_tokens, 'token')}, {stats.decode_tokens_per_second:.1f} tokens/s"
+        f"{drafts}; cache {size(stats.cache_bytes_live)} live of {size(stats.cache_bytes_reserved)}"
     )
 
 
@@ -39,7 +40,11 @@ def logprobs_document(events: Iterable[GeneratedToken]) -> dict[str, Any]:
 def session_document(session: InferenceSession) -> dict[str, Any]:
     """Return engine, device and statistics of a session, for ``--json``."""
     stats = session.statistics
-    rates = {"prefill_tokens_per_second": stats.prefill_tokens_per_second, "decode_tokens_per_second": stats.decode_tokens_per_second}
+    rates = {
+        "prefill_tokens_per_second": stats.prefill_tokens_per_second,
+        "decode_tokens_per_second": stats.decode_tokens_per_second,
+        "acceptance_rate": stats.acceptance_rate,
+    }
     return {
         "engine": type(session.engine).__name__,
         "device": session.cache.memory.device,

@@ -9,8 +9,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
+
 #: ``noted``: a result that decides nothing. ``not here``: it cannot run on this machine, for the reason in the text.
 Status = Literal["passed", "failed", "noted", "not here"]
+
+#: Plugin attention with a plan for each segment (``plugin_layers="segments"``), beside ``"plugin"``, which is one plan.
+SEGMENTS = "segments"
+#: Kinds of attention of TensorRT that are checked.
+VARIANTS = (*ATTENTION_VARIANTS, SEGMENTS)
 
 #: Name of the case of check A that finds the GPU; its figures describe the machine.
 MACHINE_CASE = "machine"
@@ -24,7 +31,7 @@ class Case:
     status: Status
     text: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
-    variant: str = ""  # attention variant of TensorRT, or "torch"
+    variant: str = ""  # one of VARIANTS, or "torch"
     seconds: float = 0.0
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from trt_kvcache._version import __version__
 from trt_kvcache.doctor.anonymous import Anonymizer
+from trt_kvcache.doctor.cases import SEGMENTS, VARIANTS
 from trt_kvcache.doctor.results import CheckResult, status_of
 from trt_kvcache.doctor.settings import Settings
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
 
 PASSED, FAILED, NO_GPU = 0, 1, 2
 
@@ -33,15 +33,15 @@ class Report:
 
     @property
     def plugin_passed(self) -> bool:
-        """True if plugin attention ran in TensorRT and passed, and nothing failed but other attention of TensorRT."""
+        """True if plugin attention ran in one plan and passed, and nothing failed but other attention of TensorRT."""
         failed = {case.variant for result in self.results for case in result.cases if case.status == "failed"}
-        return self.statuses["plugin"] == "passed" and failed <= {"native", "mask"}
+        return self.statuses["plugin"] == "passed" and failed <= {"native", "mask", SEGMENTS}
 
     @property
     def statuses(self) -> dict[str, str]:
-        """Status of each check by its letter, and of each attention variant of TensorRT by its name."""
+        """Status of each check by its letter, and of each kind of attention of TensorRT by its name."""
         cases = [case for result in self.results for case in result.cases]
-        variants: dict[str, str] = {name: status_of(case for case in cases if case.variant == name) for name in ATTENTION_VARIANTS}
+        variants: dict[str, str] = {name: status_of(case for case in cases if case.variant == name) for name in VARIANTS}
         return {**{result.letter: result.status for result in self.results}, **variants}
 
     def document(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Report:
         lines += ["| check | | result | s |", "|---|---|---|---|"]
         for check in document["checks"]:
             lines.append(f"| {check['letter']} | {check['title']} | {check['status']} | {check['seconds']} |")
-        variants = ", ".join(f"{name} {document['statuses'][name]}" for name in ATTENTION_VARIANTS)
+        variants = ", ".join(f"{name} {document['statuses'][name]}" for name in VARIANTS)
         lines += ["", f"Attention of TensorRT: {variants}."]
         for check in document["checks"]:
             lines += _texts(check)

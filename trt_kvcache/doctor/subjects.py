@@ -1,4 +1,4 @@
-"""The engines that the checks run: each attention variant of TensorRT, and PyTorch."""
+"""The engines that the checks run: each kind of attention of TensorRT, and PyTorch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, Literal, NamedTuple
 
 from trt_kvcache.builder.attention_choice import BuildTarget, native_defect
 from trt_kvcache.builder.build_engine import build_engine
-from trt_kvcache.doctor.cases import NotHere
+from trt_kvcache.doctor.cases import SEGMENTS, VARIANTS, NotHere
 from trt_kvcache.doctor.models import CheckedModel
 from trt_kvcache.doctor.settings import Settings
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant
+from trt_kvcache.engine.attention_variants import attention_variant
 from trt_kvcache.errors import EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 from trt_kvcache.session.open_model import why_no_torch
@@ -26,7 +26,7 @@ class Subject(NamedTuple):
     """An engine to check."""
 
     engine: EngineName
-    variant: str  # of attention; "torch" for PyTorch
+    variant: str  # one of VARIANTS; "torch" for PyTorch
 
     def open(self, settings: Settings, model: CheckedModel, dtype: str, *, cuda_graphs: bool = True) -> InferenceSession:
         """Open a session. Raises NotHere with the reason that this machine, or the variant, cannot run it."""
@@ -47,7 +47,7 @@ class Subject(NamedTuple):
         return reason or variant_reason(usable_tensorrt(settings), self.variant, model, dtype)
 
 
-SUBJECTS = (*(Subject("tensorrt", name) for name in ATTENTION_VARIANTS), Subject("torch", "torch"))
+SUBJECTS = (*(Subject("tensorrt", name) for name in VARIANTS), Subject("torch", "torch"))
 
 
 def case_name(variant: str, model: CheckedModel, dtype: str) -> str:
@@ -101,15 +101,23 @@ def torch_reason(settings: Settings) -> str | None:
 
 
 def variant_reason(tensorrt: TensorRT, variant: str, model: CheckedModel, dtype: str) -> str | None:
-    """Return why a variant of attention cannot be built for a model, or None."""
-    if not tensorrt.supports(attention_variant(variant)):
-        return f"{tensorrt} has no {attention_variant(variant).needs}"
+    """Return why an engine with a kind of attention cannot be built for a model, or None."""
+    if variant == SEGMENTS and not tensorrt.is_rtx:
+        return f"segments are for TensorRT for RTX, not for {tensorrt}"
+    attention = _attention(variant)
+    if not tensorrt.supports(attention_variant(attention)):
+        return f"{tensorrt} has no {attention_variant(attention).needs}"
     target = BuildTarget(tensorrt=str(tensorrt), is_rtx=tensorrt.is_rtx, release=tensorrt.release)
     if variant == "native" and (defect := native_defect(target)) is not None:
         return defect
-    if variant == "plugin" and not has_kernels(model, dtype):
+    if attention == "plugin" and not has_kernels(model, dtype):
         return f"the attention kernels have no {dtype} with head dim {model.head_dim}"
     return None
+
+
+def _attention(variant: str) -> str:
+    """Return the attention of a build."""
+    return "plugin" if variant == SEGMENTS else variant
 
 
 def engine_folder(settings: Settings, model: CheckedModel, dtype: str, variant: str) -> str:
@@ -123,7 +131,9 @@ def engine_folder(settings: Settings, model: CheckedModel, dtype: str, variant: 
             max_sequence_length=model.length,
             max_prefill_length=model.width,
             dtype=dtype,
-            attention=variant,
+            attention=_attention(variant),
+            plugin_layers="segments" if variant == SEGMENTS else "one-plan",
+            device=settings.device,
             flavour=usable_tensorrt(settings).flavour,
         )
     return str(folder)

@@ -36,6 +36,7 @@ class EngineFolderConfig:
     segments: SegmentsRecord | None = None  # None for an engine in one piece
     attention_reason: str = ""  # of attention_variant: chosen by which rule, or named
     computed_dtype: str | None = None  # dtype of computation if K and V are quantized, else None
+    plugin_library: FileRecord | None = None  # that the plan carries
     package_version: str = __version__  # at the build
 
     @property
@@ -56,7 +57,9 @@ class EngineFolderConfig:
     def network_facts(self) -> dict[str, Any]:
         """Return the fields that say what the engine computes, without files and places: those of two builds of one model are equal."""
         fields = self.to_dict()
-        facts = {name: value for name, value in fields.items() if name not in ("producer", "plan", "checkpoint", "segments")}
+        facts = {
+            name: value for name, value in fields.items() if name not in ("producer", "plan", "checkpoint", "plugin_library", "segments")
+        }
         return {**facts, "quantize": self.checkpoint.quantize, "is_segmented": self.segments is not None}
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,6 +71,7 @@ class EngineFolderConfig:
             "compute_capabilities": None if self.compute_capabilities is None else list(self.compute_capabilities),
             "plan": asdict(self.plan),
             "checkpoint": asdict(self.checkpoint),
+            "plugin_library": None if self.plugin_library is None else asdict(self.plugin_library),
             "segments": None if self.segments is None else self.segments.to_dict(),
             "computed_dtype": self.computed_dtype,
             "kv_cache": self.cache.to_dict(),

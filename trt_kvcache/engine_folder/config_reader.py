@@ -25,7 +25,7 @@ def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
     """Read ``config.json``; raises EngineError for another format, a wrong field, or fields that contradict each other."""
     _check_format(data)
     try:
-        capabilities = data["compute_capabilities"]
+        capabilities, library = data["compute_capabilities"], data.get("plugin_library")  # folders of before carry no library
         config = EngineFolderConfig(
             model=ModelConfig.from_description(data["model"]),
             cache=decoder_cache_from_dict(data["kv_cache"]),
@@ -42,6 +42,7 @@ def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
             checkpoint=_record(CheckpointRecord, "checkpoint", data["checkpoint"]),
             segments=_segments(data["segments"]),
             computed_dtype=None if data["computed_dtype"] is None else _typed("computed_dtype", data["computed_dtype"], str),
+            plugin_library=None if library is None else _record(FileRecord, "plugin_library", library),
             package_version=_typed("producer.version", data["producer"]["version"], str),
         )
         check_consistency(config)

@@ -30,6 +30,8 @@ def check_consistency(config: EngineFolderConfig) -> None:
             f"computed_dtype: expected {'one' if quantized else 'none'} for K and V in {cache.dtype}, got {config.computed_dtype}."
         )
     one_of("computed_dtype", config.dtype, MODEL_DTYPES, error=EngineError)
+    if config.plugin_library is not None and (config.attention_variant != "plugin" or config.segments is not None):
+        raise EngineError(f"plugin_library: expected none without plugin layers ({config.attention_variant} attention), got one.")
     if config.checkpoint.quantize:
         Quantization.parse(config.checkpoint.quantize)
     expected = decoder_cache_config(

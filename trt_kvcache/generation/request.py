@@ -7,8 +7,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from trt_kvcache.checkpoint import Tokenizer
-from trt_kvcache.errors import ConfigError, ProcessorError
+from trt_kvcache.errors import ConfigError, KVCacheError, ProcessorError
 from trt_kvcache.generation.device_sampler import DeviceSampler, SampledToken
+from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.generation.logits_edits import LogitsEdits
 from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams
 from trt_kvcache.generation.text_stream import TextState, TextStream
@@ -111,6 +112,7 @@ class Request:
         tokenizer: Tokenizer | None,
         eos_token_ids: Collection[int],
         generated: int = 0,
+        drafting: Drafting | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
             raise ConfigError("stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids.")
@@ -118,6 +120,8 @@ class Request:
         self.index = index
         #: Token ids of the prompt.
         self.prompt = tuple(prompt)
+        #: Its drafts; None without speculative decoding.
+        self.drafting = drafting
         self._params = params
         self._generated = generated
         # Tokens past `progress.num_tokens` do not count.
@@ -207,6 +211,31 @@ class Request:
         """Choose the next token from the logits that were kept; None while its logits processors are not ready."""
         assert self.progress.kept is not None
         return self.choose(self.progress.kept.logits, full=self.progress.kept.full) if self._edits.ready(self._taken()) else None
+
+    def choose_verified(self, logits: np.ndarray[Any, Any], draft: Sequence[int], *, room: int, waits: bool) -> list[Choice]:
+        """Choose the token before a draft of n tokens, and each later one for as long as the draft has the chosen tokens.
+
+        ``logits``: float32 ``(n + 1, vocab)``. ``room``: tokens of the draft that the slot can hold. ``waits``: for logits processors.
+        """
+        choose = self.choose if waits else self.choose_or_keep
+        before, found = self.progress, list[Choice]()
+        try:
+            for place, row in enumerate(logits):
+                try:
+                    choice = choose(row, full=place >= room)
+                except KVCacheError:
+                    if not found:
+                        raise
+                    break  # raised again by the next step: the tokens before the error are not lost
+                found.append(choice)
+                token = choice.token
+                if place == len(draft) or token is None or token.finish_reason is not None or token.token != draft[place]:
+                    break
+                self.take(choice)
+        finally:
+            if self.progress is not before:
+                self.restore(before)
+        return found
 
     def receive(self, sampled: SampledToken, *, full: bool) -> Choice:
         """Return the choice of the device, as :meth:`choose` would. Raises the error that the device found."""

@@ -6,7 +6,7 @@ NVRTC reads them from the folder in the environment variable ``TRT_KVCACHE_CUBIN
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,11 +56,16 @@ def cubin(name: str, arch: str) -> bytes:
     ahead_of_time = os.environ.get(CUBIN_DIR_VARIABLE)
     if ahead_of_time and (Path(ahead_of_time) / file_name).is_file():
         return (Path(ahead_of_time) / file_name).read_bytes()
-    cached = user_cache_folder() / "cubins" / f"nvrtc-{nvrtc_version()}" / file_name
+    return cached_code("cubins", file_name, lambda: compile_cubin(name, arch))
+
+
+def cached_code(kind: str, file_name: str, compile_code: Callable[[], bytes]) -> bytes:
+    """Return code that NVRTC compiles once: later it comes from the user's cache folder."""
+    cached = user_cache_folder() / kind / f"nvrtc-{nvrtc_version()}" / file_name
     try:
         return cached.read_bytes()
     except OSError:
-        code = compile_cubin(name, arch)
+        code = compile_code()
     _write(cached, code)
     return code
 

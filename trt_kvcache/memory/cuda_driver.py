@@ -82,6 +82,13 @@ def compute_capability(device: int) -> str:
     return f"{capability.major}.{capability.minor}"
 
 
+def make_current(device: int) -> None:
+    """Make a usable GPU current in this thread: libraries that take no device then use it."""
+    from cuda.core import Device
+
+    Device(device).set_current()
+
+
 def _driver_library() -> str:
     return "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 

@@ -31,6 +31,8 @@ QUANTIZED_ATTRIBUTE_TYPES = ATTRIBUTE_TYPES | dict.fromkeys(KV_FIELD_VALUES, "IN
 _ACCEPTED_TYPES = {"INT32": ("INT32", "INT64"), "FLOAT64": ("FLOAT32", "FLOAT64")}
 _ROTARY_DIM_STEP = 4
 _INT32_MAX = 2**31 - 1
+#: The limit as a float32, to which an attribute of ONNX is rounded.
+_LEAST_SCORE_FACTOR = float(np.float32(MIN_SCORE_FACTOR))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class AttentionAttributes:
             elif (
                 isinstance(value, bool)
                 or not isinstance(value, Real)
-                or (value and not MIN_SCORE_FACTOR <= float(value) <= MAX_SCORE_FACTOR)
+                or (value and not _LEAST_SCORE_FACTOR <= float(value) <= MAX_SCORE_FACTOR)
             ):
                 raise ConfigError(f"{name}: expected 0, or {MIN_SCORE_FACTOR} to {MAX_SCORE_FACTOR}, got {value!r}.")
             object.__setattr__(self, name, value if kind == "INT32" else float(value))

@@ -11,6 +11,7 @@ from polygraphy.tools.args import ComparatorCompareArgs, DataLoaderArgs, ModelAr
 from polygraphy.tools.args.base import BaseArgs, BaseRunnerArgs
 from polygraphy.tools.script import make_invocable
 
+from trt_kvcache.builder.options import PLUGIN_LAYERS
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS
@@ -57,7 +58,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
             "--kvcache-max-batch-size",
             metavar="B",
             type=int,
-            help="Slots of the cache. This option and the next four apply to model folders only",
+            help="Slots of the cache. This option and the next five apply to model folders only",
         )
         add("--kvcache-max-sequence-length", metavar="S", type=int, help="Tokens that a slot can hold")
         add("--kvcache-max-prefill-length", metavar="N", type=int, help="The most new tokens per slot in one enqueue")
@@ -66,6 +67,11 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
             "--kvcache-attention",
             choices=ATTENTION_SETTINGS,
             help="TensorRT's attention with lengths, with an explicit mask, or the attention of our plugin; auto chooses",
+        )
+        add(
+            "--kvcache-plugin-layers",
+            choices=PLUGIN_LAYERS,
+            help="With our plugin: one plan with plugin layers, or a plan for each segment",
         )
         add("--kvcache-no-live-rows", action="store_true", default=None, help="Return logits only, not the live rows of the cache")
 
@@ -77,7 +83,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         args : argparse.Namespace
             The parsed command line.
         """
-        names = ("flavour", "max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention")
+        names = ("flavour", "max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention", "plugin_layers")
         self.engine: str | None = args_util.get(args, "kvcache_engine")
         self.options: dict[str, Any] = {name: args_util.get(args, f"kvcache_{name}") for name in names}
         self._compares_by_default = args_util.get(args, "compare") in (None, ["simple"]) and all(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.errors import CapacityError, ConfigError, ShapeError
+from trt_kvcache.generation.drafter import DraftChoice
 from trt_kvcache.generation.prompts import AnyPrompt, as_prompts, check_sequence
 from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.generation.sampling import SamplingParams
@@ -87,6 +88,7 @@ class AsyncSession:
         *,
         prompt_logprobs: int | None = None,
         client: str = "",
+        draft: DraftChoice | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncRequest:
         """Queue a prompt. Waits while ``max_requests`` have not ended.
@@ -101,6 +103,8 @@ class AsyncSession:
             As for ``InferenceSession.submit``.
         client : str
             As for ``InferenceSession.submit``.
+        draft : "ngram", "off" or Drafter, optional
+            As for ``InferenceSession.generate``.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -118,7 +122,7 @@ class AsyncSession:
         """
 
         def begin(session: InferenceSession) -> RequestHandle:
-            return session.submit(prompt, params, prompt_logprobs=prompt_logprobs, client=client, **options)
+            return session.submit(prompt, params, prompt_logprobs=prompt_logprobs, client=client, draft=draft, **options)
 
         await self._reserve(1)
         [request] = await self._thread.submit([begin], self._room.release)

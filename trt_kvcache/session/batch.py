@@ -240,7 +240,7 @@ class Batch:
             slots = plan.applied(self._runner.slots)
             logits = self._runner.logits(len(tokens))
             self._runner.apply(slots)
-        self.count_step(len(tokens), started)
+        self.count_step(len(tokens), time.perf_counter() - started)
         return logits
 
     def check_decode(self, plan: StepPlan) -> None:
@@ -269,11 +269,16 @@ class Batch:
                 after[index] = slot.shortened(last, (*slot.row[last : slot.length], *slot.pending))
         return after
 
-    def count_step(self, num_tokens: int, started: float) -> None:
+    def count_step(self, num_tokens: int, seconds: float) -> None:
         """Count a decode step in the statistics."""
         self._counters.decode_steps += 1
         self._counters.decode_tokens += num_tokens
-        self._counters.decode_seconds += time.perf_counter() - started
+        self._counters.decode_seconds += seconds
+
+    def count_draft(self, proposed: int, accepted: int) -> None:
+        """Count a draft in the statistics."""
+        self._counters.draft_tokens += proposed
+        self._counters.accepted_tokens += accepted
 
     def _prefill(self, plan: StepPlan, chunks: Sequence[Chunk]) -> Logits:
         """Run a plan in chunks. Each chunk is atomic, the call as a whole is not."""
@@ -370,10 +375,7 @@ class Batch:
         return found
 
     def accept(self, counts: Sequence[int]) -> None:
-        """Commit the first tokens of each row of the last :meth:`verify`, and drop the others.
-
-        States after a part of a row are not known: the part runs again.
-        """
+        """Commit the first tokens of each row of the last :meth:`verify`, and drop the others."""
         verified = self._runner.uncommitted
         if not isinstance(verified, StepPlan):
             raise RangeError("accept: expected a verify before it, and no other change of the sequences since. Call verify again.")
@@ -381,16 +383,23 @@ class Batch:
         taken = [
             int_in_range(f"counts[{slot}]", count, 0, len(row)) for slot, (count, row) in enumerate(zip(counts, verified.rows, strict=True))
         ]
-        accepted = verified.first(taken)
-        is_partial = any(0 < count < len(row) for row, count in zip(verified.rows, taken, strict=True))
-        chunks = self._runner.chunks(self.held, accepted) if self._runner.has_states and is_partial else []
         with self._runner.work():
-            for chunk, parts in _parts_of(accepted.rows, chunks):
-                self._runner.prefill(chunk, parts)
-            if not chunks:
-                self._runner.commit(taken)
-            self._runner.apply(accepted.applied(self._runner.slots))
+            self.commit_first(verified, self.held, taken)
+            self._runner.apply(verified.first(taken).applied(self._runner.slots))
         self._counters.decode_tokens += sum(taken)
+
+    def commit_first(self, ran: StepPlan, held: Sequence[int], counts: Sequence[int]) -> None:
+        """Commit the first tokens of each row of the last enqueue, after tokens that the slots hold. Inside :meth:`Runner.work`.
+
+        States after a part of a row are not known: the first tokens of all rows run again.
+        """
+        is_partial = any(0 < count < len(row) for row, count in zip(ran.rows, counts, strict=True))
+        if not (self._runner.has_states and is_partial):
+            self._runner.commit(counts)
+            return
+        accepted = ran.first(counts)
+        for chunk, parts in _parts_of(accepted.rows, self._runner.chunks(held, accepted)):
+            self._runner.prefill(chunk, parts)
 
     def rewind(self, slot: int, length: int) -> None:
         """Shorten a slot to its first ``length`` tokens and drop its pending ones."""

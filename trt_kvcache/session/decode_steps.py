@@ -1,11 +1,15 @@
-"""``DecodeSteps``: run one token of each request and choose the next one, on the host, or on the device and one step ahead."""
+"""``DecodeSteps``: run one token of each request and choose the next one, on the host, or on the device and one step ahead.
+
+Drafts (speculative decoding) run in the same enqueue, after these tokens. A step that has any chooses on the host.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import eq
 from typing import NamedTuple
 
 from trt_kvcache._util.nvtx_ranges import nvtx_range
@@ -14,6 +18,7 @@ from trt_kvcache.generation.device_sampler import DeviceSampler, SampledTokens
 from trt_kvcache.generation.request import Choice, Request
 from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.session.batch import Batch, Logits
+from trt_kvcache.session.draft_plan import DraftPlan, plan_drafts
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import StepPlan
@@ -46,6 +51,24 @@ class _StepAhead:
         return all(now is None or now == then for now, then in zip(cursors, self.cursors, strict=False))
 
 
+@dataclass(frozen=True, eq=False)
+class VerifiedRows:
+    """Rows that an enqueue has run to verify drafts, and that are not committed yet."""
+
+    plan: StepPlan
+    #: Tokens of each row to commit: its first one, and those of the draft that were accepted.
+    counts: Sequence[int]
+
+
+class DecodeStep(NamedTuple):
+    """Result of a step: the slots after what was committed, and the choices of each slot in order, several if a draft was accepted."""
+
+    slots: Sequence[Slot]
+    choices: Mapping[int, Sequence[Choice]]
+    #: To be given to :meth:`DecodeSteps.commit` once the chosen tokens are pending; None if all rows are committed.
+    verified: VerifiedRows | None = None
+
+
 class DecodeSteps:
     """Runs the last token of requests, and chooses their next ones."""
 
@@ -67,17 +90,68 @@ class DecodeSteps:
 
     def run(
         self, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, *, ahead: bool = False, waits: bool = True
-    ) -> tuple[list[Slot], dict[int, Choice]]:
-        """Run a plan of the last token of requests in one enqueue, and return the slots and the choices, by slot, to be applied.
+    ) -> DecodeStep:
+        """Run a plan of the pending tokens of requests, and choose the next tokens. Inside ``Runner.work(continues=True)``.
 
-        Inside ``Runner.work(continues=True)``. Unless it ``waits``, a request whose logits processors are not ready keeps its logits.
+        Unless it ``waits``, a request whose logits processors are not ready keeps its logits.
         """
         if not all(plan.rows):
             slots = self._batch.with_room_for_idle_rows(slots, plan)
+        if plan.is_wide:  # verified rows were overwritten before they were committed
+            return self._choose(*self._run_again(slots, plan), requests, plan, waits=waits)
+        drafts = plan_drafts(self._runner, slots, requests, plan)
         if self.on_device and all(request.fits_device for request in compress(requests, plan.rows)):
-            return self._run_on_device(slots, requests, plan, ahead=ahead)
-        after, logits = self._run_on_host(slots, plan)
-        return after, self._choose(after, requests, plan, logits, Request.choose if waits else Request.choose_or_keep)
+            cursors = [Cursor(one, one.num_tokens) if row else None for one, row in zip(requests, plan.rows, strict=True)]
+            # A step ahead that is in flight is not wasted: the draft comes one step later.
+            if drafts is None or self._is_in_flight(cursors):
+                return self._run_on_device(slots, plan, cursors, ahead=ahead and drafts is None)
+        if drafts is not None:
+            return self._verify(slots, requests, drafts, waits=waits)
+        return self._choose(*self._run_on_host(slots, plan), requests, plan, waits=waits)
+
+    def commit(self, verified: VerifiedRows, slots: Sequence[Slot]) -> list[Slot]:
+        """Commit the accepted tokens of a step, pending in slots, and return the slots. Inside ``Runner.work(continues=True)``."""
+        self._batch.commit_first(verified.plan, [slot.length for slot in slots], verified.counts)
+        self._runner.uncommitted = None
+        return [slot.committed(count) for slot, count in zip(slots, verified.counts, strict=True)]
+
+    def _run_again(self, slots: Sequence[Slot], plan: StepPlan) -> tuple[list[Slot], Logits]:
+        """Run several pending tokens of a slot, as a prompt."""
+        return self._batch.prefilled(slots, plan, self._runner.chunks([slot.length for slot in slots], plan))
+
+    @nvtx_range("verify")
+    def _verify(self, slots: Sequence[Slot], requests: Sequence[Request], drafts: DraftPlan, *, waits: bool) -> DecodeStep:
+        """Run tokens and drafts in one enqueue, choose on the host, and accept a draft as far as it is what was chosen."""
+        started = time.perf_counter()
+        plan, chunk = drafts
+        self._runner.run(chunk, plan.rows[chunk.first : chunk.end], every_logit=True)
+        logits = self._runner.every_logit(chunk)
+        seconds = time.perf_counter() - started
+        choices: dict[int, Sequence[Choice]] = {}
+        counts = [0] * len(slots)
+        for slot in plan.running():
+            draft, room = drafts.draft(slot), self._batch.max_sequence_length - slots[slot].length - 1
+            rows = logits[slot - chunk.first, : len(draft) + 1]
+            choices[slot] = requests[slot].choose_verified(rows, draft, room=room, waits=waits)
+            counts[slot] = len(choices[slot])
+        self._batch.count_step(sum(counts), seconds)
+        self._record(requests, drafts, choices)
+        verified = VerifiedRows(plan, counts)
+        self._runner.uncommitted = verified
+        return DecodeStep(slots, choices, verified)
+
+    def _record(self, requests: Sequence[Request], drafts: DraftPlan, choices: Mapping[int, Sequence[Choice]]) -> None:
+        """Count the drafts of a step, and set the length of the next one of each request."""
+        for slot, chosen in choices.items():
+            draft, drafting = drafts.draft(slot), requests[slot].drafting
+            tokens = [choice.token.token for choice in chosen if choice.token is not None]
+            if not draft or not tokens or drafting is None:
+                continue
+            accepted = sum(map(eq, tokens, draft))
+            # A request that ends, or waits for a logits processor, says nothing of the rest of its draft.
+            verified = accepted if accepted == len(tokens) else len(draft)
+            drafting.record(verified, accepted, requests[slot].num_tokens + len(tokens))
+            self._batch.count_draft(verified, accepted)
 
     @nvtx_range("decode")
     def _run_on_host(self, slots: Sequence[Slot], plan: StepPlan) -> tuple[list[Slot], Logits]:
@@ -87,32 +161,24 @@ class DecodeSteps:
         runner.commit(plan.increments)
         after = plan.applied(slots)
         logits = runner.logits(len(plan.rows))
-        self._batch.count_step(sum(plan.counts), started)
+        self._batch.count_step(sum(plan.counts), time.perf_counter() - started)
         return after, logits
 
     @nvtx_range("sampling")
-    def _choose(
-        self,
-        slots: Sequence[Slot],
-        requests: Sequence[Request],
-        plan: StepPlan,
-        logits: Logits,
-        choose: Callable[..., Choice],
-    ) -> dict[int, Choice]:
-        return {slot: choose(requests[slot], logits[slot], full=self._batch.is_full(slots[slot])) for slot in plan.running()}
+    def _choose(self, slots: Sequence[Slot], logits: Logits, requests: Sequence[Request], plan: StepPlan, *, waits: bool) -> DecodeStep:
+        choose = Request.choose if waits else Request.choose_or_keep
+        is_full = self._batch.is_full
+        return DecodeStep(slots, {slot: [choose(requests[slot], logits[slot], full=is_full(slots[slot]))] for slot in plan.running()})
 
     @nvtx_range("decode")
-    def _run_on_device(
-        self, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, *, ahead: bool
-    ) -> tuple[list[Slot], dict[int, Choice]]:
+    def _run_on_device(self, slots: Sequence[Slot], plan: StepPlan, cursors: Cursors, *, ahead: bool) -> DecodeStep:
         started = time.perf_counter()
         runner, batch = self._runner, self._batch
+        is_in_flight = self._is_in_flight(cursors)
         step, sampled = self._ahead, self._sampled
         self._ahead, self._sampled = None, {}  # in case of an interrupt, nothing is known
-        is_in_flight = step is not None and runner.uncommitted is step
         runner.uncommitted = None
-        cursors = [Cursor(one, one.num_tokens) if row else None for one, row in zip(requests, plan.rows, strict=True)]
-        if step is None or not is_in_flight or not step.runs(cursors):
+        if step is None or not is_in_flight:
             runner.enqueue_decode(plan)
             # The sampler has counted the tokens of a step that is dropped.
             step, sampled = self._sample(cursors, {} if step is not None else sampled)
@@ -124,14 +190,18 @@ class DecodeSteps:
         if ahead and self._can_follow(cursors, after):
             following, sampled = self._follow(cursors, sampled)
         found = step.sampled.read()
-        batch.count_step(sum(plan.counts), started)
+        batch.count_step(sum(plan.counts), time.perf_counter() - started)
         choices = {
-            slot: cursor.request.receive(found[slot], full=batch.is_full(after[slot]))
+            slot: [cursor.request.receive(found[slot], full=batch.is_full(after[slot]))]
             for slot, cursor in enumerate(cursors)
             if cursor is not None
         }
         self._ahead, self._sampled, runner.uncommitted = following, sampled, following
-        return after, choices
+        return DecodeStep(after, choices)
+
+    def _is_in_flight(self, cursors: Cursors) -> bool:
+        """Tell whether a step ahead runs the tokens of these requests, and nothing has overwritten its rows since."""
+        return self._ahead is not None and self._runner.uncommitted is self._ahead and self._ahead.runs(cursors)
 
     def _can_follow(self, cursors: Cursors, slots: Sequence[Slot]) -> bool:
         """Tell whether a next step is sure to have room, and likely to have a request that needs it."""

@@ -9,7 +9,7 @@ from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.errors import ClosedError
 from trt_kvcache.generation.request import Choice, GeneratedToken, Request
 from trt_kvcache.session.batch import Batch
-from trt_kvcache.session.decode_steps import DecodeSteps
+from trt_kvcache.session.decode_steps import DecodeStep, DecodeSteps
 from trt_kvcache.session.request_queue import RequestQueue
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
@@ -36,29 +36,45 @@ def generate_tokens(
         request.prepare()
     runner.note([slot._replace(sampler=request.sampler) for slot, request in zip(runner.slots, requests, strict=True)])
     with batch.finite():
-        choices = _first_choices(batch, runner.slots, requests, logits)
+        step = DecodeStep(runner.slots, _first_choices(batch, runner.slots, requests, logits))
     while True:
-        for index, choice in choices.items():
-            requests[index].take(choice)
-        slots = [*runner.slots]
         in_force = runner.slots
-        for index, choice in choices.items():
-            _check_unchanged(runner, in_force, check_open)
-            request, token = requests[index], choice.token
-            assert token is not None  # no request of `generate` keeps its logits
-            slots[index] = slots[index].chosen(token.token, request.sampler, request.generated)
-            in_force = runner.note(slots)
-            if token.finish_reason is not None:
-                batch.remember(slots, [index])
-            yield token
+        ended: list[int] = []
+        num_turns = max(map(len, step.choices.values()), default=0)
+        for turn in range(num_turns):
+            is_last = turn == num_turns - 1
+            if is_last and step.verified is not None and runner.uncommitted is step.verified:
+                # Until now tokens of a draft were pending, since they could not be in the cache before they were handed out.
+                _check_unchanged(runner, in_force, check_open)
+                with runner.work(continues=True):
+                    runner.apply(decode_steps.commit(step.verified, runner.slots))
+                in_force = runner.slots
+                batch.remember(in_force, ended)
+            choices = {index: chosen[turn] for index, chosen in step.choices.items() if turn < len(chosen)}
+            for index, choice in choices.items():
+                requests[index].take(choice)
+            slots = [*in_force]
+            for index, choice in choices.items():
+                _check_unchanged(runner, in_force, check_open)
+                request, token = requests[index], choice.token
+                assert token is not None  # no request of `generate` keeps its logits
+                slots[index] = slots[index].chosen(token.token, request.sampler, request.generated)
+                in_force = runner.note(slots)
+                if token.finish_reason is not None:
+                    if is_last:
+                        batch.remember(slots, [index])
+                    else:
+                        ended.append(index)
+                yield token
         if all(request.finished for request in requests):
             return
         _check_unchanged(runner, in_force, check_open)
-        plan = StepPlan.of([() if request.finished else (request.last_token,) for request in requests])
+        pairs = zip(runner.slots, requests, strict=True)
+        plan = StepPlan.of([() if request.finished else slot.pending for slot, request in pairs])
         batch.check_decode(plan)
         with runner.work(continues=True), batch.finite():
-            after, choices = decode_steps.run(runner.slots, requests, plan, ahead=True)
-            runner.apply(after)
+            step = decode_steps.run(runner.slots, requests, plan, ahead=True)
+            runner.apply(step.slots)
 
 
 def generate_queued(
@@ -93,8 +109,10 @@ def _check_unchanged(runner: Runner, slots: tuple[Slot, ...], check_open: Callab
 
 
 @nvtx_range("sampling")
-def _first_choices(batch: Batch, slots: Sequence[Slot], requests: Sequence[Request], logits: np.ndarray[Any, Any]) -> dict[int, Choice]:
+def _first_choices(
+    batch: Batch, slots: Sequence[Slot], requests: Sequence[Request], logits: np.ndarray[Any, Any]
+) -> dict[int, list[Choice]]:
     return {
-        index: request.choose(logits[index], full=batch.is_full(slot))
+        index: [request.choose(logits[index], full=batch.is_full(slot))]
         for index, (slot, request) in enumerate(zip(slots, requests, strict=True))
     }

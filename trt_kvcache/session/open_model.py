@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache as cached, partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.progress import Progress
@@ -22,7 +22,7 @@ from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
-from trt_kvcache.engine.decoder_profiles import default_logits_per_slot, logits_per_slot
+from trt_kvcache.engine.decoder_profiles import VERIFY_WIDTH, default_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
@@ -71,6 +71,7 @@ class SessionParts:
     identity: Callable[[], ModelIdentity]
     model: ModelConfig
     weights: WeightsSummary | None = None
+    draft: Literal["ngram"] | None = None
     on_close: Callable[[], object] | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -111,7 +112,9 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
             kv=config.cache,
             dtype=config.dtype,
             max_prefill_length=config.max_prefill_length,
-            max_logits_per_slot=max(config.max_logits_per_slot, _default_logits(config.model, config.cache, config.max_prefill_length)),
+            max_logits_per_slot=max(
+                config.max_logits_per_slot, _default_logits(config.model, config.cache, config.max_prefill_length, options)
+            ),
             attention=cast(Attention, config.attention_variant),
             names=config.names,
             progress=_bytes_progress(progress, LOADING),
@@ -136,7 +139,10 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         if _tries_tensorrt(options, options.flavour, model):
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
-                return _built_parts(checkpoint.path, memory, options, progress)
+                built = options
+                if options.draft is not None and options.max_logits_per_slot is None:
+                    built = replace(options, max_logits_per_slot=min(VERIFY_WIDTH, width))
+                return _built_parts(checkpoint.path, memory, built, progress)
             except (BuildError, ConfigError, EngineError, CudaError) as error:
                 _fall_back(options, error, model)
         running = _checkpoint_engine(
@@ -145,7 +151,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             kv=cache,
             dtype=options.dtype or model.dtype,
             max_prefill_length=width,
-            max_logits_per_slot=_default_logits(model, cache, width) if options.max_logits_per_slot is None else logits,
+            max_logits_per_slot=_default_logits(model, cache, width, options) if options.max_logits_per_slot is None else logits,
             attention=attention,
             progress=_bytes_progress(progress, LOADING),
         )
@@ -263,8 +269,9 @@ def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attent
     )
 
 
-def _default_logits(model: ModelConfig, cache: DecoderCacheConfig, width: int) -> int:
-    return default_logits_per_slot(model, max_batch_size=cache.max_batch_size, max_prefill_length=width)
+def _default_logits(model: ModelConfig, cache: DecoderCacheConfig, width: int, options: SessionOptions) -> int:
+    fitting = default_logits_per_slot(model, max_batch_size=cache.max_batch_size, max_prefill_length=width)
+    return fitting if options.draft is None else max(fitting, min(VERIFY_WIDTH, width))
 
 
 def _cuda_memory(options: SessionOptions) -> CudaMemory:
@@ -331,6 +338,7 @@ def _parts(
             identity=cached(lambda: ModelIdentity(fingerprint=fingerprint(), rope=model.rope_at_length(config.max_sequence_length))),
             model=model,
             weights=weights,
+            draft=options.draft,
         )
         undo.pop_all()
     _LOGGER.info(

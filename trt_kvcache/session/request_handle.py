@@ -86,6 +86,18 @@ class RequestHandle(Uncopyable):
         return self._queued.progress.reused
 
     @property
+    def draft_tokens(self) -> int:
+        """Tokens of drafts that were verified; 0 without speculative decoding."""
+        drafting = self._queued.request.drafting
+        return 0 if drafting is None else drafting.proposed
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Tokens of drafts that were accepted."""
+        drafting = self._queued.request.drafting
+        return 0 if drafting is None else drafting.accepted
+
+    @property
     def started(self) -> float | None:
         """Time at which it got its first slot, by ``time.perf_counter``; None before."""
         return self._queued.progress.started

@@ -61,7 +61,7 @@ class RequestQueue:
         return queued.handle
 
     def step(self) -> list[RequestHandle]:
-        """Advance each request by one token, or by one chunk of its prompt."""
+        """Advance each request by one token and the accepted ones of its draft, or by one chunk of its prompt."""
         self._free_slots()
         running, admitted = self.scheduler.running, self.scheduler.next_waiting()
         if not running and not admitted:
@@ -129,7 +129,7 @@ class RequestQueue:
         """Choose tokens from logits that were kept."""
         for slot, queued in enumerate(draft.running):
             if queued.request.waits and queued.state == "decoding" and (choice := queued.request.resume()) is not None:
-                draft.choose(slot, choice)
+                draft.choose(slot, [choice])
 
     def _admit(self, draft: StepDraft, admitted: Sequence[QueuedRequest]) -> None:
         """Give each a slot after the others, and what the prompt cache has of its prompt."""
@@ -180,16 +180,19 @@ class RequestQueue:
     @nvtx_range("sampling")
     def _choose_first(self, draft: StepDraft, slot: int, logits: Logits) -> None:
         """Choose the first token of a slot's request, unless it waits for a logits processor."""
-        draft.choose(slot, draft.running[slot].request.choose_or_keep(logits, full=self._batch.is_full(draft.slots[slot])))
+        draft.choose(slot, [draft.running[slot].request.choose_or_keep(logits, full=self._batch.is_full(draft.slots[slot]))])
 
     def _decode(self, draft: StepDraft, plan: StepPlan) -> None:
         """Run the last token of the requests that are decoding; the other slots are idle in this step."""
         requests = [queued.request for queued in draft.running]
         # When a request ends, its slot is filled by moving another one, and nothing can be kept of a step ahead.
         ahead = all(plan.rows) and all(request.remaining > 1 for request in requests)
-        draft.slots, choices = self._decode_steps.run(draft.slots, requests, plan, ahead=ahead, waits=False)
-        for slot, choice in choices.items():
-            draft.choose(slot, choice)
+        step = self._decode_steps.run(draft.slots, requests, plan, ahead=ahead, waits=False)
+        draft.slots = [*step.slots]
+        for slot, choices in step.choices.items():
+            draft.choose(slot, choices)
+        if step.verified is not None:
+            draft.slots = self._decode_steps.commit(step.verified, draft.slots)
 
     # --- apply ---
 
@@ -205,8 +208,9 @@ class RequestQueue:
         self.scheduler.running = draft.running
         for queued, progress in zip(draft.running, draft.progress, strict=True):
             queued.progress = progress
-        for slot, choice in draft.choices.items():
-            draft.running[slot].take(choice)
+        for slot, choices in draft.choices.items():
+            for choice in choices:
+                draft.running[slot].take(choice)
         self._runner.apply(draft.slots)
         self._left = self._runner.slots
 

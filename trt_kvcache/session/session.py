@@ -22,6 +22,9 @@ from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
+from trt_kvcache.generation.drafter import DraftChoice, Drafter
+from trt_kvcache.generation.drafting import Drafting
+from trt_kvcache.generation.ngram_drafter import NgramDrafter
 from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.generation.prompts import AnyPrompt, Prompt, PromptReader, as_prompts
 from trt_kvcache.generation.request import Request
@@ -88,6 +91,8 @@ class InferenceSession(Uncopyable):
         Description of the decoder, layer by layer, for tools that name layers.
     weights : WeightsSummary, optional
         Storage of the weights, for tools that report it.
+    draft : "ngram", "off" or Drafter, optional
+        Default of speculative decoding, for requests without ``draft``: see :meth:`generate`. Off if left out.
     on_close : callable, optional
         Called once by ``close``, after engine and cache are closed.
 
@@ -96,7 +101,7 @@ class InferenceSession(Uncopyable):
     BindingError, LayoutError, PlaceError
         Engine and cache do not fit: see :class:`~trt_kvcache.engine.bindings.BindingPlan`.
     ConfigError
-        ``prompt_cache`` is over another cache.
+        ``prompt_cache`` is over another cache, or the engine cannot verify drafts.
 
     Notes
     -----
@@ -131,6 +136,7 @@ class InferenceSession(Uncopyable):
         identity: Callable[[], ModelIdentity] | None = None,
         model: ModelConfig | None = None,
         weights: WeightsSummary | None = None,
+        draft: DraftChoice | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
         self._user = SingleUser("this InferenceSession")
@@ -152,6 +158,8 @@ class InferenceSession(Uncopyable):
         self._prompts = PromptReader(tokenizer, self._runner.plan.vocab_size)
         self._decode_steps = DecodeSteps(self._runner, self._batch)
         self._queue = RequestQueue(self._runner, self._batch, self._decode_steps)
+        self._drafter: Drafter | None = None
+        self._drafter = self._chosen_drafter(draft)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, progress: Progress | None = None, **options: Unpack[OpenOptions]) -> InferenceSession:
@@ -164,7 +172,7 @@ class InferenceSession(Uncopyable):
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
         **options
-            ``engine``, ``flavour``, ``device``, ``prompt_cache_bytes``, ``cuda_graphs``: see
+            ``engine``, ``flavour``, ``device``, ``prompt_cache_bytes``, ``cuda_graphs``, ``draft``: see
             :class:`~trt_kvcache.session.session_options.SessionOptions`.
 
         Returns
@@ -692,6 +700,17 @@ class InferenceSession(Uncopyable):
         self._batch.check_prompts(rows, queued=True)
         return score_prompts(self._batch, rows, slots=self._cache.max_batch_size, top_logprobs=count)
 
+    def _chosen_drafter(self, draft: DraftChoice | None) -> Drafter | None:
+        """Return the drafter of a choice; that of the session if there is none."""
+        if draft is None:
+            return self._drafter
+        if draft == "off":
+            return None
+        if draft != "ngram" and not isinstance(draft, Drafter):
+            raise ConfigError(f"draft: expected 'ngram', 'off' or an object with a method propose, got {draft!r}.")
+        self._check_logits_per_slot("draft", 2)
+        return NgramDrafter() if draft == "ngram" else draft
+
     def _check_logits_per_slot(self, what: str, count: int) -> None:
         known = self.max_logits_per_slot
         if count > known:
@@ -711,6 +730,7 @@ class InferenceSession(Uncopyable):
         *,
         append: bool = False,
         reuse: bool = False,
+        draft: DraftChoice | None = None,
         **options: Unpack[SamplingOptions],
     ) -> TokenStream:
         """Continue prompts, token by token.
@@ -725,6 +745,10 @@ class InferenceSession(Uncopyable):
             The prompts are next turns of the active sequences, one for each.
         reuse : bool
             Keep what slot i already holds of prompt i.
+        draft : "ngram", "off" or Drafter, optional
+            Speculative decoding. A draft proposes the next tokens, and one enqueue verifies them: the tokens are those without drafts, and
+            come faster where a draft is right. ``"ngram"`` looks the last tokens up in the prompt and in what was generated (prompt
+            lookup): for texts that repeat parts of the prompt. What the session was opened with if left out.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -764,7 +788,7 @@ class InferenceSession(Uncopyable):
             self._batch.check_turns(rows)
         else:
             self._batch.check_prompts(rows, reuse=reuse, queued=not reuse)
-        requests = self._requests(rows, per_request)
+        requests = self._requests(rows, per_request, draft=draft)
         if not append and len(rows) > self._cache.max_batch_size:
             queue = RequestQueue(self._runner, self._batch, self._decode_steps)
             queue.timeline = self._queue.timeline
@@ -779,6 +803,7 @@ class InferenceSession(Uncopyable):
         *,
         append: bool = False,
         reuse: bool = False,
+        draft: DraftChoice | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[str]:
         """Continue prompts, and return the texts once all are there.
@@ -791,6 +816,8 @@ class InferenceSession(Uncopyable):
             Not together with ``options``.
         append, reuse : bool
             ``append``: the prompts are next turns. ``reuse``: keep the tokens of each prompt that its slot already holds.
+        draft : "ngram", "off" or Drafter, optional
+            Speculative decoding.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -815,7 +842,7 @@ class InferenceSession(Uncopyable):
         ...     session.complete(["Alice was", "Down the"], max_new_tokens=4)
         [' beginn', ' Rabbit-Hole']
         """
-        return self.generate(prompts, params, append=append, reuse=reuse, **options).texts
+        return self.generate(prompts, params, append=append, reuse=reuse, draft=draft, **options).texts
 
     @exclusive
     def chat(
@@ -825,6 +852,7 @@ class InferenceSession(Uncopyable):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
+        draft: DraftChoice | None = None,
         **options: Unpack[SamplingOptions],
     ) -> TokenStream:
         """Answer a conversation. Tokens that slot 0 already holds from the last answer do not run again.
@@ -840,6 +868,8 @@ class InferenceSession(Uncopyable):
             Descriptions of the functions that the model may call, in the format of OpenAI's API.
         template_args : mapping of str to object, optional
             Further variables of the chat template, such as ``{"enable_thinking": False}``.
+        draft : "ngram", "off" or Drafter, optional
+            Speculative decoding, as for :meth:`generate`.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -871,7 +901,7 @@ class InferenceSession(Uncopyable):
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         prompt = ChatPrompt(messages, tools, {} if template_args is None else template_args)
-        return self.generate(prompt, params, reuse=len(self._batch) == 1, **options)
+        return self.generate(prompt, params, reuse=len(self._batch) == 1, draft=draft, **options)
 
     def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> TokenStream:
         if _LOGGER.isEnabledFor(logging.INFO):
@@ -882,13 +912,27 @@ class InferenceSession(Uncopyable):
         return TokenStream(requests, tokens, user=self._user)
 
     def _requests(
-        self, rows: Sequence[Sequence[int]], params: Sequence[SamplingParams], generated: Sequence[int] | None = None
+        self,
+        rows: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        draft: DraftChoice | None,
+        generated: Sequence[int] | None = None,
     ) -> list[Request]:
         for one in params:
             one.check_vocabulary(self.vocab_size)
         counts = [0] * len(rows) if generated is None else generated
+        drafter = self._chosen_drafter(draft)
         return [
-            Request(index, row, one, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids, generated=count)
+            Request(
+                index,
+                row,
+                one,
+                tokenizer=self._tokenizer,
+                eos_token_ids=self._eos_token_ids,
+                generated=count,
+                drafting=None if drafter is None else Drafting(drafter),
+            )
             for index, (row, one, count) in enumerate(zip(rows, params, counts, strict=True))
         ]
 
@@ -902,6 +946,7 @@ class InferenceSession(Uncopyable):
         *,
         prompt_logprobs: int | None = None,
         client: str = "",
+        draft: DraftChoice | None = None,
         **options: Unpack[SamplingOptions],
     ) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
@@ -917,6 +962,8 @@ class InferenceSession(Uncopyable):
             handle. The engine must return the logits of several tokens per slot, and the prompt cache is not read.
         client : str
             Name of the client. A free slot goes to the client with the fewest slots. Requests of one client are first in, first out.
+        draft : "ngram", "off" or Drafter, optional
+            Speculative decoding, as for :meth:`generate`.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -948,7 +995,7 @@ class InferenceSession(Uncopyable):
             raise ConfigError(f"client: expected a text, got {type(client).__name__}.")
         rows = self._prompts.rows([prompt])
         self._batch.check_prompts(rows)
-        [request] = self._requests(rows, params_for(1, self._defaults, params, options))
+        [request] = self._requests(rows, params_for(1, self._defaults, params, options), draft=draft)
         return self._queue.submit(request, prompt_logprobs=prompt_logprobs, client=client)
 
     @property
@@ -968,7 +1015,7 @@ class InferenceSession(Uncopyable):
 
     @exclusive
     def step(self) -> list[RequestHandle]:
-        """Advance the submitted requests: one chunk of each new prompt, and one token of all others together.
+        """Advance the submitted requests: one chunk of each new prompt, and one token of all others together, with the drafts of those.
 
         Before that, compaction frees the slots of requests that have ended, and the next requests in the queue get the free slots. The
         tokens of a request do not depend on other requests: they equal those of :meth:`generate`.
@@ -1088,7 +1135,12 @@ class InferenceSession(Uncopyable):
 
     @exclusive
     def resume(
-        self, paths: Paths, params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Unpack[SamplingOptions]
+        self,
+        paths: Paths,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        draft: DraftChoice | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> TokenStream:
         """Start new sequences from files and continue them, each with its own seed and counter unless a seed is given.
 
@@ -1098,6 +1150,8 @@ class InferenceSession(Uncopyable):
             Of :meth:`save_snapshot`; ``1 <= n <= B``.
         params : SamplingParams, or sequence of SamplingParams (n,), optional
             As for :meth:`generate`. ``max_new_tokens`` counts from here. Snapshots do not carry sampling options.
+        draft : "ngram", "off" or Drafter, optional
+            Speculative decoding, as for :meth:`generate`.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -1133,7 +1187,7 @@ class InferenceSession(Uncopyable):
         kept, rows = zip(*map(next_tokens, snapshots), strict=True)
         self._batch.check_room(kept, rows)
         generated = [0 if one.sampler is None else one.sampler.generated for one in snapshots]
-        requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request, generated)
+        requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request, draft=draft, generated=generated)
         plan = StepPlan.of(rows)
         chunks = self._runner.chunks(kept, plan)
         return self._generate(requests, lambda: self._batch.resume(snapshots, kept, plan, chunks))

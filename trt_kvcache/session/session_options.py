@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
-from trt_kvcache.builder.options import BuildKeywords
+from trt_kvcache.builder.options import PLUGIN_LAYERS, BuildKeywords
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO, AttentionName, AttentionSetting
@@ -21,12 +21,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 EngineChoice = Literal["auto", "numpy", "tensorrt", "torch", "reference"]
 FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
 DTypeChoice = Literal["float16", "bfloat16", "float32", "fp16", "half", "bf16", "fp32", "float"]
+PluginLayersChoice = Literal["one-plan", "segments"]
 KVDTypeChoice = Literal["fp8", "float8_e4m3fn", "int8"]
 KVScalesChoice = Literal["tensor", "head", "token"]
 
 #: Engines by the names that messages list, and other names of them.
 ENGINES = ("auto", "numpy", "tensorrt", "torch")
 ENGINE_ALIASES = {"reference": "numpy"}
+
+#: Drafts that a session may be opened with.
+DRAFTS = ("ngram",)
 
 #: Names of some options in other projects.
 OTHER_NAMES = {
@@ -56,6 +60,7 @@ class OpenOptions(TypedDict, total=False):
     device: int
     prompt_cache_bytes: int
     cuda_graphs: bool
+    draft: Literal["ngram"] | None
 
 
 class ModelOptions(OpenOptions, total=False):
@@ -67,6 +72,7 @@ class ModelOptions(OpenOptions, total=False):
     max_logits_per_slot: int | Literal["all"] | None
     dtype: DTypeChoice | None
     attention: AttentionSetting | None
+    plugin_layers: PluginLayersChoice | None
     quantize: str | None
     kv_dtype: KVDTypeChoice | None
     kv_scales: KVScalesChoice | None
@@ -75,7 +81,7 @@ class ModelOptions(OpenOptions, total=False):
 #: Options that an engine folder has fixed at its build.
 BUILD_OPTIONS = (
     *("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot"),
-    *("dtype", "attention", "quantize", "kv_dtype", "kv_scales"),
+    *("dtype", "attention", "plugin_layers", "quantize", "kv_dtype", "kv_scales"),
 )
 
 
@@ -93,12 +99,15 @@ class SessionOptions:
         Product: full TensorRT or TensorRT for RTX. ``"auto"`` is the product that built the engine folder; for a Hugging Face folder full
         TensorRT if it works on this machine, else TensorRT for RTX.
     device : int
-        Index of the CUDA device. Ignored by the reference engine.
+        Index of the CUDA device, which an engine is also built for. Ignored by the reference engine.
     prompt_cache_bytes : int
         Limit in bytes for copies of earlier prompts, in the cache's memory: see
         :class:`~trt_kvcache.sequences.prompt_cache.PromptCache`. 0 keeps none.
     cuda_graphs : bool
         True to capture decode steps of TensorRT engines as CUDA graphs.
+    draft : {"ngram"}, optional
+        Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. The engine must return the
+        logits of several tokens per slot, as an engine does that is opened from a model folder. Off if left out.
     max_batch_size : int, optional
         Slots of the cache, B; 1 if left out. This and the options below are for a Hugging Face folder only: an engine folder has them
         from its build.
@@ -107,15 +116,18 @@ class SessionOptions:
     max_prefill_length : int, optional
         Most new tokens of a slot in one enqueue; longer prompts are run in chunks. If left out S, at most 512.
     max_logits_per_slot : int or "all", optional
-        Most new tokens of a slot whose logits one enqueue returns, for ``score`` and ``verify``; ``"all"`` for ``max_prefill_length``. If
-        left out 1 for TensorRT, and for NumPy and PyTorch up to 64, also where an engine folder was built with fewer. The logits take
-        ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
+        Most new tokens of a slot whose logits one enqueue returns, for ``score``, ``verify`` and drafts; ``"all"`` for
+        ``max_prefill_length``. If left out 1 for TensorRT, or 17 with ``draft``, and for NumPy and PyTorch up to 64, also where an engine
+        folder was built with fewer. The logits take ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
     dtype : {"float16", "bfloat16", "float32"}, optional
         Dtype of weights, K and V; the checkpoint's if left out. ``"fp16"``, ``"half"``, ``"bf16"`` and ``"fp32"`` are short names.
     attention : {"auto", "native", "mask", "plugin"}, optional
         TensorRT's causal attention with key lengths, the same with an explicit mask, or this package's plugin. If left out ``"auto"``:
         the build chooses by TensorRT, GPU and model (see ``docs/engines.md``); the NumPy and the PyTorch engine take ``"native"``, or
         ``"plugin"`` with ``kv_dtype``.
+    plugin_layers : {"one-plan", "segments"}, optional
+        How a TensorRT engine with plugin attention is built, as for :class:`~trt_kvcache.builder.options.BuildOptions`; ``"one-plan"`` if
+        left out. Other engines ignore it.
     quantize : str, optional
         Round weights to the nearest multiples of a scale: ``"int8"``, ``"int4"`` (groups of 32) or ``"int4:128"``. Append
         ``",embedding=..."`` and ``",head=..."`` to round embedding and head too. See ``docs/quantization.md``.
@@ -149,12 +161,14 @@ class SessionOptions:
     device: int = 0
     prompt_cache_bytes: int = 0
     cuda_graphs: bool = True
+    draft: Literal["ngram"] | None = None
     max_batch_size: int | None = None
     max_sequence_length: int | None = None
     max_prefill_length: int | None = None
     max_logits_per_slot: int | Literal["all"] | None = None
     dtype: DTypeChoice | None = None
     attention: AttentionSetting | None = None
+    plugin_layers: PluginLayersChoice | None = None
     quantize: str | None = None
     kv_dtype: KVDTypeChoice | None = None
     kv_scales: KVScalesChoice | None = None
@@ -165,6 +179,8 @@ class SessionOptions:
         one_of("engine", self.engine, ENGINES)
         one_of("flavour", self.flavour, FLAVOURS)
         int_in_range("device", self.device, 0)
+        if self.draft is not None:
+            one_of("draft", self.draft, DRAFTS)
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
             if getattr(self, name) is not None:
@@ -176,6 +192,8 @@ class SessionOptions:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:
             one_of("attention", self.attention, ATTENTION_SETTINGS)
+        if self.plugin_layers is not None:
+            one_of("plugin_layers", self.plugin_layers, PLUGIN_LAYERS)
         if self.kv_dtype is not None:
             one_of("kv_dtype", self.kv_dtype, get_args(KVDTypeChoice))
             if self.attention not in (None, AUTO, "plugin"):
@@ -213,7 +231,7 @@ class SessionOptions:
     def build_keywords(self) -> BuildKeywords:
         """Options of the build of an engine; what was not given is left to the defaults of the build, which are those of a session."""
         given = {name: getattr(self, name) for name in self.given_build_options}
-        return cast(BuildKeywords, {"flavour": self.flavour, **given})
+        return cast(BuildKeywords, {"flavour": self.flavour, "device": self.device, **given})
 
 
 def takes_session_options(function: _Function) -> _Function:

@@ -51,6 +51,11 @@ class Slot(NamedTuple):
         """
         return Slot(self.row, self.length, (*self.pending, token), self.reused, sampler, generated)
 
+    def committed(self, count: int) -> Slot:
+        """Count the first pending tokens as tokens in the cache."""
+        row = self._row_with(self.pending[:count])
+        return self._replace(row=row, length=len(row), pending=self.pending[count:])
+
     def _row_with(self, tokens: Sequence[int]) -> list[int]:
         """Return a row of the tokens in the cache and others: the shared one, unless a value that is not current has appended to it."""
         row = self.row if len(self.row) == self.length else self.row[: self.length]

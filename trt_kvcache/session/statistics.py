@@ -16,7 +16,7 @@ class SessionStatistics:
     reused_tokens : int
         Prompt tokens that did not have to be run, because their K and V were in the cache, also of another slot, or in the prompt cache.
     decode_steps : int
-        Enqueues of one token per slot.
+        Enqueues of one token per slot, or of one token and a draft.
     decode_tokens : int
         Tokens of slots that took part in these steps; idle slots are not counted.
     cache_bytes_live : int
@@ -26,6 +26,8 @@ class SessionStatistics:
     graph_refusals : tuple of str
         Reasons why decode steps or verifications ran without a CUDA graph, in TensorRT's or CUDA's words, each once. Empty for engines
         that capture none.
+    draft_tokens, accepted_tokens : int
+        Tokens of drafts that requests have verified, and tokens of these that were accepted: speculative decoding.
 
     Examples
     --------
@@ -47,6 +49,13 @@ class SessionStatistics:
     cache_bytes_live: int
     cache_bytes_reserved: int
     graph_refusals: tuple[str, ...] = ()
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of draft tokens that were accepted; 0 before the first draft."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -69,6 +78,8 @@ class StepCounters:
     decode_seconds: float = 0.0
     decode_steps: int = 0
     decode_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     def statistics(self, *, cache_bytes_live: int, cache_bytes_reserved: int, graph_refusals: tuple[str, ...]) -> SessionStatistics:
         """Return the counters as they are now, with the bytes of the cache."""

@@ -17,7 +17,8 @@ class StepDraft:
         self.running = [*running]
         self.slots = [*slots]
         self.progress = [queued.progress for queued in running]
-        self.choices: dict[int, Choice] = {}
+        #: Choices of each slot, in order.
+        self.choices: dict[int, Sequence[Choice]] = {}
         #: Slots whose request has run tokens or has a new one.
         self.advanced: set[int] = set()
 
@@ -42,16 +43,17 @@ class StepDraft:
         """Have a slot wait for a prefix of another one, or for none."""
         self.progress[slot] = self.progress[slot]._replace(shared=shared)
 
-    def choose(self, slot: int, choice: Choice) -> None:
-        """Take the next token of a slot's request, which is pending then; or logits that it keeps."""
-        self.choices[slot] = choice
-        if choice.token is not None:
-            request = self.running[slot].request
-            seed, counter = request.sampler
-            self.slots[slot] = self.slots[slot].chosen(choice.token.token, (seed, counter + 1), request.generated + 1)
-            self.advanced.add(slot)
+    def choose(self, slot: int, choices: Sequence[Choice]) -> None:
+        """Take the next tokens of a slot's request, which are pending then; or, last of them, logits that it keeps."""
+        self.choices[slot] = choices
+        request = self.running[slot].request
+        seed, counter = request.sampler
+        for count, choice in enumerate(choices, start=1):
+            if choice.token is not None:
+                self.slots[slot] = self.slots[slot].chosen(choice.token.token, (seed, counter + count), request.generated + count)
+                self.advanced.add(slot)
 
     @property
     def ended(self) -> list[int]:
-        """Slots whose request ends with the token that was chosen."""
-        return [slot for slot, choice in self.choices.items() if choice.token is not None and choice.token.finish_reason is not None]
+        """Slots whose request ends with the last token that was chosen."""
+        return [slot for slot, (*_, last) in self.choices.items() if last.token is not None and last.token.finish_reason is not None]

@@ -46,6 +46,11 @@ class StepPlan(NamedTuple):
         return 1 if self.counts.count(1) == len(self.counts) else self.counts
 
     @property
+    def is_wide(self) -> bool:
+        """True if a slot runs more than one token."""
+        return max(self.counts, default=0) > 1
+
+    @property
     def wants_all(self) -> bool:
         """True if an enqueue returns the logits of all its tokens: one slot wants them, and the others share the enqueue."""
         return LogitsWanted.ALL in self.logits

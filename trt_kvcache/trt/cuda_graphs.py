@@ -1,10 +1,16 @@
-"""``CudaGraphCache``: runs work on a stream, captures it as a CUDA graph the second time, and replays that graph from then on."""
+"""``CudaGraphCache``: runs work on a stream, and from the third time on replays it as a CUDA graph.
+
+A graph that was captured from an execution context is valid for the shapes and addresses of that context, and NVIDIA advises one context
+for each graph (docs.nvidia.com/deeplearning/tensorrt-rtx, "Optimizing TensorRT-RTX Performance"). With full TensorRT a graph must not be
+replayed once other shapes were set, which change state of the context (NVIDIA/TensorRT, issue 3798). So a graph is captured from a copy
+of the work with contexts of its own, which nothing changes afterwards.
+"""
 
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from trt_kvcache.errors import CudaError
 from trt_kvcache.memory.base import Memory
@@ -18,11 +24,73 @@ RUNS_BEFORE_RETRY = 16
 MAX_REFUSALS = 8
 
 
-class _EagerKey:
-    """A key without a graph: how many eager runs it needs before an attempt to capture it."""
+class WorkCopy(Protocol):
+    """Work over state that is its own, and that nothing changes."""
 
-    def __init__(self) -> None:
-        self.runs_left = 1
+    def run(self, stream: Any) -> None:
+        """Run the work.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream or cuda.core.GraphBuilder
+            All of the work is ordered on it.
+        """
+
+    def refusal(self, stream: Any) -> str | None:
+        """Return why the work cannot be captured.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream
+            The stream to capture on.
+
+        Returns
+        -------
+        str or None
+            None if it can be captured.
+        """
+
+    def close(self) -> None:
+        """Release the state; the work is not running."""
+
+
+class Work(Protocol):
+    """Work over state that may change before it is run again."""
+
+    def run(self, stream: Any) -> None:
+        """Run the work.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream or cuda.core.GraphBuilder
+            All of the work is ordered on it.
+        """
+
+    def copy(self, stream: Any) -> WorkCopy:
+        """Return the same work over a copy of its current state.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream
+            The stream of the next run.
+
+        Returns
+        -------
+        WorkCopy
+            To be run eagerly once before it is captured, so that kernels are compiled and deferred updates made.
+
+        Raises
+        ------
+        RuntimeError
+            The state cannot be copied.
+        """
+
+
+class _Countdown:
+    """Eager runs until the next attempt."""
+
+    def __init__(self, runs: int) -> None:
+        self.runs_left = runs
         self._wait = RUNS_BEFORE_RETRY
 
     def note_failure(self) -> None:
@@ -31,82 +99,108 @@ class _EagerKey:
         self._wait *= 2
 
 
-class CudaGraphCache:
-    """Runs work on a stream, and replays it as a CUDA graph from the second time on.
+class _Entry:
+    """The copy of a key's work, and its graph once there is one."""
 
-    The first run is eager, so that kernels load or compile before the capture. A key must have every address of the graph.
+    def __init__(self, copy: WorkCopy) -> None:
+        self.copy = copy
+        self.graph: Any = None
+        self.countdown = _Countdown(1)
+
+    def close(self) -> None:
+        """Close the graph before what it was captured from."""
+        if self.graph is not None:
+            self.graph.close()
+        self.copy.close()
+
+
+class CudaGraphCache:
+    """Runs work on a stream; work that is run again is copied, run once more, captured, and replayed as a CUDA graph from then on.
+
+    A key must have every address and shape of the work.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, *, max_graphs: int = MAX_GRAPHS, eager_runs: int = 1) -> None:
         self._memory = memory
-        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
-        self._without_graph: OrderedDict[Hashable, _EagerKey] = OrderedDict()
+        self._max_graphs, self._eager_runs = max_graphs, eager_runs
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._countdowns: OrderedDict[Hashable, _Countdown] = OrderedDict()  # of keys without a copy
         #: Reasons why work ran eagerly that could have been a graph, each once.
         self.refusals: list[str] = []
         self._has_warned = False
 
-    def run(self, key: Hashable, stream: Any, work: Callable[[Any], None], refusal: Callable[[Any], str | None]) -> bool:
-        """Run ``work(stream)``, or replay its graph; returns True if it ran eagerly. Waits only when it evicts a graph.
-
-        In a capture, the work becomes part of that capture. Where ``refusal(stream)`` gives a reason, it runs eagerly.
-        """
+    def run(self, key: Hashable, stream: Any, work: Work) -> None:
+        """Run the work, or replay its graph. Waits only when it drops a graph. In a capture, the work becomes part of that capture."""
         if not hasattr(stream, "create_graph_builder") or self._memory.is_capturing(stream):
-            work(stream)
-            return False
-        graph = self._graphs.get(key)
-        if graph is None and (known := self._without_graph.get(key)) is not None and known.runs_left <= 0:
-            graph = self._capture(key, known, stream, work, refusal)
-        if graph is None:
-            work(stream)
-            self._count_eager_run(key)
-            return True
-        self._graphs.move_to_end(key)
+            work.run(stream)
+            return
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._admit(key, stream, work)
+        if entry is None:
+            work.run(stream)
+            return
+        self._entries.move_to_end(key)
+        if entry.graph is None and entry.countdown.runs_left <= 0:
+            self._capture(entry, stream)
+        if entry.graph is None:
+            entry.copy.run(stream)
+            entry.countdown.runs_left -= 1
+            return
         try:
-            graph.launch(stream)
+            entry.graph.launch(stream)
         except cuda_core_error() as error:
             raise CudaError(f"the CUDA graph of a step cannot be launched: {error}") from error
-        return False
 
-    def _capture(
-        self, key: Hashable, known: _EagerKey, stream: Any, work: Callable[[Any], None], refusal: Callable[[Any], str | None]
-    ) -> Any:
-        """Capture the work and return its graph, or None where it is refused or the capture fails."""
-        reason = refusal(stream)
-        if reason is not None:
-            self._note_refusal(reason)
+    def _admit(self, key: Hashable, stream: Any, work: Work) -> _Entry | None:
+        """Copy the work of a key that has run often enough; None for others, and where the copy fails."""
+        countdown = self._countdowns.setdefault(key, _Countdown(self._eager_runs))
+        self._countdowns.move_to_end(key)
+        if countdown.runs_left > 0:
+            countdown.runs_left -= 1
+            if len(self._countdowns) > MAX_GRAPHS:
+                self._countdowns.popitem(last=False)
             return None
         try:
-            graph = _captured(stream, work)
+            entry = _Entry(work.copy(stream))
         except (RuntimeError, cuda_core_error()) as error:
-            known.note_failure()
-            self._note_refusal(str(error))
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"a step could not be captured in a CUDA graph and runs without one for now: {error}", RuntimeWarning, stacklevel=2
-                )
+            self._note_failure(countdown, error)
             return None
-        del self._without_graph[key]
-        self._graphs[key] = graph
-        if len(self._graphs) > MAX_GRAPHS:
+        del self._countdowns[key]
+        self._entries[key] = entry
+        if len(self._entries) > self._max_graphs:
             self._memory.synchronize(stream)  # the graph that is closed may still be running
-            self._graphs.popitem(last=False)[1].close()
-        return graph
+            self._entries.popitem(last=False)[1].close()
+        return entry
+
+    def _capture(self, entry: _Entry, stream: Any) -> None:
+        """Capture the graph of an entry, unless it is refused or the capture fails."""
+        reason = entry.copy.refusal(stream)
+        if reason is not None:
+            self._note_refusal(reason)
+            return
+        try:
+            entry.graph = _captured(stream, entry.copy.run)
+        except (RuntimeError, cuda_core_error()) as error:
+            self._note_failure(entry.countdown, error)
+
+    def _note_failure(self, countdown: _Countdown, error: Exception) -> None:
+        countdown.note_failure()
+        self._note_refusal(str(error))
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a step could not be captured in a CUDA graph and runs without one for now: {error}", RuntimeWarning, stacklevel=2
+            )
 
     def _note_refusal(self, reason: str) -> None:
         if reason not in self.refusals and len(self.refusals) < MAX_REFUSALS:
             self.refusals.append(reason)
 
-    def _count_eager_run(self, key: Hashable) -> None:
-        self._without_graph.setdefault(key, _EagerKey()).runs_left -= 1
-        self._without_graph.move_to_end(key)
-        if len(self._without_graph) > MAX_GRAPHS:
-            self._without_graph.popitem(last=False)
-
     def close(self) -> None:
         """Close all graphs; none of them may be running. Idempotent."""
-        while self._graphs:
-            self._graphs.popitem()[1].close()
+        while self._entries:
+            self._entries.popitem()[1].close()
 
 
 def _captured(stream: Any, work: Callable[[Any], None]) -> Any:

@@ -88,8 +88,6 @@ class ProfileBindings:
         self.ranges = ranges
         self.tensors: dict[str, DeviceTensor] = {}
         self.is_checked = False
-        #: True after an eager step with the current shapes: TensorRT has loaded or compiled what it needs.
-        self.is_warm = False
         self._allocations: list[Allocation] | None = None
 
     def set(self, name: str, tensor: DeviceTensor) -> None:
@@ -174,7 +172,7 @@ class EngineBindings:
         if self._spec(name).mode is not TensorMode.INPUT:
             raise BindingError(f"`{name}`: expected an input, it is an output; its shape follows from the inputs.")
         active.ranges.check(name, shape)
-        active.is_checked = active.is_warm = False
+        active.is_checked = False
         self._target.set_input_shape(active.context, name, tuple(shape))
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from trt_kvcache.engine.bound_engine import BoundEngine
@@ -24,23 +25,51 @@ from trt_kvcache.trt.runtime_cache import RuntimeCache, RuntimeCacheFile, gpu_id
 #: Names of profiles whose steps repeat.
 _REPEATED = ("decode", "verify")
 
+#: Most graphs of prefills that are kept: they have more shapes than decode steps, and the wider ones gain less.
+MAX_PREFILL_GRAPHS = 16
+#: Eager runs of a prefill before it gets a graph: TensorRT for RTX compiles kernels of its shape in the meantime, which a graph waits for.
+RUNS_OF_A_PREFILL = 16
+
+#: Enqueues a step, given the execution context, the stream and its ``cudaStream_t``.
+Enqueue = Callable[[int, Any, int], None]
+
 
 @dataclass(frozen=True, eq=False)
-class _PreparedStep:
-    """A step with its current addresses and shapes; ``graph_key`` identifies its CUDA graph, None where it is not captured."""
+class _Step:
+    """A step in an execution context (implements :class:`~trt_kvcache.trt.cuda_graphs.WorkCopy`)."""
 
-    enqueue: Callable[[Any, int], None]
-    graph_key: Hashable
-    repeats: bool
-    refusal: Callable[[Any], str | None]
+    engine: GraphEngine
+    enqueue: Enqueue
+    context: int
 
     def run(self, stream: Any) -> None:
         """Enqueue it eagerly."""
-        self.enqueue(stream, stream_handle(stream))
+        self.enqueue(self.context, stream, stream_handle(stream))
+
+    def refusal(self, stream: Any) -> str | None:
+        """Return why TensorRT does not let it be captured, None if it does."""
+        return self.engine.capture_refusal(self.context, stream_handle(stream))
+
+    def close(self) -> None:
+        """Release the context."""
+        self.engine.release_context(self.context)
+
+
+@dataclass(frozen=True, eq=False)
+class _PreparedStep(_Step):
+    """A step with the current addresses and shapes of its profile (implements :class:`~trt_kvcache.trt.cuda_graphs.Work`)."""
+
+    graphs: CudaGraphCache | None  # of steps of its kind; None where they are off
+    graph_key: Hashable
+    repeats: bool
+
+    def copy(self, stream: Any) -> _Step:
+        """Return the step in a context of its own."""
+        return _Step(self.engine, self.enqueue, self.engine.copy_context(self.context, stream_handle(stream)))
 
 
 class GraphEngine(BoundEngine):
-    """Base of the engines that run TensorRT. A decode step, or a verification, becomes a CUDA graph when it is run again."""
+    """Base of the engines that run TensorRT. A decode step, a verification, or a frequent prefill becomes a CUDA graph."""
 
     names: TensorNames
     bucketed_widths = True  # TensorRT for RTX compiles kernels for each new shape, and TensorRT tunes to shapes
@@ -53,17 +82,21 @@ class GraphEngine(BoundEngine):
         self._has_saved = False
         self._network, self._tensorrt = network, tensorrt
         self._graphs = CudaGraphCache(memory) if cuda_graphs else None
+        self._prefill_graphs = CudaGraphCache(memory, max_graphs=MAX_PREFILL_GRAPHS, eager_runs=RUNS_OF_A_PREFILL) if cuda_graphs else None
         self._prepared: dict[int, _PreparedStep] = {}
+        self._loaded_plans: Sequence[LoadedPlan] = ()
+        self._copies = count()
 
     @property
     def graph_refusals(self) -> Sequence[str]:
         """Reasons why steps ran without a CUDA graph, in TensorRT's or CUDA's words, each once."""
-        return () if self._graphs is None else tuple(self._graphs.refusals)
+        caches = [one for one in (self._graphs, self._prefill_graphs) if one is not None]
+        return tuple(dict.fromkeys(refusal for cache in caches for refusal in cache.refusals))
 
     def enqueue(self, stream: Any) -> None:
         """Enqueue one step on ``stream`` in the profile in use, eagerly or as a CUDA graph.
 
-        Does not wait, except when the cache of graphs is full: see ``CudaGraphCache``.
+        Does not wait, except for kernels to be compiled, and when the cache of graphs is full: see ``CudaGraphCache``.
 
         Parameters
         ----------
@@ -93,10 +126,10 @@ class GraphEngine(BoundEngine):
             active.is_checked = True
         self._resources.note_enqueue(stream)
         step = self._prepared[active.context]
-        if self._graphs is None or step.graph_key is None:
+        if step.graphs is None:
             step.run(stream)
-        elif self._graphs.run(step.graph_key, stream, step.run, step.refusal):
-            active.is_warm = True
+        else:
+            step.graphs.run(step.graph_key, stream, step)
         if step.repeats and not self._has_saved and not self.memory.is_capturing(stream):
             self._has_saved = True  # a process that is killed later has compiled its decode kernels for the next one
             self._save_compiled()
@@ -113,39 +146,52 @@ class GraphEngine(BoundEngine):
         nbytes = max(plan.context_memory_nbytes for plan in plans)
         address = self._resources.allocate(nbytes, stream=stream).ptr
         repeats = [self._graphs is not None and one for one in repeats_steps(self.profiles)]
+        self._loaded_plans, self._copies = plans, count(num_sets * len(self.profiles))
         for plan in plans:
             plan.create_contexts(address, nbytes, cache=self._runtime_cache, stream=stream, repeats=repeats, num_sets=num_sets)
         if self._runtime_cache is not None:
             self._resources.callback(self._runtime_cache.close)  # before the contexts are released
-        if self._graphs is not None:
-            self._resources.callback(self._graphs.close)  # before the contexts, whose memory the graphs use
+        for graphs in (self._graphs, self._prefill_graphs):
+            if graphs is not None:
+                self._resources.callback(graphs.close)  # before the contexts, whose memory the graphs use
+
+    def copy_context(self, context: int, stream: int) -> int:
+        """Copy a context of every plan, with its addresses and shapes; return the number of the copy."""
+        copy = next(self._copies)
+        try:
+            for plan in self._loaded_plans:
+                plan.copy_context(context, copy, stream)
+        except BaseException:
+            self.release_context(copy)
+            raise
+        return copy
+
+    def release_context(self, copy: int) -> None:
+        """Release the copies of a context."""
+        for plan in self._loaded_plans:
+            plan.release_context(copy)
+
+    def capture_refusal(self, context: int, stream: int) -> str | None:
+        """Return why TensorRT does not let an enqueue in a context be captured, None if it does."""
+        refusals = (plan.capture_refusal(context, stream) for plan in self._loaded_plans)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
     def _prepared_step(self, active: ProfileBindings) -> _PreparedStep:
-        def refusal(stream: Any) -> str | None:
-            if not active.is_warm:
-                return "the step has not run eagerly with its current shapes"
-            return self._capture_refusal(active.context, stream_handle(stream))
-
-        return _PreparedStep(self._step(active), self._graph_key(active), repeats_steps(self.profiles)[active.profile], refusal)
-
-    def _graph_key(self, active: ProfileBindings) -> Hashable:
-        """Return the key of the graph of a step, None for one that is not captured: a prefill."""
-        profile = self.profiles[active.profile]
+        profile, repeats = self.profiles[active.profile], repeats_steps(self.profiles)[active.profile]
         _, width = self._bindings.shape(self.names.input_ids)
         verifies = profile.name == "verify" and self._bindings.shape(self.names.last_token_ids)[1] > 1
-        if not repeats_steps(self.profiles)[active.profile] or (width > 1 and not verifies):
-            return None
+        graphs = self._graphs if repeats and (width == 1 or verifies) else self._prefill_graphs
+        return _PreparedStep(self, self._step(active), active.context, graphs, self._graph_key(active), repeats)
+
+    def _graph_key(self, active: ProfileBindings) -> Hashable:
+        """Return the key of the graph of a step: all that the graph depends on."""
         shapes = [self._bindings.shape(name) for name, spec in self.tensors.items() if spec.mode is TensorMode.INPUT and -1 in spec.shape]
         addresses = [active.tensors[name].ptr for name in self.tensors]
         return repr((active.context, shapes, addresses))  # a string keeps its hash: a look-up costs the same for any number of layers
 
     @abstractmethod
-    def _step(self, active: ProfileBindings) -> Callable[[Any, int], None]:
-        """Return the function that enqueues a step whose bindings are checked, given the stream and its ``cudaStream_t``."""
-
-    @abstractmethod
-    def _capture_refusal(self, context: int, stream: int) -> str | None:
-        """Return why TensorRT does not let an enqueue be captured with the current addresses and shapes, None if it does."""
+    def _step(self, active: ProfileBindings) -> Enqueue:
+        """Return the function that enqueues a step whose bindings are checked."""
 
     def close(self) -> None:
         """Wait for the last enqueue, save what TensorRT for RTX compiled, and release everything. Idempotent."""

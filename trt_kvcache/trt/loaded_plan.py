@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.errors import EngineError
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.module import TensorRT
@@ -18,16 +19,19 @@ class LoadedPlan:
     Plans may share their caller's context memory if they are enqueued on one stream.
     """
 
-    def __init__(self, tensorrt: TensorRT, plan: Any, *, resources: EngineResources, built_by: str = "") -> None:
+    def __init__(self, tensorrt: TensorRT, plan: Any, *, resources: EngineResources, built_by: str = "", has_library: bool = False) -> None:
         self._tensorrt = tensorrt
         self._resources = resources
         self._messages = resources.messages
-        self._contexts: list[Any] = []
+        self._contexts: dict[int, Any] = {}
+        self._arguments: dict[bool, Any] = {}
         resources.callback(self._release_engine)
         try:
             self._runtime = tensorrt.create("Runtime")
         except (TypeError, RuntimeError):
             self._messages.fail(EngineError, f"{tensorrt} cannot start")
+        if has_library:  # machine code of the host, which TensorRT runs only if it is told to
+            self._runtime.engine_host_code_allowed = True
         self._engine = self._deserialize(plan, f"{tensorrt} refuses this engine{built_by}")
         self.tensors = read_tensors(tensorrt, self._engine)
         self.ranges = read_ranges(self._engine, self.tensors)
@@ -57,19 +61,40 @@ class LoadedPlan:
         One for each, since ``set_optimization_profile_async`` discards shapes, and two sets so that no step binds an address.
         """
         self._resources.callback(self._contexts.clear)
-        arguments = {eager: self._context_argument(cache, eager=eager) for eager in sorted(set(repeats))}
+        self._memory, self._cache = (address, nbytes), cache
+        for eager in sorted(set(repeats)):
+            self._arguments[eager] = self._context_argument(eager=eager)
         _, handle = stream.__cuda_stream__()
-        for index in [*range(len(self.ranges))] * num_sets:
-            context = self._create("the execution context was refused", self._engine.create_execution_context, arguments[repeats[index]])
-            self._contexts.append(context)
-            self._call(f"profile {index} was refused", context.set_optimization_profile_async, index, int(handle))
-            self._call("the activation memory was refused", context.set_device_memory, address, nbytes)
+        for context, profile in enumerate([*range(len(self.ranges))] * num_sets):
+            self._contexts[context] = self._new_context(profile, int(handle), eager=repeats[profile])
 
-    def _context_argument(self, cache: RuntimeCache | None, *, eager: bool) -> Any:
+    def copy_context(self, context: int, copy: int, stream: int) -> None:
+        """Create a context ``copy`` with the profile, addresses and shapes of another, and with kernels that are compiled at once."""
+        source, made = self._contexts[context], self._new_context(context % len(self.ranges), stream, eager=True)
+        self._contexts[copy] = made
+        for name, spec in self.tensors.items():
+            self.set_tensor_address(copy, name, source.get_tensor_address(name))
+            if spec.mode is TensorMode.INPUT and -1 in spec.shape:
+                self.set_input_shape(copy, name, source.get_tensor_shape(name))
+
+    def release_context(self, context: int) -> None:
+        """Release a context that :meth:`copy_context` created, if it did. It is not in use."""
+        self._contexts.pop(context, None)
+
+    def _new_context(self, profile: int, stream: int, *, eager: bool) -> Any:
+        """Create a context over the shared activation memory."""
+        if eager not in self._arguments:
+            self._arguments[eager] = self._context_argument(eager=eager)
+        context = self._create("the execution context was refused", self._engine.create_execution_context, self._arguments[eager])
+        self._call(f"profile {profile} was refused", context.set_optimization_profile_async, profile, stream)
+        self._call("the activation memory was refused", context.set_device_memory, *self._memory)
+        return context
+
+    def _context_argument(self, *, eager: bool) -> Any:
         """Return the argument of ``create_execution_context``: the allocation strategy, or a runtime configuration that has it."""
         trt = self._tensorrt.module
         strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if cache is None:
+        if self._cache is None:
             return strategy
         config = self._create("the runtime configuration was refused", self._engine.create_runtime_config)
         self._call("the allocation strategy was refused", config.set_execution_context_allocation_strategy, strategy)
@@ -77,7 +102,7 @@ class LoadedPlan:
         # A graph would freeze the kernels that LAZY runs until those of the shape are compiled. A prefill does not wait for them.
         specialization = trt.DynamicShapesKernelSpecializationStrategy
         config.dynamic_shapes_kernel_specialization_strategy = specialization.EAGER if eager else specialization.LAZY
-        shared = cache.open(partial(self._create, "the runtime cache was refused", config.create_runtime_cache))
+        shared = self._cache.open(partial(self._create, "the runtime cache was refused", config.create_runtime_cache))
         self._call("the runtime cache was refused", config.set_runtime_cache, shared)
         return config
 
@@ -126,4 +151,5 @@ class LoadedPlan:
         return created
 
     def _release_engine(self) -> None:
+        self._arguments.clear()
         self._engine = self._runtime = None

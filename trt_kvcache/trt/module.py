@@ -7,15 +7,15 @@ import importlib
 import re
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 from trt_kvcache._util.checks import one_of
 from trt_kvcache.engine.attention_variants import AttentionVariant, attention_variant
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import DTypeError, EngineError, KVCacheError
-from trt_kvcache.memory.cuda_driver import FIRST_DRIVER, advice_for_driver, driver_failure, driver_version
+from trt_kvcache.memory.cuda_driver import driver_failure, driver_version
 from trt_kvcache.trt.log import TensorRTLog
+from trt_kvcache.trt.wheels import rtx_wheels, wheels_failure
 
 _INSTALL_HINT = {
     "tensorrt": "pip install 'trt-kvcache[tensorrt]' (from NVIDIA's package index), or the TensorRT of the machine",
@@ -130,20 +130,7 @@ def _import(flavour: str) -> TensorRT | str:
 def _wheel_failure() -> str | None:
     """Return why the wheel of TensorRT for RTX that is installed cannot run with the NVIDIA driver, or None. Builds need no driver."""
     version = driver_version()
-    has = None if version is None else version[0]
-    needed = next((cuda for cuda in FIRST_DRIVER if has is not None and has < cuda and _is_installed(f"tensorrt-rtx-cu{cuda}")), None)
-    if has is None or needed is None:
-        return None
-    wheel = f"the wheel tensorrt-rtx-cu{needed} is for CUDA {needed}"
-    return f"the NVIDIA driver supports CUDA {has}, {wheel}. {advice_for_driver(needed, has)}"
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.distribution(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return None if version is None else wheels_failure(rtx_wheels(), version[0])
 
 
 def _start_failure(tensorrt: TensorRT) -> str | None:

@@ -8,8 +8,10 @@ version of the driver and one release of TensorRT: all of them are part of its n
 import hashlib
 import json
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,7 @@ class RuntimeCache:
         self._memory = memory
         self._cache: Any = None
         self._saved: bytes | None = None
+        self._writer: threading.Thread | None = None
 
     def open(self, create: Callable[[], Any]) -> Any:
         """Return the cache; the first plan makes it, with what the file has."""
@@ -115,20 +118,31 @@ class RuntimeCache:
         return self._cache
 
     def save(self) -> None:
-        """Write the kernels that were compiled, unless they equal those in the file. The device must be current for that."""
+        """Write the kernels that were compiled, unless they equal those in the file. A thread writes, so that no step waits for a disk.
+
+        They are serialised by the caller: TensorRT promises nothing about a cache that other threads use meanwhile.
+        """
         if self._cache is None:
             return
+        self._wait()
         getattr(self._memory, "make_current", lambda: None)()  # host memory has no device
         content = self._cache.serialize()
         if content is None:
             self._file.warn("could not be serialised by TensorRT")
         elif (blob := bytes(content)) != self._saved:
-            self._file.write(blob, read=self._saved)
+            self._writer = threading.Thread(target=partial(self._file.write, blob, read=self._saved), name="rtxcache")
+            self._writer.start()
             self._saved = blob
 
+    def _wait(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
     def close(self) -> None:
-        """Save, and release the cache. Idempotent."""
+        """Save, wait until the file is written, and release the cache. Idempotent."""
         try:
             self.save()
+            self._wait()
         finally:
             self._cache = None

@@ -53,8 +53,3 @@ class SegmentPlans:
         if ids is None or last is None:
             return spec.shape
         return step_shape(spec, self._names, batch=ids[0], width=ids[1], logits=last[1])
-
-    def capture_refusal(self, context: int, stream: int) -> str | None:
-        """Return why a segment cannot be captured with the current addresses and shapes, None if all can."""
-        refusals = (plan.capture_refusal(context, stream) for plan in self.plans)
-        return next((refusal for refusal in refusals if refusal is not None), None)

@@ -7,7 +7,7 @@ TensorRT follow its documentation and are tested against a recording stand-in; n
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from trt_kvcache.ops.segments import CustomOpNode, Segment, intermediate_tensors
 from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.engine_sources import load_tensorrt_for, require_gpu_memory, require_kernels
-from trt_kvcache.trt.graph_engine import GraphEngine
+from trt_kvcache.trt.graph_engine import Enqueue, GraphEngine
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.op_instances import OpInstances
@@ -36,9 +36,6 @@ from trt_kvcache.trt.runtime_cache import network_key
 from trt_kvcache.trt.segment_plans import SegmentPlans
 from trt_kvcache.trt.shared_tensors import SharedTensors
 from trt_kvcache.trt.tensors import ProfileRanges, compare_tensors, count_binding_sets
-
-#: Enqueues one stage, given the stream and its ``cudaStream_t``.
-_Launch = Callable[[Any, int], None]
 
 
 class SegmentedEngine(GraphEngine):
@@ -144,9 +141,10 @@ class SegmentedEngine(GraphEngine):
         flavour : str
             ``"auto"``, or the flavour that built the folder.
         cuda_graphs : bool
-            True to run decode and verify steps as CUDA graphs. The first step with given addresses and shapes runs eagerly, the second is
-            captured, and later ones are replayed. A step that cannot be captured runs eagerly, with a warning, and is tried again after
-            more steps; ``graph_refusals`` has the reasons.
+            True to run steps as CUDA graphs. When a decode or verify step is repeated, it gets execution contexts of its own, which no
+            other shape changes: it runs there once, is captured the next time, and is replayed from then on. So is a prefill that is
+            repeated often. A step that cannot be captured runs eagerly, with a warning, and is tried again after more steps;
+            ``graph_refusals`` has the reasons.
 
         Returns
         -------
@@ -185,7 +183,7 @@ class SegmentedEngine(GraphEngine):
                 for name in plan.tensors.keys() - self.tensors.keys():
                     plan.set_tensor_address(context, name, self._shared.tensor(name, 1, 1).ptr)
 
-    def _step(self, active: ProfileBindings) -> _Launch:
+    def _step(self, active: ProfileBindings) -> Enqueue:
         """Check that the shapes fit each other, and make the launches of all stages."""
         batch, width = self._plans.tensor_shape(active.context, self.names.input_ids)
         _, logits = self._plans.tensor_shape(active.context, self.names.last_token_ids)
@@ -202,28 +200,25 @@ class SegmentedEngine(GraphEngine):
             shape = self._plans.tensor_shape(active.context, name)
             return DeviceTensor(bound.allocation, shape=shape, dtype=bound.dtype, offset=bound.offset)
 
-        launches: list[_Launch] = []
+        launches: list[Enqueue] = []
         plans = iter(self._plans.plans)
         for stage in self._stages:
             if isinstance(stage, Segment):
-                launches.append(partial(_enqueue_segment, next(plans), active.context))
+                launches.append(partial(_enqueue_segment, next(plans)))
             else:
                 launches.append(self._op_launch(stage, [tensor(name) for name in stage.inputs], [tensor(name) for name in stage.outputs]))
         return partial(_enqueue_all, launches)
 
-    def _op_launch(self, node: CustomOpNode, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> _Launch:
+    def _op_launch(self, node: CustomOpNode, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> Enqueue:
         """Check the inputs of an operation once, and return its launch."""
         op = self._ops.op(node)
         op.outputs([TensorType(one.shape, one.dtype) for one in inputs])
         return partial(_enqueue_op, op, inputs, outputs, self._ops.workspace(op))
 
-    def _capture_refusal(self, context: int, stream: int) -> str | None:
-        return self._plans.capture_refusal(context, stream)
 
-
-def _enqueue_all(launches: Sequence[_Launch], stream: Any, handle: int) -> None:
+def _enqueue_all(launches: Sequence[Enqueue], context: int, stream: Any, handle: int) -> None:
     for launch in launches:
-        launch(stream, handle)
+        launch(context, stream, handle)
 
 
 def _enqueue_segment(plan: LoadedPlan, context: int, stream: Any, handle: int) -> None:
@@ -231,7 +226,13 @@ def _enqueue_segment(plan: LoadedPlan, context: int, stream: Any, handle: int) -
 
 
 def _enqueue_op(
-    op: CustomOp, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any, handle: int
+    op: CustomOp,
+    inputs: Sequence[DeviceTensor],
+    outputs: Sequence[DeviceTensor],
+    workspace: DeviceTensor,
+    context: int,
+    stream: Any,
+    handle: int,
 ) -> None:
     op.enqueue(inputs, outputs, workspace, stream)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings
 from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, require_gpu_memory, require_kernels
-from trt_kvcache.trt.graph_engine import GraphEngine
+from trt_kvcache.trt.graph_engine import Enqueue, GraphEngine
 from trt_kvcache.trt.int32_packed_view import Int32PackedView
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT, load
@@ -69,7 +68,7 @@ class TensorRTEngine(GraphEngine):
     Notes
     -----
     Each optimisation profile has a separate execution context, because switching the profile of a context discards its shapes. An engine
-    with two buffers of states has two for each profile, with the addresses of either.
+    with two buffers of states has two for each profile, with the addresses of either. Each CUDA graph has one too.
     The contexts share one context memory, so enqueue all of them on one stream, or wait in between.
     """
 
@@ -93,9 +92,10 @@ class TensorRTEngine(GraphEngine):
             built_by = ""
             if config is not None:
                 built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
-                if config.attention_variant == "plugin":
+                if config.attention_variant == "plugin" and config.plugin_library is None:
                     register(tensorrt)
-            self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by)
+            has_library = config is not None and config.plugin_library is not None
+            self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by, has_library=has_library)
             self.profiles = read_profiles(self._plan.ranges, names)
             if config is not None:
                 if config.attention_variant == "plugin":
@@ -144,7 +144,7 @@ class TensorRTEngine(GraphEngine):
         names : TensorNames, optional
             Names of the engine's tensors; needed for an engine that this package did not build.
         cuda_graphs : bool
-            True to run decode and verify steps as CUDA graphs, as in :meth:`SegmentedEngine.open
+            True to run decode steps, verify steps and frequent prefills as CUDA graphs, as in :meth:`SegmentedEngine.open
             <trt_kvcache.trt.segmented_engine.SegmentedEngine.open>`.
 
         Returns
@@ -201,11 +201,8 @@ class TensorRTEngine(GraphEngine):
         names = names or DEFAULT_NAMES
         return cls(load(flavour), plan, memory=memory, names=names, config=None, plan_sha256=digest, cuda_graphs=cuda_graphs)
 
-    def _step(self, active: ProfileBindings) -> Callable[[Any, int], None]:
-        return partial(_enqueue_plan, self._plan, active.context)
-
-    def _capture_refusal(self, context: int, stream: int) -> str | None:
-        return self._plan.capture_refusal(context, stream)
+    def _step(self, active: ProfileBindings) -> Enqueue:
+        return partial(_enqueue_plan, self._plan)
 
 
 def _enqueue_plan(plan: LoadedPlan, context: int, stream: Any, handle: int) -> None:

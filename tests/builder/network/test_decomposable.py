@@ -13,7 +13,7 @@ from trt_kvcache.builder.network import decoder
 from trt_kvcache.builder.network.decomposable import attention_layer_config
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
-from trt_kvcache.builder.serialization import serialize
+from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.errors import BuildError
@@ -54,7 +54,7 @@ def build(rtx: TensorRT, model: Path, length: int, attention: str) -> None:
     with Checkpoint.open(model) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:
         options = ResolvedOptions.of_model(given, checkpoint.config)
         definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config), rtx, messages)
-        serialize(definition, options, rtx, messages, lambda done: None)
+        serialize(definition, make_config(definition, options, rtx, messages), options, rtx, messages, lambda done: None)
 
 
 @pytest.mark.trt

@@ -91,8 +91,9 @@ def test_it_builds_with_the_tensors_and_profiles_that_are_declared(
         ("verify", 7, 7),
     ]
     with rtx.log.collect(ignore_missing_driver=True) as messages:
-        assert make_config(definition, defined.options, rtx, messages).num_optimization_profiles == 3
-        assert serialize(definition, defined.options, rtx, messages, lambda done: None).nbytes > 10_000
+        config = make_config(definition, defined.options, rtx, messages)
+        assert config.num_optimization_profiles == 3
+        assert serialize(definition, config, defined.options, rtx, messages, lambda done: None).nbytes > 10_000
 
 
 def test_segments_build(rtx: TensorRT, tmp_path: Path) -> None:
@@ -100,4 +101,5 @@ def test_segments_build(rtx: TensorRT, tmp_path: Path) -> None:
     last = segments.definitions[-1]
     assert declared(rtx, last.network) == {spec.name: (spec.mode, spec.dtype, spec.shape) for spec in last.tensors}
     with rtx.log.collect(ignore_missing_driver=True) as messages:
-        assert serialize(last, segments.options, rtx, messages, lambda done: None).nbytes > 10_000
+        config = make_config(last, segments.options, rtx, messages)
+        assert serialize(last, config, segments.options, rtx, messages, lambda done: None).nbytes > 10_000

@@ -6,7 +6,7 @@ import pytest
 from tests.helpers.models import model_of
 from tests.reference.rig import MODELS, golden
 from tests.trt.plugin.on_host import run_plugins_on_host
-from trt_kvcache.builder.serialization import serialize
+from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.quantized_kv import QuantizedKV
@@ -91,7 +91,8 @@ def build(network):
     """Return the plan of a network."""
     tensorrt = network.tensorrt
     with tensorrt.log.collect(ignore_missing_driver=True) as messages:
-        plan = serialize(network.definition, network.options, tensorrt, messages, lambda done: None)
+        config = make_config(network.definition, network.options, tensorrt, messages)
+        plan = serialize(network.definition, config, network.options, tensorrt, messages, lambda done: None)
         assert messages.warnings == []
     return bytes(plan)
 

@@ -142,5 +142,5 @@ def test_segments_build_with_the_tensors_that_are_declared(rtx, tmp_path, model,
         with rtx.log.collect(ignore_missing_driver=True) as messages:
             config = make_config(definition, segments.options, rtx, messages)
             assert config.get_flag(rtx.module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # so that it can be captured
-            assert serialize(definition, segments.options, rtx, messages, lambda done: None).nbytes > 10_000
+            assert serialize(definition, config, segments.options, rtx, messages, lambda done: None).nbytes > 10_000
     assert (EMBEDDING in tensors, COS_SIN in tensors) == (segments.model.tie_word_embeddings, False)  # of the last one

@@ -234,6 +234,12 @@ CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
     return status();
 }
 
+CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode*, size_t* count) {
+    LOG_CALL();
+    *count = reinterpret_cast<Graph*>(graph)->works.size();
+    return CUDA_SUCCESS;
+}
+
 CUresult cuGraphDestroy(CUgraph graph) {
     LOG_CALL();
     delete reinterpret_cast<Graph*>(graph);

@@ -5,16 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from trt_kvcache.errors import BuildError
+from trt_kvcache.kernels.attention_tiles import MAX_SCORE_FACTOR, MIN_SCORE_FACTOR
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
 from trt_kvcache.ops.custom_op import TensorType
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.onnx_parser import parse_plugin_layers
 from trt_kvcache.trt.plugin import register
 
-from .test_model_proto import attention_node
+from .test_model_proto import ATTRIBUTES, attention_node
 
 pytestmark = pytest.mark.trt
 
@@ -62,6 +66,25 @@ def test_what_a_plugin_refuses_is_an_error_of_ours(rtx: TensorRT, inputs: list[T
     assert str(caught.value).startswith("plugin layers: the ONNX parser of tensorrt_rtx ")
     assert text in str(caught.value)
     assert "plugin_layers='segments'" in str(caught.value)
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(0.1, 0.0), (0.1, 30.1), (MIN_SCORE_FACTOR, MAX_SCORE_FACTOR), (0.0, 0.0)])
+def test_scale_and_softcap_arrive_as_float32(rtx: TensorRT, monkeypatch: pytest.MonkeyPatch, scale: float, softcap: float) -> None:
+    """The network API passes doubles; an attribute of ONNX is a float32, also for a value at the end of the range that rounds down."""
+    given = replace(ATTRIBUTES, scale=scale, softcap=softcap)
+    kinds: list[set[str]] = []
+    made: list[AttentionAttributes] = []
+    read = AttentionAttributes.from_plugin_fields
+
+    def note(fields: Any, *, quantized: bool = False) -> AttentionAttributes:
+        kinds.append({field.type.name for field in fields if field.name in ("scale", "softcap")})
+        made.append(read(fields, quantized=quantized))
+        return made[-1]
+
+    monkeypatch.setattr(AttentionAttributes, "from_plugin_fields", note)
+    parse(rtx, replace(node("one", [*HEADS, *REST]), fields=given.plugin_field_arrays()))  # type: ignore[type-var]
+    assert kinds == [{"FLOAT32"}]
+    assert made == [replace(given, scale=float(np.float32(scale)), softcap=float(np.float32(softcap)))]
 
 
 def test_an_unknown_plugin_is_an_error_of_ours(rtx: TensorRT) -> None:

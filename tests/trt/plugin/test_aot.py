@@ -44,7 +44,7 @@ def test_factors_of_the_scores_with_a_softcap():
 
 
 def test_ptx_has_one_entry_with_the_arguments_of_the_launch():
-    ptx = aot.compile_ptx(FIELDS, "float16", "sm_86")
+    ptx = aot.decode_ptx(FIELDS, "float16", "sm_86")
     entry = ptx[ptx.index(".entry attention_decode_aot(") :].partition(")")[0]
     parameters = [line.split()[1] for line in entry.splitlines()[1:] if line.strip()]
     assert ".target sm_86" in ptx
@@ -55,14 +55,14 @@ def test_ptx_has_one_entry_with_the_arguments_of_the_launch():
 def test_ptx_that_the_driver_would_refuse_is_not_made(monkeypatch):
     monkeypatch.setattr(aot, "driver_version", lambda: (12, 8))
     with pytest.raises(CudaError, match=r"^NVRTC: expected CUDA 12\.8 or older for PTX, .*, got \d+\.\d+\. .*nvidia-cuda-nvrtc 12\.8"):
-        aot.compile_ptx(FIELDS, "float16", "sm_86")
+        aot.decode_ptx(FIELDS, "float16", "sm_86")
     monkeypatch.setattr(aot, "driver_version", lambda: (99, 0))
-    assert ".target sm_86" in aot.compile_ptx(FIELDS, "float16", "sm_86")
+    assert ".target sm_86" in aot.decode_ptx(FIELDS, "float16", "sm_86")
 
 
 def test_an_architecture_that_nvrtc_does_not_know_is_refused():
     with pytest.raises(CudaError, match=r"^NVRTC: attention_decode_aot for sm_1: NVRTC_ERROR_\w+\. .*gpu-architecture"):
-        aot.compile_ptx(FIELDS, "float16", "sm_1")
+        aot.decode_ptx(FIELDS, "float16", "sm_1")
 
 
 class Described:
@@ -84,7 +84,7 @@ def registered(monkeypatch):
         setattr(module, name, lambda plugin, name=name: lambda function: made.setdefault(name, (plugin, function))[1])
     monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "tensorrt.plugin", module)
-    monkeypatch.setattr(aot, "compile_ptx", lambda *what: what)
+    monkeypatch.setattr(aot, "decode_ptx", lambda *what: what)
     implement = register_decode(tensorrt(), arch="sm_87")
     assert made["aot_impl"] == ("trt_kvcache::KVCacheAttentionDecode", implement)
     assert made["register"][0] == "trt_kvcache::KVCacheAttentionDecode"

@@ -1,4 +1,4 @@
-"""Check C: TensorRT builds engines of each attention variant, opens them, and they are what was built."""
+"""Check C: TensorRT builds engines with each kind of attention, opens them, and they are what was built."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.doctor.cases import CaseLog, NotHere
+from trt_kvcache.doctor.cases import VARIANTS, CaseLog, NotHere
 from trt_kvcache.doctor.models import CheckedModel, own_model, shipped_model, short_model, tiny_model, wide_model
 from trt_kvcache.doctor.settings import Settings
 from trt_kvcache.doctor.subjects import TENSORRT, Subject, case_name, engine_folder, usable_tensorrt, variant_reason
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import EngineError
 
@@ -31,7 +30,7 @@ def check(settings: Settings, log: CaseLog) -> None:
     models = (wide_model(settings), short_model(settings), shipped_model(), tiny_model(settings), own_model(settings))
     for model in filter(None, models):
         for dtype in model.dtypes:
-            for variant in ATTENTION_VARIANTS:
+            for variant in VARIANTS:
                 name = case_name(variant, model, dtype)
                 log.run(name, lambda m=model, d=dtype, v=variant: _build_and_open(settings, m, d, v), variant=variant)  # type: ignore[misc]
                 if any(case.text.startswith(_NO_SUPPORT) for case in log.cases):  # the other engines would get the same answer

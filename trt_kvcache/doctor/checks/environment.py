@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
-import re
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from trt_kvcache.kernels.compile import ARCHITECTURES, nvrtc_version
 from trt_kvcache.memory.cuda_driver import check as checked, cuda_core_error, find_gpu
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.trt.module import load
+from trt_kvcache.trt.wheels import wheels_failure, wheels_of_cuda
 
 #: Distributions whose versions are listed, if they are installed.
 DISTRIBUTIONS = (
@@ -26,9 +26,6 @@ DISTRIBUTIONS = (
     *("tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-rtx", "tensorrt-rtx-cu12", "tensorrt-rtx-cu13", "torch", "transformers"),
     *("onnx", "polygraphy", "safetensors", "tokenizers"),
 )
-
-#: Wheels that this package uses whose names end with their CUDA.
-_CUDA_OF_WHEEL = re.compile(r"(?:tensorrt(?:-rtx)?|nvidia-cuda-(?:nvrtc|runtime))-cu(\d+)(?:-[a-z]+)?")
 
 #: The first compute capability with the kernels of this package.
 FIRST_CAPABILITY = (8, 0)
@@ -71,18 +68,11 @@ def _tensorrt(flavour: str) -> dict[str, Any]:
 
 def wheels_fit(driver_cuda: str) -> dict[str, Any]:
     """Check that no library was made for a CUDA that is newer than the driver's."""
-    found = {}
-    for name in (distribution.metadata["Name"] for distribution in importlib.metadata.distributions()):
-        made_for = _CUDA_OF_WHEEL.fullmatch((name or "").lower().replace("_", "-"))
-        if made_for is not None:
-            found[name] = int(made_for[1])
-    newer = [name for name, major in found.items() if major > int(driver_cuda.partition(".")[0])]
-    if newer:
-        raise CheckFailure(
-            f"{', '.join(sorted(newer))}: expected wheels for CUDA {driver_cuda} or older, which the driver supports. "
-            "Update the driver, or install the wheels whose names end with an older CUDA."
-        )
-    return {"driver_cuda": driver_cuda, "wheels": len(found)}
+    wheels = wheels_of_cuda()
+    failure = wheels_failure(wheels, int(driver_cuda.partition(".")[0]))
+    if failure is not None:
+        raise CheckFailure(failure)
+    return {"driver_cuda": driver_cuda, "wheels": len(wheels)}
 
 
 def _machine(settings: Settings, tensorrt: str | None) -> dict[str, Any]:

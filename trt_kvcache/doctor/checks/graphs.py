@@ -15,7 +15,7 @@ from trt_kvcache.doctor.settings import Settings
 from trt_kvcache.doctor.subjects import SUBJECTS, Subject, case_name
 from trt_kvcache.errors import CaptureError, KVCacheError
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.cuda_driver import cuda_core_error
+from trt_kvcache.memory.cuda_driver import check as check_status, cuda_core_error
 from trt_kvcache.session.session import InferenceSession
 
 _REPLAYS = 4
@@ -96,7 +96,8 @@ def _captured_from_outside(session: InferenceSession) -> dict[str, Any]:
         try:
             builder.begin_building("thread_local")
             engine.enqueue(builder)
-            graph = builder.end_building().complete()
+            builder.end_building()
+            graph, nodes = builder.complete(), _num_nodes(builder.graph_definition)
         finally:
             builder.close()
     except (KVCacheError, RuntimeError, cuda_core_error()) as error:
@@ -105,7 +106,16 @@ def _captured_from_outside(session: InferenceSession) -> dict[str, Any]:
     memory.synchronize(stream)
     for layer, (got, expected) in enumerate(zip(_new_rows(session, stream), eager, strict=True)):
         check_equal(f"K and V of layer {layer} after a replay", got, expected)
-    return {"capturable": True}
+    return {"capturable": True, "nodes": nodes}
+
+
+def _num_nodes(definition: Any) -> int:
+    """Return the number of kernels, copies and fills of a step."""
+    from cuda.bindings import driver
+
+    status, _, count = driver.cuGraphGetNodes(definition.handle)
+    check_status((status,))
+    return int(count)
 
 
 def _new_rows(session: InferenceSession, stream: Any, value: float | None = None) -> list[Array]:

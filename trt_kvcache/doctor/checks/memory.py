@@ -33,7 +33,7 @@ def memory_of(settings: Settings, subject: Subject, model: CheckedModel, dtype: 
         opened = _used_nbytes(memory)
         tokens = session.prefill([[3, 4, 5]] * model.slots).argmax(axis=1).tolist()
         prefilled = _used_nbytes(memory)
-        for _ in range(5):  # the second may be captured
+        for _ in range(5):  # the third may be captured
             tokens = session.decode(tokens).argmax(axis=1).tolist()
         growth = []
         for _ in range(_ROUNDS):

@@ -79,7 +79,7 @@ def steps(model: CheckedModel, vocabulary: int) -> Iterator[Step]:
     long = min(model.length - 20, model.width + 5)  # two enqueues of prefill
     prompts = [tokens(long), tokens(3), tokens(model.width // 2)]
     yield Step("ragged prefill", lambda session: session.prefill(prompts))
-    for number in range(1, 5):  # the second step of an engine may be captured, the later ones are replayed
+    for number in range(1, 5):  # the third step of an engine may be captured, the fourth is a replay
         one_each = tokens(3)
         yield Step(f"decode {number}", lambda session, given=one_each: session.decode(given))  # type: ignore[misc]
     turns = [tokens(2), tokens(4), tokens(1)]

@@ -77,6 +77,8 @@ class Metrics:
             ),
             "decode_tokens": ("Tokens that decode steps have run", session.decode_tokens),
             "decode_steps": ("Decode steps", session.decode_steps),
+            "draft_tokens": ("Tokens of drafts that were verified", session.draft_tokens),
+            "accepted_draft_tokens": ("Tokens of drafts that were accepted", session.accepted_tokens),
             "prefill_seconds": ("Time of prefills", session.prefill_seconds),
             "decode_seconds": ("Time of decode steps", session.decode_seconds),
             "prompt_cache_hits": ("Prompts of which the prompt cache had a part", stats.prompt_cache_hits),

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from trt_kvcache.errors import CudaError, ShapeError
 from trt_kvcache.kernels.attention_params import score_factors
 from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
-from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
+from trt_kvcache.kernels.compile import nvrtc_version
+from trt_kvcache.kernels.ptx import compile_ptx
 from trt_kvcache.memory.cuda_driver import driver_version
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.trt.module import TensorRT
@@ -70,40 +71,17 @@ def macros(fields: AttentionAttributes, dtype: str) -> dict[str, str]:
     return {"ELEMENT": ELEMENT_TYPES[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
 
 
-def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
+def decode_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
     """Compile the kernel with NVRTC, for the driver if there is one. Needs no GPU."""
     # PTX, as TensorRT takes no machine code here. All other kernels are cubins, which any driver of the same major number loads.
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise CudaError(f"cuda-python is not installed ({error}). Install trt-kvcache[cuda].") from None
-
-    def take(result: tuple[Any, ...]) -> Any:
-        if result[0]:
-            raise CudaError(f"NVRTC: {KERNEL} for {arch}: {result[0].name}. {log()}")
-        return result[1] if len(result) > 1 else None
-
-    def log() -> str:
-        text = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
-        nvrtc.nvrtcGetProgramLog(program, text)
-        return str(text.strip(b"\0 "), "utf-8", "replace")
-
-    compiler, driver = nvrtc.nvrtcVersion()[1:], driver_version()
-    if driver is not None and driver < tuple(compiler):
+    compiler, driver = nvrtc_version(), driver_version()
+    if driver is not None and driver < tuple(map(int, compiler.split("."))):
         raise CudaError(
-            f"NVRTC: expected CUDA {driver[0]}.{driver[1]} or older for PTX, as the NVIDIA driver is, got {compiler[0]}.{compiler[1]}. "
+            f"NVRTC: expected CUDA {driver[0]}.{driver[1]} or older for PTX, as the NVIDIA driver is, got {compiler}. "
             f"A driver refuses newer PTX: update it, or install nvidia-cuda-nvrtc {driver[0]}.{driver[1]}."
         )
-    _, program = nvrtc.nvrtcCreateProgram(b'#include "attention/decode_aot.cuh"\n', f"{KERNEL}.cu".encode(), 0, [], [])
-    try:
-        options = [f"--std={CXX_STANDARD}", f"--gpu-architecture={arch.replace('sm_', 'compute_')}", f"--include-path={source_folder()}"]
-        options += ["--device-as-default-execution-space", *(f"-D{name}={value}" for name, value in macros(fields, dtype).items())]
-        take(nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]))
-        ptx = b" " * take(nvrtc.nvrtcGetPTXSize(program))
-        take(nvrtc.nvrtcGetPTX(program, ptx))
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    return str(ptx.rstrip(b"\0"), "ascii")
+    source = '#include "attention/decode_aot.cuh"\n'
+    return str(compile_ptx(source, name=KERNEL, arch=arch, macros=macros(fields, dtype)), "ascii")
 
 
 def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
@@ -129,7 +107,7 @@ def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
         launch.block_x, launch.block_y, launch.block_z = _WARP * warps, 1, 1
         launch.shared_mem = shared
         integers[0] = trtp.SymInt32(cache.shape_expr[3])
-        return KERNEL, compile_ptx(fields, dtype, arch), launch, integers
+        return KERNEL, decode_ptx(fields, dtype, arch), launch, integers
 
     # TensorRT inspects the signatures: parameter names, and its own classes as annotations.
     tensors = dict.fromkeys(INPUT_NAMES, trtp.TensorDesc)

@@ -12,6 +12,7 @@ from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, QUANTIZED_ATTR
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.operation_plugin import register_operations
 from trt_kvcache.trt.plugin.plugin import plugin_class
+from trt_kvcache.trt.plugin.plugin_library import creator_of_library
 from trt_kvcache.trt.plugin.reported import reporter
 from trt_kvcache.trt.plugin.versions import PLUGIN_ABIS, PLUGIN_NAME, PLUGIN_NAMESPACE, QUANTIZED_VERSION
 
@@ -19,10 +20,10 @@ from trt_kvcache.trt.plugin.versions import PLUGIN_ABIS, PLUGIN_NAME, PLUGIN_NAM
 def register(tensorrt: TensorRT) -> dict[str, Any]:
     """Register the plugins with TensorRT's plugin registry: before a network uses them, and before an engine that has them is opened.
 
-    Returns the creators of attention by version.
+    Returns the creators of attention by version: of a plugin library where this process has loaded one.
     """
     register_operations(tensorrt)
-    return {version: register_version(tensorrt, version) for version in PLUGIN_ABIS}
+    return {version: creator_of_library(tensorrt, version) or register_version(tensorrt, version) for version in PLUGIN_ABIS}
 
 
 @cache

@@ -1,0 +1,99 @@
+"""``Drafter``: proposes the next tokens of sequences for speculative decoding. A value of this protocol is behind every ``draft=``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from trt_kvcache.generation.request import Request
+
+
+class DraftedSequence(NamedTuple):
+    """A sequence whose next tokens are to be proposed.
+
+    Parameters
+    ----------
+    request : object
+        Its request: the same object in all steps, for what a drafter keeps of a sequence (``weakref.WeakKeyDictionary``).
+    row : list of int
+        Tokens of the sequence, and possibly others after its first ``length``. To be read only: :attr:`tokens` is a copy.
+    length : int
+        Number of tokens in the cache.
+    pending : tuple of int
+        Tokens after them that run in the same step as the draft: usually the last one alone.
+    limit : int
+        Most tokens to propose, at least 1.
+
+    Examples
+    --------
+    >>> from trt_kvcache import DraftedSequence
+    >>> DraftedSequence(None, [5, 6, 7, 0, 0], 3, (8,), limit=4).tokens_from(2)
+    [7, 8]
+    """
+
+    request: Request
+    row: list[int]
+    length: int
+    pending: tuple[int, ...]
+    limit: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far, prompt included."""
+        return self.length + len(self.pending)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far, prompt included."""
+        return self.tokens_from(0)
+
+    def tokens_from(self, first: int) -> list[int]:
+        """Return the tokens from an index on.
+
+        Parameters
+        ----------
+        first : int
+            Index of the first token to return, from 0.
+
+        Returns
+        -------
+        list of int
+            A new list.
+        """
+        return [*self.row[first : self.length], *self.pending[max(0, first - self.length) :]]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens. Wrong ones cost time and change nothing else: the model verifies each.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession
+    >>> class Repeats:
+    ...     def propose(self, sequences):
+    ...         return [one.tokens[-1:] for one in sequences]
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
+    ...     plain = session.generate("Alice was", max_new_tokens=8).text
+    ...     session.generate("Alice was", max_new_tokens=8, draft=Repeats()).text == plain
+    True
+    """
+
+    def propose(self, sequences: Sequence[DraftedSequence]) -> Sequence[Sequence[int]]:
+        """Propose the tokens that may follow each sequence. Called once before each step that could verify them.
+
+        Parameters
+        ----------
+        sequences : sequence of DraftedSequence (n,)
+            The sequences of this drafter in the next step. One that was there before may have fewer tokens now: a step has failed.
+
+        Returns
+        -------
+        sequence of sequence of int (n,)
+            Token ids, at most ``limit`` of each sequence; none where it has no proposal.
+        """
+
+
+#: Values of ``draft=``: prompt lookup, a drafter of the caller, or none.
+DraftChoice = Literal["ngram", "off"] | Drafter
