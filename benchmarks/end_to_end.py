@@ -30,6 +30,7 @@ import torch
 from end_to_end_models import MODELS, RandomModel, small, tiny
 from end_to_end_sides import compiled, eager, greedy_tokens, logits_and_error, ours
 from environment import describe_environment, write_result
+from packed_weights import SCHEMES
 
 from trt_kvcache import CudaMemory, HostMemory
 from trt_kvcache.benchmarking import MemoryLimit
@@ -42,6 +43,7 @@ LIMITS = {"of_limit_8b_batch_1": 0.80, "compiled_over_ours_8b": {"1": 1.6, "8": 
 
 #: Two logits of transformers are a tie where they differ by at most so many times what its own rounding changes at that place.
 TIE = 2.0
+#: Packed weights have 16-bit values: with them only the last dtype is compared.
 COMPARED_DTYPES, COMPARED_PROMPTS = ("float32", "bfloat16"), (37, 1, 12)
 COMPARED_TOKENS, QUICK_TOKENS = 64, 12
 
@@ -70,7 +72,13 @@ class Cell(NamedTuple):
 def main() -> int:
     """Compare, measure, write."""
     options = _options()
-    content = {**describe_environment(gpu=options.device != "cpu"), "transformers": _version("transformers"), "limits": LIMITS, "cells": {}}
+    content = {
+        **describe_environment(gpu=options.device != "cpu"),
+        "transformers": _version("transformers"),
+        "limits": LIMITS,
+        "weights": options.weights,
+        "cells": {},
+    }
     if options.continued and options.out.is_file():
         content["cells"] = json.loads(options.out.read_text(encoding="utf-8"))["cells"]
     deadline = time.monotonic() + options.max_seconds
@@ -106,8 +114,9 @@ def measure_model(
 ) -> None:
     """Measure the cells of a model, and write the file after each."""
     memory = _memory(options.device)
-    model = RandomModel(tiny(MODELS[name]) if options.quick else MODELS[name], options.device, folder / name)
-    limit = MemoryLimit.measured(model.config, model.config.dtype, memory)
+    config = tiny(MODELS[name]) if options.quick else MODELS[name]
+    model = RandomModel(config, options.device, folder / name, scheme=options.weights, memory=memory)
+    limit = MemoryLimit.measured(model.config, model.config.dtype, memory, model.weights)
 
     def measure(cell: Cell) -> dict[str, Any]:
         steps = 6 if options.quick else STEPS[cell.side]
@@ -151,19 +160,19 @@ def compare_all(options: argparse.Namespace, folder: Path) -> dict[str, dict[str
     count = QUICK_TOKENS if options.quick else COMPARED_TOKENS
     results = {}
     for name, config in MODELS.items():
-        for dtype in COMPARED_DTYPES:
+        for dtype in COMPARED_DTYPES[1:] if options.weights else COMPARED_DTYPES:
             label = f"{name} {dtype}"
-            results[label] = run_cell(partial(compare, config, dtype, count, options.device, memory, folder), 60)
+            results[label] = run_cell(partial(compare, config, dtype, count, options, memory, folder), 60)
             print("compared", label, json.dumps(results[label]), flush=True)
     return results
 
 
-def compare(config: dict[str, Any], dtype: str, count: int, device: str, memory: Any, folder: Path) -> dict[str, Any]:
+def compare(config: dict[str, Any], dtype: str, count: int, options: argparse.Namespace, memory: Any, folder: Path) -> dict[str, Any]:
     """Compare the greedy tokens of a session with those of transformers.
 
     Where one differs, transformers must have held both tokens for nearly equally likely; ours then goes on from theirs.
     """
-    model = RandomModel(small(config, dtype), device, folder / "small")
+    model = RandomModel(small(config, dtype), options.device, folder / "small", scheme=options.weights, memory=memory)
     prompts = [model.prompts(1, length, seed=length)[0] for length in COMPARED_PROMPTS]
     theirs = [greedy_tokens(model, prompt, count) for prompt in prompts]
     ties = []
@@ -232,11 +241,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--continue", dest="continued", action="store_true", help="keep the cells of the file that --out names")
     parser.add_argument("--cells", type=lambda text: text.split(","), default=[], help="only cells with all of these: 8B, b1, p1024")
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(STEPS), help="ours, eager, compiled")
+    parser.add_argument("--weights", choices=SCHEMES, help="packed weights, of which transformers has the values in 16 bits")
     parser.add_argument("--max-seconds", type=float, default=480.0, help="begin no cell after so long")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "end_to_end.json")
     options = parser.parse_args()
-    if (options.quick or options.device == "cpu") and options.out == parser.get_default("out"):
-        parser.error("expected --out with --quick and --device cpu, which measure nothing that belongs into the results.")
+    if (options.quick or options.device == "cpu" or options.weights) and options.out == parser.get_default("out"):
+        parser.error("expected --out with --quick, --device cpu and --weights, which measure nothing that belongs into the results.")
     return options
 
 

@@ -9,31 +9,19 @@ from typing import Any
 
 import tokenizers
 import torch
-from random_model import LLAMA_3_8B as LLAMA_3_8B_SHAPE, QWEN2_0_5B
+from packed_weights import quantized
+from random_model import LLAMA_3_8B as LLAMA_3_8B_SHAPE, QWEN2_0_5B, QWEN3_4B
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trt_kvcache import InferenceSession, KVCacheManager, Tokenizer
+from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.decoder_cache import cache_config
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.torch_engine import TorchEngine
+from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 LLAMA_3_8B = {**LLAMA_3_8B_SHAPE, "max_position_embeddings": 8192 + 1024}  # room for tokens after 8192
-QWEN3_4B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 
 MODELS = {"Llama-3-8B": LLAMA_3_8B, "Qwen2-0.5B": QWEN2_0_5B, "Qwen3-4B": QWEN3_4B}
 
@@ -68,9 +56,12 @@ class RandomModel:
     """A model of transformers, and sessions of this package over the same weights.
 
     ``config`` is a ``config.json``. Matrices are normal with a standard deviation that keeps activations of order 1, norms are near 1.
+    With a ``scheme`` of ``packed_weights.py`` linear layers, and an untied head, are packed in ``memory``; transformers has their values.
     """
 
-    def __init__(self, config: dict[str, Any], device: str, folder: Path, *, seed: int = 0) -> None:
+    def __init__(
+        self, config: dict[str, Any], device: str, folder: Path, *, seed: int = 0, scheme: str | None = None, memory: Any = None
+    ) -> None:
         self.config = ModelConfig.from_dict(config)
         self.device = device
         self.tokenizer = _tokenizer(self.config.vocab_size, folder)
@@ -80,6 +71,7 @@ class RandomModel:
         with torch.device(device):
             self.peer = AutoModelForCausalLM.from_config(peer, dtype=getattr(torch, self.config.dtype)).eval()
         self._fill(seed)
+        self._packed = {} if scheme is None else self._rounded(scheme, memory)
 
     @torch.no_grad()
     def _fill(self, seed: int) -> None:
@@ -100,13 +92,40 @@ class RandomModel:
         """Return a session on the torch engine, with the tokenizer. No weight is read from a file."""
         tensors = self.peer.state_dict()
         kv = cache_config(self.config, max_batch_size=slots, max_sequence_length=length, dtype=self.config.dtype)
-        engine = TorchEngine(self.config, lambda name: tensors[name].detach(), kv=kv, max_prefill_length=width, memory=memory)
+        engine = TorchEngine(
+            self.config,
+            lambda name: tensors[name].detach(),
+            lambda name, rows: self._packed.get(name),
+            kv=kv,
+            max_prefill_length=width,
+            memory=memory,
+        )
         try:
             cache = KVCacheManager(kv, memory=memory)
         except BaseException:
             engine.close()
             raise
         return InferenceSession(engine, cache, tokenizer=self.tokenizer)
+
+    @property
+    def weights(self) -> WeightsSummary | None:
+        """Size of the weights, if some are packed."""
+        if not self._packed:
+            return None
+        dense = [weight for name, weight in self.peer.named_parameters() if name not in self._packed]
+        unread = 0 if self.config.tie_word_embeddings else self.peer.get_input_embeddings().weight.nbytes
+        nbytes = sum(weight.nbytes for weight in (*dense, *self._packed.values()))
+        return WeightsSummary(format="packed", is_quantized=True, nbytes=nbytes, step_nbytes=nbytes - unread)
+
+    @torch.no_grad()
+    def _rounded(self, scheme: str, memory: Any) -> dict[str, PackedWeight]:
+        """Round matrices to the values of packed ones, which are returned."""
+        found = {}
+        for name, weight in self.peer.named_parameters():
+            if weight.ndim == 2 and "embed_tokens" not in name:
+                found[name] = quantized(weight, scheme, memory)
+                weight.copy_(found[name].dequantized())
+        return found
 
     def prompts(self, count: int, length: int, *, seed: int) -> list[list[int]]:
         """Return random token ids."""

@@ -272,7 +272,7 @@ class Layers:
 
 
 def _borrowed(gpu: Gpu, tensor: torch.Tensor) -> DeviceTensor:
-    from trt_kvcache.torch_engine.kernels import device_view
+    from trt_kvcache.torch_engine.device_view import device_view
 
     return device_view(tensor, gpu.memory)
 

@@ -31,6 +31,22 @@ LLAMA_3_8B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+#: The shape of Qwen3-4B: heads of 128 with norms of q and k, the head tied to the embedding.
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 #: The shape of Gemma 3 1B: five layers with a window of 512 for each without, heads of 256.
 GEMMA_3_1B = {
     "model_type": "gemma3_text",

@@ -410,6 +410,56 @@ def _linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             )
 
 
+def _steps(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    limits = content["limits"]
+    yield "steps of every width: logits of small models, difference from the NumPy engine", f"{max(content['compared'].values()):.1e}", ""
+    for name, model in content["models"].items():
+        rows = of_table(model["rows"])
+        (token,) = (row for row in rows if (row["call"], row["batch"]) == ("decode", 1))
+        for batch in dict.fromkeys(row["batch"] for row in rows):
+            for call in ("decode", "verify", "append", "prefill"):
+                found = [row for row in rows if (row["call"], row["batch"]) == (call, batch)]
+                if found:
+                    past = "" if call == "prefill" else f", {content['past']} past"
+                    widths = ", ".join(str(row["width"]) for row in found)
+                    yield f"{name}, batch {batch}{past}: `{call}` of {widths} tokens", _milliseconds(found, "call_ms"), ""
+                    yield (
+                        "the same: time of the GPU; the first call; the second, which captures",
+                        "; ".join(_milliseconds(found, times) for times in ("engine_ms", "first_ms", "second_ms")),
+                        "",
+                    )
+        of_widths = {(row["call"], row["width"]): row for row in rows if row["batch"] == 1}
+        drafts = [row["engine_ms"] / token["engine_ms"] for (call, width), row in of_widths.items() if call == "verify" and width <= 8]
+        if drafts:
+            limit = limits["verify_over_decode"].get(name)
+            yield f"{name}: time of the GPU to verify up to 8 tokens / for one token", f"{max(drafts):.2f}", _at_most(limit)
+        if ("append", 16) in of_widths:
+            ratio = of_widths["append", 16]["call_ms"] / token["call_ms"]
+            yield f"{name}: `append` of 16 / `decode`", f"{ratio:.2f}", _at_most(limits["append_16_over_decode"].get(name))
+        prompts = [row for (call, _), row in of_widths.items() if call == "prefill"]
+        if prompts:
+            apart = max((row["call_ms"] - limits["prefill_ms_apart"]) / row["exact_engine_ms"] for row in prompts)
+            what = f"{name}: `prefill`, without {limits['prefill_ms_apart']} ms, / time of the GPU for the exact width"
+            yield what, f"{apart:.2f}", _at_most(limits["prefill_over_exact"])
+        for width, us in (model["eager_us_per_layer"] or {}).items():
+            what = f"{name}: host time of a layer of {width} tokens that is not captured"
+            yield what, f"{us:.0f} us", _at_most(limits["eager_us_per_layer"], " us")
+        if model["graphs"] is not None:
+            used = model["graphs"]
+            yield f"{name}: memory of {used['graphs']} graphs", f"{used['mib']:.0f} MiB", _at_most(round(used["budget_mib"]), " MiB")
+        steps = model["queue"][-1]
+        times = f"{steps['decode_step_ms']:.2f}; {steps['admitting_step_ms']:.2f}; {steps['longest_step_ms']:.2f} ms"
+        yield f"{name}: steps of a queue: median of those that decode, of those that run prompts too, longest", times, ""
+
+
+def _milliseconds(rows: list[dict[str, Any]], times: str) -> str:
+    return ", ".join(f"{row[times]:.2f}" for row in rows) + " ms"
+
+
+def _at_most(limit: float | None, unit: str = "") -> str:
+    return "" if limit is None else f"{limit:g}{unit}"
+
+
 _FILES = {
     "host_step": _host_step,
     "sampling": _sampling,
@@ -432,6 +482,7 @@ _FILES = {
     "attention_quantized_decode": _attention_quantized_decode,
     "attention_quantized_prefill": _attention_quantized_prefill,
     "linear": _linear,
+    "steps": _steps,
     "states": _state_steps,
     "states_prefill": _state_prefill,
     "compare_kernels": _compare_kernels,

@@ -16,7 +16,7 @@ BUCKETS = {1, 2, 4, 8}
 def pair(name, attention, widths):
     """Return a session with exact widths, and one in buckets that notes its widths; dead rows hold what must not be read."""
     exact, bucketed = (open_model(name, slots=SLOTS, width=WIDTH, attention=attention) for _ in range(2))
-    bucketed.engine.bucketed_widths = True
+    bucketed.engine.width_buckets = sorted(BUCKETS)
     run = bucketed.engine.set_input_shape
 
     def note(tensor, shape):

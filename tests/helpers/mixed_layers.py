@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, QkNormConfig, QueryScaling, RopeConfig
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 
@@ -67,12 +69,12 @@ def mixed_model(*head_dims: int) -> ModelConfig:
 
 
 class RandomCheckpoint:
-    """What an engine reads of a checkpoint, with random weights. They depend on the shapes only."""
+    """What an engine reads of a checkpoint, with random weights. They depend on the shapes, and on the scheme of quantized ones."""
 
     path = Path("random")
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, scheme: str | None = None) -> None:
+        self.config, self._scheme = config, scheme
         self._shapes = tensor_shapes(config)
         self.nbytes = 4 * sum(map(math.prod, self._shapes.values()))
 
@@ -80,8 +82,18 @@ class RandomCheckpoint:
         """Return the bytes of a tensor."""
         return 4 * math.prod(self._shapes[name])
 
+    def quantized_weight(self, name: str) -> QuantizedWeight | None:
+        """Return a quantized matrix of a layer; None for other tensors, and without a scheme."""
+        if self._scheme is None or len(self._shapes[name]) != 2 or "layers" not in name:
+            return None
+        return rounded_to_nearest(self._values(name), self._scheme, "bfloat16")
+
     def tensor(self, name: str) -> np.ndarray:
         """Return a tensor: norms near what leaves a value as it is, others so that a product is as large as what goes in."""
+        quantized = self.quantized_weight(name)
+        return self._values(name) if quantized is None else quantized.dequantized()
+
+    def _values(self, name: str) -> np.ndarray:
         shape = self._shapes[name]
         values = np.random.default_rng([*name.encode()]).standard_normal(shape)
         if "norm" not in name:

@@ -44,7 +44,7 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    assert len(names) == len(set(names)) == 9 + 3 * 2 * 5 * 3 + 5 * len(RECURRENT_SOURCES) + 2 * len(ROW_COUNTS)
+    assert len(names) == len(set(names)) == 9 + 3 * 2 * 5 * 3 + 5 * len(RECURRENT_SOURCES) + 12 * len(ROW_COUNTS)
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -123,6 +123,8 @@ def test_variants_have_the_macros_of_their_dtype_and_head_dim():
 def test_variants_have_the_macros_of_their_dtype_and_rows():
     macros = variant_macros("linear-float16-16", "sm_90")
     assert (macros["ELEMENT"], macros["ROW_TILES"]) == ("Float16", "2")
+    macros = variant_macros("linear_packed-bfloat16-8-int4-float16", "sm_90")
+    assert (macros["ELEMENT"], macros["STORED"], macros["SCALE"], macros["ROW_TILES"]) == ("BFloat16", "Int4", "Float16", "1")
 
 
 @pytest.fixture

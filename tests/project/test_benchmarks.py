@@ -267,6 +267,75 @@ def test_end_to_end(tmp_path):
     assert ours["of_limit"] > 0 < ours["engine_alone_ms"]
 
 
+@pytest.mark.long
+def test_steps(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    result = measured("steps.py", tmp_path / "steps.json", "--device", "cpu", "--quick", "--models", "Qwen3-4B")
+    assert result["compared"]["Qwen3-4B"] < 1e-4
+    model = result["models"]["Qwen3-4B"]
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows = importlib.import_module("environment").of_table(model["rows"])
+    assert [(row["call"], row["batch"], row["width"]) for row in rows] == [
+        ("decode", 1, 1),
+        ("verify", 1, 4),
+        ("append", 3, 16),
+        ("prefill", 1, 16),
+        ("prefill", 1, 60),
+        ("prefill", 3, 20),
+    ]
+    assert all(0 < row["best_ms"] <= row["call_ms"] for row in rows)
+    assert [row["engine_ms"] > 0 < row["first_ms"] for row in rows] == [True] * 6
+    assert all(("exact_engine_ms" in row) == (row["call"] == "prefill") for row in rows)
+    assert all(one["tokens_per_second"] > 0 for one in model["queue"])
+    assert (model["graphs"], model["eager_us_per_layer"], model["skipped"]) == (None, None, [])
+    assert len([*importlib.import_module("tables")._steps(result)]) > 5
+
+
+def test_the_table_of_steps(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def row(call, width, ms, batch=1, **more):
+        times = {"call_ms": ms, "engine_ms": ms / 2, "first_ms": 9 * ms, "second_ms": 8 * ms}
+        return {"call": call, "batch": batch, "width": width, **times, **more}
+
+    rows = [row("decode", 1, 1.0), row("verify", 8, 1.2), row("verify", 17, 3.0), row("append", 16, 1.5), row("decode", 1, 2.0, batch=8)]
+    rows += [row("prefill", 64, 2.3, exact_engine_ms=2.0), row("prefill", 100, 4.3, exact_engine_ms=3.2)]
+    limits = {"verify_over_decode": {"A": 1.15}, "append_16_over_decode": {}, "prefill_over_exact": 1.15, "prefill_ms_apart": 0.3}
+    queue = {"decode_step_ms": 1.0, "admitting_step_ms": 2.0, "longest_step_ms": 3.0}
+    model = {
+        "rows": importlib.import_module("environment").to_table(rows),
+        "eager_us_per_layer": {"16": 99.6},
+        "graphs": {"graphs": 3, "mib": 7.2, "budget_mib": 100.0},
+        "queue": [queue, queue],
+    }
+    content = {"limits": {**limits, "eager_us_per_layer": 120.0}, "past": 1024, "compared": {"A": 0.00123}, "models": {"A": model}}
+    found = {what: (value, limit) for what, value, limit in importlib.import_module("tables")._steps(json.loads(json.dumps(content)))}
+    assert found["A, batch 1, 1024 past: `verify` of 8, 17 tokens"] == ("1.20, 3.00 ms", "")
+    assert found["A, batch 1: `prefill` of 64, 100 tokens"] == ("2.30, 4.30 ms", "")
+    assert found["A: time of the GPU to verify up to 8 tokens / for one token"] == ("1.20", "1.15")
+    assert found["A: `append` of 16 / `decode`"] == ("1.50", "")
+    assert found["A: `prefill`, without 0.3 ms, / time of the GPU for the exact width"] == ("1.25", "1.15")
+    assert found["A: host time of a layer of 16 tokens that is not captured"] == ("100 us", "120 us")
+    assert found["A: memory of 3 graphs"] == ("7 MiB", "100 MiB")
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4:128", "int8", "q4_0", "q8_0", "gptq"])
+def test_packed_weights_stay_near_what_they_round(monkeypatch, scheme):
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script puts the root in front
+    script = importlib.import_module("packed_weights")
+    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    packed = script.quantized(weight, scheme, None)
+    found, bits = packed.dequantized(), 4 if packed.kind == "int4" else 8
+    assert found.dtype == weight.dtype
+    steps = 2 ** (bits - 1) - 1
+    assert 0 < float((found - weight).abs().max()) < float(weight.abs().max()) / steps
+    stored = 48 * (128 * bits // 8 + 2 * packed.scales.shape[1])
+    assert stored <= packed.nbytes <= stored + 48 * packed.scales.shape[1]
+
+
 def end_to_end_results():
     def cell(model, batch, past, side, ms, **more):
         one = {"ok": True, "model": model, "batch": batch, "past": past, "side": side, "step_ms": {"median": ms}, **more}

@@ -77,21 +77,24 @@ def reachable(lengths: Sequence[int], remaining: Sequence[int], limit: int, star
     return True
 
 
-def in_buckets(max_width: int) -> list[int]:
+POWERS = [1 << exponent for exponent in range(12)]
+
+
+def in_buckets(max_width: int, buckets: Sequence[int] = POWERS) -> list[int]:
     """Return the buckets of an engine that takes every width up to a maximum."""
-    return bucket_widths([EngineProfile(name="prefill", min_batch=1, max_batch=9, min_width=1, max_width=max_width)], max_width)
+    return bucket_widths(buckets, [EngineProfile(name="prefill", min_batch=1, max_batch=9, min_width=1, max_width=max_width)], max_width)
 
 
-@given(programs(), st.booleans())
-def test_every_token_is_enqueued_in_order_and_inside_its_slot(program, bucketed):
+@given(programs(), st.sampled_from([[], POWERS, [1, 2, 3, 4], [1, 6]]))
+def test_every_token_is_enqueued_in_order_and_inside_its_slot(program, of_engine):
     lengths, remaining, limit, max_width, starts = program
     before = list(lengths), list(remaining)
-    buckets = in_buckets(max_width) if bucketed else []
+    buckets = in_buckets(max_width, of_engine)
 
     def plan():
         can_start_at = starts.__contains__
         chunks = plan_chunks(lengths, remaining, max_width=max_width, max_sequence_length=limit, can_start_at=can_start_at, buckets=buckets)
-        assert not bucketed or {chunk.width for chunk in chunks} <= set(buckets)
+        assert not buckets or all(chunk.width in buckets or chunk.width > buckets[-1] for chunk in chunks)
         return chunks
 
     if reachable(lengths, remaining, limit, starts):
@@ -181,9 +184,11 @@ def test_a_slot_behind_a_full_one_that_no_view_can_start_at_is_refused():
 
 
 class TestBuckets:
-    def widths(self, *counts: int, length: int = 0, max_width: int = 512, limit: int = 10_000) -> list[int]:
-        buckets = in_buckets(max_width)
-        chunks = plan_chunks([length] * len(counts), counts, max_width=max_width, max_sequence_length=limit, buckets=buckets)
+    def widths(
+        self, *counts: int, length: int = 0, max_width: int = 512, limit: int = 10_000, buckets: Sequence[int] = POWERS
+    ) -> list[int]:
+        allowed = in_buckets(max_width, buckets)
+        chunks = plan_chunks([length] * len(counts), counts, max_width=max_width, max_sequence_length=limit, buckets=allowed)
         return [chunk.width for chunk in chunks]
 
     def test_they_are_powers_of_two_and_the_maximum(self):
@@ -193,13 +198,24 @@ class TestBuckets:
 
     def test_a_width_that_no_profile_takes_is_none(self):
         profile = EngineProfile(name="prefill", min_batch=1, max_batch=1, min_width=4, max_width=16)
-        assert bucket_widths([profile], 16) == [4, 8, 16]
-        assert bucket_widths([profile, EngineProfile(name="decode", min_batch=1, max_batch=1, min_width=1, max_width=1)], 16) == [
-            1,
-            4,
-            8,
-            16,
-        ]
+        assert bucket_widths(POWERS, [profile], 16) == [4, 8, 16]
+        decode = EngineProfile(name="decode", min_batch=1, max_batch=1, min_width=1, max_width=1)
+        assert bucket_widths(POWERS, [profile, decode], 16) == [1, 4, 8, 16]
+
+    def test_an_engine_without_buckets_has_none(self):
+        assert in_buckets(16, []) == []
+
+    def test_the_maximum_is_one_only_below_the_largest(self):
+        assert in_buckets(5, [1, 2, 4, 8]) == [1, 2, 4, 5]
+        assert in_buckets(8, [1, 2, 4, 8]) == [1, 2, 4, 8]
+        assert in_buckets(9, [1, 2, 4, 8]) == [1, 2, 4, 8]
+
+    def test_widths_above_the_largest_are_exact(self):
+        assert self.widths(70, buckets=[1, 16, 64]) == [70]
+        assert self.widths(700, buckets=[1, 16, 64]) == [512, 188]
+        assert self.widths(62, buckets=[1, 16, 64]) == [64]
+        assert self.widths(70, buckets=[1, 16, 64], length=935, limit=1005) == [70]
+        assert self.widths(70, 62, buckets=[1, 16, 64], limit=70) == [70]
 
     def test_a_short_prompt_is_one_enqueue(self):
         assert [self.widths(count) for count in (1, 2, 3, 5, 9, 33, 63)] == [[1], [2], [4], [8], [16], [64], [64]]

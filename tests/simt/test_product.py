@@ -42,7 +42,7 @@ def count_passed(result: subprocess.CompletedProcess[str]) -> int:
 
 # Many layers take ThreadSanitizer many seconds and show it nothing new. It has room for 8128 threads that a process ever had, so sampling,
 # which has many, each of the layers with states, which have many kernels, and products of few rows have processes of their own.
-OWN_PROCESS = ("sampling", "causal_conv1d", "mamba2", "delta_rule", "gated_norm", "test_linear")
+OWN_PROCESS = ("sampling", "causal_conv1d", "mamba2", "delta_rule", "gated_norm", "test_linear", "test_packed_linear_kernels")
 ELSEWHERE = " or ".join((ATTENTION, *OWN_PROCESS))
 #: Copies, compaction and lengths: what every sequence passes through.
 MOVES, MOVING_SOURCES = "test_kv_kernels or test_compaction or test_length_kernels", ("kv", "lengths", "states")
@@ -139,6 +139,7 @@ DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
     f"recurrent/delta_rule_{name}.cuh" for name in ("chunks", "matrices", "step", "update")
 )
 LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear_kernels.py", "test_decoder_layer_kernels.py"
+PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed.cu", "linear/packed_values.cuh"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -815,7 +816,7 @@ MISTAKES = {
         RACE,
     ),
     "sums of warps are read before they are there": (
-        "linear.cu",
+        "linear/product.cuh",
         "            __syncthreads();\n#pragma unroll 1",
         "#pragma unroll 1",
         "thread",
@@ -831,7 +832,7 @@ MISTAKES = {
         DECODER_LAYER_TESTS,
         "Mismatched",
     ),
-    "sums are overwritten while they are read": ("linear.cu", "turn * Partials::kFloats", "0", "thread", LINEAR_TESTS, RACE),
+    "sums are overwritten while they are read": ("linear/product.cuh", "turn * Partials::kFloats", "0", "thread", LINEAR_TESTS, RACE),
     "weights behind the last input": (
         "linear.cu",
         "input_ + ahead < params_.inputs",
@@ -855,6 +856,57 @@ MISTAKES = {
         "none",
         LINEAR_TESTS,
         "several_tiles",
+    ),
+    "only the first tile of a block, packed": (
+        PACKED_LINEAR,
+        "        tile_ += gridDim.x;\n        begin_tile();",
+        "        fragment_ = params_.weight.fragments;",
+        "none",
+        PACKED_TESTS,
+        "several_tiles",
+    ),
+    "up in the place after the gate": (
+        PACKED_LINEAR,
+        "x * (params_.outputs / kTileOutputs)",
+        "x",
+        "none",
+        PACKED_TESTS,
+        "test_gated_products",
+    ),
+    "rows behind the last output of a part": (PACKED_LINEAR, "if (output < outputs)", "if (true)", "address", PACKED_TESTS, OVERRUN),
+    "packed values behind the last input": (
+        PACKED_VALUES,
+        "load_once(from, fragment < fragments, policy)",
+        "load_once(from, true, policy)",
+        "address",
+        PACKED_TESTS,
+        OVERRUN,
+    ),
+    "scales behind the last group": (
+        PACKED_VALUES,
+        "last = min(fragment, fragments - 1)",
+        "last = fragment",
+        "address",
+        PACKED_TESTS,
+        OVERRUN,
+    ),
+    "the scale of the first half for both": (PACKED_VALUES, "(2 * last + half)", "(2 * last)", "none", PACKED_TESTS, "Mismatched"),
+    "the zero point of the first row for both": (PACKED_VALUES, ">> (8 * i) & 0xFF", "& 0xFF", "none", PACKED_TESTS, "Mismatched"),
+    "a scale without its last bits": (
+        PACKED_VALUES,
+        "multiply_add(Element{}, differences, low_, kMinusZero)",
+        "kMinusZero",
+        "none",
+        PACKED_TESTS,
+        "Mismatched",
+    ),
+    "weights that are rounded twice": (
+        PACKED_VALUES,
+        "kIsSplit = !kIsOwn && kIsSame<Type, Float16> && kIsSame<Stored, Int4>",
+        "kIsSplit = !kIsOwn && kIsSame<Type, Float16>",
+        "none",
+        PACKED_TESTS,
+        "Mismatched",
     ),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_kernels.py", OVERRUN),
 }
@@ -882,6 +934,19 @@ def test_mistake_replaces_code(mistake):
     assert wrong != right
 
 
+def includes(folder: Path, source: Path, header: str) -> bool:
+    """Whether a source is this file, or includes it through any others."""
+    found, left = set(), [source.as_posix()]
+    while left:
+        name = left.pop()
+        if name not in found and (folder / name).is_file():
+            found.add(name)
+            text = (folder / name).read_text()
+            left += [str(Path(name).parent / other) for other in re.findall(r'#include "(.+)"', text)]
+            left += re.findall(r'#include "(.+)"', text)
+    return header in found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_mistake(tmp_path, mistake):
@@ -896,7 +961,7 @@ def test_mistake(tmp_path, mistake):
     variants = run.VARIANTS if file.startswith("attention") else ()
     for name in (name for name in source_names() if run.is_chosen(name, variants)):
         source, cubin = source_path(name).relative_to(source_folder()), cubin_name(name, run.ARCH)
-        if source == Path(file) or file.endswith(".cuh"):
+        if includes(sources, source, file):
             run.build_kernels(sources / source, cubins / cubin, sanitizer, macros=variant_macros(name, run.ARCH), include=sources)
         else:
             (cubins / cubin).symlink_to(run.build_cubins(sanitizer, variants) / cubin)

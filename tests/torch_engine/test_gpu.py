@@ -65,7 +65,8 @@ def compare(ours, reference, dtype, tolerances=TOLERANCES):
     for found, expected in zip(rows_of(ours, vocab), rows_of(reference, vocab), strict=True):
         assert np.abs(found - expected).max() <= tolerances[dtype] * np.abs(expected).max()
     orders = 1 if ours.cache.states is None else 2
-    assert len(ours.engine._device._graphs) == 2 * orders, "decode steps of 3 and of 2 slots are replayed, for each order of the buffers"
+    assert len(ours.engine._device.graphs) >= 2 * orders, "decode steps of 3 and of 2 slots are replayed, for each order of the buffers"
+    assert ours.engine.graph_refusals == ()
 
 
 @ATTENTION
@@ -136,8 +137,8 @@ def test_a_replayed_step_is_an_eager_one(name, dtype, monkeypatch):
         found = rows_of(replayed, model.vocab_size)
         monkeypatch.setattr(device.CudaDevice, "run", lambda self, key, stream, work: run(self, None, stream, work))
         expected = rows_of(eager, model.vocab_size)
-        assert replayed.engine._device._graphs
-        assert not eager.engine._device._graphs
+        assert len(replayed.engine._device.graphs) > 0
+        assert len(eager.engine._device.graphs) == 0
     for row, wanted in zip(found, expected, strict=True):
         assert np.abs(row - wanted).max() <= TOLERANCES[dtype] / 10 * np.abs(wanted).max()
 

@@ -24,7 +24,14 @@ import torch  # noqa: E402
 from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
 from trt_kvcache.engine.decoder_cache import cache_config, decoder_cache_config  # noqa: E402
-from trt_kvcache.torch_engine import TorchEngine, engine, kernel_projections, kernels, state_kernels  # noqa: E402
+from trt_kvcache.torch_engine import (  # noqa: E402
+    TorchEngine,
+    engine,
+    kernel_projections,
+    kernels,
+    packed_projections,
+    state_kernels,
+)
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 
 pytestmark = [needs_standin, pytest.mark.device]
@@ -36,6 +43,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 LAUNCHED = {
     kernels: ("attend", "add_rms_norm", "gated_mul", "qk_rms_norm"),
     kernel_projections: ("linear", "linear_gated_mul"),
+    packed_projections: ("packed_linear", "packed_linear_gated_mul", "packed_dequantize"),
     state_kernels: ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan"),
 }
 
@@ -93,8 +101,9 @@ def test_sessions_agree_with_the_reference_engine(memory, calls, tmp_path, dtype
     ):
         check_agreement(session, reference, TOLERANCES[dtype])
     assert calls["attend"] == calls["gated_mul silu"] + calls["linear_gated_mul silu"] == calls["add_rms_norm"] / 2
-    assert calls["gated_mul silu"] > 0, "a prefill is no decode step"
-    assert calls["linear"] == 3.5 * calls["linear_gated_mul silu"] > 0, "qkv, o and down of two layers, and the head, of each decode step"
+    assert calls["gated_mul silu"] == 2, "the first chunk, of two layers, has more rows than the kernels of few rows take"
+    assert calls["linear_gated_mul silu"] == 6, "the second chunk and two decode steps have few"
+    assert calls["linear"] == 3 * 6 + 4, "qkv, o and down of these, and the head of each of four steps"
 
 
 @pytest.mark.parametrize("attention", ["native", "plugin"])
@@ -149,6 +158,72 @@ def test_so_do_layers_with_states_and_attention_of_published_sizes(memory, calls
     assert calls["attend"] > 0
     assert calls["causal_conv1d"] > 0
     assert (calls["qk_rms_norm"] == calls["attend"]) == (name != "nemotron_h"), "which has no norms of q and k"
+
+
+PACKED_SIZES = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+
+
+def packed_sessions(memory, folder, dtype, quantize):
+    """A session on the torch engine with packed weights, and one on the reference engine, which dequantizes them."""
+    with Checkpoint.open(folder, quantize=quantize) as checkpoint:
+        kv = cache_config(checkpoint.config, **SIZES, dtype=dtype)
+        ours = TorchEngine.open(checkpoint, kv=kv, max_prefill_length=7, memory=memory)
+    reference = InferenceSession.from_model(folder, engine="reference", dtype=dtype, quantize=quantize, **SIZES)
+    return InferenceSession(ours, KVCacheManager(kv, memory=memory)), reference
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 80)])
+@pytest.mark.parametrize("quantize", ["int4", "int4:128", "int8", "int4,head=int8"])
+def test_packed_weights_agree_with_the_reference_engine(memory, calls, tmp_path, dtype, head_dim, quantize):
+    folder = write_model(tmp_path / "model", **PACKED_SIZES, head_dim=head_dim, intermediate_size=96, torch_dtype="bfloat16")
+    session, reference = packed_sessions(memory, folder, dtype, quantize)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES[dtype])
+    steps = calls["packed_linear_gated_mul silu"] / 2
+    assert steps == calls["attend"] / 2 > 0, "of prefill too"
+    assert calls["packed_linear"] == (7 if "head" in quantize else 6) * steps
+    assert calls["packed_dequantize"] == calls["gated_mul silu"] == 0
+    assert (calls["linear"] == 0) == ("head" in quantize), "the head alone has 16 bits"
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_packed_weights_of_many_rows_are_dequantized_in_parts(memory, calls, tmp_path, monkeypatch, tie):
+    monkeypatch.setattr(packed_projections, "MAX_PACKED_ROWS", 5)
+    monkeypatch.setattr(packed_projections, "LAUNCH_ROWS", 2)
+    monkeypatch.setattr(packed_projections, "WORKSPACE_WEIGHTS", 16 * 480)  # a tile of o
+    changes = {"model_type": "qwen2", "tie_word_embeddings": tie, "head_dim": 80}  # with biases
+    folder = write_model(tmp_path / "model", **PACKED_SIZES, **changes, intermediate_size=96, torch_dtype="bfloat16")
+    session, reference = packed_sessions(memory, folder, "bfloat16", "int4" if tie else "int4,head=int4")
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["packed_dequantize"] > 0
+    assert calls["gated_mul silu"] > 0
+    assert calls["packed_linear"] > 0
+    assert calls["packed_linear_gated_mul silu"] > 0
+
+
+def test_packed_weights_that_the_kernels_cannot_join_are_dequantized(memory, calls, tmp_path):
+    folder = write_model(tmp_path / "model", **PACKED_SIZES, head_dim=80, intermediate_size=40, torch_dtype="bfloat16")  # 2.5 tiles
+    session, reference = packed_sessions(memory, folder, "bfloat16", "int8")
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["packed_linear_gated_mul silu"] == 0
+    assert calls["linear_gated_mul silu"] > 0
+    assert calls["packed_linear"] > 0
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_next"])
+def test_layers_with_states_and_packed_weights_agree_with_the_reference_engine(memory, calls, name, scheme):
+    checkpoint, host = RandomCheckpoint(hybrid_model(name), scheme), HostMemory()
+    config = decoder_cache_config(checkpoint.config, **SIZES, dtype="float16", attention="plugin")
+    options = {"kv": config, "max_prefill_length": 7, "attention": "plugin"}
+    with (
+        InferenceSession(TorchEngine.open(checkpoint, **options, memory=memory), HybridCacheManager(config, memory=memory)) as session,
+        InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), HybridCacheManager(config, memory=host)) as reference,
+    ):
+        check_agreement(session, reference, HYBRID_TOLERANCES["float16"])
+    assert calls["packed_linear"] > 0
 
 
 def check_agreement(session, reference, tolerance):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -139,9 +139,11 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
 
 
-def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], ArrayT]) -> DecoderLayerWeights[ArrayT]:
-    """Collect the weights of one layer: see :func:`decoder_weights`."""
-    parts = layer_parts(config, index)
+def layer_weights(
+    config: ModelConfig, index: int, tensor: Callable[[str], ArrayT], *, without: Collection[str] = ()
+) -> DecoderLayerWeights[ArrayT]:
+    """Collect the weights of one layer, except for the roles ``without``: see :func:`decoder_weights`."""
+    parts = {role: part for role, part in layer_parts(config, index).items() if role not in without}
     tensors = {name: tensor(name) for name in dict.fromkeys(part.tensor for part in parts.values())}
 
     def weight(part: WeightPart) -> ArrayT:
@@ -159,15 +161,23 @@ class RoundedTensors:
         self.dtype = numpy_dtype(dtype)
         self._progress = progress
         self._done, self._total = 0, checkpoint.nbytes
+        self._counted: set[str] = set()
 
     def __call__(self, name: str) -> npt.NDArray[Any]:
         """Return one tensor, read-only: in the dtype, or in a narrower stored one that it holds exactly. Not copied unless rounded."""
         stored = self._checkpoint.tensor(name)
         values = self._rounded(name, stored)
+        self.count(name)
+        return values
+
+    def count(self, name: str) -> None:
+        """Report the progress of a tensor that has been read, here or otherwise, once."""
+        if name in self._counted:
+            return
+        self._counted.add(name)
         self._done += self._checkpoint.nbytes_of(name)
         if self._progress is not None:
             self._progress(self._done, self._total)
-        return values
 
     def _rounded(self, name: str, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if np.can_cast(stored.dtype, self.dtype):

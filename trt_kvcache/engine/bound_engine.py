@@ -35,7 +35,7 @@ class BoundEngine(Uncopyable, ABC):
     profiles: Sequence[EngineProfile]
     memory: Memory
     #: See :class:`trt_kvcache.engine.protocol.Engine`.
-    bucketed_widths: bool = False
+    width_buckets: Sequence[int] = ()
     _bindings: _Bindings
 
     def use_profile(self, index: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig
@@ -17,8 +18,11 @@ from trt_kvcache.memory.base import Allocation, Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
+#: Steps whose tensors a profile keeps, the least recently used first out: those of each width, number of slots and first slot.
+MAX_STEPS = 256
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepTensors:
     """Tensors of one step of A slots by s new tokens, over the bound memory and in the shapes of the step."""
 
@@ -31,6 +35,11 @@ class StepTensors:
     states: tuple[Mapping[StateKind, tuple[DeviceTensor, DeviceTensor]], ...]  # of each layer with states: past and present
     scales: tuple[DeviceTensor, ...] = ()  # of each attention layer, with quantized K and V
     allocations: frozenset[Allocation]
+
+    @property
+    def closed(self) -> bool:
+        """True if the owner of a tensor is closed."""
+        return any(allocation.closed for allocation in self.allocations)
 
     def check_open(self) -> None:
         """Raise ClosedError where the owner of a tensor is closed."""
@@ -56,6 +65,7 @@ class BoundTensors:
         self._names = names
         self._memory = memory
         self._step: StepTensors | None = None  # until an address or a shape changes
+        self._steps: OrderedDict[Hashable, StepTensors] = OrderedDict()  # by bound tensors and shapes
         self._bound: dict[str, DeviceTensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -83,11 +93,24 @@ class BoundTensors:
             self._step = None
 
     def step_tensors(self) -> StepTensors:
-        """Return the tensors of the next step: the same object until an address or a shape changes."""
+        """Return the tensors of the next step: the same object for the same bound tensors and shapes."""
         if self._step is None:
-            self._step = self._new_step_tensors()
+            self._step = self._known_step_tensors()
         self._step.check_open()
         return self._step
+
+    def _known_step_tensors(self) -> StepTensors:
+        key = (*self._bound.values(), *self._shapes.values())
+        step = self._steps.get(key)
+        if step is None:
+            step = self._new_step_tensors()
+            for old in [old for old, one in self._steps.items() if one.closed]:
+                del self._steps[old]
+            self._steps[key] = step
+            if len(self._steps) > MAX_STEPS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
+        return step
 
     def _new_step_tensors(self) -> StepTensors:
         names = self._names
@@ -148,6 +171,7 @@ class BoundTensors:
         """Release what is bound."""
         self._bound.clear()
         self._step = None
+        self._steps.clear()
 
     def _bound_tensor(self, name: str) -> DeviceTensor:
         if name not in self._bound:

@@ -160,9 +160,9 @@ class Engine(Protocol):
 
     Notes
     -----
-    An engine may have two more properties. ``bucketed_widths`` (bool) is True if a session should pad prefills to few widths (1, 2, 4, 8,
-    ... and the maximum), so that a new prompt length is no new shape; without it, widths are exact. ``graph_refusals`` (sequence of str)
-    has the reasons why steps ran without a CUDA graph, for ``session.statistics``.
+    An engine may have two more properties. ``width_buckets`` (sequence of int, ascending) has the widths that a session pads enqueues to,
+    so that a new prompt length is no new shape; widths above the last one, and all widths without it, are exact. ``graph_refusals``
+    (sequence of str) has the reasons why steps ran without a CUDA graph, for ``session.statistics``.
     """
 
     @property

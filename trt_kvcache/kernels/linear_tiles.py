@@ -1,4 +1,4 @@
-"""Compile-time tile sizes of ``plugins/linear.cu``, and the blocks of its launches."""
+"""Compile-time tile sizes of ``plugins/linear.cu`` and ``plugins/linear/packed.cu``, and the blocks of their launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _MIN_BUSY_SHARE = 0.95
 #: Rows of a tile of x, and inputs of a fragment of a warp: ``kTileRows`` and ``kFragmentInputs`` of the source.
 TILE_ROWS, FRAGMENT_INPUTS = 8, 64
 
-_ELEMENT_NBYTES = 2
+#: Packed weights: their types in the source, and bits of each.
+PACKED_TYPES, PACKED_BITS = {"int4": "Int4", "int8": "Int8"}, {"int4": 4, "int8": 8}
+
+_ELEMENT_BITS = 16
 
 _KIB = 1024
 
@@ -57,37 +60,41 @@ class LinearPlan(NamedTuple):
 
 
 @cache
-def linear_tiles(rows: int, arch: str) -> LinearTiles:
-    """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``."""
+def linear_tiles(rows: int, arch: str, packed: str | None = None) -> LinearTiles:
+    """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``; ``packed``: a key of :data:`PACKED_TYPES`."""
     return LinearTiles(
         warps=16,
-        loads=8,
+        loads=4 if packed == "int4" and rows > TILE_ROWS else 8,  # with scales, 8 would spill registers
         blocks_per_sm=1,
         large_percent=97,
         prefetched_kib=32 if arch_number(arch) >= MIN_PDL_ARCH else 0,
     )
 
 
-def linear_macros(rows: int, arch: str) -> dict[str, int]:
-    """Return the macros of the source for rows of :data:`ROW_COUNTS`."""
-    tiles = linear_tiles(rows, arch)
+def linear_macros(rows: int, arch: str, packed: str | None = None) -> dict[str, int]:
+    """Return the macros of the source for rows of :data:`ROW_COUNTS`; ``packed``: a key of :data:`PACKED_TYPES`."""
+    tiles = linear_tiles(rows, arch, packed)
     return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads}
 
 
 @lru_cache(maxsize=256)
-def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors: int) -> LinearPlan:
-    """Return the launch for a product of ``rows`` rows of x with ``outputs`` columns of ``out``, each with a gate or not."""
+def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors: int, packed: str | None = None) -> LinearPlan:
+    """Return the launch for a product of ``rows`` rows of x with ``outputs`` columns of ``out``, each with a gate or not.
+
+    ``packed``: a key of :data:`PACKED_TYPES`; such tiles are whole. None for weights of 16 bits.
+    """
     compiled = next(count for count in ROW_COUNTS if rows <= count)
-    tiles = linear_tiles(compiled, arch)
+    tiles = linear_tiles(compiled, arch, packed)
     slots = multiprocessors * tiles.blocks_per_sm
     small, large = (_busy_share(-(-outputs // size), slots) for size in (SMALL_TILE, LARGE_TILE))
     tile = LARGE_TILE if gated or 100 * large >= tiles.large_percent * small else SMALL_TILE
     tile_outputs = SMALL_TILE if gated else tile
-    if not gated and outputs > slots * SMALL_TILE and max(small, large) < _MIN_BUSY_SHARE:
+    if packed is None and not gated and outputs > slots * SMALL_TILE and max(small, large) < _MIN_BUSY_SHARE:
         tile, tile_outputs = LARGE_TILE, -(-outputs // (slots * -(-outputs // (slots * LARGE_TILE))))
     count = -(-outputs // tile_outputs)
     blocks = min(count, slots)
-    step_nbytes = tile * tiles.warps * FRAGMENT_INPUTS * _ELEMENT_NBYTES
+    bits = _ELEMENT_BITS if packed is None else PACKED_BITS[packed]
+    step_nbytes = tile * tiles.warps * FRAGMENT_INPUTS * bits // 8
     prefetched_steps = tiles.prefetched_kib * _KIB * multiprocessors // (blocks * step_nbytes)
     return LinearPlan(compiled, tile, count, tile_outputs, tiles.warps, blocks, prefetched_steps)
 

@@ -14,7 +14,7 @@ from trt_kvcache.kernels.attention_tiles import (
     prefill_tiles,
     quantized_prefill_tiles,
 )
-from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, linear_macros
+from trt_kvcache.kernels.linear_tiles import PACKED_TYPES, ROW_COUNTS, linear_macros
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: The functions that choose the macros of each attention source, by head dim and architecture.
@@ -33,8 +33,11 @@ RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurre
 #: The dtypes of states for each dtype of activations.
 STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 
-#: The source of projections of few rows.
-LINEAR_SOURCE = "linear"
+#: The sources of projections of few rows: with weights in 16 bits, and with packed ones.
+LINEAR_SOURCE, PACKED_LINEAR_SOURCE = "linear", "linear_packed"
+
+#: The dtypes of scales of packed weights for each dtype of activations.
+SCALE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float16", "float32")}
 
 _ELEMENT_TYPES = {**ELEMENT_TYPES, "float32": "Float32"}
 
@@ -49,6 +52,9 @@ def variant_names(source: str) -> list[str]:
         return [variant_name(source, dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
     if source == LINEAR_SOURCE:
         return [variant_name(source, dtype, rows) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS]
+    if source == PACKED_LINEAR_SOURCE:
+        pairs = [(dtype, scale) for dtype, scales in SCALE_DTYPES.items() for scale in scales]
+        return [packed_variant_name(dtype, rows, kind, scale) for dtype, scale in pairs for rows in ROW_COUNTS for kind in PACKED_TYPES]
     return [source]
 
 
@@ -61,17 +67,24 @@ def variant_name(source: str, dtype: str, second: int | str, kv_dtype: str | Non
     return name if kv_dtype in (None, dtype) else f"{name}-{kv_dtype}"
 
 
+def packed_variant_name(dtype: str, rows: int, kind: str, scale_dtype: str) -> str:
+    """Return the name of a variant for packed weights."""
+    return f"{PACKED_LINEAR_SOURCE}-{dtype}-{rows}-{kind}-{scale_dtype}"
+
+
 def variant_macros(name: str, arch: str) -> dict[str, str]:
     """Return the macros of a variant for an architecture; none for a source without variants."""
     source, _, variant = name.partition("-")
     if not variant:
         return {}
-    dtype, second, *kv_dtype = variant.split("-")
+    dtype, second, *kv_dtype = variant.split("-")  # of packed weights: quantized values and scales
     if source in RECURRENT_SOURCES:
         return {"ELEMENT": _ELEMENT_TYPES[dtype], "STATE": _ELEMENT_TYPES[second], "CHUNK_TOKENS": str(chunk_tokens(arch))}
-    if source == LINEAR_SOURCE:
-        macros = linear_macros(int(second), arch)
-        return {"ELEMENT": ELEMENT_TYPES[dtype], **{macro: str(value) for macro, value in macros.items()}}
+    if source in (LINEAR_SOURCE, PACKED_LINEAR_SOURCE):
+        packed, scale = kv_dtype or (None, None)
+        macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, packed).items()}
+        stored = {} if packed is None or scale is None else {"STORED": PACKED_TYPES[packed], "SCALE": _ELEMENT_TYPES[scale]}
+        return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, **macros}
     tiles = {macro: str(value) for macro, value in (QUANTIZED_TILES if kv_dtype else TILES)[source](int(second), arch).items()}
     stored = {"STORED": STORED_TYPES[kv_dtype[0]]} if kv_dtype else {}
     return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, "HEAD_DIM": second, **tiles}

@@ -3,9 +3,9 @@
 A cache update of padded width ``c`` writes ``c`` rows for every slot of the enqueue, so ``length + c <= S`` must hold for all of
 them. The rows after a slot's own new tokens are padding; they are overwritten before they are read.
 
-Engines that compile or tune for each shape get few widths: buckets. A long prompt runs as several of them, all filled but the last. That
-one is padded if at most one row in eight is padding then, since each further enqueue reads all weights again. The number of slots has no
-buckets: a padding slot would need free rows and states of a slot that is not active, and B bounds the number of slots anyway.
+Engines that compile, tune or capture each shape get few widths: buckets. A long prompt runs as several of them, all filled but the last.
+That one is padded if at most one row in eight is padding then, since each further enqueue reads all weights again. The number of slots has
+no buckets: a padding slot would need free rows and states of a slot that is not active, and B bounds the number of slots anyway.
 """
 
 import itertools
@@ -50,11 +50,13 @@ class Chunk:
         return max(self.min_width, *self.takes)
 
 
-def bucket_widths(profiles: Iterable[EngineProfile], max_width: int) -> list[int]:
-    """Return the widths of enqueues of an engine with buckets: powers of two and the maximum, as far as a profile takes them."""
+def bucket_widths(buckets: Sequence[int], profiles: Iterable[EngineProfile], max_width: int) -> list[int]:
+    """Return the buckets of an engine that a profile takes, up to the maximum, which becomes one if a larger bucket is left out."""
     profiles = list(profiles)
-    powers = [1 << exponent for exponent in range((max_width - 1).bit_length())]
-    return [width for width in (*powers, max_width) if any(one.min_width <= width <= one.max_width for one in profiles)]
+    widths = [width for width in buckets if width < max_width]
+    if len(widths) < len(buckets):
+        widths.append(max_width)
+    return [width for width in widths if any(one.min_width <= width <= one.max_width for one in profiles)]
 
 
 def plan_chunks(
@@ -66,7 +68,7 @@ def plan_chunks(
     can_start_at: Callable[[int], bool] = lambda slot: True,
     buckets: Sequence[int] = (),
 ) -> list[Chunk]:
-    """Cut the remaining tokens into enqueues, in order; widths are from ``buckets`` if there are any. ``length + remaining <= S``.
+    """Cut the remaining tokens into enqueues, in order; widths up to the largest bucket are buckets. ``length + remaining <= S``.
 
     Raises LayoutError if a slot cannot be reached: a slot before it is full, and no enqueue may start between the two.
     """
@@ -124,7 +126,7 @@ class _Planner:
         """Return the width of the next enqueue over slots that have room for ``room`` rows."""
         longest = max(range(first, end), key=lambda slot: self.remaining[slot])
         left, limit = self.remaining[longest], min(room, self.max_width)
-        if not self.buckets:
+        if not self.buckets or min(left, limit) > self.buckets[-1]:
             return min(left, limit)
         padded = next((width for width in self.buckets if left <= width <= limit), None)
         if padded is not None:

@@ -140,14 +140,14 @@ class Runner:
         every_logit = plan.wants_all
         max_width = self.plan.max_logits_per_slot if every_logit else self.plan.max_width
         # A verification of states must be one enqueue, which a bucket that does not fit would split.
-        in_buckets = getattr(self.engine, "bucketed_widths", False) and not (every_logit and self.has_states)
+        buckets = () if every_logit and self.has_states else getattr(self.engine, "width_buckets", ())
         chunks = plan_chunks(
             lengths,
             plan.counts,
             max_width=max_width,
             max_sequence_length=self.cache.lengths.max_sequence_length,
             can_start_at=self.plan.can_start_at,
-            buckets=bucket_widths(self.engine.profiles, max_width) if in_buckets else (),
+            buckets=bucket_widths(buckets, self.engine.profiles, max_width),
         )
         for chunk in chunks:
             self.plan.profile_for(chunk.count, chunk.width, chunk.width if every_logit else 1)

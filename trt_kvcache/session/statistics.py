@@ -24,8 +24,8 @@ class SessionStatistics:
     cache_bytes_reserved : int
         Bytes of K and V as allocated.
     graph_refusals : tuple of str
-        Reasons why decode steps or verifications ran without a CUDA graph, in TensorRT's or CUDA's words, each once. Empty for engines
-        that capture none.
+        Reasons why steps that repeat ran without a CUDA graph, in the words of TensorRT, torch or CUDA, each once. Empty for engines that
+        capture none.
     draft_tokens, accepted_tokens : int
         Tokens of drafts that requests have verified, and tokens of these that were accepted: speculative decoding.
 

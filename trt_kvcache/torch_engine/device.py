@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -12,9 +11,10 @@ from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.torch_engine.step_graphs import StepGraphs
 
-#: Limits of CUDA graphs, and of keys without a graph, that are kept.
-MAX_GRAPHS = 64
+#: Budget of the CUDA graphs of an engine: one part in so many of the memory of the GPU.
+GRAPH_MEMORY_DIVISOR = 32
 
 
 class TorchDevice(Protocol):
@@ -23,6 +23,10 @@ class TorchDevice(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """The device in torch's terms."""
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """CUDA graphs; None on a device without."""
 
     def view(self, tensor: DeviceTensor) -> torch.Tensor:
         """Return a torch tensor over the same bytes, through DLPack, without waiting."""
@@ -41,6 +45,7 @@ class HostDevice:
     """The CPU, over host memory."""
 
     torch_device = torch.device("cpu")
+    graphs = None
 
     def view(self, tensor: DeviceTensor) -> torch.Tensor:
         """See :meth:`TorchDevice.view`."""
@@ -58,10 +63,7 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A GPU, over its :class:`~trt_kvcache.memory.cuda_memory.CudaMemory`. Raises EngineError if torch cannot use it.
-
-    The second run of a key is captured in a CUDA graph, which further runs replay.
-    """
+    """A GPU, over its :class:`~trt_kvcache.memory.cuda_memory.CudaMemory`. Raises EngineError if torch cannot use it."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -69,8 +71,8 @@ class CudaDevice:
         reason = gpu_failure(self.torch_device.index)
         if reason is not None:
             raise EngineError(f"torch: expected one that can use {memory.device}, got {reason}.")
-        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
-        self._ran: OrderedDict[Hashable, None] = OrderedDict()
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        self.graphs = StepGraphs(self.torch_device, total // GRAPH_MEMORY_DIVISOR)
         self._stream: torch.cuda.ExternalStream | None = None
 
     def view(self, tensor: DeviceTensor) -> torch.Tensor:
@@ -81,18 +83,10 @@ class CudaDevice:
         """Run the work on the stream, or replay its graph."""
         refuse_capture(self._memory, "a step in PyTorch", stream, because="memory of PyTorch's allocator would not belong to the graph")
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self._torch_stream(stream)):
-            graph = self._graphs.get(key)
-            if graph is None and key in self._ran:
-                graph = self._capture(key, work)
-            if graph is not None:
-                self._graphs.move_to_end(key)
-                graph.replay()
-                return
-            work()
-            if key is not None:
-                self._ran[key] = None
-                if len(self._ran) > MAX_GRAPHS:
-                    self._ran.popitem(last=False)
+            if key is None:
+                work()
+            else:
+                self.graphs.run(key, work)
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""
@@ -100,25 +94,13 @@ class CudaDevice:
 
     def close(self) -> None:
         """Wait for the graphs, and release them. Idempotent."""
-        if self._graphs:
-            self.synchronize()
-        self._graphs.clear()
-
-    def _capture(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture the work on the current stream."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            work()
-        self._graphs[key] = graph
-        if len(self._graphs) > MAX_GRAPHS:
-            self.synchronize()  # the graph that is dropped may still be running
-            self._graphs.popitem(last=False)
-        return graph
+        self.graphs.close()
 
     def _torch_stream(self, stream: Any) -> torch.cuda.ExternalStream:
         """Return torch's view of a stream."""
         handle = int(stream.__cuda_stream__()[1])
         if self._stream is None or self._stream.cuda_stream != handle:
+            self.graphs.synchronize()  # those on the other stream, which share memory with these
             self._stream = torch.cuda.ExternalStream(handle, device=self.torch_device)
         return self._stream
 

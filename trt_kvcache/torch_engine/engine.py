@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -10,8 +11,9 @@ import torch
 
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
+from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import AttentionName
-from trt_kvcache.engine.bound_tensors import BoundTensors
+from trt_kvcache.engine.bound_tensors import MAX_STEPS, StepTensors
 from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import CapacityError, ConfigError, EngineError, KVCacheError
@@ -19,17 +21,21 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, ScaledQueries
+from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
 from trt_kvcache.torch_engine.kernel_projections import KernelProjections
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import decoder_step
-from trt_kvcache.torch_engine.operations import Elementwise, Operations, Projections, TorchAttention
+from trt_kvcache.torch_engine.operations import Elementwise, Operations, Projections, TorchAttention, TorchMatrix
+from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_workspace, packed_weights_are_supported
 from trt_kvcache.torch_engine.positions import PositionFactors
 from trt_kvcache.torch_engine.quantized_rows import QuantizedRowsAttention
 from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_supported
 from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
-from trt_kvcache.torch_engine.weights import LoadTensor, TorchWeights, checkpoint_loader, torch_weights
+from trt_kvcache.torch_engine.step_widths import MAX_CAPTURED_WIDTH, STEP_WIDTHS
+from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor
+from trt_kvcache.torch_engine.weights import TorchWeights, torch_weights
 
 #: Features of :data:`~trt_kvcache.model.features.FEATURES` that this engine computes.
 COMPUTED_FEATURES: frozenset[str] = frozenset(
@@ -40,6 +46,9 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         *("gated_delta_net", "output_gate", "relu2", "ungated_mlp"),
     }
 )
+
+#: Elements of a layer's intermediate tensors, in rows of its widest projection, rounded up: an estimate.
+_TENSORS_PER_ROW = 3
 
 
 class TorchEngine(DecoderEngine):
@@ -52,6 +61,7 @@ class TorchEngine(DecoderEngine):
         self,
         model: ModelConfig,
         load: LoadTensor,
+        load_packed: LoadPacked = lambda name, rows: None,
         *,
         kv: DecoderCacheConfig,
         dtype: str | None = None,
@@ -73,7 +83,8 @@ class TorchEngine(DecoderEngine):
             memory=memory,
         )
         self._device = torch_device(memory)
-        self._steps: dict[BoundTensors, TorchStep] = {}
+        self.width_buckets = () if self._device.graphs is None else STEP_WIDTHS
+        self._steps: OrderedDict[StepTensors, TorchStep] = OrderedDict()
         self._mixers = model.attention_layers
         self._positions = PositionFactors(self._mixers, kv.max_sequence_length, self._device.torch_device)
         known = attention_is_supported(self._mixers, self._dtype, memory)
@@ -84,9 +95,13 @@ class TorchEngine(DecoderEngine):
         self._has_state_kernels = states_are_supported(model.recurrent_layers, memory)
         try:
             with torch.inference_mode():
-                self._weights: TorchWeights | None = torch_weights(model, self._dtype, load)
+                self._weights: TorchWeights | None = torch_weights(model, self._dtype, load, load_packed)
+                self._workspace: torch.Tensor | None = None
+                if self._weights.is_packed and not memory.is_host:
+                    self._workspace = new_workspace(getattr(torch, self._dtype), self._device.torch_device)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"{memory.device}: no room for the weights. {error}") from error
+        self._row_nbytes = _TENSORS_PER_ROW * self._weights.widest * itemsize(self._dtype)
         self._device.synchronize()
 
     @classmethod
@@ -104,10 +119,13 @@ class TorchEngine(DecoderEngine):
         progress: Callable[[int, int], object] | None = None,
     ) -> TorchEngine:
         """Return an engine with the weights of a checkpoint, which may be closed afterwards."""
-        load = checkpoint_loader(checkpoint, dtype or kv.dtype, torch_device(memory).torch_device, progress)
+        computed = dtype or kv.dtype
+        tensors = CheckpointTensors(checkpoint, computed, torch_device(memory).torch_device, memory, progress)
+        packed = (tensors.load_packed,) if packed_weights_are_supported(computed, memory) else ()
         return cls(
             checkpoint.config,
-            load,
+            tensors.load,
+            *packed,
             kv=kv,
             dtype=dtype,
             max_prefill_length=max_prefill_length,
@@ -117,22 +135,24 @@ class TorchEngine(DecoderEngine):
             memory=memory,
         )
 
+    @property
+    def graph_refusals(self) -> Sequence[str]:
+        """Reasons why steps ran without a CUDA graph, in torch's words, each once."""
+        return () if self._device.graphs is None else tuple(self._device.graphs.refusals)
+
     def enqueue(self, stream: Any) -> None:
         """Enqueue one step, see :meth:`Engine.enqueue`. On a CPU it is done, and inputs are checked, when the call returns.
 
-        On a GPU the call waits only where a decode step is captured. A capturing stream is an error: torch allocates.
+        On a GPU, a step that is run again is captured, where the call waits, or replayed. A capturing stream is an error: torch allocates.
         """
         bound = self._bindings.active
         self.memory.check_stream(stream)
-        tensors, step = bound.step_tensors(), self._steps.get(bound)
-        if step is None or step.tensors is not tensors:
-            step = self._steps[bound] = TorchStep.over(tensors, self._device)
+        step = self._step(bound.step_tensors())
         if self.memory.is_host:
             new_lengths = None if step.new_lengths is None else step.new_lengths.numpy()
             self._check_values(step.input_ids.numpy(), step.last.numpy(), step.start.numpy(), new_lengths)
-        key = step.key if _is_decode(step) else None
         try:
-            self._device.run(key, stream, partial(self._run, step, stream))
+            self._device.run(step.key if self._is_captured(step) else None, stream, partial(self._run, step, stream))
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"{self.memory.device}: no room for a step. {error}") from error
         except KVCacheError:
@@ -147,9 +167,27 @@ class TorchEngine(DecoderEngine):
         super().close()
         self._steps.clear()
         self._device.close()
-        self._weights = None
+        self._weights = self._workspace = None
         if self._kernel_inputs is not None:
             self._kernel_inputs.close()
+
+    def _step(self, tensors: StepTensors) -> TorchStep:
+        """Return the step over bound tensors. Views are made once."""
+        step = self._steps.get(tensors)
+        if step is None:
+            for old in [old for old in self._steps if old.closed]:
+                del self._steps[old]
+            step = self._steps[tensors] = TorchStep.over(tensors, self._device)
+            if len(self._steps) > MAX_STEPS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(tensors)
+        return step
+
+    def _is_captured(self, step: TorchStep) -> bool:
+        """Return True if a step may become a CUDA graph: the tensors of a layer then take up to half of the budget, and graphs the rest."""
+        slots, width = step.input_ids.shape
+        graphs = self._device.graphs
+        return graphs is not None and width <= MAX_CAPTURED_WIDTH and 2 * slots * width * self._row_nbytes <= graphs.max_nbytes
 
     def _run(self, step: TorchStep, stream: Any) -> None:
         assert self._weights is not None
@@ -162,13 +200,14 @@ class TorchEngine(DecoderEngine):
     def _operations(self, step: TorchStep, stream: Any) -> Operations:
         has_kernels = self._kernel_inputs is not None
         elementwise = KernelElementwise(self.memory, stream) if has_kernels else Elementwise()
+        projections = KernelProjections(elementwise, self.memory, stream) if has_kernels else Projections(elementwise)
+        if self._workspace is not None:
+            projections = PackedProjections(projections, elementwise, self._workspace, self.memory, stream)
         return Operations(
             attention=self._attention_of(step, stream),
             states=KernelStates(step, self.memory, stream) if self._has_state_kernels else TorchStates(step),
             elementwise=elementwise,
-            projections=KernelProjections(elementwise, self.memory, stream)
-            if has_kernels and _is_decode(step)
-            else Projections(elementwise),
+            projections=projections,
         )
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:
@@ -185,17 +224,12 @@ class TorchEngine(DecoderEngine):
         return ScaledQueries(attention, *layers) if self._positions.scale_queries else attention
 
 
-def _is_decode(step: TorchStep) -> bool:
-    """Return True if each slot has one new token: on a GPU such a step is replayed as a graph."""
-    return bool(step.input_ids.shape[1] == 1)
-
-
 def torch_device(memory: Memory) -> TorchDevice:
     """Return the device of torch for a memory. Raises EngineError."""
     return HostDevice() if memory.is_host else CudaDevice(memory)
 
 
-def write_logits(projections: Projections, normed: torch.Tensor, last: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
+def write_logits(projections: Projections, normed: torch.Tensor, last: torch.Tensor, head: TorchMatrix, logits: torch.Tensor) -> None:
     """Write float32 ``logits [A, vocab]`` or ``[A, m, vocab]`` of the tokens ``last [A, m]`` of ``normed [A, s, hidden]``."""
     slots, width, _ = normed.shape
     rows = normed.flatten(0, 1)

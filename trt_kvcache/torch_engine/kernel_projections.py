@@ -10,8 +10,9 @@ from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE, li
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import MlpConfig
-from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS, device_view
-from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection
+from trt_kvcache.torch_engine.device_view import device_view
+from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS
+from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchMatrix, TorchProjection, dense
 
 #: Rows up to which the kernels are used: one tile of their products. ``benchmarks/linear.py`` compares them with torch.
 MAX_KERNEL_ROWS = 8
@@ -26,34 +27,36 @@ class KernelProjections(Projections):
 
     def project(self, projection: TorchProjection, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Projections.project`."""
-        if not _fits(x, projection.weight):
+        weight = dense(projection.weight)
+        if not _fits(x, weight):
             return super().project(projection, x)
-        out = x.new_empty((*x.shape[:-1], len(projection.weight)))
-        linear_kernel(*self._tensors(x, projection, out), self._stream)
+        out = x.new_empty((*x.shape[:-1], len(weight)))
+        linear_kernel(*self._tensors(x, weight, projection.bias, out), self._stream)
         return out
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
         """See :meth:`Projections.activated`."""
-        if not config.gated or config.activation not in GATE_ACTIVATIONS or not _fits(x, inputs.weight):
+        weight = dense(inputs.weight)
+        if not config.gated or config.activation not in GATE_ACTIVATIONS or not _fits(x, weight):
             return super().activated(inputs, x, config)
-        out = x.new_empty((*x.shape[:-1], len(inputs.weight) // 2))
-        linear_gated_mul_kernel(*self._tensors(x, inputs, out), config.activation, self._stream)
+        out = x.new_empty((*x.shape[:-1], len(weight) // 2))
+        linear_gated_mul_kernel(*self._tensors(x, weight, inputs.bias, out), config.activation, self._stream)
         return out
 
-    def write_logits(self, rows: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
+    def write_logits(self, rows: torch.Tensor, head: TorchMatrix, logits: torch.Tensor) -> None:
         """See :meth:`Projections.write_logits`."""
-        if not _fits(rows, head):
+        weight = dense(head)
+        if not _fits(rows, weight):
             super().write_logits(rows, head, logits)
             return
-        linear_kernel(*self._tensors(rows, TorchProjection(head, None), logits), self._stream)
+        linear_kernel(*self._tensors(rows, weight, None, logits), self._stream)
 
     def _tensors(
-        self, x: torch.Tensor, projection: TorchProjection, out: torch.Tensor
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[DeviceTensor, DeviceTensor, DeviceTensor | None, DeviceTensor]:
         """Return rows, weight, bias and output of a product, as the kernels take them."""
-        rows, weight, results = (device_view(tensor, self._memory) for tensor in (x.flatten(0, -2), projection.weight, out.flatten(0, -2)))
-        bias = None if projection.bias is None else device_view(projection.bias, self._memory)
-        return rows, weight, bias, results
+        rows, matrix, results = (device_view(tensor, self._memory) for tensor in (x.flatten(0, -2), weight, out.flatten(0, -2)))
+        return rows, matrix, None if bias is None else device_view(bias, self._memory), results
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:

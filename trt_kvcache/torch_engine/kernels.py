@@ -28,7 +28,7 @@ from trt_kvcache.kernels.decoder_layer_kernels import MAX_ROWS, add_rms_norm_ker
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig
-from trt_kvcache.ops.borrowed_workspace import BorrowedAllocation
+from trt_kvcache.torch_engine.device_view import device_view
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import Elementwise, HeadCounts
 from trt_kvcache.torch_engine.positions import rope_key, rope_tables
@@ -163,12 +163,3 @@ class KernelElementwise(Elementwise):
     def _rows(self, tensor: torch.Tensor) -> DeviceTensor:
         """Return a view of the rows of all slots."""
         return device_view(tensor.flatten(0, 1), self._memory)
-
-
-def device_view(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
-    """Return a view of a torch tensor, which must live until the launch that uses it: torch reuses memory stream-ordered."""
-    storage = tensor.untyped_storage()
-    allocation = BorrowedAllocation(memory, storage.nbytes())
-    allocation.ptr = storage.data_ptr()
-    offset, dtype = tensor.storage_offset() * tensor.itemsize, str(tensor.dtype).removeprefix("torch.")
-    return DeviceTensor(allocation, shape=tensor.shape, dtype=dtype, strides=tensor.stride(), offset=offset)

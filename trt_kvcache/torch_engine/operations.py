@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from trt_kvcache.checkpoint.decoder_weights import Projection
 from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.norm import TorchNorm
+from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
-#: A linear map, of tensors of torch.
-TorchProjection = Projection[torch.Tensor]
+#: A matrix ``[out, in]``.
+TorchMatrix: TypeAlias = torch.Tensor | PackedWeight
 
 #: Function of the index of the attention layer and q, k and v of the new tokens ``[A, s, Hq + 2 * H, D]``, before RoPE, which it may
 #: overwrite; returns ``[A, s, Hq, D]``.
@@ -29,6 +29,19 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
 }
+
+
+@dataclass(frozen=True)
+class TorchProjection:
+    """A linear map: ``weight [out, in]``, and ``bias [out]`` or None."""
+
+    weight: TorchMatrix
+    bias: torch.Tensor | None
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        return self.weight.outputs if isinstance(self.weight, PackedWeight) else len(self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,21 +113,16 @@ class Projections:
 
     def project(self, projection: TorchProjection, x: torch.Tensor) -> torch.Tensor:
         """Return a linear map of ``x`` ``[A, s, in]``."""
-        return F.linear(x, projection.weight, projection.bias)
+        return F.linear(x, dense(projection.weight), projection.bias)
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
         """Return the inner activations of an MLP. ``inputs``: the rows of gate, if there is one, then of up."""
         activated = self._elementwise.gated if config.gated else self._elementwise.activated
         return activated(self.project(inputs, x), config.activation)
 
-    def write_logits(self, rows: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
+    def write_logits(self, rows: torch.Tensor, head: TorchMatrix, logits: torch.Tensor) -> None:
         """Write the products of ``rows`` ``[n, hidden]`` and ``head`` ``[vocab, hidden]`` into ``logits`` float32 ``[n, vocab]``."""
-        if rows.dtype == logits.dtype:
-            torch.mm(rows, head.t(), out=logits)
-        elif logits.is_cuda:
-            torch.mm(rows, head.t(), out_dtype=logits.dtype, out=logits)
-        else:
-            logits.copy_(F.linear(rows, head))
+        write_product(rows, dense(head), logits)
 
 
 class StateOperations(Protocol):
@@ -163,6 +171,21 @@ class Operations:
     states: StateOperations
     elementwise: Elementwise
     projections: Projections
+
+
+def dense(matrix: TorchMatrix) -> torch.Tensor:
+    """Return a matrix as a tensor."""
+    return matrix.dequantized() if isinstance(matrix, PackedWeight) else matrix
+
+
+def write_product(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Write ``rows @ weight.T`` into ``out``, of the dtype of ``rows`` or float32."""
+    if rows.dtype == out.dtype:
+        torch.mm(rows, weight.t(), out=out)
+    elif out.is_cuda:
+        torch.mm(rows, weight.t(), out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(F.linear(rows, weight))
 
 
 def normalised(x: torch.Tensor, norm: TorchNorm | None) -> torch.Tensor:

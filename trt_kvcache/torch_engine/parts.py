@@ -6,17 +6,26 @@ Each maps its normalised input ``[A, s, hidden]`` to that shape. Shapes: A slots
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, Projection
 from trt_kvcache.model import AttentionConfig, MlpConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, HeadCounts, Operations, StateSpace, TorchProjection
-
-StoredWeights = DecoderLayerWeights[torch.Tensor]
+from trt_kvcache.torch_engine.operations import (
+    Convolution,
+    DeltaGates,
+    HeadCounts,
+    Operations,
+    StateSpace,
+    TorchMatrix,
+    TorchProjection,
+    dense,
+)
+from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined
+from trt_kvcache.torch_engine.stored_weights import StoredWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +39,8 @@ class Mlp:
     @classmethod
     def of(cls, config: MlpConfig, stored: StoredWeights) -> Mlp:
         """Return the MLP with stored weights."""
-        inputs = fused(stored.gate, stored.up) if config.gated else fused(stored.up)
-        return cls(config=config, inputs=inputs, down=fused(stored.down))
+        inputs = fused(stored, "gate", "up") if config.gated else fused(stored, "up")
+        return cls(config=config, inputs=inputs, down=fused(stored, "down"))
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Return the output."""
@@ -57,9 +66,8 @@ class SelfAttention:
             None if config.qk_norm is None or weight is None else TorchNorm.of(config.qk_norm.norm, weight)
             for weight in (stored.q_norm, stored.k_norm)
         )
-        gates = [stored.projection("output_gate")] if config.output_gate else []
-        inputs = fused(stored.q, stored.k, stored.v, *gates)
-        return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, o=fused(stored.o))
+        inputs = fused(stored, "q", "k", "v", *(("output_gate",) if config.output_gate else ()))
+        return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, o=fused(stored, "o"))
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write K and V of the new tokens into the cache and return the output."""
@@ -89,7 +97,7 @@ class ShortConvolution:
     @classmethod
     def of(cls, index: int, stored: StoredWeights) -> ShortConvolution:
         """Return recurrent layer ``index`` with stored weights."""
-        conv_in, conv_out = (fused(stored.projection(name)) for name in ("conv_in", "conv_out"))
+        conv_in, conv_out = (fused(stored, name) for name in ("conv_in", "conv_out"))
         return cls(index=index, conv_in=conv_in, conv=_convolution(stored), conv_out=conv_out)
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
@@ -120,7 +128,7 @@ class Mamba2:
             dt_bias=stored["dt_bias"].float(),
             dt_limits=(config.dt_min, math.inf if config.dt_max is None else config.dt_max),
         )
-        mamba_in, mamba_out = (fused(stored.projection(name)) for name in ("mamba_in", "mamba_out"))
+        mamba_in, mamba_out = (fused(stored, name) for name in ("mamba_in", "mamba_out"))
         norm = stored["mamba_norm.weight"]
         return cls(index=index, config=config, mamba_in=mamba_in, conv=_convolution(stored), space=space, norm=norm, mamba_out=mamba_out)
 
@@ -151,9 +159,9 @@ class GatedDeltaNet:
     @classmethod
     def of(cls, index: int, config: GatedDeltaNetConfig, stored: StoredWeights) -> GatedDeltaNet:
         """Return recurrent layer ``index`` with stored weights."""
-        inputs = fused(*(stored.projection(f"delta_{name}") for name in ("qkv", "z", "b", "a")))
+        inputs = fused(stored, *(f"delta_{name}" for name in ("qkv", "z", "b", "a")))
         gates = DeltaGates(decay=-stored["a_log"].float().exp(), dt_bias=stored["dt_bias"].float())
-        norm, delta_out = stored["delta_norm.weight"], fused(stored.projection("delta_out"))
+        norm, delta_out = stored["delta_norm.weight"], fused(stored, "delta_out")
         return cls(index=index, config=config, inputs=inputs, conv=_convolution(stored), gates=gates, norm=norm, delta_out=delta_out)
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
@@ -173,11 +181,21 @@ class GatedDeltaNet:
 Part = Mlp | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
 
 
-def fused(*parts: TorchProjection) -> TorchProjection:
+def fused(stored: StoredWeights, *names: str) -> TorchProjection:
     """Return projections of the same input fused into one, with concatenated outputs."""
+    parts = [stored.matrix(name) for name in names]
     biases = [part.bias for part in parts if part.bias is not None]
-    weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
-    return Projection(arranged(weight), torch.cat(biases) if biases else None)
+    return TorchProjection(_concatenated([part.weight for part in parts]), torch.cat(biases) if biases else None)
+
+
+def _concatenated(matrices: Sequence[TorchMatrix]) -> TorchMatrix:
+    """Return the rows of several matrices as one: packed if all are, in the same format."""
+    packed = [matrix for matrix in matrices if isinstance(matrix, PackedWeight)]
+    whole = joined(packed) if len(packed) == len(matrices) else None
+    if whole is not None:
+        return whole
+    parts = [dense(matrix) for matrix in matrices]
+    return arranged(parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
 def arranged(weight: torch.Tensor) -> torch.Tensor:

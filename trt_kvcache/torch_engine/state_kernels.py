@@ -15,7 +15,7 @@ from trt_kvcache.kernels.gated_norm_kernels import GatedNormParams, gated_rms_no
 from trt_kvcache.kernels.mamba2_kernels import MAX_STATE_SIZE, SIZE_GRANULE, Mamba2Params, mamba2_scan_kernel
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
-from trt_kvcache.torch_engine.kernels import device_view
+from trt_kvcache.torch_engine.device_view import device_view
 from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, StateSpace
 from trt_kvcache.torch_engine.step import TorchStep
 

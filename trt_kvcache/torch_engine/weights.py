@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from trt_kvcache.checkpoint.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, RoundedTensors, layer_weights
 from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig
 from trt_kvcache.model.families.registry import FAMILIES
@@ -17,10 +14,10 @@ from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
 from trt_kvcache.torch_engine.norm import TorchNorm
+from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection
+from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Mlp, Part, SelfAttention, ShortConvolution, arranged
-
-#: Function of a name in Hugging Face transformers: the tensor, on the engine's device and in its dtype.
-LoadTensor = Callable[[str], torch.Tensor]
+from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, StoredWeights, stored_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,49 +34,46 @@ class Block:
 class TorchWeights:
     """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one tensor if they are tied.
 
-    ``embedding_factor`` multiplies rows of the embedding.
+    ``embedding_factor`` multiplies rows of the embedding. ``is_packed``: some matrices are packed.
     """
 
     embedding: torch.Tensor
     embedding_factor: float
     blocks: tuple[Block, ...]
     final_norm: TorchNorm
-    head: torch.Tensor
+    head: TorchMatrix
+    is_packed: bool
+
+    @property
+    def widest(self) -> int:
+        """Outputs of the widest projection of a layer."""
+        parts = (value for block in self.blocks for value in vars(block.part).values())
+        return max((part.outputs for part in parts if isinstance(part, TorchProjection)), default=0)
 
 
-def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor) -> TorchWeights:
-    """Return the weights of a model, layer by layer. ``load`` is called once for each tensor."""
+def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed: LoadPacked) -> TorchWeights:
+    """Return the weights of a model, layer by layer. ``load`` is called once for each tensor of which ``load_packed`` has no rows."""
     embedding = arranged(load(embedding_name(config)))
-    blocks = tuple(_blocks(config, load))
+    blocks = tuple(_blocks(config, load, load_packed))
     final_norm = TorchNorm.of(config.final_norm, load(FAMILIES[config.family].final_norm))
-    head = embedding if config.tie_word_embeddings else arranged(load(HEAD))
-    factor = config.embedding_factor(dtype)
-    return TorchWeights(embedding=embedding, embedding_factor=factor, blocks=blocks, final_norm=final_norm, head=head)
+    head: TorchMatrix = embedding
+    if not config.tie_word_embeddings:
+        head = load_packed(HEAD, (slice(None),)) or arranged(load(HEAD))
+    matrices = [head, *(value.weight for block in blocks for value in vars(block.part).values() if isinstance(value, TorchProjection))]
+    return TorchWeights(
+        embedding=embedding,
+        embedding_factor=config.embedding_factor(dtype),
+        blocks=blocks,
+        final_norm=final_norm,
+        head=head,
+        is_packed=any(isinstance(matrix, PackedWeight) for matrix in matrices),
+    )
 
 
-def checkpoint_loader(
-    checkpoint: Checkpoint, dtype: str, device: torch.device, progress: Callable[[int, int], object] | None = None
-) -> LoadTensor:
-    """Return a function that reads tensors of a checkpoint onto a device, rounded to ``dtype``.
-
-    ``progress(done_bytes, total_bytes)`` is called with each tensor.
-    """
-    rounded = RoundedTensors(checkpoint, dtype, progress)
-
-    def load(name: str) -> torch.Tensor:
-        values = rounded(name).astype(rounded.dtype, copy=False)
-        on_host = torch.empty(values.shape, dtype=getattr(torch, dtype))
-        bits = {2: (torch.int16, np.int16), 4: (torch.int32, np.int32)}[values.itemsize]
-        on_host.view(bits[0]).numpy()[...] = values.view(bits[1])  # torch does not know NumPy's bfloat16
-        return on_host.to(device)
-
-    return load
-
-
-def _blocks(config: ModelConfig, load: LoadTensor) -> Iterator[Block]:
+def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> Iterator[Block]:
     """Yield the blocks of each layer: its mixer and its MLP, if it has them."""
     for index, (layer, place) in enumerate(zip(config.layers, indices_in_kind(config), strict=True)):
-        stored = layer_weights(config, index, load)
+        stored = stored_weights(config, index, load, load_packed)
         if layer.mixer is not None and place is not None:
             part = _mixer(place, layer.mixer, stored)
             norms = (_norm(layer.input_norm, stored.input_norm), _norm(layer.mixer_output_norm, stored.mixer_output_norm))
@@ -89,7 +83,7 @@ def _blocks(config: ModelConfig, load: LoadTensor) -> Iterator[Block]:
             yield Block(norm=norms[0], part=Mlp.of(layer.mlp, stored), output_norm=norms[1], factor=layer.residual_multiplier)
 
 
-def _mixer(index: int, config: Mixer, stored: DecoderLayerWeights[torch.Tensor]) -> Part:
+def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:
     """Return a mixer. ``index``: its place among the layers with K and V, or among the recurrent ones."""
     if isinstance(config, AttentionConfig):
         return SelfAttention.of(index, config, stored)

@@ -1,0 +1,188 @@
+// Weights in 4 or 8 bits: (quantized value - zero point) * scale, rounded once to an element.
+// trt_kvcache/kernels/packed_layout.py defines their places in memory.
+//
+// A fragment is 16 outputs by 64 inputs. A lane has 32 of its weights: of rows g and g + 8, and of each half of the
+// inputs, the 8 that the lane multiplies. Their places in words are such that one mask gives two neighbours:
+//
+//     Int4   one vector: word 2i + h has row g + 8i of half h. Inputs 2k and 2k + 1 of the 8 are nibbles k and k + 4, 0
+//            to 15. As the mantissa of 1024 (float16) or 128 (bfloat16) they are elements
+//     Int8   a vector for each half: words 2i and 2i + 1 have row g + 8i, four inputs each, in order
+//
+// The difference is exact in an element, for it has at most 8 bits. So is its product with a scale in a fused
+// multiply-add that rounds once:
+//
+//     Scale is Element          one product of two elements
+//     Float16, for BFloat16     4 bits: the scale is the sum of two elements of 8 and 3 bits. The product with the second
+//                               has at most 7 bits: it is exact, and is added to the product with the first
+//     all others                in float32, which holds products of 8 and 16 bits exactly
+#pragma once
+
+#include "attention/stored_kv.cuh"
+#include "linear/config.cuh"
+#include "load_once.cuh"
+
+struct Int4 {};
+struct Float32 {};
+
+using Stored = STORED;
+using Scale = SCALE;
+
+template <class A, class B>
+constexpr bool kIsSame = false;
+template <class A>
+constexpr bool kIsSame<A, A> = true;
+
+// Vectors of 16 bytes of a lane for a fragment; bytes of a vector of all lanes, and of a fragment.
+constexpr int kVectors = kIsSame<Stored, Int4> ? 1 : 2, kVectorBytes = 32 * 16,
+              kFragmentBytes = kVectors * kVectorBytes;
+
+constexpr unsigned kMinusZero = 0x80008000, kSigns = 0x80008000;
+
+template <class Type>
+constexpr unsigned kOne = 0x3F803F80;
+template <>
+constexpr unsigned kOne<Float16> = 0x3C003C00;
+
+// 1024 or 128, whose last bits have room for 4 bits.
+template <class Type>
+constexpr unsigned kNibbleBase = 0x43004300;
+template <>
+constexpr unsigned kNibbleBase<Float16> = 0x64006400;
+
+__device__ __forceinline__ unsigned word_of(const uint4& vector, int index) {
+    return index < 2 ? (index == 0 ? vector.x : vector.y) : (index == 2 ? vector.z : vector.w);
+}
+
+// Eight quantized values of row g + 8i of a half, in order, plus a number that minus_zero_point takes away again.
+template <class Type>
+__device__ __forceinline__ uint4 quantized_values(Type, Int4, const uint4 (&vectors)[1], int i, int half) {
+    const unsigned word = word_of(vectors[0], 2 * i + half);
+    const auto pair = [=](int k) { return (word >> (4 * k) & 0x000F000F) | kNibbleBase<Type>; };
+    return {pair(0), pair(1), pair(2), pair(3)};
+}
+template <class Type>
+__device__ __forceinline__ uint4 quantized_values(Type, Int8, const uint4 (&vectors)[2], int i, int half) {
+    const uint2 first = widen_in_order(Type{}, Int8{}, word_of(vectors[half], 2 * i)),
+                second = widen_in_order(Type{}, Int8{}, word_of(vectors[half], 2 * i + 1));
+    return {first.x, first.y, second.x, second.y};
+}
+
+// Minus a zero point, and minus that number: two equal elements. zero_point: its byte.
+template <class Type>
+__device__ __forceinline__ unsigned minus_zero_point(Type, Int4, unsigned zero_point) {
+    return (zero_point * 0x00010001 | kNibbleBase<Type>)^kSigns;
+}
+template <class Type>
+__device__ __forceinline__ unsigned minus_zero_point(Type, Int8, unsigned zero_point) {
+    return widen_in_order(Type{}, Int8{}, zero_point * 0x01010101).x ^ kSigns;
+}
+
+// The zero point of weights that have none.
+constexpr unsigned kMiddle = kIsSame<Stored, Int4> ? 8 : 0;
+
+// Scales of rows g and g + 8, as they are loaded.
+template <class Type>
+struct RowScales {
+    unsigned words;
+
+    // The scale of row g + 8i, twice, and as a float.
+    __device__ __forceinline__ unsigned pair(int i) const { return __byte_perm(words, 0, i ? 0x3232 : 0x1010); }
+    __device__ __forceinline__ float value(int i) const {
+        const float2 both = unpack(Type{}, words);
+        return i ? both.y : both.x;
+    }
+};
+template <>
+struct RowScales<Float32> {
+    float2 values;
+
+    __device__ __forceinline__ float value(int i) const { return i ? values.y : values.x; }
+};
+
+// Multiplies differences of a row with its scale.
+template <class Type>
+class Scaling {
+    static constexpr bool kIsOwn = kIsSame<Type, Element>,
+                          kIsSplit = !kIsOwn && kIsSame<Type, Float16> && kIsSame<Stored, Int4>;
+
+public:
+    __device__ __forceinline__ Scaling(const RowScales<Type>& scales, int i) {
+        if constexpr (kIsOwn) {
+            high_ = scales.pair(i);
+        } else {
+            factor_ = scales.value(i);
+            if constexpr (kIsSplit) {  // the first 8 bits and the others are bfloat16 without rounding
+                const unsigned first = __float_as_uint(factor_) & 0xFFFF0000,
+                               others = __float_as_uint(factor_ - __uint_as_float(first));
+                high_ = __byte_perm(first, 0, 0x3232);
+                low_ = __byte_perm(others, 0, 0x3232);
+            }
+        }
+    }
+
+    __device__ __forceinline__ unsigned of(unsigned differences) const {
+        if constexpr (kIsOwn) {
+            return multiply_add(Element{}, differences, high_, kMinusZero);
+        } else if constexpr (kIsSplit) {
+            return multiply_add(Element{}, differences, high_, multiply_add(Element{}, differences, low_, kMinusZero));
+        } else {
+            const float2 values = unpack(Element{}, differences);
+            return pack(Element{}, {__fmul_rn(values.x, factor_), __fmul_rn(values.y, factor_)});
+        }
+    }
+
+private:
+    unsigned high_, low_;
+    float factor_;
+};
+
+// What a lane loads for a fragment: quantized values, and for each half scales and zero points of rows g and g + 8.
+template <bool kHasZeroPoints>
+struct PackedFragment {
+    uint4 vectors[kVectors];
+    RowScales<Scale> scales[2];
+    unsigned zero_points[2];
+
+    // The weights of row g + 8i of a half.
+    __device__ __forceinline__ uint4 elements(int i, int half) const {
+        const uint4 values = quantized_values(Element{}, Stored{}, vectors, i, half);
+        const unsigned zero_point = kHasZeroPoints ? zero_points[half] >> (8 * i) & 0xFF : kMiddle;
+        const unsigned minus = minus_zero_point(Element{}, Stored{}, zero_point);
+        const Scaling<Scale> scaling(scales[half], i);
+        const auto weights = [&](unsigned pair) {
+            return scaling.of(multiply_add(Element{}, pair, kOne<Element>, minus));
+        };
+        return {weights(values.x), weights(values.y), weights(values.z), weights(values.w)};
+    }
+};
+
+// A packed matrix.
+struct PackedMatrix {
+    const unsigned char *values, *scales, *zero_points;
+    int fragments;            // of 64 inputs, of an output
+    int groups, group_shift;  // of an output; a group is 2^group_shift halves of a fragment
+
+    __device__ __forceinline__ const unsigned char* fragment_of(int tile, int fragment) const {
+        return values + (static_cast<long long>(tile) * fragments + fragment) * kFragmentBytes;
+    }
+
+    // Loads the part of a lane of a fragment of 16 outputs. Behind the last fragment quantized values are zeros, and
+    // scales are those of the last one.
+    template <bool kHasZeroPoints>
+    __device__ __forceinline__ void load(PackedFragment<kHasZeroPoints>& to, int tile, int fragment,
+                                         L2Policy policy) const {
+        const int lane = threadIdx.x % 32, last = min(fragment, fragments - 1);
+#pragma unroll
+        for (int v = 0; v < kVectors; v++) {
+            const unsigned char* const from = fragment_of(tile, fragment) + v * kVectorBytes + lane * 16;
+            to.vectors[v] = load_once(from, fragment < fragments, policy);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const long long rows =
+                (static_cast<long long>(tile) * groups + ((2 * last + half) >> group_shift)) * 8 + lane / 4;
+            to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[rows];
+            if (kHasZeroPoints) to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[rows];
+        }
+    }
+};

@@ -1,0 +1,252 @@
+"""Products of a few rows with packed weights, and packed weights in 16 bits, on the host, the emulated device and a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.kernels import linear_tiles
+from trt_kvcache.kernels.packed_layout import (
+    MIDDLES,
+    ONE_GROUP,
+    count_groups,
+    pack_rows,
+    pack_values,
+    unpack_rows,
+    unpack_values,
+)
+from trt_kvcache.kernels.packed_linear_kernels import (
+    PackedTensors,
+    packed_dequantize_kernel,
+    packed_linear_gated_mul_kernel,
+    packed_linear_kernel,
+)
+from trt_kvcache.kernels.source_variants import SCALE_DTYPES
+
+PAIRS = [(dtype, scale) for dtype, scales in SCALE_DTYPES.items() for scale in scales]
+DTYPES = pytest.mark.parametrize(("dtype", "scale_dtype"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+KINDS = pytest.mark.parametrize("kind", ["int4", "int8"])
+ZERO_POINTS = pytest.mark.parametrize("with_zero_points", [False, True], ids=["", "zero_points"])
+LIMITS = {"int4": (0, 16), "int8": (-128, 128)}
+
+#: Half a unit in the last place of a result; float32 sums of so many products in any order, relative to the sum of their absolute values.
+ROUNDING, SUM_ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24}, 2**-23
+
+#: Rows, outputs, inputs, group shift: fragments, steps and groups of all warps that end early, and one more of each.
+SHAPES = [
+    *((1, 16, 64, 0), (8, 33, 136, 1), (3, 48, 1024, 2), (5, 17, 1096, 0), (1, 100, 2056, ONE_GROUP), (2, 35, 5192, 2)),
+    *((9, 18, 520, 0), (16, 40, 1096, 1), (13, 16, 3144, ONE_GROUP)),
+]
+
+
+@pytest.fixture
+def stream(memory):
+    return memory.create_stream()
+
+
+class Problem:
+    """Random operands, and the product in float64 of weights that NumPy rounds. ``out`` is full of NaNs."""
+
+    def __init__(self, memory, stream, shape, kind, dtype, scale_dtype, with_zero_points, *, gated=False, out_dtype=None, bias=False):
+        rows, columns, inputs, shift = shape
+        outputs, self.dtype, self.out_dtype = columns * (2 if gated else 1), dtype, out_dtype or dtype
+        random, groups = np.random.default_rng(sum(shape)), count_groups(inputs, shift)
+        self.x = random.standard_normal((rows, inputs)).astype(numpy_dtype(dtype))
+        values = random.integers(*LIMITS[kind], (outputs, inputs)).astype(np.int8 if kind == "int8" else np.uint8)
+        values.reshape(-1)[:2] = LIMITS[kind][0], LIMITS[kind][1] - 1
+        size = inputs**-0.5 / LIMITS[kind][1]
+        scales = (random.uniform(0.2, 2, (outputs, groups)) * random.choice([-1, 1], (outputs, groups)) * size).astype(
+            numpy_dtype(scale_dtype)
+        )
+        zeros = random.integers(*LIMITS[kind], (outputs, groups)).astype(values.dtype)
+        group = np.arange(inputs) // 32 >> shift
+        middles = zeros.astype(np.float32)[:, group] if with_zero_points else MIDDLES[kind]
+        self.weight = ((values.astype(np.float32) - middles) * scales.astype(np.float32)[:, group]).astype(numpy_dtype(dtype))
+        self.bias = random.standard_normal(outputs).astype(numpy_dtype(dtype)) if bias else None
+
+        def upload(array):
+            return memory.to_device(array, stream=stream)
+
+        self.packed = PackedTensors(
+            kind=kind,
+            outputs=outputs,
+            inputs=inputs,
+            group_shift=shift,
+            values=upload(pack_values(values, kind)),
+            scales=upload(pack_rows(scales, groups)),
+            zero_points=upload(pack_rows(zeros, groups)) if with_zero_points else None,
+        )
+        self.tensors = (upload(self.x), self.packed, None if self.bias is None else upload(self.bias))
+        self.out = upload(np.full((rows, columns), np.nan, numpy_dtype(self.out_dtype)))
+
+    def sums(self):
+        """The sums of products, and of their absolute values. A product of matrices would have threads, which ThreadSanitizer looks at."""
+        x, weight = self.x.astype(np.float64), self.weight.astype(np.float64)
+        bias = 0.0 if self.bias is None else self.bias.astype(np.float64)
+        sums, sizes = (np.einsum("ri,oi->ro", rows, weights) for rows, weights in ((x, weight), (np.abs(x), np.abs(weight))))
+        return sums + bias, sizes + np.abs(bias)
+
+    def check(self, expected, tolerance):
+        error = np.abs(self.out.numpy().astype(np.float64) - expected)
+        assert np.all(error <= np.abs(expected) * ROUNDING[self.out_dtype] * 1.01 + tolerance), error.max()
+
+
+def check_linear(memory, stream, shape, *arguments, **options):
+    problem = Problem(memory, stream, shape, *arguments, **options)
+    packed_linear_kernel(*problem.tensors, problem.out, stream)
+    expected, size = problem.sums()
+    problem.check(expected, size * shape[2] * SUM_ROUNDING)
+
+
+@KINDS
+@pytest.mark.parametrize("shape", [(1, 8), (16, 64), (40, 200), (33, 128)], ids=str)
+def test_layout(kind, shape):
+    random = np.random.default_rng(0)
+    values = random.integers(*LIMITS[kind], shape).astype(np.int8 if kind == "int8" else np.uint8)
+    packed = pack_values(values, kind)
+    assert packed.nbytes == -(-shape[0] // 16) * -(-shape[1] // 64) * (512 if kind == "int4" else 1024)
+    np.testing.assert_array_equal(unpack_values(packed, kind, shape), values)
+    rows = random.random((shape[0], 5))
+    np.testing.assert_array_equal(unpack_rows(pack_rows(rows, 6), shape[0])[:, :5], rows)
+
+
+@DTYPES
+@KINDS
+@ZERO_POINTS
+def test_dequantized_weights_bit_for_bit(memory, stream, kind, dtype, scale_dtype, with_zero_points):
+    """Every quantized value with every zero point, with scales of all sizes: the products are rounded once."""
+    low, high = LIMITS[kind]
+    count = high - low
+    outputs, inputs = count, max(count, 136)
+    values = (low + np.arange(outputs * inputs) % count).reshape(outputs, inputs).astype(np.int8 if kind == "int8" else np.uint8)
+    zeros = (low + np.arange(outputs)).astype(values.dtype)[:, None].repeat(count_groups(inputs, 0), 1)
+    random = np.random.default_rng(5)
+    exponents = random.uniform(-20, 2, zeros.shape)
+    scales = (2.0**exponents * random.choice([-1, 1], zeros.shape)).astype(numpy_dtype(scale_dtype))
+    scales[0, 0] = 0
+    packed = PackedTensors(
+        kind=kind,
+        outputs=outputs,
+        inputs=inputs,
+        group_shift=0,
+        values=memory.to_device(pack_values(values, kind), stream=stream),
+        scales=memory.to_device(pack_rows(scales, zeros.shape[1]), stream=stream),
+        zero_points=memory.to_device(pack_rows(zeros, zeros.shape[1]), stream=stream) if with_zero_points else None,
+    )
+    group = np.arange(inputs) // 32
+    middles = zeros.astype(np.float32)[:, group] if with_zero_points else MIDDLES[kind]
+    expected = ((values.astype(np.float32) - middles) * scales.astype(np.float32)[:, group]).astype(numpy_dtype(dtype))
+    first = 0
+    while first < outputs:
+        out = memory.to_device(np.full((min(32, outputs - first), inputs), np.nan, expected.dtype), stream=stream)
+        packed_dequantize_kernel(out, packed, first, stream)
+        np.testing.assert_array_equal(out.numpy().astype(np.float32), expected[first : first + len(out)].astype(np.float32))
+        first += len(out)
+
+
+def test_dequantized_outputs_of_a_tile_that_ends_early(memory, stream):
+    problem = Problem(memory, stream, (1, 25, 200, 0), "int4", "float16", "float16", True)
+    out = memory.to_device(np.full((25, 200), np.nan, np.float16), stream=stream)
+    packed_dequantize_kernel(out, problem.packed, 0, stream)
+    np.testing.assert_array_equal(out.numpy(), problem.weight)
+
+
+@DTYPES
+@KINDS
+@ZERO_POINTS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed_linear(memory, stream, shape, kind, dtype, scale_dtype, with_zero_points):
+    check_linear(memory, stream, shape, kind, dtype, scale_dtype, with_zero_points, bias=shape[1] % 2 == 0)
+
+
+@KINDS
+@ZERO_POINTS
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 33, 72, 0), (8, 70, 1160, 1), (12, 16, 64, ONE_GROUP)], ids=str)
+def test_float32_results(memory, stream, shape, kind, dtype, with_zero_points):
+    check_linear(memory, stream, shape, kind, dtype, "float16", with_zero_points, out_dtype="float32")
+
+
+@KINDS
+@ZERO_POINTS
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [("float16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "float16")])
+@pytest.mark.parametrize("shape", [(1, 16, 64, 0), (8, 48, 1160, 2), (14, 32, 520, ONE_GROUP)], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_products(memory, stream, shape, kind, dtype, scale_dtype, with_zero_points, activation):
+    problem = Problem(memory, stream, shape, kind, dtype, scale_dtype, with_zero_points, gated=True, bias=shape[0] > 1)
+    packed_linear_gated_mul_kernel(*problem.tensors, problem.out, activation, stream)
+    sums, sizes = problem.sums()
+    (gate, up), (gate_size, up_size) = (np.split(one, 2, axis=1) for one in (sums, sizes))
+    activated = gate / (1 + np.exp(-(gate if activation == "silu" else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3))))
+    per_sum = shape[2] * SUM_ROUNDING
+    # The slope of both is at most 1.13; a few units for the exponential.
+    tolerance = per_sum * (1.13 * gate_size * np.abs(up) + np.abs(activated) * up_size) + 2**-20 * np.abs(activated * up)
+    problem.check(activated * up, tolerance + 1e-30)
+
+
+@KINDS
+@pytest.mark.parametrize("large_percent", [0, 1000], ids=["large", "small"])
+def test_several_tiles_of_a_block(memory, stream, kind, large_percent, monkeypatch):
+    if not memory.is_host:
+        monkeypatch.setattr(memory, "multiprocessor_count", 2)
+    chosen = linear_tiles.linear_tiles
+    monkeypatch.setattr(linear_tiles, "linear_tiles", lambda *of: chosen(*of)._replace(large_percent=large_percent))
+    linear_tiles.linear_plan.cache_clear()
+    try:
+        check_linear(memory, stream, (3, 1000, 136, 0), kind, "bfloat16", "float16", True)
+        check_linear(memory, stream, (8, 300, 4168, 2), kind, "float16", "float16", False, bias=True)
+        check_linear(memory, stream, (2, 515, 64, ONE_GROUP), kind, "bfloat16", "bfloat16", True, out_dtype="float32")
+    finally:
+        linear_tiles.linear_plan.cache_clear()
+
+
+@KINDS
+def test_rows_do_not_change_each_other(memory, stream, kind):
+    """A row that is not finite is so alone."""
+    problem = Problem(memory, stream, (8, 40, 1096, 0), kind, "bfloat16", "float16", True)
+    problem.x[3, 5], problem.x[6, 1095] = np.nan, np.inf
+    packed_linear_kernel(memory.to_device(problem.x, stream=stream), problem.packed, None, problem.out, stream)
+    finite = np.isfinite(problem.out.numpy().astype(np.float64)).all(axis=1)
+    assert finite.tolist() == [row not in (3, 6) for row in range(8)]
+
+
+@KINDS
+def test_the_same_bits_each_time(memory, stream, kind):
+    problem = Problem(memory, stream, (5, 200, 1160, 1), kind, "float16", "float16", True, bias=True)
+    found = []
+    for _ in range(3):
+        packed_linear_kernel(*problem.tensors, problem.out, stream)
+        found.append(problem.out.numpy())
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+def test_padding_is_not_read_as_weights(memory, stream):
+    """Scales and values behind the last input are not finite or zero: nothing of them is in the result."""
+    problem = Problem(memory, stream, (2, 16, 40, 0), "int4", "float16", "float16", False)
+    values = unpack_values(problem.packed.values.numpy(), "int4", (16, 64))
+    values = values.copy()
+    values[:, 40:] = 15
+    packed = PackedTensors(
+        kind="int4",
+        outputs=16,
+        inputs=40,
+        group_shift=0,
+        values=memory.to_device(pack_values(values, "int4"), stream=stream),
+        scales=problem.packed.scales,
+        zero_points=None,
+    )
+    packed_linear_kernel(problem.tensors[0], packed, None, problem.out, stream)
+    expected, size = problem.sums()
+    problem.check(expected, size * 40 * SUM_ROUNDING)
+
+
+def test_plans_have_whole_tiles():
+    for kind in ("int4", "int8"):
+        for outputs in (2560, 4096, 128256):
+            plan = linear_tiles.linear_plan(1, outputs, False, "sm_90", 132, kind)
+            assert plan.tile_outputs == plan.tile
+            assert (plan.tiles - 1) * plan.tile_outputs < outputs <= plan.tiles * plan.tile_outputs
+    nbytes = {kind: linear_tiles.linear_plan(1, 4096, False, "sm_90", 132, kind).prefetched_steps for kind in (None, "int8", "int4")}
+    assert nbytes["int4"] >= nbytes["int8"] >= nbytes[None]

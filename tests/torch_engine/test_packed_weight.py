@@ -1,0 +1,222 @@
+"""Quantized weights of checkpoints as packed matrices: the same values, bit by bit, in as little memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.helpers import quantized_models as made
+from tests.torch_engine.needs_torch import need_torch
+
+need_torch()
+
+import torch  # noqa: E402
+
+from trt_kvcache import HostMemory  # noqa: E402
+from trt_kvcache.checkpoint.quantized.awq import AWQ  # noqa: E402
+from trt_kvcache.checkpoint.quantized.compressed_tensors import CompressedTensors  # noqa: E402
+from trt_kvcache.checkpoint.quantized.fp8_blocks import FP8Blocks  # noqa: E402
+from trt_kvcache.checkpoint.quantized.gguf import GGUF  # noqa: E402
+from trt_kvcache.checkpoint.quantized.gptq import GPTQ  # noqa: E402
+from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt  # noqa: E402
+from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest  # noqa: E402
+from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined  # noqa: E402
+from trt_kvcache.torch_engine.packing import packed_arrays  # noqa: E402
+
+SHAPE = (48, 256)
+CPU = torch.device("cpu")
+
+
+def matrix(shape=SHAPE):
+    return (np.random.default_rng(3).standard_normal(shape) * 0.05).astype(np.float32)
+
+
+def of(quantize, format_, shape=SHAPE):
+    stored, _ = quantize(matrix(shape), np.random.default_rng(4))
+    return format_.weight("m", stored, shape)
+
+
+def gguf(bits):
+    """Q8_0 or Q4_0: a float16 scale and 32 values after it, for each block."""
+    random, blocks = np.random.default_rng(5), SHAPE[1] // 32
+    scales = (random.standard_normal((SHAPE[0], blocks, 1)) * 0.01).astype(np.float16).view(np.uint8)
+    values = random.integers(0, 256, (SHAPE[0], blocks, 4 * bits)).astype(np.uint8)
+    stored = np.concatenate([scales, values], axis=2).reshape(SHAPE[0], -1)
+    return GGUF([{4: "Q4_0", 8: "Q8_0"}[bits]]).weight("m", {"weight": stored}, SHAPE)
+
+
+def gptq(**options):
+    bits, group = options.get("bits", 4), options.get("group_size", 32)
+    config = {**made.GPTQ_CONFIG, "bits": bits, "group_size": group, "desc_act": options.get("order", False)}
+    return of(made.gptq(**{"group_size": group, **options}), GPTQ({**config, "checkpoint_format": "gptq"}))
+
+
+def compressed(bits, group_size, config, **options):
+    config = config if group_size is None else made.in_groups_of(group_size, config)
+    return of(made.integers(bits, group_size, **options), CompressedTensors(config))
+
+
+def modelopt(*, factors):
+    format_ = ModelOpt(made.modelopt("W4A16_AWQ", group_size=128))
+    stored, _ = made.modelopt_int4(128, factors=factors)(matrix(), np.random.default_rng(4))
+    if not factors:
+        del stored["pre_quant_scale"]
+    return format_.weight("m", stored, SHAPE)
+
+
+#: A weight, its packed kind, and True if zero points are stored.
+PACKED = {
+    "gptq": (lambda: gptq(), "int4", True),
+    "gptq in groups of 128": (lambda: gptq(group_size=128), "int4", True),
+    "gptq, symmetric": (lambda: gptq(symmetric=True), "int4", False),
+    "gptq, 8 bits": (lambda: gptq(bits=8, group_size=64), "int8", True),
+    "gptq, 8 bits, symmetric": (lambda: gptq(bits=8, symmetric=True), "int8", False),
+    "awq": (lambda: of(made.awq(group_size=128), AWQ({**made.AWQ_CONFIG, "group_size": 128})), "int4", True),
+    "awq, one group": (lambda: of(made.awq(group_size=256), AWQ({**made.AWQ_CONFIG, "group_size": -1})), "int4", True),
+    "compressed int4": (lambda: compressed(4, 32, made.CT_INT4, packed=True, symmetric=True), "int4", False),
+    "compressed int4, zero points": (lambda: compressed(4, 128, made.CT_ASYMMETRIC, packed=True, symmetric=False), "int4", True),
+    "compressed int8": (lambda: compressed(8, None, made.CT_INT8, packed=False, symmetric=True), "int8", False),
+    "compressed int8, zero points": (lambda: compressed(8, None, made.CT_INT8_ASYMMETRIC, packed=False, symmetric=False), "int8", True),
+    "compressed packed int8": (lambda: compressed(8, None, made.CT_PACKED_INT8, packed=True, symmetric=True), "int8", False),
+    "modelopt": (lambda: modelopt(factors=False), "int4", False),
+    "Q4_0": (lambda: gguf(4), "int4", False),
+    "Q8_0": (lambda: gguf(8), "int8", False),
+    "rounded int8": (lambda: rounded_to_nearest(matrix(), "int8", "bfloat16"), "int8", False),
+    "rounded int4": (lambda: rounded_to_nearest(matrix(), "int4", "bfloat16"), "int4", False),
+    "rounded int4:128": (lambda: rounded_to_nearest(matrix(), "int4:128", "float16"), "int4", False),
+    "groups that end early": (lambda: rounded_to_nearest(matrix((40, 200)), "int4:128", "float32"), "int4", False),
+}
+
+
+def packed_weight(weight, dtype):
+    arrays = packed_arrays([weight], dtype)
+    assert arrays is not None
+    return PackedWeight.of(arrays, dtype, CPU, HostMemory())
+
+
+def bits_of(array):
+    """Bits of 16-bit values. Zeros of both signs are one."""
+    return np.where(array == 0, np.uint16(0), array.view(np.uint16))
+
+
+def check_values(packed, expected):
+    found = packed.dequantized()
+    assert found.dtype == packed.dtype
+    np.testing.assert_array_equal(bits_of(found.view(torch.int16).numpy().view(expected.dtype)), bits_of(expected))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", PACKED)
+def test_values_are_those_of_the_checkpoint(case, dtype):
+    make, kind, has_zero_points = PACKED[case]
+    weight = make()
+    packed = packed_weight(weight, dtype)
+    assert (packed.kind, packed.zero_points is not None) == (kind, has_zero_points)
+    check_values(packed, weight.dequantized(dtype))
+
+
+@pytest.mark.parametrize("case", [case for case in PACKED if case != "groups that end early"])
+def test_size_is_within_three_percent_of_the_stored_size(case):
+    make, kind, has_zero_points = PACKED[case]
+    weight = make()
+    packed = packed_weight(weight, "float16" if weight.scales.stored.dtype == np.float16 else "bfloat16")
+    size = {"int4": 0.5, "int8": 1}[kind]
+    scales = weight.scales.stored.size
+    stored = weight.codes.shape[0] * weight.codes.shape[1] * size + 2 * scales + (scales * size if has_zero_points else 0)
+    assert packed.nbytes <= 1.03 * stored
+
+
+NOT_PACKED = {
+    "act-order": lambda: gptq(order=True),
+    "groups of 8": lambda: gptq(group_size=8),
+    "groups of 96": lambda: of(made.gptq(group_size=96), GPTQ({**made.GPTQ_CONFIG, "group_size": 96, "checkpoint_format": "gptq"})),
+    "factors of inputs": lambda: modelopt(factors=True),
+    "FP8": lambda: of(made.fp8_blocks(), FP8Blocks(made.FP8_CONFIG)),
+    "inputs that 8 does not divide": lambda: rounded_to_nearest(matrix((16, 36)), "int8", "float16"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PACKED)
+def test_other_formats_are_not_packed(case):
+    assert packed_arrays([NOT_PACKED[case]()], "float16") is None
+
+
+def test_values_that_the_dtype_cannot_hold_are_not_packed():
+    weight = rounded_to_nearest(matrix() * 2e6, "int8", "float32")
+    assert packed_arrays([weight], "float16") is None
+    check_values(packed_weight(weight, "bfloat16"), weight.dequantized("bfloat16"))
+
+
+def test_a_scale_that_is_not_finite_is_not_packed():
+    weight = rounded_to_nearest(matrix(), "int8", "float16")
+    weight.scales.stored[3, 0] = np.nan
+    assert packed_arrays([weight], "float16") is None
+
+
+@pytest.mark.parametrize(
+    ("scales", "dtype", "stored"),
+    [
+        ("bfloat16", "bfloat16", torch.bfloat16),
+        ("float16", "float16", torch.float16),
+        ("float16", "bfloat16", torch.float16),
+        ("bfloat16", "float16", torch.float16),  # none of these is too small
+        ("float32", "bfloat16", torch.float32),
+    ],
+)
+def test_scales_are_stored_exactly(scales, dtype, stored):
+    weight = rounded_to_nearest(matrix(), "int4", scales)
+    packed = packed_weight(weight, dtype)
+    assert packed.scales.dtype == stored
+    check_values(packed, weight.dequantized(dtype))
+
+
+def test_scales_too_small_for_float16_stay_in_float32():
+    weight = rounded_to_nearest(matrix() * 1e-5, "int8", "bfloat16")
+    packed = packed_weight(weight, "float16")
+    assert packed.scales.dtype == torch.float32
+    check_values(packed, weight.dequantized("float16"))
+
+
+@pytest.mark.parametrize("case", ["gptq", "Q8_0", "rounded int4", "awq"])
+def test_rows_of_a_fused_tensor(case):
+    weight = PACKED[case][0]()
+    parts = [slice(8, 24), slice(32, 48)]
+    arrays = packed_arrays([weight.rows(some) for some in parts], "float16")
+    expected = np.concatenate([weight.dequantized("float16")[some] for some in parts])
+    check_values(PackedWeight.of(arrays, "float16", CPU, HostMemory()), expected)
+
+
+class TestJoined:
+    def weights(self, *rounded):
+        return [packed_weight(one, "bfloat16") for one in rounded]
+
+    def test_outputs_follow_each_other(self):
+        whole = rounded_to_nearest(matrix(), "int4", "bfloat16")
+        parts = self.weights(whole.rows(slice(0, 16)), whole.rows(slice(16, 48)))
+        check_values(joined(parts), whole.dequantized("bfloat16"))
+
+    def test_some_have_zero_points(self):
+        both = [gptq(), gptq(symmetric=True)]
+        check_values(joined(self.weights(*both)), np.concatenate([one.dequantized("bfloat16") for one in both]))
+        both = [gptq(bits=8), gptq(bits=8, symmetric=True)]
+        check_values(joined(self.weights(*both)), np.concatenate([one.dequantized("bfloat16") for one in both]))
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            lambda: rounded_to_nearest(matrix(), "int8", "bfloat16"),
+            lambda: rounded_to_nearest(matrix(), "int4:128", "bfloat16"),
+            lambda: rounded_to_nearest(matrix(), "int4", "float32"),
+            lambda: rounded_to_nearest(matrix((24, 256)), "int4", "bfloat16"),
+        ],
+        ids=["bits", "groups", "scales", "outputs of no whole tile"],
+    )
+    def test_others_are_not_joined(self, other):
+        assert joined(self.weights(rounded_to_nearest(matrix(), "int4", "bfloat16"), other())) is None
+
+
+def test_many_rows_are_packed_in_parts(monkeypatch):
+    weight = rounded_to_nearest(matrix((88, 256)), "int4", "float16")
+    expected = packed_arrays([weight], "float16").values
+    monkeypatch.setattr("trt_kvcache.torch_engine.packing._CHUNK", 20 * 256)
+    np.testing.assert_array_equal(packed_arrays([weight], "float16").values, expected)

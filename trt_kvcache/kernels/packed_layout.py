@@ -1,0 +1,83 @@
+"""Places of packed weights in memory, as ``plugins/linear/packed_values.cuh`` reads them.
+
+A fragment has 16 outputs and 64 inputs, ``int4`` in 512 bytes, ``int8`` in 1024; those of 16 outputs are contiguous. Its places are lanes,
+16 bytes each: lane ``4g + t`` has outputs g and g + 8, of each half the inputs ``8t`` to ``8t + 7``. Scales and zero points are
+``[tiles of 16 outputs, groups, g, 2]``. Padding is zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+#: Outputs and inputs of a fragment, and inputs of half of one.
+FRAGMENT_OUTPUTS, FRAGMENT_INPUTS, HALF_INPUTS = 16, 64, 32
+
+#: ``group_shift`` of one group for all inputs. Others have ``32 << group_shift`` inputs.
+ONE_GROUP = 30
+
+#: The zero point of weights that have none: int4 is stored as 0 to 15.
+MIDDLES = {"int4": 8, "int8": 0}
+
+#: Bytes of a fragment.
+FRAGMENT_NBYTES = {"int4": 512, "int8": 1024}
+
+#: Dimensions of the bytes of a fragment. int4: g, t, row, half, the odd or even inputs, two bytes; each has two nibbles, a last dimension.
+#: int8: half, g, t, row, input. After tiles and fragments before them, their order in ``[tiles, row, g, fragments, half, t, inputs]``.
+STORED_SHAPES: dict[str, tuple[int, ...]] = {"int4": (8, 4, 2, 2, 2, 2), "int8": (2, 8, 4, 2, 8)}
+TO_ROWS: dict[str, tuple[int, ...]] = {"int4": (0, 4, 2, 1, 5, 3, 7, 8, 6), "int8": (0, 5, 3, 1, 2, 4, 6)}
+
+
+def count_tiles(outputs: int) -> int:
+    """Return the tiles of 16 outputs."""
+    return -(-outputs // FRAGMENT_OUTPUTS)
+
+
+def count_groups(inputs: int, group_shift: int) -> int:
+    """Return the groups of an output, those of padding included."""
+    halves = 2 * -(-inputs // FRAGMENT_INPUTS)
+    return -(-halves >> group_shift)
+
+
+def pack_values(values: Array, kind: str) -> npt.NDArray[np.uint8]:
+    """Return quantized values ``[outputs, inputs]`` (int4: 0 to 15; int8) as bytes ``[tiles, fragments * bytes]``."""
+    outputs, inputs = values.shape
+    tiles, fragments = count_tiles(outputs), -(-inputs // FRAGMENT_INPUTS)
+    whole = values.view(np.uint8)
+    if values.shape != (tiles * FRAGMENT_OUTPUTS, fragments * FRAGMENT_INPUTS):
+        whole = np.zeros((tiles * FRAGMENT_OUTPUTS, fragments * FRAGMENT_INPUTS), np.uint8)
+        whole[:outputs, :inputs] = values.view(np.uint8)
+    if kind == "int8":
+        stored = whole.reshape(tiles, 2, 8, fragments, 2, 4, 8).transpose(0, 3, 4, 2, 5, 1, 6)
+    else:
+        split = whole.reshape(tiles, 2, 8, fragments, 2, 4, 2, 2, 2)
+        stored = (split[..., 0, :] | split[..., 1, :] << np.uint8(4)).transpose(0, 3, 2, 5, 1, 4, 7, 6)
+    return np.ascontiguousarray(stored).reshape(tiles, fragments * FRAGMENT_NBYTES[kind])
+
+
+def unpack_values(packed: Array, kind: str, shape: tuple[int, int]) -> Array:
+    """Return the quantized values ``[outputs, inputs]`` of :func:`pack_values`, as uint8 or int8."""
+    stored = packed.reshape(len(packed), packed.shape[1] // FRAGMENT_NBYTES[kind], *STORED_SHAPES[kind])
+    if kind == "int4":
+        stored = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)
+    whole = stored.transpose(TO_ROWS[kind]).reshape(len(packed) * FRAGMENT_OUTPUTS, -1)
+    values: Array = whole[: shape[0], : shape[1]].view(np.int8 if kind == "int8" else np.uint8)
+    return values
+
+
+def pack_rows(of_rows: Array, groups: int) -> Array:
+    """Return scales or zero points ``[outputs, groups]`` as ``[tiles, groups, 8, 2]``; ``groups``: with those of padding."""
+    tiles = count_tiles(len(of_rows))
+    whole = np.zeros((tiles * FRAGMENT_OUTPUTS, groups), of_rows.dtype)
+    whole[: len(of_rows), : of_rows.shape[1]] = of_rows
+    return np.ascontiguousarray(whole.reshape(tiles, 2, 8, groups).transpose(0, 3, 2, 1))
+
+
+def unpack_rows(packed: Array, outputs: int) -> Array:
+    """Return scales or zero points ``[outputs, groups]`` of :func:`pack_rows`."""
+    rows: Array = packed.transpose(0, 3, 2, 1).reshape(len(packed) * FRAGMENT_OUTPUTS, packed.shape[1])[:outputs]
+    return rows

@@ -1,0 +1,47 @@
+"""``CheckpointTensors``: reads the tensors of a checkpoint onto a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trt_kvcache.checkpoint.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.decoder_weights import RoundedTensors
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.torch_engine.host_arrays import on_device
+from trt_kvcache.torch_engine.packed_weight import PackedWeight
+from trt_kvcache.torch_engine.packing import packed_arrays
+
+
+class CheckpointTensors:
+    """Tensors of a checkpoint, rounded to ``dtype`` or packed. ``progress(done_bytes, total_bytes)`` is called with each tensor."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str,
+        device: torch.device,
+        memory: Memory,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        self._checkpoint, self._dtype, self._device, self._memory = checkpoint, dtype, device, memory
+        self._rounded = RoundedTensors(checkpoint, dtype, progress)
+        self._last: tuple[str, QuantizedWeight | None] = ("", None)
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return a tensor. Its values are rounded once."""
+        values = self._rounded(name)
+        return on_device(values.astype(self._rounded.dtype, copy=False), self._device)
+
+    def load_packed(self, name: str, rows: Sequence[slice]) -> PackedWeight | None:
+        """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""
+        if self._last[0] != name:
+            self._last = name, self._checkpoint.quantized_weight(name)  # which may round all of it
+        weight = self._last[1]
+        arrays = None if weight is None else packed_arrays([weight.rows(some) for some in rows], self._dtype)
+        if arrays is None:
+            return None
+        self._rounded.count(name)
+        return PackedWeight.of(arrays, self._dtype, self._device, self._memory)

@@ -1,0 +1,18 @@
+"""Tensors of torch as this package's kernels take them."""
+
+from __future__ import annotations
+
+import torch
+
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.ops.borrowed_workspace import BorrowedAllocation
+
+
+def device_view(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
+    """Return a view of a torch tensor, which must live until the launch that uses it: torch reuses memory stream-ordered."""
+    storage = tensor.untyped_storage()
+    allocation = BorrowedAllocation(memory, storage.nbytes())
+    allocation.ptr = storage.data_ptr()
+    offset, dtype = tensor.storage_offset() * tensor.itemsize, str(tensor.dtype).removeprefix("torch.")
+    return DeviceTensor(allocation, shape=tensor.shape, dtype=dtype, strides=tensor.stride(), offset=offset)

@@ -1,0 +1,118 @@
+"""Quantized weights of any format of a checkpoint in the layout of the packed kernels, if these know the format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
+from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS, HALF_INPUTS, MIDDLES, ONE_GROUP, count_groups, pack_rows, pack_values
+from trt_kvcache.kernels.source_variants import SCALE_DTYPES
+
+#: By kind of quantized value: packed kind, and what is added to values and zero points.
+_KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128)}
+
+_RANGES = {"int4": (0, 15), "int8": (-128, 127)}
+_DTYPES: dict[str, Any] = {"int4": np.uint8, "int8": np.int8}
+
+#: Values that are unpacked at a time.
+_CHUNK = 1 << 24
+
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedArrays:
+    """A packed matrix in host memory, with the fields of ``PackedTensors``."""
+
+    kind: str
+    outputs: int
+    inputs: int
+    group_shift: int
+    values: npt.NDArray[np.uint8]
+    scales: npt.NDArray[Any]
+    zero_points: npt.NDArray[Any] | None
+
+
+def packed_arrays(parts: Sequence[QuantizedWeight], dtype: str) -> PackedArrays | None:
+    """Return some rows of one stored matrix in new memory, or None if the kernels cannot compute its values, or ``dtype`` not hold them.
+
+    Its weights in ``dtype`` are those of :meth:`QuantizedWeight.dequantized`, bit by bit.
+    """
+    first, inputs = parts[0], parts[0].shape[1]
+    if first.codes.kind not in _KINDS or first.group_index is not None or first.input_factor is not None or inputs % INPUT_GRANULE:
+        return None
+    kind, added = _KINDS[first.codes.kind]
+    scales = np.concatenate([part.scales_of_rows() for part in parts])
+    shift = _group_shift(first.scales.block[1], scales.shape[1])
+    if shift is None:
+        return None
+    zero_points = _zero_points(parts, scales.shape, added)
+    low, high = _RANGES[kind]
+    largest = np.maximum(np.abs(low - zero_points), np.abs(high - zero_points)) * np.abs(scales)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(largest.astype(numpy_dtype(dtype)).astype(np.float32)).all():
+            return None
+    groups = count_groups(inputs, shift)
+    has_zero_points = bool((zero_points != MIDDLES[kind]).any())
+    return PackedArrays(
+        kind=kind,
+        outputs=len(scales),
+        inputs=inputs,
+        group_shift=shift,
+        values=np.concatenate([pack_values(values, kind) for values in _chunks(parts, kind, added)]),
+        scales=pack_rows(_stored_scales(scales, dtype), groups),
+        zero_points=pack_rows(zero_points.astype(_DTYPES[kind]), groups) if has_zero_points else None,
+    )
+
+
+def _group_shift(width: int, groups: int) -> int | None:
+    """Return the group shift of groups of ``width`` inputs, or None if the kernels do not know it."""
+    if groups == 1:
+        return ONE_GROUP
+    halves, rest = divmod(width, HALF_INPUTS)
+    return None if rest or halves & (halves - 1) else halves.bit_length() - 1
+
+
+def _zero_points(parts: Sequence[QuantizedWeight], shape: tuple[int, ...], added: int) -> Float32:
+    """Return the zero point of each group of each row."""
+    found = [part.zero_points_of_rows() for part in parts]
+    stored = [one for one in found if one is not None]
+    zero_points: Float32 = np.concatenate(stored) if stored else np.zeros(shape, np.float32)
+    zero_points += np.float32(added)
+    return zero_points
+
+
+def _stored_scales(scales: Float32, dtype: str) -> npt.NDArray[Any]:
+    """Return the scales in the first dtype of the kernels that holds all of them exactly."""
+    for name in SCALE_DTYPES[dtype]:
+        with np.errstate(over="ignore"):
+            stored = scales.astype(numpy_dtype(name))
+        if np.array_equal(stored.astype(np.float32), scales):
+            return stored
+    return scales
+
+
+def _chunks(parts: Sequence[QuantizedWeight], kind: str, added: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield the stored values of whole tiles of rows, ``[rows, inputs]``."""
+    inputs = parts[0].shape[1]
+    step = max(FRAGMENT_OUTPUTS, _CHUNK // inputs // FRAGMENT_OUTPUTS * FRAGMENT_OUTPUTS)
+    if len(parts) > 1:  # heads, whose rows may end within a tile
+        whole = np.concatenate([part.unpacked() for part in parts])
+        yield from (_shifted(whole[first : first + step], kind, added) for first in range(0, len(whole), step))
+        return
+    (part,) = parts
+    for first in range(0, part.shape[0], step):
+        yield _shifted(part.rows(slice(first, first + step)).unpacked(), kind, added)
+
+
+def _shifted(values: npt.NDArray[Any], kind: str, added: int) -> npt.NDArray[Any]:
+    """Return stored values as the kernels take them: modulo 256, which the ranges of both kinds exclude."""
+    found: npt.NDArray[Any] = (values.view(np.uint8) + np.uint8(added % 256)).view(_DTYPES[kind])
+    return found
