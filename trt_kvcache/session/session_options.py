@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
-from trt_kvcache.builder.options import PLUGIN_LAYERS, BuildKeywords
+from trt_kvcache.builder.options import OTHER_NAMES as OTHER_BUILD_NAMES, PLUGIN_LAYERS, BuildKeywords
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO, AttentionName, AttentionSetting
@@ -33,20 +33,7 @@ ENGINE_ALIASES = {"reference": "numpy"}
 DRAFTS = ("ngram",)
 
 #: Names of some options in other projects.
-OTHER_NAMES = {
-    "backend": "engine",
-    "batch_size": "max_batch_size",
-    "device_id": "device",
-    "kv_cache_dtype": "kv_dtype",
-    "max_length": "max_sequence_length",
-    "max_model_len": "max_sequence_length",
-    "max_num_seqs": "max_batch_size",
-    "max_seq_len": "max_sequence_length",
-    "n_ctx": "max_sequence_length",
-    "prompt_cache": "prompt_cache_bytes",
-    "quantization": "quantize",
-    "torch_dtype": "dtype",
-}
+OTHER_NAMES = {**OTHER_BUILD_NAMES, "backend": "engine", "device_id": "device", "prompt_cache": "prompt_cache_bytes"}
 
 #: Attention of the NumPy and the PyTorch engine where no variant is named.
 DEFAULT_ATTENTION: AttentionName = "native"
