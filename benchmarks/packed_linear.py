@@ -129,7 +129,8 @@ def layers_row(products: Products, rows: int, copy: float) -> dict[str, Any]:
     gpu, model, tensors = products.gpu, products.model, Tensors(products.gpu)
     names = ("qkv", "o", "gate_up", "down")
     weights = {name: products.packed(name) for name in names}
-    dense = {name: device_view(weights[name][0].dequantized(), gpu.memory) for name in names}
+    kept = {name: weights[name][0].dequantized() for name in names}  # a view does not keep what it is of
+    dense = {name: device_view(tensor, gpu.memory) for name, tensor in kept.items()}
     x, attended, gated = (tensors.new(rows, size)[0] for size in (model.hidden, model.attended, model.intermediate))
     qkv, change = (tensors.new(rows, size)[0] for size in (model.qkv, model.hidden))
     torch.cuda.synchronize()  # weights are read early
