@@ -1015,7 +1015,7 @@ class InferenceSession(Uncopyable):
 
     @exclusive
     def step(self) -> list[RequestHandle]:
-        """Advance the submitted requests: one chunk of each new prompt, and one token of all others together, with the drafts of those.
+        """Advance the submitted requests: one chunk of each new prompt; all others together, by one token or their drafts.
 
         Before that, compaction frees the slots of requests that have ended, and the next requests in the queue get the free slots. The
         tokens of a request do not depend on other requests: they equal those of :meth:`generate`.
