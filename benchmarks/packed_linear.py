@@ -33,6 +33,7 @@ from trt_kvcache.kernels.packed_linear_kernels import (  # noqa: E402
     packed_linear_kernel,
 )
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
+from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection  # noqa: E402
 from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_workspace  # noqa: E402
 from trt_kvcache.torch_engine.packed_weight import PackedWeight  # noqa: E402
@@ -163,7 +164,7 @@ def many_row(products: Products, name: str) -> dict[str, Any]:
     weight, dtype = products.packed(name)[0], getattr(torch, DTYPE)
     x, dense = torch.randn(1, _MANY, inputs, device="cuda", dtype=dtype), TorchProjection(weight.dequantized(), None)
     by_torch = Projections(Elementwise())
-    ours = PackedProjections(by_torch, Elementwise(), new_workspace(dtype, x.device), gpu.memory, gpu.stream)
+    ours = PackedProjections(by_torch, Elementwise(), new_workspace(dtype, x.device), DeviceViews(gpu.memory), gpu.stream)
     packed = TorchProjection(weight, None)
     expected = by_torch.project(dense, x)
     difference = float((ours.project(packed, x).double() - expected.double()).abs().max() / expected.double().abs().max())

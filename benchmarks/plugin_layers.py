@@ -8,15 +8,17 @@ of these engines has run on a GPU.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from environment import describe_environment, write_result
-from random_model import QWEN2_0_5B, write_random_model
+from random_model import QWEN2_0_5B
 
 from trt_kvcache.builder.build_engine import build_engine
+from trt_kvcache.doctor.random_model import write_random_model
 from trt_kvcache.engine_folder.folder import EngineFolder
 
 SIZES = {"max_batch_size": 8, "max_sequence_length": 2048, "max_prefill_length": 512}
@@ -61,7 +63,7 @@ def main():
         print(json.dumps(measure(arguments.model, arguments.dtype, arguments.run)))
         return
     config = {**QWEN2_0_5B, "num_hidden_layers": arguments.layers, "vocab_size": arguments.vocab_size}
-    rows = []
+    rows, load = [], os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     with tempfile.TemporaryDirectory(prefix="trt_kvcache-") as place:
         model = write_random_model(Path(place) / "model", config)
         for name in BUILDS:
@@ -72,7 +74,9 @@ def main():
             peak, plan, constants = (row[f"{what}_nbytes"] / 2**20 for what in ("peak", "plan", "constants"))
             sizes = f"peak {peak:7.0f} MiB  plan {plan:6.0f} MiB  constants {constants:4.0f} MiB  {row['plans']} plans"
             print(f"{name:24} {row['seconds']:6.1f} s  {sizes}", flush=True)
-    write_result(arguments.out, {**describe_environment(), "model": config, "dtype": arguments.dtype, **SIZES, "rows": rows})
+    write_result(
+        arguments.out, {**describe_environment(), "model": config, "dtype": arguments.dtype, **SIZES, "load_average": load, "rows": rows}
+    )
 
 
 if __name__ == "__main__":

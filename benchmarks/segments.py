@@ -1,20 +1,21 @@
 """Host time that segments cost in a step: what Python takes per layer, apart from TensorRT and the driver.
 
-    python benchmarks/segments.py [--out benchmarks/results/segments.json] [--steps 300]
+    python benchmarks/segments.py [--out benchmarks/results/segments.json] [--steps 2000]
 
 ``SegmentedEngine`` enqueues steps of 8 slots. Its segments are stand-ins for TensorRT contexts, which do nothing: no GPU that was at hand
 takes engines of TensorRT for RTX. On a GPU the operations are launched, and replaying the graph of a decode step is timed too;
 without one, a launch does nothing. The layer counts take turns, and the cost of a layer is the slope between them.
 
 Then the part of ``TensorRTEngine`` in such a step, eagerly and as a graph, over one plan that does nothing. It grows with the bound
-allocations, of which a cache has one and these stand-ins one for each tensor.
+allocations, of which a cache has one and these stand-ins one for each tensor. Times are the median of a round, in the best of many rounds:
+on a busy machine, the others tell how busy it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import os
 import statistics
 import sys
 import time
@@ -26,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from environment import describe_environment
+from environment import describe_environment, write_result
 
 from trt_kvcache import CudaMemory, HostMemory
 from trt_kvcache.dtypes import numpy_dtype
@@ -46,9 +47,9 @@ from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 from trt_kvcache.trt.tensors import ProfileRanges
 
-BATCH, LAYERS, ROUNDS = 8, (16, 32, 64), 5
+BATCH, LAYERS, ROUNDS = 8, (16, 32, 64), 100
 
-#: Longest median of the part of an engine in one piece in a step, in microseconds.
+#: Longest part of an engine in one piece in a step, in microseconds.
 LIMIT_MICROSECONDS = 20.0
 
 
@@ -180,26 +181,28 @@ def made_ready(engine: Any, memory: Any) -> Any:
 
 
 def measure(memory: Any, steps: int, *, cuda_graphs: bool, open_engine: Callable[..., tuple[Any, Any]] = open_engine) -> dict[int, float]:
-    """Return the median host time of an enqueue, in microseconds, by layers."""
+    """Return the host time of an enqueue, in microseconds, by layers: the lowest median of a round."""
     engines = {layers: open_engine(layers, memory, cuda_graphs=cuda_graphs) for layers in LAYERS}
-    times: dict[int, list[float]] = {layers: [] for layers in LAYERS}
+    medians: dict[int, list[float]] = {layers: [] for layers in LAYERS}
     for _ in range(ROUNDS):
         for layers, (engine, stream) in engines.items():
+            times = []
             for _ in range(steps // ROUNDS + 2):
                 start = time.perf_counter_ns()
                 engine.enqueue(stream)
-                times[layers].append((time.perf_counter_ns() - start) / 1000)
+                times.append((time.perf_counter_ns() - start) / 1000)
                 memory.synchronize(stream)
+            medians[layers].append(statistics.median(times))
     for engine, _ in engines.values():
         engine.close()
-    return {layers: statistics.median(one) for layers, one in times.items()}
+    return {layers: min(one) for layers, one in medians.items()}
 
 
 def main() -> int:
     """Measure; write and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "segments.json")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=2000)
     options = parser.parse_args()
     on_gpu = find_gpu(0) is None
     memory: Any = CudaMemory(0) if on_gpu else HostStandIn()
@@ -215,12 +218,12 @@ def main() -> int:
         whole = {name: measure(memory, options.steps, cuda_graphs=name == "graph", open_engine=open_whole) for name in ("eager", "graph")}
     per_layer = (eager[LAYERS[-1]] - eager[LAYERS[0]]) / (LAYERS[-1] - LAYERS[0])
     result = {
-        **describe_environment(gpu=on_gpu), "batch_size": BATCH, "steps": options.steps, "segments": "stand-ins that do nothing",
+        **describe_environment(gpu=on_gpu), "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "batch_size": BATCH, "steps": options.steps, "segments": "stand-ins that do nothing",
         "launches": "real" if on_gpu else "nothing", "eager_us": eager, "eager_us_per_layer": per_layer, "graph_us": replay,
         "one_piece_us": whole, "limits": {"one_piece_us": LIMIT_MICROSECONDS},
     }  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(options.out, result)
     print(f"eager: {per_layer:.1f} us a layer ({eager}); graph: {replay or 'no GPU'}")
     slowest = max(max(times.values()) for times in whole.values())
     print(f"in one piece: {whole}; at most {slowest:.1f} us (limit {LIMIT_MICROSECONDS})")

@@ -262,6 +262,25 @@ def _segments(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield f"segments: host time of a layer, launches {content['launches']}", f"{content['eager_us_per_layer']:.1f} us", ""
     for layers, time in content["graph_us"].items():
         yield f"segments: host time of the graph of a decode step, {layers} layers", f"{time:.1f} us", ""
+    for mode, times in content.get("one_piece_us", {}).items():
+        limit = f"{content['limits']['one_piece_us']:g} us"
+        spread = f"{min(times.values()):.1f} to {max(times.values()):.1f} us"
+        yield f"one plan: host time of `TensorRTEngine.enqueue`, {', '.join(times)} layers, {mode}{_load(content)}", spread, limit
+
+
+def _plugin_layers(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in content["rows"]:
+        plans = "1 plan" if row["plans"] == 1 else f"{row['plans']} plans"
+        beside = (row["plan_nbytes"] + row["constants_nbytes"] - row["weights_nbytes"]) / _MIB
+        sizes = f"{plans} of {row['plan_nbytes'] / _MIB:.0f} MiB, with constants {beside:+.0f} MiB beside the weights"
+        time = f"peak {row['peak_nbytes'] / _MIB:.0f} MiB, {row['seconds']:.0f} s"
+        yield f"build with TensorRT for RTX, {row['build']}{_load(content)}", f"{sizes}; {time}", ""
+
+
+def _load(content: dict[str, Any]) -> str:
+    """Return the load of a busy machine in words: times are then longer than they need be."""
+    load = content.get("load_average") or 0
+    return f" (two busy cores, load average {load:.0f})" if load >= 2 else ""
 
 
 def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -306,6 +325,19 @@ def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "the same, whole answers", f"{row['whole_over_session']:.2f} ({row['whole']['tokens_per_second']:.0f})", limit
         first = f"{row['stream']['first_token_ms']:.0f} ms, session {row['session']['first_token_ms']:.0f} ms"
         yield f"first token at the client, {at_once}", first, ""
+
+
+def _drafts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    texts = {
+        "edit": f"a text to be edited ({content['model']}), prompt lookup",
+        "free": "free text, prompt lookup",
+        "silent": "free text, a drafter that proposes nothing",
+    }
+    for row in content["rows"]:
+        what = texts.get(row["what"], f"random weights, draft tokens that are {row['what']} of the time")
+        limit = f"at least {content['limit']:g}" if row["what"] in ("free", "silent") else ""
+        accepted = f"{row['accepted_tokens']} of {row['draft_tokens']} accepted"
+        yield f"tokens per second with drafts / without: {what}", f"{row['ratio']:.2f} ({row['with_drafts']:.0f}; {accepted})", limit
 
 
 def _llama_cpp(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -415,7 +447,9 @@ def _steps(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "steps of every width: logits of small models, difference from the NumPy engine", f"{max(content['compared'].values()):.1e}", ""
     for name, model in content["models"].items():
         rows = of_table(model["rows"])
-        (token,) = (row for row in rows if (row["call"], row["batch"]) == ("decode", 1))
+        if not rows:  # no time was left
+            continue
+        token = rows[0]
         for batch in dict.fromkeys(row["batch"] for row in rows):
             for call in ("decode", "verify", "append", "prefill"):
                 found = [row for row in rows if (row["call"], row["batch"]) == (call, batch)]
@@ -466,6 +500,7 @@ _FILES = {
     "sampling_gpu": _sampling_gpu,
     "serving": _serving,
     "server_attacks": _server_attacks,
+    "drafts": _drafts,
     "build": _build,
     "build_packed": _build_packed,
     "build_estimate": _build_estimate,
@@ -473,6 +508,7 @@ _FILES = {
     "import_time": _import_time,
     "moves_host": _moves,
     "segments": _segments,
+    "plugin_layers": _plugin_layers,
     "torch_engine": _torch_engine,
     "torch_engine_gpu": _torch_engine_gpu,
     "llama_cpp": _llama_cpp,

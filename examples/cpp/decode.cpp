@@ -2,8 +2,8 @@
 //
 //     decode ENGINE_FOLDER COUNT TOKEN_ID... [--plugins=libtrt_kvcache_plugins.so]
 //
-// It was compiled, but has not run: no TensorRT that ran its engine was at hand. For engines in one piece of models
-// without recurrent layers and without 8-bit K and V. A tokenizer is another program's task.
+// It has run over a stand-in for TensorRT and CUDA only: no TensorRT that ran its engine was at hand. For engines in one
+// piece whose 8-bit K and V, if any, have scales by token. A tokenizer is another program's task.
 #include <NvInfer.h>
 #include <cuda_runtime_api.h>
 
@@ -13,6 +13,7 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,7 @@ public:
         check(config_.in_one_piece, "an engine in segments needs Python: opening " + folder);
         if (!plugins.empty())
             check(runtime_->getPluginRegistry().loadLibrary(plugins.c_str()) != nullptr, "loading " + plugins);
+        runtime_->setEngineHostCodeAllowed(config_.carries_its_plugins);
         std::vector<char> const plan = read_file(folder + "/engine.plan");
         engine_.reset(runtime_->deserializeCudaEngine(plan.data(), plan.size()));
         check(engine_ != nullptr, "deserialising " + folder + "/engine.plan");
@@ -98,6 +100,12 @@ public:
         upload(config_.input_ids, tokens.data(), tokens.size());
         upload(config_.kvcache_start_index, &start, 1);
         upload(config_.last_token_ids, &last, 1);
+        int32_t const new_length = static_cast<int32_t>(width);
+        if (!states_.empty()) upload(config_.new_lengths, &new_length, 1);
+        for (State const& state : states_) {
+            set_address(profile, state.before, state.buffers[parity_]);
+            set_address(profile, state.after, state.buffers[1 - parity_]);
+        }
         for (EngineConfig::Tensor const& tensor : config_.tensors) {
             if (tensor.is_input)
                 check(contexts_[profile]->setInputShape(tensor.name.c_str(), shape_of(tensor.name, width)),
@@ -109,11 +117,20 @@ public:
                               cudaMemcpyDeviceToHost, stream_),
               "cudaMemcpyAsync");
         check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-        length_ += width;  // the engine has appended K and V; the length is the caller's to keep
+        // The engine has appended K and V, and written the next states; which of them count is the caller's to keep.
+        length_ += width;
+        parity_ = 1 - parity_;
         return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
     }
 
 private:
+    // Recurrent and convolution states of a layer. A step reads one buffer and writes the other, so one that fails can be
+    // repeated.
+    struct State {
+        std::string before, after;
+        void* buffers[2];
+    };
+
     // The profile of the fewest tokens: decode steps have one of their own.
     size_t profile_for(int64_t width) const {
         size_t best = config_.profiles.size();
@@ -136,24 +153,37 @@ private:
         return shape;
     }
 
-    // Gives each tensor memory, in every context. Outputs of the cache are at the address of their input: the engine
-    // updates it in place.
+    // Gives each tensor memory, and binds it in every context. Outputs of the cache are at the address of their input:
+    // the engine updates it in place. States are bound in each step.
     void bind() {
         int64_t longest = 1;
+        // Inputs that a step is given, or has written before.
+        std::set<std::string> updated = {config_.input_ids, config_.kvcache_start_index, config_.last_token_ids,
+                                         config_.new_lengths};
         for (EngineConfig::Profile const& profile : config_.profiles) longest = std::max(longest, profile.max_width);
         for (EngineConfig::Tensor const& tensor : config_.tensors) {
             void*& address = addresses_[tensor.name];
             if (!tensor.alias.empty()) {
                 address = addresses_.at(tensor.alias);  // config.json lists inputs first
+                updated.insert(tensor.alias);
             } else {
                 nvinfer1::Dims const shape = shape_of(tensor.name, longest);
                 size_t nbytes = nbytes_of(engine_->getTensorDataType(tensor.name.c_str()));
                 for (int32_t axis = 0; axis < shape.nbDims; axis++) nbytes *= static_cast<size_t>(shape.d[axis]);
                 address = allocate(tensor.name, nbytes);
             }
-            for (auto& context : contexts_)
-                check(context->setTensorAddress(tensor.name.c_str(), address), "binding " + tensor.name);
+            if (!tensor.state_before.empty()) {
+                states_.push_back({tensor.state_before, tensor.name, {addresses_.at(tensor.state_before), address}});
+                updated.insert(tensor.state_before);
+            }
+            for (size_t i = 0; i < contexts_.size(); i++) set_address(i, tensor.name, address);
         }
+        for (EngineConfig::Tensor const& tensor : config_.tensors)
+            check(!tensor.is_input || updated.count(tensor.name), "finding values for the input " + tensor.name);
+    }
+
+    void set_address(size_t context, std::string const& name, void* address) {
+        check(contexts_[context]->setTensorAddress(name.c_str(), address), "binding " + name);
     }
 
     void* allocate(std::string const& name, size_t nbytes) {
@@ -172,6 +202,8 @@ private:
     std::unique_ptr<nvinfer1::ICudaEngine> engine_;
     std::vector<std::unique_ptr<nvinfer1::IExecutionContext>> contexts_;
     std::map<std::string, void*> addresses_;
+    std::vector<State> states_;
+    int parity_ = 0;  // the buffer with the states of the tokens so far
     cudaStream_t stream_ = nullptr;
     int64_t length_ = 0;
 };

@@ -84,16 +84,18 @@ struct EngineConfig {
     struct Tensor {
         std::string name, alias;  // alias: the input whose memory an output shares; empty for none
         bool is_input;
+        std::string state_before;  // of an output with the states after a step: the input with those before it
     };
     struct Profile {
         int64_t max_batch, min_width, max_width;  // slots, new tokens of a slot
     };
 
-    std::string input_ids, kvcache_start_index, last_token_ids, logits;  // names of tensors
+    std::string input_ids, kvcache_start_index, last_token_ids, new_lengths, logits;  // names of tensors
     std::vector<Tensor> tensors;
     std::vector<Profile> profiles;
     int64_t max_sequence_length, vocab_size;
-    bool in_one_piece;  // or in segments, between which Python runs operations
+    bool in_one_piece;         // or in segments, between which Python runs operations
+    bool carries_its_plugins;  // the engine contains a plugin library
 
     explicit EngineConfig(std::string const& folder) {
         std::ifstream file(folder + "/config.json");
@@ -106,16 +108,39 @@ struct EngineConfig {
         input_ids = names["input_ids"].text;
         kvcache_start_index = names["kvcache_start_index"].text;
         last_token_ids = names["last_token_ids"].text;
+        new_lengths = names["new_lengths"].text;  // an input only of engines with states
         logits = names["logits"].text;
         for (Json const& one : json["tensors"].items) {
             std::string const alias = one["alias"].is_null() ? "" : one["alias"].text;
-            tensors.push_back({one["name"].text, alias, one["mode"].text == "input"});
+            std::string const& name = one["name"].text;
+            bool const is_input = one["mode"].text == "input";
+            bool const may_be_state = !is_input && alias.empty() && name != logits;
+            tensors.push_back({name, alias, is_input, may_be_state ? state_before(names, name) : ""});
             if (one["name"].text == logits) vocab_size = one["shape"].items.back().integer();
         }
         for (Json const& one : json["profiles"].items) {
             profiles.push_back({one["max_batch"].integer(), one["min_width"].integer(), one["max_width"].integer()});
         }
-        max_sequence_length = json["kv_cache"]["max_sequence_length"].integer();
+        Json const& cache = json["kv_cache"];
+        Json const& sizes = cache.members.count("mamba") ? cache["mamba"] : cache;  // with states, or without
+        max_sequence_length = sizes["max_sequence_length"].integer();
         in_one_piece = json["segments"].is_null();
+        carries_its_plugins = !json["plugin_library"].is_null();
+    }
+
+private:
+    // The name of the input for an output with states, such as "conv_state_3" for "present_conv_state_3".
+    static std::string state_before(Json const& names, std::string const& name) {
+        for (std::string const kind : {"recurrent_state", "conv_state"}) {
+            std::string const after = names["present_" + kind].text;
+            size_t const start = after.find("{i}"), tail = after.size() - start - 3;
+            bool const fits = name.size() > start + tail && name.compare(0, start, after, 0, start) == 0
+                              && name.compare(name.size() - tail, tail, after, start + 3, tail) == 0;
+            std::string const index = fits ? name.substr(start, name.size() - start - tail) : "";
+            if (index.empty() || index.find_first_not_of("0123456789") != std::string::npos) continue;
+            std::string before = names[kind].text;
+            return before.replace(before.find("{i}"), 3, index);
+        }
+        throw std::runtime_error("config.json: expected the alias, or the states, of `" + name + "`, got neither.");
     }
 };

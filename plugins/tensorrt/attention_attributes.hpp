@@ -27,6 +27,10 @@ struct AttentionAttributes {
     static AttentionAttributes from_fields(nvinfer1::PluginFieldCollection const& fields, bool quantized);
 
     bool quantized() const { return kv_dtype != 0; }
+    // The dtype of K and V; null for that of q.
+    char const* stored_dtype() const {
+        return kv_dtype == kFloat8 ? "float8_e4m3fn" : kv_dtype == kInt8 ? "int8" : nullptr;
+    }
     int32_t group() const { return num_heads / num_kv_heads; }
     double score_scale() const;
     // Fields that point into this object.

@@ -38,10 +38,6 @@ private:
     int count_ = 0;
 };
 
-char const* kv_dtype_of(AttentionAttributes const& attributes) {
-    return attributes.kv_dtype == kFloat8 ? "float8_e4m3fn" : attributes.kv_dtype == kInt8 ? "int8" : nullptr;
-}
-
 // Address, strides in floats, and whether each token has a scale.
 void add_scales(Arguments& arguments, AttentionAttributes const& attributes, void* scales, int64_t slot_scales) {
     if (!attributes.quantized()) return;
@@ -66,7 +62,7 @@ AttentionCall::AttentionCall(AttentionAttributes const& attributes, AttentionSiz
     : attributes_(attributes),
       shape_{sizes.batch,        sizes.width,         sizes.tokens,          attributes.num_kv_heads,
              attributes.group(), attributes.head_dim, attributes.quantized()},
-      kernels_(&find_kernels(gpu.arch, gpu.shared_nbytes, dtype, attributes.head_dim, kv_dtype_of(attributes))) {
+      kernels_(&find_kernels(gpu.arch, gpu.shared_nbytes, dtype, attributes.head_dim, attributes.stored_dtype())) {
     if (gpu.multiprocessors > kMaxMultiprocessors) {
         throw_failure("the GPU: expected at most ", kMaxMultiprocessors, " multiprocessors, got ", gpu.multiprocessors,
                       ".");

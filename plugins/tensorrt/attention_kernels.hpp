@@ -58,4 +58,7 @@ extern size_t const kNumAttentionKernels;
 AttentionKernels const& find_kernels(int32_t arch, int32_t shared_nbytes, std::string const& dtype, int32_t head_dim,
                                      char const* kv_dtype);
 
+// Empty if this library has kernels of some architecture; else what it has instead.
+std::string missing_kernels(std::string const& dtype, int32_t head_dim, char const* kv_dtype);
+
 }  // namespace trt_kvcache

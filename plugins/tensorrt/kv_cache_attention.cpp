@@ -1,6 +1,9 @@
 #include "kv_cache_attention.hpp"
 
 #include <atomic>
+#include <mutex>
+#include <set>
+#include <string>
 
 #include "log.hpp"
 #include "text.hpp"
@@ -33,6 +36,18 @@ auto for_each(Tensor const* tensors, int32_t count, Function function) {
     std::vector<decltype(function(*tensors))> results;
     for (int32_t i = 0; i < count; i++) results.push_back(function(tensors[i]));
     return results;
+}
+
+char const* dtype_of(DataType q) { return q == DataType::kHALF ? "float16" : "bfloat16"; }
+
+// Of a build, which needs no kernels, but whose engine does.
+void warn_of_missing_kernels(AttentionAttributes const& attributes, DataType q) {
+    static std::mutex mutex;
+    static std::set<std::string> warned;
+    std::string const missing = missing_kernels(dtype_of(q), attributes.head_dim, attributes.stored_dtype());
+    if (missing.empty()) return;
+    std::lock_guard<std::mutex> const lock(mutex);
+    if (warned.insert(missing).second) log(ILogger::Severity::kWARNING, missing);
 }
 
 void warn_of_copies() {
@@ -113,6 +128,7 @@ int32_t KVCacheAttention::configurePlugin(DynamicPluginTensorDesc const* inputs,
         check_dtypes(attributes_, for_each(inputs, num_inputs, [](Desc const& input) { return input.desc.type; }));
         check_shapes(attributes_, for_each(inputs, num_inputs, [](Desc const& input) { return sizes_of(input.min); }));
         check_shapes(attributes_, for_each(inputs, num_inputs, [](Desc const& input) { return sizes_of(input.max); }));
+        warn_of_missing_kernels(attributes_, inputs[0].desc.type);
         return kSuccess;
     });
 }
@@ -132,8 +148,7 @@ int32_t KVCacheAttention::onShapeChange(PluginTensorDesc const* inputs, int32_t 
         auto const shapes =
             for_each(inputs, num_inputs, [](PluginTensorDesc const& input) { return sizes_of(input.dims); });
         AttentionSizes const sizes = check_shapes(attributes_, shapes);
-        shapes_ = Shapes{inputs_of(attributes_, num_inputs), sizes,
-                         inputs[0].type == DataType::kHALF ? "float16" : "bfloat16"};
+        shapes_ = Shapes{inputs_of(attributes_, num_inputs), sizes, dtype_of(inputs[0].type)};
         return kSuccess;
     });
 }

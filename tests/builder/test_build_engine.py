@@ -542,6 +542,15 @@ def test_a_plugin_library_needs_plugin_layers(tmp_path, attention):
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.trt
+def test_a_tensorrt_whose_engines_carry_no_library_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(load("tensorrt_rtx").module, "IBuilderConfig", SimpleNamespace())
+    model = write_model(tmp_path / "model", head_dim=64)
+    with raises(ConfigError, "plugin_library", expected="a TensorRT whose engines carry plugin libraries", got="tensorrt_rtx"):
+        build_engine(model, tmp_path / "engine", **SIZES, plugin_library=__file__)
+    assert not (tmp_path / "engine").exists()
+
+
 class WithoutCache(AttentionOp):
     def outputs(self, inputs):
         return super().outputs(inputs)[:1]

@@ -56,6 +56,13 @@ def test_segments_have_their_constants_beside_the_plan(tmp_path: Path) -> None:
     assert segments.disk_nbytes == segments.plan_nbytes + segments.constants_nbytes
 
 
+def test_a_plugin_library_is_in_the_plan(tmp_path: Path) -> None:
+    model, library = write_model(tmp_path / "model", head_dim=64), tmp_path / "library.so"
+    library.write_bytes(bytes(12345))
+    plain, carrying = (estimate_build(model, attention="plugin", plugin_library=one).plan_nbytes for one in (None, library))
+    assert carrying - plain == 12345
+
+
 def test_the_chosen_attention_is_that_of_a_build() -> None:
     assert estimate_build(GOLDEN / "gemma2", **SIZES) == estimate_build(GOLDEN / "gemma2", **SIZES, attention="mask")
     with raises(ConfigError, "attention", expected="mask", got="native"):

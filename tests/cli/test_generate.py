@@ -409,7 +409,7 @@ def test_drafts_change_no_text_and_are_counted(run: Run):
     assert "draft" not in plain.err
 
 
-def test_another_draft_is_wrong_usage(run: Run):
+def test_a_draft_model_that_is_not_there_fails(run: Run):
     done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--draft", "eagle")
-    assert done.code == 2
-    assert "expected one of ngram, got 'eagle'" in done.err
+    assert done.code == 1
+    assert "eagle: expected a model folder" in done.err

@@ -11,6 +11,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.console import size
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.engine_folder.records import FileRecord
 from trt_kvcache.trt import plan_inspection
 
 from .conftest import CACHE_NBYTES, CONFIG, GOLDEN, MIXER, SHIPPED, TOKEN_NBYTES, Run
@@ -50,6 +51,15 @@ def test_the_variant_of_attention_has_its_reason(run: Run, tmp_path: Path):
     engine = make_engine_folder(SHIPPED, tmp_path / "engine", attention_reason="it was named").path
     assert "\nnative attention, because it was named\n" in run("inspect", engine).out
     assert json.loads(run("inspect", engine, "--json").out)["attention_reason"] == "it was named"
+
+
+def test_a_plugin_library_is_shown(run: Run, engine: Path, tmp_path: Path):
+    library = FileRecord.of([b"library"])
+    carrying = make_engine_folder(SHIPPED, tmp_path / "carrying", attention_variant="plugin", plugin_library=library).path
+    line = f"\ncarries a plugin library, whose code runs when it is opened: 7 B, SHA-256 {library.sha256[:16]}\n"
+    assert line in run("inspect", carrying).out
+    assert "plugin library" not in run("inspect", engine).out
+    assert json.loads(run("inspect", carrying, "--json").out)["plugin_library"] == {"nbytes": 7, "sha256": library.sha256}
 
 
 def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):

@@ -267,6 +267,7 @@ def poisoned(reads):
     [
         ("torch", 0.0, ["passed", "failed"]),  # 0 x NaN
         ("torch", 1e-3, ["failed", "failed"]),
+        ("segments", 0.0, ["passed", "failed"]),
         ("native", 0.0, ["passed", "passed", "noted"]),
         ("native", 1e-3, ["failed", "passed", "noted"]),
     ],
@@ -286,4 +287,4 @@ def test_stale_rows_that_are_not_read_pass(settings, plant, log):
     with open_reference(model, "float32") as reference:
         stale_rows.check_stale_rows(settings, log, model, "float32", reference)
     assert {case.status for case in log.cases} == {"passed"}
-    assert len(log.cases) == 8
+    assert len(log.cases) == 10

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from tests.helpers.recording import poison
 from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.paths import GOLDEN
-from tests.sweeps import each_once
+from tests.sweeps import each_once, one_of_each_family
 from trt_kvcache import InferenceSession, SamplingParams
 
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.safetensors"))
@@ -59,7 +59,7 @@ def splits(length):
 
 
 # An enqueue is given where it starts, and how many tokens it has. Three parts have all of these pairs; one token each has the most parts.
-@pytest.mark.parametrize(("name", "attention"), each_once(FAMILIES, ["native", "mask", "plugin"]))
+@pytest.mark.parametrize(("name", "attention"), each_once(one_of_each_family(FAMILIES), ["native", "mask", "plugin"]))
 def test_every_split_of_a_short_sequence(name, attention):
     tokens = tokens_of(name)[:7]
     session = opened(name, attention=attention)
@@ -75,7 +75,7 @@ def test_every_split_of_a_short_sequence(name, attention):
     assert session.tokens(0) == tokens
 
 
-@pytest.mark.parametrize(("name", "attention"), each_once(FAMILIES, ["native", "mask", "plugin"]))
+@pytest.mark.parametrize(("name", "attention"), each_once(one_of_each_family(FAMILIES), ["native", "mask", "plugin"]))
 @settings(max_examples=6)
 @given(data=st.data())
 def test_ragged_batches_over_poisoned_rows(name, attention, data):
@@ -100,7 +100,7 @@ def test_ragged_batches_over_poisoned_rows(name, attention, data):
     poison(session.cache, value)
 
 
-@pytest.mark.parametrize(("name", "attention"), each_once(FAMILIES, ["native", "mask", "plugin"]))
+@pytest.mark.parametrize(("name", "attention"), each_once(one_of_each_family(FAMILIES), ["native", "mask", "plugin"]))
 def test_a_larger_cache_changes_nothing(name, attention):
     tokens = tokens_of(name)
     for limit in (S, 40, 64):
@@ -134,8 +134,7 @@ def generated(session, prompts, params):
     return tokens, reasons
 
 
-@pytest.mark.parametrize("attention", ["native", "plugin"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "attention"), each_once(one_of_each_family(FAMILIES), ["native", "plugin"]))
 def test_one_is_full_one_has_ended_and_the_others_go_on(name, attention):
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in LIMITS]
     tokens, reasons = generated(opened(name, slots=4, attention=attention), batch_of(name), params)
@@ -145,8 +144,7 @@ def test_one_is_full_one_has_ended_and_the_others_go_on(name, attention):
         assert found == [event.token for event in opened(name).generate([prompt], one)]
 
 
-@pytest.mark.parametrize("attention", ["native", "plugin"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "attention"), each_once(one_of_each_family(FAMILIES), ["native", "plugin"]))
 def test_the_next_turn_goes_on_from_what_each_slot_has_kept(name, attention):
     whole, session = tokens_of(name), opened(name, slots=4, attention=attention)
     generated(session, batch_of(name), [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in LIMITS])
@@ -163,7 +161,7 @@ def test_the_next_turn_goes_on_from_what_each_slot_has_kept(name, attention):
             check(name, (*kept[slot], *turn[slot]), logits[slot])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each_family(FAMILIES))
 def test_sampled_tokens_do_not_depend_on_the_neighbours(name):
     _, *prompts = batch_of(name)
     params = [SamplingParams(temperature=1.5, top_p=0.9, seed=seed, max_new_tokens=8, ignore_eos=True) for seed in (1, 2, 3)]

@@ -180,7 +180,7 @@ def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(data[key], (*path, key))
 
 
-@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("segmented", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_wrong_value_anywhere_is_refused_and_gives_no_other_error(model, tmp_path, segmented):
     good = make_engine_folder(model, tmp_path / "engine", segmented=segmented).config.to_dict()
     taken = set()

@@ -52,7 +52,7 @@ def interrupt_at_random_lines(
 @every_model
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_interrupt_at_some_lines(tmp_path: Path, name: str, model: Path) -> None:
-    interrupt_at_random_lines(tmp_path, name, 4, seed=0, model=model)
+    interrupt_at_random_lines(tmp_path, name, 2, seed=0, model=model)
 
 
 @pytest.mark.parametrize("name", ["generate", "submit and step", "resume"])

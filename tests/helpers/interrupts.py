@@ -40,6 +40,11 @@ class LineTracer:
         return self._line
 
 
+def first_or_last(visits):
+    """Return each line with one of its visits, in turns: the first, and the last of the next line."""
+    return [(line, range(count)[-(number % 2)]) for number, (line, count) in enumerate(visits.items())]
+
+
 ERRORS = {"exception": EngineError("the engine said no"), "interrupt": KeyboardInterrupt(), "exit": GeneratorExit()}
 
 

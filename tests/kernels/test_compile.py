@@ -7,6 +7,7 @@ import pytest
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import compile, sources
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, STORED_TYPES
+from trt_kvcache.kernels.source_variants import variant_names
 
 #: Of each kind of machine code one: without and with instructions for warpgroups, and the newest GPUs.
 EACH_KIND = ("sm_87", "sm_90", "sm_120")
@@ -20,7 +21,9 @@ def test_every_source_for_every_architecture(arch, all_variants):
     number = compile.ARCHITECTURES.index(arch)
     variant = f"{('float16', 'bfloat16')[number % 2]}-{HEAD_DIMS[number % len(HEAD_DIMS)]}"  # others for others
     variants = ("", variant, f"{variant}-{tuple(STORED_TYPES)[number % len(STORED_TYPES)]}")
-    for name in (name for name in sources.source_names() if all_variants or name.partition("-")[2] in variants):
+    names = [name for name in sources.source_names() if all_variants or name.partition("-")[2] in variants]
+    projections = variant_names("linear") + variant_names("linear_packed")
+    for name in {*names, projections[number % len(projections)]}:
         code = compile.compile_cubin(name, arch)
         assert code[:4] == b"\x7fELF"
         assert int.from_bytes(code[18:20], "little") == 190  # EM_CUDA

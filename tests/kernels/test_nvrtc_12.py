@@ -11,6 +11,7 @@ from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder, source_name
 
 ARCH = "sm_87"
 ENDS = ("-float16-128", "-bfloat16-256", "-float16-128-float8_e4m3fn", "-bfloat16-256-int8", "-float16-float32", "float32-float32")
+ENDS = (*ENDS, "-float16-8", "-bfloat16-16", "-float16-8-int4-float16", "-bfloat16-16-int4-float16", "-bfloat16-8-int8-float32")
 NAMES = [name for name in source_names() if "-" not in name or name.endswith(ENDS)]
 # The largest kernel of each room; together they include nearly all headers. The others compile in `make test-all`.
 FIRST = ("attention_prefill-float16-128", "recurrent_causal_conv1d-float16-float32", "sampling_choose", "states")

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from tests.paths import ROOT
-from tests.simt.run import once
+from tests.simt.run import ARCH, once
 from trt_kvcache.kernels import attention_tiles, source_variants
 from trt_kvcache.kernels.sources import cubin_name
 
@@ -71,21 +71,21 @@ def build_library(
 ) -> Path:
     """Return the path of a library with these kernels; without any, it can do all that a build of an engine needs.
 
-    With ``is_ptx`` it takes their machine code for PTX, as the emulated device has no other.
+    With ``is_ptx`` they are PTX; the emulated device takes its machine code for that.
     """
     embed = embed_kernels()
-    kernels = embed.kernels_of(archs, variants, kv_dtypes)
-    table = [one._replace(is_ptx=is_ptx) for one in kernels]
+    kernels = embed.kernels_of(archs, variants, kv_dtypes, is_ptx=is_ptx)
+    compiled = [one._replace(is_ptx=is_ptx and one.arch != ARCH) for one in kernels]
 
     def make(folder: Path) -> None:
-        embed.write(table, embed.compile_all(kernels), folder / "kernels")
+        embed.write(kernels, embed.compile_all(compiled), folder / "kernels")
         _CMAKE.mkdir(parents=True, exist_ok=True)
         with (_CMAKE / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             paths = {"TENSORRT_INCLUDE": DECLARATIONS, "TENSORRT_LIBRARY": rtx_library() or "", "CUDA_INCLUDE": cuda_include()}
             settings = paths | {"KERNELS": folder / "kernels", "CMAKE_CXX_FLAGS": "-O1 -Werror"}
             run("cmake", "-S", SOURCES, "-B", _CMAKE, *(f"-D{name}={value}" for name, value in settings.items()))
-            run("cmake", "--build", _CMAKE)
+            run("cmake", "--build", _CMAKE, "--parallel", 2)
             for library in _CMAKE.glob("*.so"):
                 shutil.copy(library, folder)
 
@@ -106,6 +106,16 @@ def build_shared(name: str, sources: Sequence[Path], write: Callable[[Path], lis
 
     inputs = [source, *sorted(SOURCES.glob("*.?pp")), SOURCES / "embed_kernels.py", *_TILES]
     return once(f"plugin-library-{name}", inputs, make) / f"{name}.so"
+
+
+def build_program(name: str, *sources: Path) -> Path:
+    """Return a program that is compiled against the declarations, from files of this repository."""
+
+    def make(folder: Path) -> None:
+        run("g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-isystem", DECLARATIONS, *sources, "-o", folder / name)
+
+    inputs = [*sources, *sorted((ROOT / "examples/cpp").glob("*.hpp")), *sorted(DECLARATIONS.iterdir())]
+    return once(f"plugin-library-{name}", inputs, make) / name
 
 
 def run(*command: object) -> None:

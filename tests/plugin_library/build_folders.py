@@ -1,6 +1,6 @@
 """Build engine folders with TensorRT for RTX and a plugin library, in one process: a library stays loaded until the process ends.
 
-``python -m tests.plugin_library.build_folders LIBRARY FOLDER`` prints as JSON, for each build, its error, or nothing.
+``python -m tests.plugin_library.build_folders LIBRARY FOLDER`` prints as JSON, for each build, its error, or a list of its warnings.
 """
 
 import json
@@ -43,16 +43,15 @@ def main(library: Path, folder: Path) -> None:
         "other": {"plugin_library": other},
         "after": {"attention": "plugin"},
     }
-    said = {name: _error(model, folder / name, options) for name, options in builds.items()}
+    said = {name: _build(model, folder / name, options) for name, options in builds.items()}
     print(json.dumps(said))
 
 
-def _error(model: Path, target: Path, options: dict[str, Any]) -> str | None:
+def _build(model: Path, target: Path, options: dict[str, Any]) -> str | list[str]:
     try:
-        build_engine(model, target, **{**_OPTIONS, **options})
+        return [*build_engine(model, target, **{**_OPTIONS, **options}).warnings]
     except KVCacheError as error:
         return f"{type(error).__name__}: {error}"
-    return None
 
 
 if __name__ == "__main__":

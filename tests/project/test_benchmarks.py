@@ -68,6 +68,20 @@ def test_server_attacks(tmp_path):
     assert all(row["health_s"] > 0 for name in ("bodies", "headers") for row in result[name]["rows"])
 
 
+@pytest.mark.long
+def test_drafts(tmp_path, monkeypatch):
+    result = measured("drafts.py", tmp_path / "drafts.json", "--quick", "--runs", "1", "--engine", "numpy")
+    rows = {row["what"]: row for row in result["rows"]}
+    assert [*rows] == ["edit", "free", "silent", "right 0", "right 0.6", "right 0.8", "right 0.9", "right 1"]
+    assert rows["edit"]["steps"] < rows["edit"]["tokens"] / 2
+    assert rows["silent"]["draft_tokens"] == rows["right 0"]["accepted_tokens"] == 0
+    assert rows["right 1"]["accepted_tokens"] == rows["right 1"]["draft_tokens"] > rows["right 0.6"]["accepted_tokens"]
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    found = [*importlib.import_module("tables")._drafts(result)]
+    assert found[0][0] == "tokens per second with drafts / without: a text to be edited (tiny-llama), prompt lookup"
+    assert [limit for _, _, limit in found] == ["", "at least 0.97", "at least 0.97", *[""] * 5]
+
+
 def test_segments(tmp_path):
     result = measured("segments.py", tmp_path / "segments.json", "--steps", "5")
     eager = result["eager_us"]
@@ -76,6 +90,33 @@ def test_segments(tmp_path):
     assert result["eager_us_per_layer"] == (eager["64"] - eager["16"]) / 48  # of either sign, on a machine with other work
     assert (result["launches"], result["graph_us"]) == ("nothing", {})
     assert all(0 < us < 1000 for times in result["one_piece_us"].values() for us in times.values())
+
+
+@pytest.mark.trt
+@pytest.mark.long
+def test_plugin_layers(tmp_path):
+    rows = measured("plugin_layers.py", tmp_path / "plugin_layers.json", "--layers", "2", "--vocab-size", "256")["rows"]
+    assert {row["build"]: row["plans"] for row in rows} == {
+        **{"native": 1, "one plan": 1, "segments": 3},
+        **{"one plan, int8 K and V": 1, "segments, int8 K and V": 3},
+    }
+    assert [row["constants_nbytes"] > 0 for row in rows] == [row["plans"] > 1 for row in rows]
+
+
+def test_the_table_of_plugin_layers_and_of_one_plan(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tables, mib = importlib.import_module("tables"), 2**20
+    row = {"build": "segments", "plans": 3, "seconds": 61.4, "peak_nbytes": 70 * mib, "plan_nbytes": 30 * mib}
+    row |= {"constants_nbytes": 12 * mib, "weights_nbytes": 40 * mib}
+    content = {"load_average": 7.9, "rows": [row, {**row, "plans": 1, "build": "one plan", "constants_nbytes": 0}]}
+    label = "build with TensorRT for RTX, {} (two busy cores, load average 8)"
+    assert [*tables._plugin_layers(content)] == [
+        (label.format("segments"), "3 plans of 30 MiB, with constants +2 MiB beside the weights; peak 70 MiB, 61 s", ""),
+        (label.format("one plan"), "1 plan of 30 MiB, with constants -10 MiB beside the weights; peak 70 MiB, 61 s", ""),
+    ]
+    measured = {"launches": "nothing", "eager_us_per_layer": 2.0, "graph_us": {}, "limits": {"one_piece_us": 20.0}}
+    found = [*tables._segments({**measured, "load_average": 0.5, "one_piece_us": {"eager": {"16": 3.0, "64": 9.5}}})]
+    assert found[1] == ("one plan: host time of `TensorRTEngine.enqueue`, 16, 64 layers, eager", "3.0 to 9.5 us", "20 us")
 
 
 def test_import_time(tmp_path):

@@ -33,8 +33,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return opened(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
-def open_session(*, on_device: bool = False, reuse: int = 0, tokenizer: Any = None, **options: Any) -> InferenceSession:
+def open_session(
+    *, on_device: bool = False, reuse: int = 0, tokenizer: Any = None, buckets: bool = False, **options: Any
+) -> InferenceSession:
     session = with_every_logit(**options, tokenizer=tokenizer, identity=lambda: ModelIdentity(fingerprint="recorded"))
+    session.engine.bucketed_widths = buckets  # type: ignore[attr-defined]
     session._prompt_cache = session._batch._prompt_cache = PromptCache(session.cache, max_bytes=reuse)
     return ahead(session) if on_device else session
 
@@ -80,13 +83,19 @@ def same(found: Any, expected: Any) -> None:
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 2**32), right=st.sampled_from(RIGHT), on_device=st.booleans(), limit=st.sampled_from([16, 16, 7]))
-def test_generate_gives_the_tokens_without_drafts(tokenizer, seed, right, on_device, limit):
+@given(
+    seed=st.integers(0, 2**32),
+    right=st.sampled_from(RIGHT),
+    on_device=st.booleans(),
+    buckets=st.booleans(),
+    limit=st.sampled_from([16, 16, 7]),
+)
+def test_generate_gives_the_tokens_without_drafts(tokenizer, seed, right, on_device, buckets, limit):
     random = Random(seed)
     prompts = prompts_of(random, limit)
     params = [random_params(random) for _ in prompts]
     plain = open_session(on_device=on_device, tokenizer=tokenizer, limit=limit, reuse=4000 * (seed % 2))
-    drafted = open_session(on_device=on_device, tokenizer=tokenizer, limit=limit, reuse=4000 * (seed % 2))
+    drafted = open_session(on_device=on_device, tokenizer=tokenizer, buckets=buckets, limit=limit, reuse=4000 * (seed % 2))
     for _ in range(2):  # the second time, the prompt cache has the answers too
         poison(drafted.cache)
         expected = of_each([*plain.generate(prompts, params)])
@@ -256,6 +265,16 @@ def test_a_request_that_ends_inside_the_draft_of_another_is_in_the_prompt_cache(
     assert found.length == 4  # all but its last token, which has not run
 
 
+def test_an_answer_of_the_queue_that_ends_with_a_draft_is_in_the_prompt_cache() -> None:
+    session = open_session(reuse=1 << 14)
+    handle = session.submit([1, 2], max_new_tokens=5, ignore_eos=True, draft=drafter(1))
+    drain(session)
+    assert session.statistics.decode_steps == 1
+    found = session.prompt_cache.find([1, 2, *handle.tokens, 9])
+    assert found is not None
+    assert found.length == 6
+
+
 def test_slots_with_and_without_drafts_share_a_step() -> None:
     session = open_session()
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
@@ -316,7 +335,7 @@ def test_a_step_of_the_queue_that_fails_loses_nothing(right: float, after: bool,
         assert [outcome(handle) for handle in handles] == expected
 
 
-MINE = ("decode_steps", "draft_plan", "drafting", "request", "request_queue", "step_draft", "generate_tokens", "slots")
+MINE = ("decode_steps", "draft_plan", "drafting", "request", "request_queue", "step_outcome", "generate_tokens", "slots")
 
 
 def lines_of(call: Callable[[], object]) -> list[tuple[tuple[str, int], int]]:

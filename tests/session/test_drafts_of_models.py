@@ -11,7 +11,7 @@ from tests.helpers.drafters import Drafter, recorded
 from tests.helpers.recording import cache_rows, poison
 from tests.helpers.sessions import ahead
 from tests.paths import GOLDEN
-from tests.session.reference_sessions import fails
+from tests.session.reference_sessions import OPTIONS, fails
 from tests.session.test_states import S, check_slots, generated, open_model, prompts_of, tokens_of
 from trt_kvcache import InferenceSession, SamplingParams
 
@@ -100,7 +100,14 @@ def test_states_after_the_accepted_part_of_a_draft(name: str) -> None:
 @pytest.mark.parametrize("name", ["gemma2-bias", "llama-linear", "granitemoehybrid-bias"])
 @pytest.mark.parametrize("kv", [{}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8"}], ids=["plain", "int8", "fp8"])
 def test_windows_and_quantized_rows(name: str, kv: dict[str, Any], right: float) -> None:
-    options = {"engine": "reference", "dtype": "float32", "max_batch_size": 3, "max_sequence_length": S, "max_prefill_length": 6, **kv}
+    options = {
+        "engine": OPTIONS["engine"],
+        "dtype": "float32",
+        "max_batch_size": 3,
+        "max_sequence_length": S,
+        "max_prefill_length": 6,
+        **kv,
+    }
     prompts = prompts_of(name)
     with (
         InferenceSession.from_model(GOLDEN / name, **options) as plain,

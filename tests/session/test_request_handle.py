@@ -77,7 +77,7 @@ def test_a_handle_in_words(session: InferenceSession) -> None:
 def test_a_handle_shows_what_is_for_callers(session: InferenceSession) -> None:
     shown = {name for name in dir(session.submit([1])) if not name.startswith("_")}
     said = {"finish_reason", "finished", "index", "prompt", "prompt_score", "reused_tokens", "sampler", "seed", "started", "state"}
-    assert shown == {"cancel", "events", "text", "tokens"} | said
+    assert shown == {"accepted_tokens", "cancel", "draft_tokens", "events", "text", "tokens"} | said
 
 
 def test_the_seed_that_was_drawn_gives_the_same_tokens_again(session: InferenceSession) -> None:

@@ -10,6 +10,7 @@ from tests.helpers.interrupts import (
     calls_of,
     count_calls,
     decode_calls,
+    first_or_last,
     journal,
     lengths,
     names,
@@ -183,13 +184,13 @@ def test_a_failure_of_any_call_leaves_everything_and_the_step_can_be_repeated(st
 
 @each_step
 def test_ctrl_c_at_any_line_does_all_of_a_step_or_nothing(step):
-    """The interpreter raises KeyboardInterrupt between any two lines: here at the first and at the last visit of each."""
+    """The interpreter raises KeyboardInterrupt between any two lines: here at the first or at the last visit of each."""
     calm = in_the_middle()
     visits = LineTracer(lambda: step(calm)).visits
     expected = step(in_the_middle())
     nothing, everything = sequences(in_the_middle()), sequences(calm)
     assert len(visits) > 20
-    places = {(line, visit) for line, count in visits.items() for visit in (0, count - 1)}
+    places = first_or_last(visits)
     undone = 0
     for line, visit in places:
         session = in_the_middle()
@@ -213,14 +214,13 @@ def test_ctrl_c_at_any_line_of_a_prefill_keeps_the_chunks_that_were_run(reuse):
     expected = make().prefill(prompts)
     assert len(visits) > 100
     seen = set()
-    for line, count in visits.items():
-        for visit in {0, count - 1}:
-            session = in_the_middle()
-            with pytest.raises(KeyboardInterrupt):
-                LineTracer(lambda session=session: session.prefill(prompts, reuse=bool(reuse)), at=(line, visit))
-            seen.add(tuple(lengths(session)))
-            np.testing.assert_array_equal(session.prefill(prompts, reuse=True), expected)
-            assert sequences(session) == sequences(calm)
+    for line, visit in first_or_last(visits):
+        session = in_the_middle()
+        with pytest.raises(KeyboardInterrupt):
+            LineTracer(lambda session=session: session.prefill(prompts, reuse=bool(reuse)), at=(line, visit))
+        seen.add(tuple(lengths(session)))
+        np.testing.assert_array_equal(session.prefill(prompts, reuse=True), expected)
+        assert sequences(session) == sequences(calm)
     assert seen == ({(4, 3, 3), (2, 1, 1), (6, 2, 2), (7, 2, 2)} if reuse else {(4, 3, 3), (0, 0, 0), (4, 2, 2), (7, 2, 2)})
 
 

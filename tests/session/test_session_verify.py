@@ -13,6 +13,7 @@ from tests.helpers.sessions import continuation, make, observe, refuse
 from tests.helpers.tolerance import assert_close
 from tests.session.every_logit import with_every_logit
 from tests.session.reference_sessions import fails
+from tests.sweeps import each_once
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError
 
@@ -77,9 +78,8 @@ def test_drafts_change_no_token(slots: int, name: str) -> None:
         ]
 
 
-@pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "attention"), each_once(NAMES, ["native", "mask", "plugin"]))
 def test_drafts_change_no_token_of_the_reference_engine(opened: Open, attention: str, slots: int, name: str) -> None:
     plain = opened(attention=attention)
     whole = {

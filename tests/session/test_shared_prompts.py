@@ -6,11 +6,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.helpers.recording import poison
 from tests.helpers.sessions import alone, drain, make, outcome, sampled
 from tests.session.test_states import MODELS, alone as alone_with_states, open_model, params_of, tokens_of
+from tests.sweeps import one_of_each_family
 from trt_kvcache import SamplingParams
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.sequences.slot_copy import SlotCopy
@@ -124,6 +125,7 @@ def test_a_step_that_fails_can_be_repeated():
     assert [handle.reused_tokens for handle in handles] == [0, len(PROMPT), len(PROMPT)]
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 2**32), st.integers(2, 4), st.booleans(), st.sampled_from([0, 1 << 12]))
 def test_random_arrivals_and_cancels(seed, slots, combined, reuse):
     random = np.random.default_rng(seed)
@@ -152,7 +154,7 @@ def test_random_arrivals_and_cancels(seed, slots, combined, reuse):
 
 
 @pytest.mark.parametrize("prompt_cache_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_of_each_family(MODELS))
 def test_states_are_shared_where_prompts_part(name, prompt_cache_bytes):
     whole = tokens_of(name)
     prompts = [whole[:9], whole[:9], (*whole[:6], *whole[2:4]), whole[:9]]
@@ -167,7 +169,7 @@ def test_states_are_shared_where_prompts_part(name, prompt_cache_bytes):
         assert [handle.reused_tokens for handle in handles] == [0, 9, 6, 9]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_of_each_family(MODELS))
 def test_the_prompt_cache_keeps_states_where_a_second_prompt_parts(name):
     whole = tokens_of(name)
     prompts = [(*whole[:8], first, *whole[3:5]) for first in (3, 4, 5)]

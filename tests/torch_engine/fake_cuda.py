@@ -103,10 +103,7 @@ class FakeCudaDevice(HostDevice):
         self.graphs = StepGraphs(self.torch_device, max_nbytes)
 
     def run(self, key, stream, work):
-        if key is None:
-            work()
-        else:
-            self.graphs.run(key, self._cuda.work(work))
+        self.graphs.run(key, self._cuda.work(work))
 
     def close(self):
         self.graphs.close()

@@ -122,6 +122,32 @@ def test_a_key_that_cannot_be_captured_stays_eager(made, error):
     assert made.counts == (3, 3), "graphs of other keys are made and replayed"
 
 
+@pytest.mark.parametrize("key", [None, "c"])
+def test_graphs_make_room_for_an_eager_run(made, key):
+    made.run(*"aabb")
+    calls = []
+
+    def needs_room():
+        calls.append(made.cuda.nbytes)
+        if made.cuda.nbytes:
+            raise torch.OutOfMemoryError("no room")
+
+    made.graphs.run(key, made.cuda.work(needs_room))
+    assert calls == [20, 0]
+    assert (made.graphs.max_nbytes, made.graphs.nbytes) == (10, 0)
+    made.run(*"aabb")
+    assert len(made.graphs) == 1
+
+
+def test_without_graphs_a_lack_of_memory_is_raised(made):
+    def fail():
+        raise torch.OutOfMemoryError("no room")
+
+    for key in (None, "a"):
+        with pytest.raises(torch.OutOfMemoryError):
+            made.graphs.run(key, fail)
+
+
 def test_what_is_wrong_with_the_work_is_raised(made):
     def fail():
         raise RuntimeError("out of luck")

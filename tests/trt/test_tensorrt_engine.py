@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,20 @@ def test_an_engine_that_carries_a_plugin_library_brings_its_own_plugin(
         assert ("register", fake.loaded) in fake.calls or carries
         assert ("engine_host_code_allowed", True) in fake.calls or not carries
         assert {"register", "engine_host_code_allowed"} & set(names_of(fake)) == {"engine_host_code_allowed" if carries else "register"}
+
+
+def test_a_plugin_library_that_tensorrt_does_not_register_is_for_another_process(
+    tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"segments": None, "tensorrt_flavour": "tensorrt", "plugin_library": FileRecord.of([b"library"])}
+    folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
+    fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, plan=PLAN)
+    install(fake, monkeypatch, tmp_path / "caches", "tensorrt")
+    fake.refuse.add("deserialize_cuda_engine")
+    fake.errors["deserialize_cuda_engine"] = "KVCacheAttention, version 1, is already registered."
+    with pytest.raises(EngineError, match=r"already registered\. The engine carries its plugin library\. .* in another one\.$"):
+        TensorRTEngine.open(folder, memory=memory)
+    assert memory.live_nbytes == 0
 
 
 @pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])
@@ -571,6 +586,9 @@ class TestRuntimeCache:
                 engine.use_profile(profile)
                 make_ready(engine, memory)
                 enqueue(engine)
+            deadline = time.monotonic() + 60  # a thread writes it
+            while not self.cache_files(tmp_path) and time.monotonic() < deadline:
+                time.sleep(0.01)
             (file,) = self.cache_files(tmp_path)
             assert file.read_bytes().endswith(b"compiled")
             fake.cache_content = b"compiled more"

@@ -55,7 +55,7 @@ class BuildEstimate:
     weights_nbytes : int
         Weights of the model in the dtype of the engine, or packed.
     plan_nbytes : int
-        The serialised engine: weights and compiled kernels.
+        The serialised engine: weights and compiled kernels, and a plugin library.
     constants_nbytes : int
         Constants of an engine in segments: the embedding table, cosines and sines. 0 for other engines.
     cache_nbytes : int
@@ -173,7 +173,8 @@ class PackedModel:
         if len(options.profiles) > 2:
             once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
             kernels += once + model.num_layers * per_layer
-        plan = weights.plan_nbytes + kernels
+        library = options.plugin_library
+        plan = weights.plan_nbytes + kernels + (0 if library is None else library.stat().st_size)
         constants = decoder_constants(model, cache, dtype=computed)
         return BuildEstimate(
             weights_nbytes=weights.nbytes,

@@ -84,12 +84,12 @@ FlavourOption = Annotated[
     FlavourName, choice(FlavourName, "--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
 ]
 DraftOption = Annotated[
-    Literal["ngram"] | None,
-    choice(
-        Literal["ngram"],
-        "--draft",
+    str | None,
+    typer.Option(
+        metavar="ngram|MODEL",
         help="Speculative decoding: verify several proposed tokens in one step. The answers stay the same. ngram: prompt lookup, for "
-        "answers that repeat parts of the prompt. An engine folder needs a build with --max-logits-per-slot 17.",
+        "answers that repeat parts of the prompt. MODEL: drafts of a small model with the same tokenizer. An engine folder needs a build "
+        "with --max-logits-per-slot 17.",
         rich_help_panel=_PANEL,
     ),
 ]

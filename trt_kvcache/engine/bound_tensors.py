@@ -43,8 +43,9 @@ class StepTensors:
 
     def check_open(self) -> None:
         """Raise ClosedError where the owner of a tensor is closed."""
-        for allocation in self.allocations:
-            _ = allocation.ptr
+        if self.closed:
+            for allocation in self.allocations:
+                _ = allocation.ptr
 
 
 class BoundTensors:

@@ -11,7 +11,7 @@ from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.engine_folder.records import CheckpointRecord, SegmentsRecord
+from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.plot import INK, Plot, draw, paint_sizes, size_text
@@ -57,6 +57,8 @@ class EngineInspection:
         while the checkpoint exists.
     segments : SegmentsRecord or None
         For an engine in segments: its segments and operations, in order.
+    plugin_library : FileRecord or None
+        For an engine that carries a plugin library: size and hash of the library.
     """
 
     path: Path
@@ -75,6 +77,7 @@ class EngineInspection:
     checkpoint: CheckpointRecord
     engines: tuple[str, ...]
     segments: SegmentsRecord | None
+    plugin_library: FileRecord | None
 
     @property
     def decomposable_layers(self) -> tuple[AttentionLayerConfig, ...]:
@@ -193,4 +196,5 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         checkpoint=config.checkpoint,
         engines=("tensorrt",) if folder.find_checkpoint() is None else ("tensorrt", "torch", "numpy"),
         segments=config.segments,
+        plugin_library=config.plugin_library,
     )

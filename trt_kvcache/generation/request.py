@@ -237,6 +237,10 @@ class Request:
                 self.restore(before)
         return found
 
+    def guess(self, logits: np.ndarray[Any, Any], count: int) -> int:
+        """Choose the token after ``count`` further ones from another model's logits, without edits: with the random number of its place."""
+        return self._sampler.choose(logits, self.sampler[1] + count)
+
     def receive(self, sampled: SampledToken, *, full: bool) -> Choice:
         """Return the choice of the device, as :meth:`choose` would. Raises the error that the device found."""
         if sampled.error is not None:

@@ -20,7 +20,7 @@ from trt_kvcache.kernels.kernel import Kernel
 from trt_kvcache.kernels.kv_quantization import append_rows, live_rows
 from trt_kvcache.kernels.launch import THREADS_PER_BLOCK, address, launch, starts_early
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_place
-from trt_kvcache.kernels.prefill_plan import prefers_row_blocks, prefill_plan
+from trt_kvcache.kernels.prefill_plan import PrefillPlan, prefers_row_blocks, prefill_plan
 from trt_kvcache.kernels.scale_views import scales_in_rows
 from trt_kvcache.kernels.source_variants import variant_name
 from trt_kvcache.memory.shapes import ROW_GRANULE, SCALES_GRANULE, dense_nbytes, is_dense
@@ -295,16 +295,19 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
 
 
 def _attend_on_device(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-    plan = _decode_plan(params)
-    if plan is not None:
+    key = (params.q.shape, params.cache.shape, params.q.dtype, params.kv_scales is None)
+    plan = workspace.plans.get(key)
+    if plan is None:
+        plan = workspace.plans[key] = _decode_plan(params) or prefill_plan(params)
+    if isinstance(plan, DecodePlan):
         _decode(plan, params, workspace, stream)
     else:
-        _prefill(params, workspace, stream)
+        _prefill(plan, params, workspace, stream)
 
 
 def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
     """Return strides in bytes."""
-    return tuple(tensor.strides[axis] * itemsize(tensor.dtype) for tensor in tensors)
+    return tuple([tensor.strides[axis] * tensor.numpy_dtype.itemsize for tensor in tensors])
 
 
 def _decode_plan(params: AttentionParams) -> DecodePlan | None:
@@ -372,9 +375,8 @@ def _append(params: AttentionParams, stream: Any) -> None:
     )
 
 
-def _prefill(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
+def _prefill(plan: PrefillPlan, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
     memory, cache, (q, k, v) = params.memory, params.cache, (params.q, params.k, params.v)
-    plan = prefill_plan(params)
     if not plan.appends:
         _append(params, stream)
     arguments = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
@@ -72,6 +73,8 @@ class AttentionWorkspace(Uncopyable):
         #: Partial results, float32, of the shape of :func:`partials_shape`.
         self.partials = partials
         self._group = group
+        #: Launch plans of calls on this GPU, by their shapes and dtype.
+        self.plans: dict[Hashable, Any] = {}
         #: Bytes of the flagged vectors, at the start: the last 4 of each 16 bytes are 0 before and after every call.
         self.flagged_nbytes = dense_nbytes((flagged_rows(multiprocessors, group), *partials.shape[1:]), "float32")
 

@@ -127,6 +127,10 @@ class Batch:
         """Make no slot active."""
         self._reset([])
 
+    def activate_all(self) -> None:
+        """Make all slots active, without tokens."""
+        self._reset([0] * self._cache.max_batch_size)
+
     @contextmanager
     def finite(self) -> Iterator[None]:
         """Return a context manager around choices of tokens, inside :meth:`Runner.work`: logits that are not finite end all sequences."""
@@ -358,7 +362,9 @@ class Batch:
                 f"verify: a slot has no room for the padding of {max(map(len, rows))} tokens, and states cannot be set back after a part "
                 "of them. Use shorter rows. Nothing was changed."
             )
-        found = np.full((len(rows), max(map(len, rows)), self._runner.plan.vocab_size), np.nan, np.float32)
+        found = np.empty((len(rows), max(map(len, rows)), self._runner.plan.vocab_size), np.float32)
+        for slot, row in enumerate(rows):
+            found[slot, len(row) :] = np.nan
         done = [0] * len(rows)
         with self._runner.work():
             for chunk, parts in _parts_of(plan.rows, chunks):

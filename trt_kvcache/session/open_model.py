@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache as cached, partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.progress import Progress
@@ -29,6 +29,7 @@ from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE, EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
+from trt_kvcache.generation.drafter import DraftChoice
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
@@ -71,7 +72,7 @@ class SessionParts:
     identity: Callable[[], ModelIdentity]
     model: ModelConfig
     weights: WeightsSummary | None = None
-    draft: Literal["ngram"] | None = None
+    draft: DraftChoice | None = None
     on_close: Callable[[], object] | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -338,7 +339,6 @@ def _parts(
             identity=cached(lambda: ModelIdentity(fingerprint=fingerprint(), rope=model.rope_at_length(config.max_sequence_length))),
             model=model,
             weights=weights,
-            draft=options.draft,
         )
         undo.pop_all()
     _LOGGER.info(

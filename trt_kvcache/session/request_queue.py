@@ -1,6 +1,6 @@
 """``RequestQueue``: submitted prompts share the slots of a session; as one ends, the next takes its slot.
 
-A step plans (:class:`Scheduler`), runs (:class:`Batch` and :class:`DecodeSteps`, over a :class:`StepDraft`), and applies last.
+A step plans (:class:`Scheduler`), runs (:class:`Batch` and :class:`DecodeSteps`, over a :class:`StepOutcome`), and applies last.
 """
 
 import logging
@@ -18,7 +18,7 @@ from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.scheduler import Scheduler
 from trt_kvcache.session.shared_prompts import SharedPrompts
 from trt_kvcache.session.slots import Slot
-from trt_kvcache.session.step_draft import StepDraft
+from trt_kvcache.session.step_outcome import StepOutcome
 from trt_kvcache.session.step_plan import StepPlan
 from trt_kvcache.session.timeline import Activity, Timeline
 
@@ -73,17 +73,17 @@ class RequestQueue:
             self._batch.make_room_for_idle_rows(decode)
             self._left = self._runner.slots
         with self._runner.work(continues=not admitted), self._batch.finite():
-            draft = StepDraft(running, self._runner.slots)
+            outcome = StepOutcome(running, self._runner.slots)
             # First of all, so that one that fails here costs the others nothing.
-            self._resume(draft)
+            self._resume(outcome)
             if admitted:
-                self._admit(draft, admitted)
-            self._prefill(draft)
+                self._admit(outcome, admitted)
+            self._prefill(outcome)
             if any(decode.rows):
-                self._decode(draft, StepPlan.of([*decode.rows, *(() for _ in admitted)]))
-            self._batch.remember(draft.slots, draft.ended)
-            self._apply(draft)
-        advanced = [draft.running[slot] for slot in sorted(draft.advanced)]
+                self._decode(outcome, StepPlan.of([*decode.rows, *(() for _ in admitted)]))
+            self._batch.remember(outcome.slots, outcome.ended)
+            self._apply(outcome)
+        advanced = [outcome.running[slot] for slot in sorted(outcome.advanced)]
         self.scheduler.leave_queue(admitted)
         if self.timeline:
             self._record_step(self.timeline, begin, decode, advanced)
@@ -123,95 +123,95 @@ class RequestQueue:
             self._left = self._runner.slots
             self._batch.compact(mapping)
 
-    # --- parts of a step: they change the draft, and nothing else on the host ---
+    # --- parts of a step: they change the outcome, and nothing else on the host ---
 
-    def _resume(self, draft: StepDraft) -> None:
+    def _resume(self, outcome: StepOutcome) -> None:
         """Choose tokens from logits that were kept."""
-        for slot, queued in enumerate(draft.running):
+        for slot, queued in enumerate(outcome.running):
             if queued.request.waits and queued.state == "decoding" and (choice := queued.request.resume()) is not None:
-                draft.choose(slot, [choice])
+                outcome.choose(slot, [choice])
 
-    def _admit(self, draft: StepDraft, admitted: Sequence[QueuedRequest]) -> None:
+    def _admit(self, outcome: StepOutcome, admitted: Sequence[QueuedRequest]) -> None:
         """Give each a slot after the others, and what the prompt cache has of its prompt."""
-        first, rows = len(draft.slots), [queued.row for queued in admitted]
-        slots = self._batch.added(draft.slots, rows, skip_prompt_cache=[queued.is_scored for queued in admitted])
+        first, rows = len(outcome.slots), [queued.row for queued in admitted]
+        slots = self._batch.added(outcome.slots, rows, skip_prompt_cache=[queued.is_scored for queued in admitted])
         samplers = [queued.request.sampler for queued in admitted]
         slots[first:] = [slot._replace(sampler=sampler) for slot, sampler in zip(slots[first:], samplers, strict=True)]
-        draft.admit(admitted, slots, time.perf_counter())
+        outcome.admit(admitted, slots, time.perf_counter())
         for queued in admitted:
             queued.request.prepare()
         for slot in range(first, len(slots)):
-            self._shared_prompts.assign(draft, slot, range(slot))
+            self._shared_prompts.assign(outcome, slot, range(slot))
 
-    def _prefill(self, draft: StepDraft) -> None:
+    def _prefill(self, outcome: StepOutcome) -> None:
         """Run one chunk of every prompt that is not in its slot yet."""
-        if all(progress.stage != "prefilling" for progress in draft.progress):
+        if all(progress.stage != "prefilling" for progress in outcome.progress):
             return
-        self._shared_prompts.take(draft)
-        for plan in self.scheduler.plan_prefill(draft):
-            self._run_prefill(draft, plan)
+        self._shared_prompts.take(outcome)
+        for plan in self.scheduler.plan_prefill(outcome):
+            self._run_prefill(outcome, plan)
 
-    def _run_prefill(self, draft: StepDraft, plan: StepPlan) -> None:
-        before = draft.held
+    def _run_prefill(self, outcome: StepOutcome, plan: StepPlan) -> None:
+        before = outcome.held
         chunks = _first_round(self._runner.chunks(before, plan))
         done = [*before]
 
         def receive(slot: int, logits: Logits) -> None:
-            progress = draft.progress[slot]
-            draft.progress[slot] = progress._replace(scored=(*progress.scored, *draft.running[slot].scores(done[slot], logits)))
+            progress = outcome.progress[slot]
+            outcome.progress[slot] = progress._replace(scored=(*progress.scored, *outcome.running[slot].scores(done[slot], logits)))
             done[slot] += len(logits)
 
-        draft.slots, logits = self._batch.prefilled(draft.slots, plan, chunks, receive=receive)
+        outcome.slots, logits = self._batch.prefilled(outcome.slots, plan, chunks, receive=receive)
         for slot, row in enumerate(plan.rows):
-            after = draft.slots[slot].length
+            after = outcome.slots[slot].length
             if after > before[slot]:
-                draft.advanced.add(slot)
+                outcome.advanced.add(slot)
             if not row or after < before[slot] + len(row):
                 continue
-            is_whole = after == len(draft.running[slot].row)
+            is_whole = after == len(outcome.running[slot].row)
             if is_whole != self._batch.caches_prompt_without_last_token:
-                self._batch.remember(draft.slots, [slot])
+                self._batch.remember(outcome.slots, [slot])
             if is_whole:
-                for equal in (slot, *self._shared_prompts.take_whole(draft, slot)):
-                    draft.progress[equal] = draft.progress[equal]._replace(stage="decoding")
-                    draft.advanced.add(equal)
-                    self._choose_first(draft, equal, logits[slot])
+                for equal in (slot, *self._shared_prompts.take_whole(outcome, slot)):
+                    outcome.progress[equal] = outcome.progress[equal]._replace(stage="decoding")
+                    outcome.advanced.add(equal)
+                    self._choose_first(outcome, equal, logits[slot])
 
     @nvtx_range("sampling")
-    def _choose_first(self, draft: StepDraft, slot: int, logits: Logits) -> None:
+    def _choose_first(self, outcome: StepOutcome, slot: int, logits: Logits) -> None:
         """Choose the first token of a slot's request, unless it waits for a logits processor."""
-        draft.choose(slot, [draft.running[slot].request.choose_or_keep(logits, full=self._batch.is_full(draft.slots[slot]))])
+        outcome.choose(slot, [outcome.running[slot].request.choose_or_keep(logits, full=self._batch.is_full(outcome.slots[slot]))])
 
-    def _decode(self, draft: StepDraft, plan: StepPlan) -> None:
+    def _decode(self, outcome: StepOutcome, plan: StepPlan) -> None:
         """Run the last token of the requests that are decoding; the other slots are idle in this step."""
-        requests = [queued.request for queued in draft.running]
+        requests = [queued.request for queued in outcome.running]
         # When a request ends, its slot is filled by moving another one, and nothing can be kept of a step ahead.
         ahead = all(plan.rows) and all(request.remaining > 1 for request in requests)
-        step = self._decode_steps.run(draft.slots, requests, plan, ahead=ahead, waits=False)
-        draft.slots = [*step.slots]
+        step = self._decode_steps.run(outcome.slots, requests, plan, ahead=ahead, waits=False)
+        outcome.slots = [*step.slots]
         for slot, choices in step.choices.items():
-            draft.choose(slot, choices)
+            outcome.choose(slot, choices)
         if step.verified is not None:
-            draft.slots = self._decode_steps.commit(step.verified, draft.slots)
+            outcome.slots = self._decode_steps.commit(step.verified, outcome.slots)
 
     # --- apply ---
 
-    def _apply(self, draft: StepDraft) -> None:
-        """Make a draft current. Nothing of it can fail; after an interrupt between two assignments, none of them is left out."""
+    def _apply(self, outcome: StepOutcome) -> None:
+        """Make an outcome current. Nothing of it can fail; after an interrupt between two assignments, none of them is left out."""
         try:
-            self._put_in_force(draft)
+            self._put_in_force(outcome)
         except BaseException:
-            self._put_in_force(draft)
+            self._put_in_force(outcome)
             raise
 
-    def _put_in_force(self, draft: StepDraft) -> None:
-        self.scheduler.running = draft.running
-        for queued, progress in zip(draft.running, draft.progress, strict=True):
+    def _put_in_force(self, outcome: StepOutcome) -> None:
+        self.scheduler.running = outcome.running
+        for queued, progress in zip(outcome.running, outcome.progress, strict=True):
             queued.progress = progress
-        for slot, choices in draft.choices.items():
+        for slot, choices in outcome.choices.items():
             for choice in choices:
-                draft.running[slot].take(choice)
-        self._runner.apply(draft.slots)
+                outcome.running[slot].take(choice)
+        self._runner.apply(outcome.slots)
         self._left = self._runner.slots
 
     # --- records ---

@@ -10,7 +10,7 @@ from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.queued_request import QueuedRequest
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.shared_prompts import SharedPrompts
-from trt_kvcache.session.step_draft import StepDraft
+from trt_kvcache.session.step_outcome import StepOutcome
 from trt_kvcache.session.step_plan import LogitsWanted, StepPlan
 
 
@@ -95,10 +95,10 @@ class Scheduler:
         decodes = [queued.state == "decoding" and not queued.request.waits for queued in self.running]
         return StepPlan.of([(queued.request.last_token,) if one else () for queued, one in zip(self.running, decodes, strict=True)])
 
-    def plan_prefill(self, draft: StepDraft) -> list[StepPlan]:
+    def plan_prefill(self, outcome: StepOutcome) -> list[StepPlan]:
         """Return the prompt tokens of the next step. Scored prompts run apart from the others where an enqueue may start at any slot."""
-        rows = [self._next_row(draft, slot) for slot in range(len(draft.slots))]
-        scored = [bool(row) and queued.is_scored for row, queued in zip(rows, draft.running, strict=True)]
+        rows = [self._next_row(outcome, slot) for slot in range(len(outcome.slots))]
+        scored = [bool(row) and queued.is_scored for row, queued in zip(rows, outcome.running, strict=True)]
         alone = StepPlan.of([row if is_scored else [] for row, is_scored in zip(rows, scored, strict=True)], LogitsWanted.ALL)
         others = StepPlan.of([[] if is_scored else row for row, is_scored in zip(rows, scored, strict=True)])
         if any(scored) and not all(map(self._runner.plan.can_start_at, range(len(rows)))):
@@ -106,12 +106,12 @@ class Scheduler:
             return [StepPlan.of(rows)._replace(logits=wanted)]
         return [plan for plan in (alone, others) if any(plan.rows)]
 
-    def _next_row(self, draft: StepDraft, slot: int) -> Sequence[int]:
+    def _next_row(self, outcome: StepOutcome, slot: int) -> Sequence[int]:
         """Return the next tokens of a prompt: all that its slot does not hold, or fewer where states are to be copied first."""
-        if draft.state(slot) != "prefilling" or draft.progress[slot].shared:
+        if outcome.state(slot) != "prefilling" or outcome.progress[slot].shared:
             return []
-        row, held = draft.running[slot].row, draft.slots[slot].length
-        end = self._shared_prompts.stop(draft, slot)
+        row, held = outcome.running[slot].row, outcome.slots[slot].length
+        end = self._shared_prompts.stop(outcome, slot)
         if self._batch.caches_prompt_without_last_token and held < len(row) - 1:
             end = min(end, len(row) - 1)
         return row[held:end]

@@ -39,6 +39,7 @@ from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
 from trt_kvcache.session.model_location import expanded
+from trt_kvcache.session.open_draft import with_draft
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.request_queue import RequestQueue
@@ -200,7 +201,8 @@ class InferenceSession(Uncopyable):
             ...
         trt_kvcache.errors.EngineError: examples/tiny-llama: expected an engine folder, but it has no engine.plan...
         """
-        return cls._of(open_engine_folder(folder, SessionOptions.of(options), progress=progress))
+        chosen = SessionOptions.of(options)
+        return cls._of(with_draft(open_engine_folder(folder, chosen, progress=progress), chosen, progress=progress))
 
     @classmethod
     def from_model(
@@ -246,7 +248,8 @@ class InferenceSession(Uncopyable):
         ...     session.max_sequence_length, session.vocab_size
         (64, 320)
         """
-        return cls._of(open_model(folder, SessionOptions.of(options), progress=progress))
+        chosen = SessionOptions.of(options)
+        return cls._of(with_draft(open_model(folder, chosen, progress=progress), chosen, progress=progress))
 
     @classmethod
     def _of(cls, parts: SessionParts) -> InferenceSession:
@@ -748,7 +751,7 @@ class InferenceSession(Uncopyable):
         draft : "ngram", "off" or Drafter, optional
             Speculative decoding. A draft proposes the next tokens, and one enqueue verifies them: the tokens are those without drafts, and
             come faster where a draft is right. ``"ngram"`` looks the last tokens up in the prompt and in what was generated (prompt
-            lookup): for texts that repeat parts of the prompt. What the session was opened with if left out.
+            lookup): for texts that repeat parts of the prompt. What the session was opened with if left out, such as a draft model.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
@@ -29,9 +30,6 @@ KVScalesChoice = Literal["tensor", "head", "token"]
 ENGINES = ("auto", "numpy", "tensorrt", "torch")
 ENGINE_ALIASES = {"reference": "numpy"}
 
-#: Drafts that a session may be opened with.
-DRAFTS = ("ngram",)
-
 #: Names of some options in other projects.
 OTHER_NAMES = {**OTHER_BUILD_NAMES, "backend": "engine", "device_id": "device", "prompt_cache": "prompt_cache_bytes"}
 
@@ -47,7 +45,7 @@ class OpenOptions(TypedDict, total=False):
     device: int
     prompt_cache_bytes: int
     cuda_graphs: bool
-    draft: Literal["ngram"] | None
+    draft: str | None
 
 
 class ModelOptions(OpenOptions, total=False):
@@ -92,9 +90,11 @@ class SessionOptions:
         :class:`~trt_kvcache.sequences.prompt_cache.PromptCache`. 0 keeps none.
     cuda_graphs : bool
         True to capture decode steps of TensorRT engines as CUDA graphs.
-    draft : {"ngram"}, optional
-        Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. The engine must return the
-        logits of several tokens per slot, as an engine does that is opened from a model folder. Off if left out.
+    draft : "ngram" or path, optional
+        Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. ``"ngram"`` is prompt lookup. A
+        path, or an id of the Hugging Face Hub, is a small model with the same tokenizer, which generates the drafts: an engine folder, or a
+        model folder, opened with ``engine`` and ``dtype`` of this session. The engine of the large model must return the logits of several
+        tokens per slot, as an engine does that is opened from a model folder. Off if left out.
     max_batch_size : int, optional
         Slots of the cache, B; 1 if left out. This and the options below are for a Hugging Face folder only: an engine folder has them
         from its build.
@@ -148,7 +148,7 @@ class SessionOptions:
     device: int = 0
     prompt_cache_bytes: int = 0
     cuda_graphs: bool = True
-    draft: Literal["ngram"] | None = None
+    draft: str | None = None
     max_batch_size: int | None = None
     max_sequence_length: int | None = None
     max_prefill_length: int | None = None
@@ -167,7 +167,7 @@ class SessionOptions:
         one_of("flavour", self.flavour, FLAVOURS)
         int_in_range("device", self.device, 0)
         if self.draft is not None:
-            one_of("draft", self.draft, DRAFTS)
+            object.__setattr__(self, "draft", _path_text("draft", self.draft))
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
             if getattr(self, name) is not None:
@@ -224,3 +224,10 @@ class SessionOptions:
 def takes_session_options(function: _Function) -> _Function:
     """Show the fields of :class:`SessionOptions` in signature and docstring of a function that takes them as ``**options``."""
     return show_as_keywords(SessionOptions, function)
+
+
+def _path_text(name: str, value: Any) -> str:
+    """Return a path as a text."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigError(f"{name}: expected ngram or the folder of a model, got {value!r}.")
+    return str(os.fspath(value))

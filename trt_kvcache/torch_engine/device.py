@@ -83,10 +83,7 @@ class CudaDevice:
         """Run the work on the stream, or replay its graph."""
         refuse_capture(self._memory, "a step in PyTorch", stream, because="memory of PyTorch's allocator would not belong to the graph")
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self._torch_stream(stream)):
-            if key is None:
-                work()
-            else:
-                self.graphs.run(key, work)
+            self.graphs.run(key, work)
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""

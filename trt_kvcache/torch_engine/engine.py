@@ -23,6 +23,7 @@ from trt_kvcache.model.features import check_features
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, ScaledQueries
 from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
+from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.kernel_projections import KernelProjections
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import decoder_step
@@ -84,6 +85,7 @@ class TorchEngine(DecoderEngine):
         )
         self._device = torch_device(memory)
         self.width_buckets = () if self._device.graphs is None else STEP_WIDTHS
+        self._views = DeviceViews(memory)
         self._steps: OrderedDict[StepTensors, TorchStep] = OrderedDict()
         self._mixers = model.attention_layers
         self._positions = PositionFactors(self._mixers, kv.max_sequence_length, self._device.torch_device)
@@ -199,13 +201,13 @@ class TorchEngine(DecoderEngine):
 
     def _operations(self, step: TorchStep, stream: Any) -> Operations:
         has_kernels = self._kernel_inputs is not None
-        elementwise = KernelElementwise(self.memory, stream) if has_kernels else Elementwise()
-        projections = KernelProjections(elementwise, self.memory, stream) if has_kernels else Projections(elementwise)
+        elementwise = KernelElementwise(self._views, stream) if has_kernels else Elementwise()
+        projections = KernelProjections(elementwise, self._views, stream) if has_kernels else Projections(elementwise)
         if self._workspace is not None:
-            projections = PackedProjections(projections, elementwise, self._workspace, self.memory, stream)
+            projections = PackedProjections(projections, elementwise, self._workspace, self._views, stream)
         return Operations(
             attention=self._attention_of(step, stream),
-            states=KernelStates(step, self.memory, stream) if self._has_state_kernels else TorchStates(step),
+            states=KernelStates(step, self._views, stream) if self._has_state_kernels else TorchStates(step),
             elementwise=elementwise,
             projections=projections,
         )
@@ -220,7 +222,7 @@ class TorchEngine(DecoderEngine):
         elif self._kernel_inputs is None or step.combined is None:
             attention = MaskedAttention(*layers)
         else:
-            attention = KernelAttention(step, self.memory, self._kernel_inputs, stream)
+            attention = KernelAttention(step, self._views, self._kernel_inputs, stream)
         return ScaledQueries(attention, *layers) if self._positions.scale_queries else attention
 
 

@@ -1,4 +1,4 @@
-"""Matrix products of decode steps by kernels of this package, on a GPU."""
+"""Matrix products of few rows by kernels of this package, on a GPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE, linear_gated_mul_kernel, linear_kernel
-from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import MlpConfig
-from trt_kvcache.torch_engine.device_view import device_view
+from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchMatrix, TorchProjection, dense
 
@@ -21,9 +20,9 @@ MAX_KERNEL_ROWS = 8
 class KernelProjections(Projections):
     """Products of a few rows by our kernels, of more by torch. No work in flight may write weights: the kernels prefetch them."""
 
-    def __init__(self, elementwise: Elementwise, memory: Memory, stream: Any) -> None:
+    def __init__(self, elementwise: Elementwise, views: DeviceViews, stream: Any) -> None:
         super().__init__(elementwise)
-        self._memory, self._stream = memory, stream
+        self._views, self._stream = views, stream
 
     def project(self, projection: TorchProjection, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Projections.project`."""
@@ -55,11 +54,12 @@ class KernelProjections(Projections):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[DeviceTensor, DeviceTensor, DeviceTensor | None, DeviceTensor]:
         """Return rows, weight, bias and output of a product, as the kernels take them."""
-        rows, matrix, results = (device_view(tensor, self._memory) for tensor in (x.flatten(0, -2), weight, out.flatten(0, -2)))
-        return rows, matrix, None if bias is None else device_view(bias, self._memory), results
+        rows, matrix, results = map(self._views.of, (x.flatten(0, -2), weight, out.flatten(0, -2)))
+        return rows, matrix, None if bias is None else self._views.of(bias), results
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return True if the kernels support the product and these tensors."""
-    is_aligned = all(tensor.is_contiguous() and tensor.data_ptr() % GRANULE_NBYTES == 0 for tensor in (x, weight))
-    return 0 < x.numel() <= MAX_KERNEL_ROWS * x.shape[-1] and x.shape[-1] % INPUT_GRANULE == 0 and is_aligned
+    if not 0 < x.numel() <= MAX_KERNEL_ROWS * x.shape[-1] or x.shape[-1] % INPUT_GRANULE:
+        return False
+    return all(tensor.is_contiguous() and tensor.data_ptr() % GRANULE_NBYTES == 0 for tensor in (x, weight))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.kernels import AttentionWorkspace, split_qkv
+from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_kernels import attend_kernel
 from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_tiles import (
@@ -26,9 +26,8 @@ from trt_kvcache.kernels.attention_tiles import (
 )
 from trt_kvcache.kernels.decoder_layer_kernels import MAX_ROWS, add_rms_norm_kernel, gated_mul_kernel, qk_rms_norm_kernel
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig
-from trt_kvcache.torch_engine.device_view import device_view
+from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import Elementwise, HeadCounts
 from trt_kvcache.torch_engine.positions import rope_key, rope_tables
@@ -89,11 +88,11 @@ def _is_supported(mixer: AttentionConfig) -> bool:
 class KernelAttention:
     """The attention kernels of this package, for a step with ``combined`` caches, launched on ``stream``."""
 
-    def __init__(self, step: TorchStep, memory: Memory, inputs: AttentionInputs, stream: Any) -> None:
+    def __init__(self, step: TorchStep, views: DeviceViews, inputs: AttentionInputs, stream: Any) -> None:
         assert step.combined is not None
         self._caches, self._start = step.combined, step.tensors.start
         self._scales = step.tensors.scales or (None,) * len(step.combined)
-        self._memory, self._inputs, self._stream = memory, inputs, stream
+        self._views, self._inputs, self._stream = views, inputs, stream
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
@@ -102,10 +101,10 @@ class KernelAttention:
         kv_heads = cache.shape[2]
         heads = qkv.shape[2] - 2 * kv_heads
         out = qkv.new_empty((*qkv.shape[:2], heads, qkv.shape[3]))
-        q, k, v = split_qkv(device_view(qkv, self._memory), heads, kv_heads)
+        q, k, v = self._views.split_qkv(qkv, heads, kv_heads)
         call = AttentionParams(
             q=q, k=k, v=v, cache=cache, kv_scales=self._scales[layer], lengths=self._start, new_lengths=None,
-            out=device_view(out, self._memory), **self._inputs.options[layer],
+            out=self._views.of(out), **self._inputs.options[layer],
         )  # fmt: skip
         attend_kernel(call, self._inputs.workspace, self._stream)
         return out
@@ -114,8 +113,8 @@ class KernelAttention:
 class KernelElementwise(Elementwise):
     """Fused kernels, launched on ``stream``: residual and norm; norms of q and k; the gate of the MLP."""
 
-    def __init__(self, memory: Memory, stream: Any) -> None:
-        self._memory, self._stream = memory, stream
+    def __init__(self, views: DeviceViews, stream: Any) -> None:
+        self._views, self._stream = views, stream
 
     def add_norm(
         self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None, change_norm: TorchNorm | None, factor: float
@@ -126,14 +125,14 @@ class KernelElementwise(Elementwise):
         kinds = {(one.epsilon, one.offset) for one in norms} or {(0.0, 0.0)}
         if slots * width > MAX_ROWS or columns % 2 or len(kinds) > 1:
             return super().add_norm(hidden, change, norm, change_norm, factor)
-        out = hidden if norm is None else torch.empty_like(hidden)
-        weight, change_weight = (None if one is None else device_view(one.weight, self._memory) for one in (norm, change_norm))
+        out, rows = hidden if norm is None else torch.empty_like(hidden), self._views.rows_of
+        weight, change_weight = (None if one is None else self._views.of(one.weight) for one in (norm, change_norm))
         ((eps, offset),) = kinds
         add_rms_norm_kernel(
-            self._rows(hidden),
-            self._rows(change),
+            rows(hidden),
+            rows(change),
             weight,
-            None if norm is None else self._rows(out),
+            None if norm is None else rows(out),
             eps,
             offset,
             change_weight,
@@ -147,8 +146,8 @@ class KernelElementwise(Elementwise):
         slots, width = qkv.shape[:2]
         if slots * width > MAX_ROWS or qkv.shape[3] % 2 or (q_norm.epsilon, q_norm.offset) != (k_norm.epsilon, k_norm.offset):
             return super().norm_qk(qkv, heads, q_norm, k_norm)
-        q_weight, k_weight = (device_view(norm.weight, self._memory) for norm in (q_norm, k_norm))
-        qk_rms_norm_kernel(self._rows(qkv), q_weight, k_weight, heads.query, heads.kv, q_norm.epsilon, q_norm.offset, self._stream)
+        q_weight, k_weight = (self._views.of(norm.weight) for norm in (q_norm, k_norm))
+        qk_rms_norm_kernel(self._views.rows_of(qkv), q_weight, k_weight, heads.query, heads.kv, q_norm.epsilon, q_norm.offset, self._stream)
         return qkv
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -157,9 +156,5 @@ class KernelElementwise(Elementwise):
         if activation not in GATE_ACTIVATIONS or slots * width > MAX_ROWS or columns % 4:
             return super().gated(gate_up, activation)
         out = gate_up.new_empty((slots, width, columns // 2))
-        gated_mul_kernel(self._rows(gate_up), self._rows(out), activation, self._stream)
+        gated_mul_kernel(self._views.rows_of(gate_up), self._views.rows_of(out), activation, self._stream)
         return out
-
-    def _rows(self, tensor: torch.Tensor) -> DeviceTensor:
-        """Return a view of the rows of all slots."""
-        return device_view(tensor.flatten(0, 1), self._memory)

@@ -13,7 +13,7 @@ from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel, 
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import MlpConfig
-from trt_kvcache.torch_engine.device_view import device_view
+from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchMatrix, TorchProjection, write_product
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
@@ -31,9 +31,9 @@ class PackedProjections(Projections):
     Other weights are left to ``others``. No work in flight may write weights: the kernels prefetch them.
     """
 
-    def __init__(self, others: Projections, elementwise: Elementwise, workspace: torch.Tensor, memory: Memory, stream: Any) -> None:
+    def __init__(self, others: Projections, elementwise: Elementwise, workspace: torch.Tensor, views: DeviceViews, stream: Any) -> None:
         super().__init__(elementwise)
-        self._others, self._workspace, self._memory, self._stream = others, workspace, memory, stream
+        self._others, self._workspace, self._views, self._stream = others, workspace, views, stream
 
     def project(self, projection: TorchProjection, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Projections.project`."""
@@ -54,7 +54,7 @@ class PackedProjections(Projections):
         bias = self._view(inputs.bias)
         for some, results in _launches(rows, out.flatten(0, -2)):
             packed_linear_gated_mul_kernel(
-                device_view(some, self._memory), weight.tensors, bias, device_view(results, self._memory), config.activation, self._stream
+                self._views.of(some), weight.tensors, bias, self._views.of(results), config.activation, self._stream
             )
         return out
 
@@ -71,9 +71,7 @@ class PackedProjections(Projections):
             self._write_many(rows, weight, bias, out)
             return
         for some, results in _launches(rows, out):
-            packed_linear_kernel(
-                device_view(some, self._memory), weight.tensors, self._view(bias), device_view(results, self._memory), self._stream
-            )
+            packed_linear_kernel(self._views.of(some), weight.tensors, self._view(bias), self._views.of(results), self._stream)
 
     def _write_many(self, rows: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         step = max(self._workspace.numel() // weight.inputs // FRAGMENT_OUTPUTS, 1) * FRAGMENT_OUTPUTS
@@ -81,14 +79,14 @@ class PackedProjections(Projections):
             outputs = slice(first, min(first + step, weight.outputs))
             count = outputs.stop - first
             weights = self._workspace[: count * weight.inputs].view(count, weight.inputs)
-            packed_dequantize_kernel(device_view(weights, self._memory), weight.tensors, first, self._stream)
+            packed_dequantize_kernel(self._views.of(weights), weight.tensors, first, self._stream)
             if bias is None:
                 write_product(rows, weights, out[:, outputs])
             else:
                 torch.addmm(bias[outputs], rows, weights.t(), out=out[:, outputs])
 
     def _view(self, bias: torch.Tensor | None) -> DeviceTensor | None:
-        return None if bias is None else device_view(bias, self._memory)
+        return None if bias is None else self._views.of(bias)
 
 
 def packed_weights_are_supported(dtype: str, memory: Memory) -> bool:

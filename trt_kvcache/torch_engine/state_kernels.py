@@ -15,7 +15,7 @@ from trt_kvcache.kernels.gated_norm_kernels import GatedNormParams, gated_rms_no
 from trt_kvcache.kernels.mamba2_kernels import MAX_STATE_SIZE, SIZE_GRANULE, Mamba2Params, mamba2_scan_kernel
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
-from trt_kvcache.torch_engine.device_view import device_view
+from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, StateSpace
 from trt_kvcache.torch_engine.step import TorchStep
 
@@ -40,8 +40,8 @@ def _is_supported(mixer: RecurrentConfig) -> bool:
 class KernelStates:
     """Implements :class:`~trt_kvcache.torch_engine.operations.StateOperations` by kernels, launched on ``stream``."""
 
-    def __init__(self, step: TorchStep, memory: Memory, stream: Any) -> None:
-        self._states, self._memory = step.tensors.states, memory
+    def __init__(self, step: TorchStep, views: DeviceViews, stream: Any) -> None:
+        self._states, self._device_views = step.tensors.states, views
         self._new_lengths, self._stream = step.tensors.new_lengths, stream
 
     def convolve(
@@ -93,4 +93,4 @@ class KernelStates:
         return out
 
     def _views(self, **tensors: torch.Tensor | None) -> dict[str, Any]:
-        return {name: None if tensor is None else device_view(tensor, self._memory) for name, tensor in tensors.items()}
+        return {name: None if tensor is None else self._device_views.of(tensor) for name, tensor in tensors.items()}

@@ -44,8 +44,11 @@ class StepGraphs:
         """GPU memory of the graphs and their pool, by the driver's count of free memory."""
         return self._pool_nbytes + sum(one.nbytes for one in self._graphs.values())
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Run the work on the current stream, or replay its graph. Waits where it captures."""
+    def run(self, key: Hashable | None, work: Callable[[], None]) -> None:
+        """Run the work on the current stream, or replay its graph; work without a key is always eager. Waits where it captures."""
+        if key is None:
+            self._run_eagerly(work)
+            return
         if self._eager.get(key, False):
             self._capture(key, work)
         known = self._graphs.get(key)
@@ -53,7 +56,7 @@ class StepGraphs:
             self._graphs.move_to_end(key)
             known.graph.replay()
             return
-        work()
+        self._run_eagerly(work)
         self._eager.setdefault(key, True)
         self._eager.move_to_end(key)
         if len(self._eager) > MAX_KEYS:
@@ -70,6 +73,18 @@ class StepGraphs:
         self._graphs.clear()
         self._eager.clear()
         self._pool_nbytes = 0
+
+    def _run_eagerly(self, work: Callable[[], None]) -> None:
+        """Run the work; if memory is short, without the graphs, of which half are kept from then on."""
+        try:
+            work()
+        except torch.OutOfMemoryError:
+            if not self._graphs:
+                raise
+            self.max_nbytes = self.nbytes // 2
+            self.close()
+            torch.cuda.empty_cache()
+            work()  # a step that failed can be repeated: it changes nothing that it reads
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
         """Capture the work, which computes nothing now. If that fails, the key stays eager."""

@@ -32,21 +32,25 @@ class LoadedPlan:
             self._messages.fail(EngineError, f"{tensorrt} cannot start")
         if has_library:  # machine code of the host, which TensorRT runs only if it is told to
             self._runtime.engine_host_code_allowed = True
-        self._engine = self._deserialize(plan, f"{tensorrt} refuses this engine{built_by}")
+        self._engine = self._deserialize(plan, f"{tensorrt} refuses this engine{built_by}", has_library=has_library)
         self.tensors = read_tensors(tensorrt, self._engine)
         self.ranges = read_ranges(self._engine, self.tensors)
 
-    def _deserialize(self, plan: Any, failure: str) -> Any:
+    def _deserialize(self, plan: Any, failure: str, *, has_library: bool) -> Any:
         """Return the ``ICudaEngine`` of a plan."""
         try:
             return self._create(failure, self._runtime.deserialize_cuda_engine, plan)
         except EngineError as error:
-            if PLUGIN_NAME in str(error) and error.__cause__ is None:  # TensorRT does not know the plugin: the plan has no folder
+            if PLUGIN_NAME not in str(error) or error.__cause__ is not None:
+                raise
+            if has_library:
                 raise EngineError(
-                    f"{error} The engine has plugin layers of this package. Open its engine folder, which says so; for a plan alone, call "
-                    f"trt_kvcache.trt.plugin.register(trt_kvcache.trt.module.load({self._tensorrt.flavour!r})) before."
+                    f"{error} The engine carries its plugin library. This process may have the plugin already: open it in another one."
                 ) from None
-            raise
+            raise EngineError(  # TensorRT does not know the plugin: the plan has no folder
+                f"{error} The engine has plugin layers of this package. Open its engine folder, which says so; for a plan alone, call "
+                f"trt_kvcache.trt.plugin.register(trt_kvcache.trt.module.load({self._tensorrt.flavour!r})) before."
+            ) from None
 
     @property
     def context_memory_nbytes(self) -> int:

@@ -93,7 +93,8 @@ def build(network):
     with tensorrt.log.collect(ignore_missing_driver=True) as messages:
         config = make_config(network.definition, network.options, tensorrt, messages)
         plan = serialize(network.definition, config, network.options, tensorrt, messages, lambda done: None)
-        assert messages.warnings == []
+        reads_lengths = network.definition.cache.kv is not None  # models of states alone do not: TensorRT says so
+        assert [text for text in messages.warnings if reads_lengths or DEFAULT_NAMES.kvcache_start_index not in text] == []
     return bytes(plan)
 
 

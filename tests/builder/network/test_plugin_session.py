@@ -27,11 +27,11 @@ from trt_kvcache.errors import BindingError, EngineError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.reference import ReferenceEngine
 from trt_kvcache.sequences.prompt_cache import PromptCache
-from trt_kvcache.trt import tensorrt_engine
+from trt_kvcache.trt import graph_engine, tensorrt_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 from . import conftest
-from .interpreted import AddressedMemory, interpreter_of
+from .interpreted import AddressedMemory, CapturingMemory, interpreter_of, serve
 from .plugin_networks import define_with_plugin_layers
 
 pytestmark = pytest.mark.trt
@@ -119,8 +119,8 @@ def make(rtx, monkeypatch, tmp_path):
     return make_model
 
 
-def open_engine(made, config=None):
-    memory = AddressedMemory()
+def open_engine(made, config=None, *, capturing=False):
+    memory = CapturingMemory(made.fake) if capturing else AddressedMemory()
     config = config or made.config
     return TensorRTEngine(made.fake.loaded, PLAN, memory=memory, names=config.names, config=config, plan_sha256="")
 
@@ -141,14 +141,17 @@ def poison(cache):
 
 
 @contextmanager
-def open_sessions(made, **options):
+def open_sessions(made, *, capturing=False, **options):
     """Yield a session over TensorRT, and one over the reference engine."""
     config = made.config
     reference = ReferenceEngine(
         made.checkpoint, kv=config.cache, dtype=config.dtype, max_prefill_length=config.max_prefill_length,
         max_logits_per_slot=config.max_logits_per_slot, attention="plugin", memory=HostMemory(),
     )  # fmt: skip
-    with session_over(open_engine(made), config, **options) as ours, session_over(reference, config, **options) as other:
+    with (
+        session_over(open_engine(made, capturing=capturing), config, **options) as ours,
+        session_over(reference, config, **options) as other,
+    ):
         yield ours, other
 
 
@@ -191,6 +194,31 @@ def test_drafts(make, model, form):
         for session in both:
             session.accept([4, 1, 2])
         assert_close(*(session.decode([3, 4, 5]) for session in both), tolerance_of(form))
+
+
+@pytest.mark.parametrize("form", ["16 bits", "int8 by token"])
+def test_steps_that_are_replayed_compute_the_same(make, monkeypatch, form):
+    """Bit for bit as eager ones, with prefills, verifications and other batches in between, and after a step that failed."""
+    monkeypatch.setattr(graph_engine, "RUNS_OF_A_PREFILL", 1)
+    found = []
+    for capturing in (False, True):
+        made = make(EQUAL, form, logits=8)
+        with open_sessions(made, capturing=capturing) as (ours, _):
+            tokens = serve(ours, PROMPTS)
+            made.fake.errors["execute_async_v3"] = "LOST"
+            ours.engine.use_profile(0)
+            with pytest.raises(EngineError, match="LOST"):
+                ours.prefill([[1, 2, 3], [4]])
+            made.fake.errors.clear()
+            for _ in range(4):
+                ours.prefill(PROMPTS)
+                tokens += [logits.tobytes() for logits in ours.verify([[3, 4], [7, 2], [8, 9]])]
+                ours.accept([1, 0, 1])
+                tokens.append(ours.decode([3, 4, 5]).tobytes())
+            found.append(tokens)
+            replayed = ours.cache.memory.replayed if capturing else None
+    assert found[0] == found[1]
+    assert min(replayed[profile] for profile in range(3)) > 2
 
 
 @forms

@@ -11,10 +11,11 @@ from tests.helpers.models import HYBRID_TOLERANCES, attentions_of, model_of
 from tests.reference.rig import MODELS, golden
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.cache.edge_llm import make_cache
+from trt_kvcache.trt import graph_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 from .conftest import GOLDEN, MAX_SEQUENCE_LENGTH, SIZES
-from .interpreted import PROMPTS, AddressedMemory, interpreter_of
+from .interpreted import PROMPTS, AddressedMemory, CapturingMemory, interpreter_of, serve
 from .test_network_values import GOLDEN_TOLERANCE, Network, assert_near
 
 pytestmark = pytest.mark.trt
@@ -24,14 +25,14 @@ STATEFUL = [(model, attentions_of(model, MAX_SEQUENCE_LENGTH)[0]) for model in M
 
 
 @contextmanager
-def open_sessions(define, tmp_path, monkeypatch, model, attention, dtype):
+def open_sessions(define, tmp_path, monkeypatch, model, attention, dtype, *, capturing=False):
     """Yield a session over the network of a golden model, one over its reference engine, and the stand-in of TensorRT."""
     defined = define(model, dtype=dtype, attention=attention)
     config = make_engine_folder(GOLDEN / model, tmp_path / "engine", attention_variant=attention, dtype=dtype).config
     fake = FakeTensorRT(config.tensors, config.profiles, plan=PLAN)
     install(fake, monkeypatch, tmp_path / "caches")
     fake.run = interpreter_of(defined.tensorrt, defined.definition, defined.constants)
-    memory = AddressedMemory()
+    memory = CapturingMemory(fake) if capturing else AddressedMemory()
     engine = TensorRTEngine(fake.loaded, PLAN, memory=memory, names=config.names, config=config, plan_sha256="")
     with (
         InferenceSession(engine, make_cache(config.cache, memory=memory), names=config.names) as ours,
@@ -83,6 +84,17 @@ def test_a_decode_step_binds_nothing(define, tmp_path, monkeypatch, model):
     for name, address in states[0].items():
         other = name.removeprefix("present_") if name.startswith("present_") else f"present_{name}"
         assert states[1][other] == address != states[1][name]
+
+
+@pytest.mark.parametrize("model", ["granitemoehybrid-bias", "qwen3_next"])
+def test_steps_that_are_replayed_compute_the_same(define, tmp_path, monkeypatch, model):
+    """Each graph has a context for either order of the two buffers of states; prefills and other batches run in between."""
+    monkeypatch.setattr(graph_engine, "RUNS_OF_A_PREFILL", 1)
+    attention = attentions_of(model, MAX_SEQUENCE_LENGTH)[0]
+    with open_sessions(define, tmp_path, monkeypatch, model, attention, "float32", capturing=True) as (ours, reference, _):
+        assert serve(ours) == serve(reference)
+        replayed = ours.cache.memory.replayed
+        assert replayed[0] > 2 < replayed[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -1,5 +1,4 @@
-// The calls of TensorRT's runtime that examples/cpp makes: names and types only. A program that is compiled with these
-// does not run.
+// The calls of TensorRT's runtime that examples/cpp makes: names and types only. runtime_stand_in.cpp defines them.
 #pragma once
 
 namespace nvinfer1 {
@@ -29,6 +28,7 @@ class IRuntime {
 public:
     virtual ~IRuntime() noexcept = default;
     IPluginRegistry& getPluginRegistry() noexcept;
+    void setEngineHostCodeAllowed(bool allowed) noexcept;
     ICudaEngine* deserializeCudaEngine(void const* plan, size_t size) noexcept;
 };
 

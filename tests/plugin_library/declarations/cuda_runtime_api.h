@@ -1,5 +1,5 @@
 // TensorRT's headers include this one of CUDA, for the type of a stream. The calls are those of examples/cpp, which
-// does not run here.
+// runtime_stand_in.cpp defines.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-"""``StepDraft``: the slots and requests after a step. It has no effect before it is applied."""
+"""``StepOutcome``: the slots and requests after a step. It has no effect before it is applied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trt_kvcache.session.request_handle import RequestState
 from trt_kvcache.session.slots import Slot
 
 
-class StepDraft:
+class StepOutcome:
     """Slots, their requests with the progress of each, and the tokens that were chosen."""
 
     def __init__(self, running: Sequence[QueuedRequest], slots: Sequence[Slot]) -> None:

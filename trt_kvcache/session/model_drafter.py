@@ -1,0 +1,100 @@
+"""``ModelDrafter``: drafts of a small model with the tokenizer of the large one, from a cache and an engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from trt_kvcache.errors import ConfigError, EngineError
+from trt_kvcache.generation.drafter import DraftedSequence
+from trt_kvcache.generation.request import Request
+from trt_kvcache.generation.token_ids import common_prefix
+from trt_kvcache.sequences.prompt_cache import PromptCache
+from trt_kvcache.session.batch import Batch, Logits
+from trt_kvcache.session.runner import Runner
+
+if TYPE_CHECKING:
+    from trt_kvcache.session.open_model import SessionParts
+
+
+class ModelDrafter:
+    """Generates drafts with a small model. It owns the parts of a session, with a slot for each slot of the large model.
+
+    Its choices use the random numbers of each request, so that both models often choose the same token.
+    """
+
+    def __init__(self, parts: SessionParts, *, vocab_size: int) -> None:
+        if parts.cache.states is not None:
+            raise ConfigError(
+                "draft: expected a model without recurrent states, which cannot go back to the accepted tokens, got one with."
+            )
+        self._parts = parts
+        self._vocab_size = vocab_size
+        self._runner = Runner(parts.engine, parts.cache, names=parts.names)
+        self._batch = Batch(self._runner, PromptCache(parts.cache))
+        self._batch.activate_all()
+        # Slot of each request, and the number of its tokens that the slot was given: further tokens in it are a draft.
+        self._places: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
+
+    def propose(self, sequences: Sequence[DraftedSequence]) -> list[list[int]]:
+        """Generate the tokens after each sequence: first the tokens that are new to its slot, then one token of all at a time."""
+        limit = self._batch.max_sequence_length
+        limits = [min(one.limit, limit - one.num_tokens) for one in sequences]
+        drafted = [index for index, count in enumerate(limits) if count > 0]
+        slots = dict(zip(drafted, self._slots_of([sequences[index].request for index in drafted]), strict=True))
+        drafts: list[list[int]] = [[] for _ in sequences]
+        if not drafted:
+            return drafts
+        logits = self._append({slot: self._new_tokens(sequences[index], slot) for index, slot in slots.items()})
+        while slots:
+            rows = {}
+            for index, slot in slots.items():
+                token = self._choose(sequences[index].request, logits[slot], len(drafts[index]))
+                if token is not None:
+                    drafts[index].append(token)
+                    if len(drafts[index]) < limits[index]:
+                        rows[slot] = [token]
+            slots = {index: slot for index, slot in slots.items() if slot in rows}
+            if slots:
+                logits = self._append(rows)
+        return drafts
+
+    def _slots_of(self, requests: Sequence[Request]) -> list[int]:
+        """Return the slots of requests. New ones get slots that no other request has, else those of requests that have no draft now."""
+        known = {request: self._places[request][0] for request in requests if request in self._places}
+        taken = {slot for slot, _ in self._places.values()}
+        slots = range(self._parts.cache.max_batch_size)
+        free = iter(sorted((slot for slot in slots if slot not in known.values()), key=taken.__contains__))
+        return [known[request] if request in known else next(free) for request in requests]
+
+    def _new_tokens(self, sequence: DraftedSequence, slot: int) -> list[int]:
+        """Shorten a slot to the tokens that it has of a sequence, and return those after them: at least the last one."""
+        _, given = self._places.get(sequence.request, (slot, 0))
+        held = self._batch[slot]
+        count = min(given, sequence.num_tokens, held.length)
+        tokens = sequence.tokens_from(count)
+        count += common_prefix(tokens, held.row[count : held.length])
+        count = min(count, sequence.num_tokens - 1)
+        for request in [other for other, (its, _) in self._places.items() if its == slot]:
+            del self._places[request]
+        if count < held.length:
+            self._batch.rewind(slot, count)
+        self._places[sequence.request] = slot, sequence.num_tokens
+        return sequence.tokens_from(count)
+
+    def _append(self, rows: dict[int, list[int]]) -> Logits:
+        """Run tokens of some slots, and return the logits of all: float32 ``[B, vocab]``."""
+        return self._batch.append([rows.get(slot, []) for slot in range(len(self._batch))])
+
+    def _choose(self, request: Request, logits: Logits, count: int) -> int | None:
+        """Choose the token after a draft of so many; None after logits that are not finite, which end the draft and no sequence."""
+        try:
+            return request.guess(logits[: self._vocab_size], count)
+        except EngineError:
+            return None
+
+    def close(self) -> None:
+        """Close engine and cache of the small model. Idempotent."""
+        self._runner.close()
+        self._parts.close()

@@ -1,0 +1,51 @@
+"""``DeviceViews``: tensors of torch as the kernels of this package take them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from trt_kvcache.kernels import split_qkv
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.torch_engine.device_view import device_view
+
+#: Views that are kept. A step has some for each weight, and some that all layers share.
+MAX_VIEWS = 8192
+
+
+class DeviceViews:
+    """Views by address, shape and strides, each made once: the tensors of a layer are mostly at the addresses of the layer before it."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._views: dict[Hashable, DeviceTensor] = {}
+        self._splits: dict[tuple[DeviceTensor, int], tuple[DeviceTensor, DeviceTensor, DeviceTensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> DeviceTensor:
+        """Return a view of a tensor, which must live until the launch that uses it: torch reuses memory stream-ordered."""
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        view = self._views.get(key)
+        return self._keep(key, tensor) if view is None else view
+
+    def rows_of(self, tensor: torch.Tensor) -> DeviceTensor:
+        """Return a view ``[A * s, ...]`` of a tensor ``[A, s, ...]``: the rows of all slots."""
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, "rows")
+        view = self._views.get(key)
+        return self._keep(key, tensor.view(-1, *tensor.shape[2:])) if view is None else view
+
+    def split_qkv(self, qkv: torch.Tensor, heads: int, kv_heads: int) -> tuple[DeviceTensor, DeviceTensor, DeviceTensor]:
+        """Return views of q, k and v in one tensor ``[A, s, Hq + 2 * H, D]``."""
+        whole = self.of(qkv)
+        split = self._splits.get((whole, kv_heads))
+        if split is None:
+            split = self._splits[whole, kv_heads] = split_qkv(whole, heads, kv_heads)
+        return split
+
+    def _keep(self, key: Hashable, tensor: torch.Tensor) -> DeviceTensor:
+        if len(self._views) >= MAX_VIEWS:
+            self._views.clear()
+            self._splits.clear()
+        view = self._views[key] = device_view(tensor, self._memory)
+        return view
