@@ -442,6 +442,30 @@ def _linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             )
 
 
+def _packed_linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    limit = f"at least {content['limits']['of_copy']}"
+    for row in of_table(content["layers"]):
+        what = f"{row['model']}, {row['scheme']} weights, batch {row['rows']}: products of a layer back to back"
+        yield f"{what}: share of the copy bandwidth", f"{row['of_copy']:.2f}", ""
+        yield "the same: time, and that of 16 bits", f"{row['us']['packed']:.0f}, {row['us']['16 bits']:.0f} us", ""
+    large = [row for row in of_table(content["products"]) if row["rows"] == 1 and row["product"] in ("gate_up", "head")]
+    for scheme in dict.fromkeys(row["scheme"] for row in large):
+        shares = [row["of_copy"] for row in large if row["scheme"] == scheme]
+        yield (
+            f"the largest matrices alone, {scheme}, one row: share of the copy bandwidth",
+            f"{min(shares):.2f} to {max(shares):.2f}",
+            limit,
+        )
+    for row in of_table(content["many"]):
+        what = f"{row['scheme']} {row['product']}, {row['rows']} rows, dequantized in parts: time / time of 16 bits"
+        yield what, f"{row['us']['packed'] / row['us']['16 bits']:.2f}", ""
+
+
+def _end_to_end_packed(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for what, value, limit in end_to_end_report.rows(content):
+        yield f"{content['weights']} weights; {what}", value, limit
+
+
 def _steps(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     limits = content["limits"]
     yield "steps of every width: logits of small models, difference from the NumPy engine", f"{max(content['compared'].values()):.1e}", ""
@@ -518,12 +542,15 @@ _FILES = {
     "attention_quantized_decode": _attention_quantized_decode,
     "attention_quantized_prefill": _attention_quantized_prefill,
     "linear": _linear,
+    "packed_linear": _packed_linear,
     "steps": _steps,
     "states": _state_steps,
     "states_prefill": _state_prefill,
     "compare_kernels": _compare_kernels,
     "gpu": _gpu,
     "end_to_end": end_to_end_report.rows,
+    "end_to_end_q4_0": _end_to_end_packed,
+    "end_to_end_int8": _end_to_end_packed,
 }
 
 
