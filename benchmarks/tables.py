@@ -494,6 +494,21 @@ def _at_most(limit: float | None, unit: str = "") -> str:
     return "" if limit is None else f"{limit:g}{unit}"
 
 
+def _packed_linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in of_table(content["layers"]):
+        what = f"products of a layer of {row['model']}, packed weights ({row['scheme']}), {row['rows']} row(s): share of the copy bandwidth"
+        yield what, f"{row['of_copy']:.2f}; {row['speedup']:.2f} times as fast as in 16 bits", ""
+    for row in of_table(content["many"]):
+        ratio = row["us"]["packed"] / row["us"]["16 bits"]
+        yield f"{row['product']}, packed weights ({row['scheme']}), {row['rows']} rows: time / time in 16 bits", f"{ratio:.2f}", "1.5"
+
+
+def _packed_end_to_end(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for cell in content["cells"].values():
+        what = f"{cell['model']}, weights in {content['weights']}, batch {cell['batch']}, {cell['past']} tokens past: a decode step"
+        yield what, f"{cell['step_ms']['median']:.2f} ms ({cell['of_limit']:.2f} of the limit)", ""
+
+
 _FILES = {
     "host_step": _host_step,
     "sampling": _sampling,
@@ -518,6 +533,9 @@ _FILES = {
     "attention_quantized_decode": _attention_quantized_decode,
     "attention_quantized_prefill": _attention_quantized_prefill,
     "linear": _linear,
+    "packed_linear": _packed_linear,
+    "end_to_end_q4_0": _packed_end_to_end,
+    "end_to_end_int8": _packed_end_to_end,
     "steps": _steps,
     "states": _state_steps,
     "states_prefill": _state_prefill,
