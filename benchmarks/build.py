@@ -47,7 +47,7 @@ def bare(model, dtype, quantize):
     tensorrt = load(FLAVOUR)
     with Checkpoint.open(model, quantize=quantize) as checkpoint, tensorrt.log.collect(ignore_missing_driver=True) as messages:
         options = with_capable_gpus(
-            ResolvedOptions.of_model(BuildOptions(**SIZES, dtype=dtype), checkpoint.config), checkpoint.code_kinds, tensorrt
+            ResolvedOptions.of_model(BuildOptions(**SIZES, dtype=dtype), checkpoint.config), checkpoint.value_kinds, tensorrt
         )
         definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config), tensorrt, messages)
         defined = time.perf_counter()

@@ -35,7 +35,7 @@ def table() -> str:
         text = session.tokenizer.encode(PROMPT)
         text += [event.token for event in session.generate([text], max_new_tokens=LENGTH - len(text), temperature=0.0, ignore_eos=True)]
     exact, largest = logits(text, None, "float32")
-    lines = ["| K and V | scales | bits an element | largest error | mean error | same likeliest token |", "|---|---|---|---|---|---|"]
+    lines = ["| K and V | scales | bits per element | largest error | mean error | same most likely token |", "|---|---|---|---|---|---|"]
     for dtype in ("float16", "bfloat16"):
         lines.append(line(dtype, "none", 16, logits(text, None, dtype, stored_only=True)[0], exact))
     for dtype in LARGEST:

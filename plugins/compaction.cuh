@@ -70,7 +70,7 @@ __device__ __forceinline__ MappedMoves read_mapping(const int* mapping, const in
     return moves;
 }
 
-// Vectors of a slot that a move copies: so many for each token (K/V), or a fixed number whatever the tokens (states).
+// Vectors of a slot that a move copies: a number per token (K/V), or a fixed number (states).
 struct Extent {
     long long per_token, fixed;
 

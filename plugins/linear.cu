@@ -1,10 +1,10 @@
 // Products of a few rows with a matrix of weights: out = x W^T + bias. Launched by
 // trt_kvcache/kernels/linear_kernels.py.
 //
-// The time is that of reading W, once. So a thread loads W from global memory straight into registers, 16 bytes each
-// time, with as many loads in flight as registers have room for, over the end of a tile and into the next one. Until
-// the launch before has ended, which makes x, a block has begun to load: W is constant. linear/product.cuh describes
-// the distribution of W over blocks, warps and lanes.
+// The kernel is bound by reading W once. So a thread loads W from global memory straight into registers, 16 bytes at a
+// time, with as many loads in flight as registers have room for, across the end of a tile into the next one. W is
+// constant, so a block starts these loads before the previous launch, which computes x, has ended.
+// linear/product.cuh describes the distribution of W over blocks, warps and lanes.
 
 #include "attention/cp_async.cuh"
 #include "linear/product.cuh"
@@ -76,7 +76,7 @@ public:
         begin_tile();
     }
 
-    // Brings what comes behind the first group of this tile into the L2: a line of a row for each lane.
+    // Prefetches the data after the first group of this tile into the L2: a line of a row for each lane.
     __device__ __forceinline__ void prefetch() const {
         constexpr int kRows = kTiles * kTileOutputs, kSteps = 32 / kRows;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

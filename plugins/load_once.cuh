@@ -5,8 +5,8 @@
 
 #ifndef EMULATED_PTX
 
-// Loads 16 bytes that nobody writes while the kernel runs; zeros where not `valid`, and `from` is not read. It stays
-// where it is among other such loads and waits.
+// Loads 16 bytes that are constant while the kernel runs. If not `valid`, returns zeros and does not read `from`. The
+// compiler does not move it across other such loads and waits (asm volatile).
 __device__ __forceinline__ uint4 load_once(const void* from, bool valid, L2Policy policy) {
     uint4 words;
     asm volatile(

@@ -17,7 +17,7 @@ __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Adds to a word unless the value is 0; what it was, or 0.
+// Adds a value to a word, and returns the previous word. Does nothing for a value of 0, and returns 0.
 __device__ __forceinline__ unsigned fetch_add_shared(SharedAddress address, unsigned value) {
     unsigned before;
     asm volatile(
@@ -27,7 +27,7 @@ __device__ __forceinline__ unsigned fetch_add_shared(SharedAddress address, unsi
         : "memory");
     return before;
 }
-// Adds 1: of many lanes that meet in a word, in one go.
+// Adds 1. The additions of lanes to one word are combined.
 __device__ __forceinline__ void count_shared(SharedAddress address) {
     asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory");
 }

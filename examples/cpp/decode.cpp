@@ -2,8 +2,8 @@
 //
 //     decode ENGINE_FOLDER COUNT TOKEN_ID... [--plugins=libtrt_kvcache_plugins.so]
 //
-// It has run over a stand-in for TensorRT and CUDA only: no TensorRT that ran its engine was at hand. For engines in one
-// piece whose 8-bit K and V, if any, have scales by token. A tokenizer is another program's task.
+// It has run only with a stand-in for TensorRT and CUDA, not with TensorRT itself. The engine must be one plan, and K and V
+// in 8 bits must have per-token scales. This program has no tokenizer.
 #include <NvInfer.h>
 #include <cuda_runtime_api.h>
 
@@ -117,7 +117,7 @@ public:
                               cudaMemcpyDeviceToHost, stream_),
               "cudaMemcpyAsync");
         check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-        // The engine has appended K and V, and written the next states; which of them count is the caller's to keep.
+        // The engine has appended K and V, and written the next states. The caller keeps the length and the current states.
         length_ += width;
         parity_ = 1 - parity_;
         return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());

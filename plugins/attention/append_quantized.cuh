@@ -8,8 +8,8 @@
 constexpr int kWordsOfLane = (kRowWords + 31) / 32;
 using LaneWords = unsigned[kWordsOfLane];
 
-// Quantizes a row to `to`, with this scale; or, if the token has its own, with the one that the row gives, which is
-// written there.
+// Quantizes a row and writes it to `to`. With per-token scales (is_own) the scale is computed from the row and written
+// to `scale`; otherwise it is read from there.
 template <class Quantized>
 __device__ __forceinline__ void quantize_row(Quantized, const LaneWords& row, unsigned char* to, float* scale,
                                              bool is_own) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void append_quantized(Quantized, const unsigned char*
     LaneWords k, v;
 #pragma unroll
     for (int i = 0; i < kWordsOfLane; i++) {
-        // words behind the row are its last one, which changes nothing
+        // a lane past the end of the row reads its last word again, which does not change the largest magnitude
         const int word = min(lane + 32 * i, kRowWords - 1);
         k[i] = apply_rope(reinterpret_cast<const unsigned*>(key), word, angles);
         v[i] = reinterpret_cast<const unsigned*>(value)[word];

@@ -67,14 +67,14 @@ __device__ __forceinline__ void prepare_head(const DecodeParams& params, const D
     __syncthreads();
 }
 
-// Halves of a fragment that is handed on. With several new tokens rows are many: partial results are packed.
+// Halves of 16 columns in a published fragment. Several new tokens make many rows, whose partial results are packed.
 constexpr int kHalves = kMaxNewTokens == 1 ? 1 : 2;
 constexpr int kRowFragments = kFragmentsPerRow<kHalves>;
 
-// Merges what the warps have of the `rows` rows of a head. Each writes its output to kFreeTiles ring tiles, from
-// `free_tile` on, as fragments of 16 columns, then every warp merges some fragments and calls emit(fragment, vector,
-// PartialState, is_live), where `is_live` is false for lanes that have no row, if fragments are packed; else these do
-// not call it. For all threads of the block.
+// Merges the partial results of all warps for the `rows` rows of a head. Each warp writes its output to kFreeTiles ring
+// tiles, from `free_tile` on, as fragments of 16 columns. Then every warp merges some fragments and calls
+// emit(fragment, vector, PartialState, is_live). Lanes without a row call it with `is_live` false if fragments are
+// packed, else not at all. For all threads of the block.
 template <int kFreeTiles, int kRows, class Emit>
 __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile,
                                              const typename DecodeLayout<kRows>::State& state, int rows, float factor,
@@ -173,7 +173,7 @@ __device__ __forceinline__ void store_zeros(const DecodeParams& params, const Ti
     }
 }
 
-// The reduction over the blocks of the head that this block begins with, if it merges anything of it.
+// The reduction over the blocks of this block's first head. Used if this block merges fragments of that head.
 template <int kRows>
 __device__ __forceinline__ SplitKVReduce<kHalves> first_head_reduce(const DecodeParams& params,
                                                                     const DecodeSharedMemory<kRows>& smem,

@@ -19,14 +19,14 @@
      static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials, own_partials SCALE_ARGUMENTS}
 // clang-format on
 
-// Up to so many rows of a K/V head: new tokens times query heads.
+// The number in a name is the maximum number of rows of a K/V head: new tokens times query heads.
 extern "C" __global__ void __launch_bounds__(kBlockThreads, BLOCKS_PER_SM) attention_decode_few_8(PARAMETERS) {
     decode<8>(ARGUMENTS);
 }
 extern "C" __global__ void __launch_bounds__(kBlockThreads, BLOCKS_PER_SM) attention_decode_few_16(PARAMETERS) {
     decode<16>(ARGUMENTS);
 }
-// Never launched where so many rows do not fit.
+// Launched only if MAX_ROWS is at least 32.
 extern "C" __global__ void __launch_bounds__(kBlockThreads, BLOCKS_PER_SM) attention_decode_few_32(PARAMETERS) {
     if constexpr (MAX_ROWS >= 32) decode<32>(ARGUMENTS);
 }

@@ -69,9 +69,9 @@ struct KeyState {
         }
     }
 
-    // Turns scores into probabilities, and adds them to the sums. The maximum of a row follows only when a score is
-    // kRescaleThreshold above it: mostly no lane asks the others for anything. No row depends on another one, for some
-    // are none: what lies in shared memory where there is no query head.
+    // Turns scores into probabilities, and adds them to the sums. The maximum of a row is updated only when a score
+    // exceeds it by kRescaleThreshold, so most steps need no shuffle. Rows must not depend on each other: without a
+    // query head, a row has the undefined contents of shared memory.
     template <int kFragments>
     __device__ __forceinline__ void update(float (&scores)[kFragments][4], float factor) {
         float highest[2];
@@ -260,8 +260,8 @@ __device__ __forceinline__ void update_softmax(KeyState& state, KeyScores& score
     state.update(scores, score.factor);
 }
 
-// Probabilities, which are in the sums of the softmax already, times the scales of their values. scale_of(key): of one
-// of the fragments' keys.
+// Multiplies probabilities by the scales of their values; the sums of the softmax already include them, unscaled.
+// scale_of(key) returns the scale of the value of a key.
 template <int kFragments, class ScaleOf>
 __device__ __forceinline__ void scale_fragments(HeadScales& scales, const DecodeParams& params, KeyState& state,
                                                 float (&probabilities)[kFragments][4], ScaleOf scale_of) {

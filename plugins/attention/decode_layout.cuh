@@ -7,11 +7,12 @@
 #include "attention/softmax_state.cuh"
 #include "attention/stored_kv.cuh"
 
-// Of a layout: what a warp has of q and of a head, the scores of a tile, and where fragments lie in shared memory.
+// Types of a layout: the fragments of q and the state of a head in a warp, the scores of a tile, and the layout of
+// output fragments in shared memory.
 template <int kRows, bool kByKeys = kRows == 8>
 struct DecodeLayout;
 
-// New maximum of a row beside a higher score: it follows only if the score is kRescaleThreshold above.
+// Maximum of a row after the score `higher`: unchanged unless the score exceeds it by kRescaleThreshold.
 __device__ __forceinline__ float followed(float maximum, float higher, float factor) {
     return (higher - maximum) * factor > kRescaleThreshold ? higher : maximum;
 }

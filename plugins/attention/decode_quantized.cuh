@@ -13,7 +13,7 @@
 // Scales of the head that a warp works on.
 struct HeadScales {
     float key = 1;    // of K, if it is the same for all tokens
-    float value = 0;  // what the output of this warp is relative to: the scale of V, or a power of 2
+    float value = 0;  // unit of this warp's output: the scale of V, or a power of 2
 
     // Before the first key of a head. new_scales: those of K, then of V, of the new tokens.
     __device__ __forceinline__ void start(const DecodeParams& params, const float* new_scales) {
@@ -21,15 +21,15 @@ struct HeadScales {
         value = params.scales_per_token() ? 0 : new_scales[kMaxNewTokens];
     }
 
-    // For an output that begins with one value of this scale: what its quantized values are multiplied with.
+    // Factor of the quantized values of a first value with this scale, for an output in the unit `value`.
     __device__ __forceinline__ float relative_to_new_value(const DecodeParams& params, float scale) {
         if (!params.scales_per_token()) return 1;
         value = power_below(scale);
         return scale * inverse_of(value);
     }
 
-    // Scores of kFragments times 8 keys, which are products still, times the scales of the keys. token_scales(key): of
-    // that one and the next.
+    // Multiplies the products of q with kFragments * 8 quantized keys by the scales of the keys. token_scales(key)
+    // returns the scales of that key and the next.
     template <int kRows, int kFragments, class TokenScales>
     __device__ __forceinline__ void scale_scores(const DecodeParams& params,
                                                  float (&scores)[kRowTiles<kRows>][kFragments][4],
@@ -46,8 +46,8 @@ struct HeadScales {
         }
     }
 
-    // Probabilities of kFragments times 8 tokens, which are in the sums of the softmax already, times the scales of
-    // their values.
+    // Multiplies the probabilities of kFragments * 8 tokens by the scales of their values; the sums of the softmax
+    // already include them, unscaled.
     template <int kRows, int kFragments, class TokenScales>
     __device__ __forceinline__ void scale_probabilities(const DecodeParams& params, RowStates<kRows>& state,
                                                         float (&probabilities)[kRowTiles<kRows>][kFragments][4],
@@ -84,7 +84,7 @@ struct HeadScales {
         }
     }
 
-    // Makes `value` another power of 2, and returns what an output that is relative to it has to be multiplied with.
+    // Changes the unit to another power of 2, and returns the factor that converts an output to it.
     __device__ __forceinline__ float raise(float power) {
         const float less = value * inverse_of(power);
         value = power;
@@ -213,8 +213,8 @@ __device__ __forceinline__ void multiply_new_quantized_values(RowStates<kRows>& 
 }
 
 // Quantizes a row of K or (kv: 1) V of a new token: word_of(x) gives two elements. The quantized values are written to
-// `quantized`, and to the cache at `position`; the scale is that in `scale`, or that of the row, which is written there
-// and to the cache. For a whole warp.
+// `quantized`, and to the cache at `position`. With per-token scales, the scale is computed from the row and written to
+// `scale` and to the cache; otherwise it is read from `scale`. For a whole warp.
 template <class WordOf, class Quantized = Stored>
 __device__ __forceinline__ void quantize_row(const DecodeParams& params, const TileCoord& at, int kv, int position,
                                              unsigned char* quantized, float* scale, WordOf word_of) {

@@ -106,9 +106,9 @@ __device__ __forceinline__ void compute_scores(TileScores<kRows>& scores, const 
     }
 }
 
-// Turns scores into probabilities, and adds them to the sums. The maximum of a row follows only when a score is
-// kRescaleThreshold above it: mostly no lane asks the others for anything. No row depends on another one, for some are
-// none: what lies in shared memory where there is no query head.
+// Turns scores into probabilities, and adds them to the sums. The maximum of a row is updated only when a score exceeds
+// it by kRescaleThreshold, so most steps need no shuffle. Rows must not depend on each other: without a query head, a
+// row has the undefined contents of shared memory.
 template <int kRows, int kFragments>
 __device__ __forceinline__ void update(RowStates<kRows>& state, float (&scores)[kRowTiles<kRows>][kFragments][4],
                                        float factor) {

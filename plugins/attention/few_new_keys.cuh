@@ -18,9 +18,9 @@ __device__ __forceinline__ SharedAddress few_address(SharedAddress tile, int row
                          : swizzled_offset(row, min(2 * first + lane / 8, kRowChunks - 1)));
 }
 
-// Products of q and the new tokens, which are the first 8 keys of an A fragment; those that are fewer have the last one
-// in their place. `row`: where the row begins that this lane passes to ldmatrix. `odd`: sums of every other chunk, to
-// be added to the scores.
+// Products of q and the new tokens, which are the first 8 keys of an A fragment. If there are fewer than 8, the last one
+// is repeated. `row`: start of the row that this lane passes to ldmatrix. `odd`: sums of every other chunk, to be added
+// to the scores.
 template <class Quantized = Stored>
 __device__ __forceinline__ void multiply_few_keys(float (&scores)[4], float (&odd)[4], const KeyQueries& queries,
                                                   SharedAddress keys, int row) {

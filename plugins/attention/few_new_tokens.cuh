@@ -13,9 +13,9 @@
 #include "attention/rope.cuh"
 #include "attention/schedule.cuh"
 
-// Appends the new tokens, after RoPE, if this block has the head's last tile, and puts their quantized values where
-// their rows begin. Where q stays in shared memory, sorts the columns of each 16 of them, so that QueryFragments finds
-// them where it wants them. Ends with a barrier.
+// If this block has the head's last tile, appends the new tokens after RoPE, and stores their quantized values at the
+// start of their rows. If q stays in shared memory, permutes its columns in groups of 16, in the order that
+// QueryFragments loads. Ends with a barrier.
 template <int kRows>
 __device__ __forceinline__ void quantize_few(const DecodeParams& params, const TileCoord& at, unsigned char* head,
                                              float* new_scales, bool has_last_tile) {
@@ -44,8 +44,8 @@ __device__ __forceinline__ void quantize_few(const DecodeParams& params, const T
     __syncthreads();
 }
 
-// Applies RoPE to q in the head's buffer, and if this block has the head's last tile to the new keys too, which it then
-// appends with their values. There is a barrier behind RoPE.
+// Applies RoPE to q in the head's buffer. If this block has the head's last tile, also applies RoPE to the new keys, and
+// appends them with their values. There is a barrier after RoPE.
 template <int kRows>
 __device__ __forceinline__ void prepare_few(const DecodeParams& params, const TileCoord& at, unsigned char* head,
                                             float* new_scales, bool has_last_tile) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void prepare_few(const DecodeParams& params, const Ti
 }
 
 // Starts the softmax of a warp with the new tokens: a causal mask, within the window. They are the 8 keys of one B
-// fragment; those that are fewer have the last one in their place, whose value is live, and are masked.
+// fragment. If there are fewer than 8, the last one, whose value is live, is repeated, and the copies are masked.
 template <int kRows>
 __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const QueryFragments<kRows>& queries,
                                                const DecodeParams& params, const TileCoord& at, unsigned char* head,
@@ -100,7 +100,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
                         values = shared_address(head + SharedMemory::kValuesOffset);
     // two sums that do not wait for each other
     float scores[kRowTiles<kRows>][1][4] = {}, odd[kRowTiles<kRows>][4] = {};
-    // Of two neighbouring new tokens; beside those that are fewer, of the last one.
+    // Scales of two adjacent new tokens; past the last one, its scale again.
     const auto scales_of = [&](int kv, int token) {
         const float* const scales = new_scales + kv * kMaxNewTokens;
         return float2{scales[min(token, at.count - 1)], scales[min(token + 1, at.count - 1)]};

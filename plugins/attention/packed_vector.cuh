@@ -1,6 +1,6 @@
-// Eight values of a row in 16 bytes, for partial results that blocks hand to each other: multiples of a unit, from
-// -32767 to 32767, each plus 32768 and so never 0. The unit is that of the largest value among those that share it, so
-// what is lost is 2^-16 of that one.
+// Eight values of a row in 16 bytes, for partial results that blocks pass to each other: multiples of a unit, from
+// -32767 to 32767, each plus 32768 and so never 0. Values share a unit, 1 / 32767 of the largest of them, so the
+// rounding error is at most 2^-16 of that largest value.
 #pragma once
 
 #include "attention/math.cuh"
@@ -30,7 +30,7 @@ __device__ __forceinline__ float quad_max_or_nan(float value) {
     value = max_or_nan(value, __shfl_xor_sync(~0u, value, 1));
     return max_or_nan(value, __shfl_xor_sync(~0u, value, 2));
 }
-// With NaN or infinity among the values the unit is no number either, and so is nothing that is unpacked with it.
+// If a value is NaN or infinite, the unit is too, and all values that are unpacked with it are NaN.
 __device__ __forceinline__ float packed_unit(float largest) {
     return max_or_nan(largest, kSmallestPacked) * (1 / kPackedSteps);
 }
@@ -44,8 +44,7 @@ __device__ __forceinline__ float4 pack_vector(float4 low, float4 high, float uni
     };
     return {word(low.x, low.y), word(low.z, low.w), word(high.x, high.y), word(high.z, high.w)};
 }
-// Adds factor times the values of two words, where factor is the unit, times whatever the values shall be multiplied
-// with.
+// Adds the values of two words times `factor`, which is the unit times the wanted factor of the values.
 __device__ __forceinline__ void add_packed(float4& to, float first, float second, float factor) {
     const unsigned a = __float_as_uint(first), b = __float_as_uint(second);
     to.x += factor * (__uint_as_float(kPackedExponent | (a & 0xFFFF)) - kPackedZero);

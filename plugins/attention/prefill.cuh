@@ -46,8 +46,8 @@ struct Prefill {
     // keys of each tile.
     static constexpr int kRings = kWarpgroups && !kQuantized ? kKeyWarps : 1, kRingKeys = kTileKeys / kRings;
     static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kRingKeys * kRowBytes;
-    // True if a warpgroup begins with the scores of the next tile before the softmax of this one: where conversion
-    // makes steps long, and there are registers for two tiles of scores.
+    // True if a warpgroup starts the scores of the next tile before the softmax of this one. It pays off if conversion
+    // makes steps long, and registers suffice for two tiles of scores.
     static constexpr bool kScoresAhead = kQuantized && kWarpgroups && kHeadDim <= 128;
     using Tiles = PrefillTiles<kAppends, kWarpgroups, kThreads, kBlockRows, kRingKeys, kRings>;
     using Rows = typename Tiles::Rows;
@@ -227,8 +227,8 @@ struct Prefill {
         __device__ __forceinline__ bool sees(const Keys& keys) const {
             return keys.first <= group_last && keys.first < keys.end && keys.first + kWarpKeys > group_first - span + 1;
         }
-        // Makes probabilities of scores, in place. scales: of the keys. kScoresAhead: returns true if the output has
-        // yet to be multiplied with row_scales.
+        // Turns scores into probabilities, in place. scales: of the keys. With kScoresAhead, returns true if the caller
+        // must multiply the output by row_scales.
         __device__ __forceinline__ bool to_probabilities(Scores& scores, const Keys& keys, const float* scales,
                                                          typename Output::RowScales& row_scales) const {
             if (has_token_scales) scores.apply_key_scales(scales);

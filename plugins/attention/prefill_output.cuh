@@ -20,9 +20,9 @@ struct PrefillOutput {
         for (int m = 0; m < kRowTiles; m++) rows[m].reset();
     }
 
-    // Turns scores into probabilities relative to the maxima of their rows, and adds these to the sums. Maxima follow
-    // only when a row of the warp is kRescaleThreshold above its own. Then true is returned; and if kScalesLater, the
-    // output, which is in the making, has yet to be multiplied with `output_scales` of its rows.
+    // Turns scores into probabilities relative to the maxima of their rows, and adds these to the sums. Maxima are
+    // updated, and true is returned, only if a score in the warp exceeds the maximum of its row by kRescaleThreshold.
+    // With kScalesLater, the output is still being computed then, and the caller must multiply it by `output_scales`.
     template <bool kScalesLater>
     __device__ __forceinline__ bool update_softmax(Scores& scores, float factor, RowScales& output_scales) {
         float highest[kRowTiles][2];

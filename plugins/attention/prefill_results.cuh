@@ -31,8 +31,9 @@ struct PrefillResults {
         return params.out + (first * params.group_size + head) * kRowBytes;
     }
 
-    // Destinations of the results of a row block. They take one vector of a fragment at a time, or a whole row of which
-    // each lane of a quad has a vector of each fragment. The first one is the output ...
+    // A destination of the results of a row block takes one vector of a fragment at a time, or a whole row of which each
+    // lane of a quad has a vector of each fragment.
+    // Results go to the output.
     struct ToOutput {
         const PrefillParams& params;
         const Rows& rows;
@@ -56,7 +57,7 @@ struct PrefillResults {
             for (int s = 0; s < kRowFragments; s++) vector(row * kRowFragments + s, threadIdx.x % 4, fragments[s]);
         }
     };
-    // ... or to whoever merges them.
+    // Results go to the blocks that merge them.
     struct ToBlocks {
         const SplitKVReduce<2>& reduce;
 
@@ -68,8 +69,8 @@ struct PrefillResults {
         }
     };
 
-    // Writes the output of a warp, that has all keys of its rows: through the place of its queries in shared memory, so
-    // that it leaves in chunks of 16 bytes.
+    // Writes the output of a warp that has processed all keys of its rows. It goes through the warp's queries in shared
+    // memory, so that it is stored in chunks of 16 bytes.
     static __device__ __forceinline__ void store_rows(const State& state, unsigned char* queries,
                                                       const PrefillParams& params, const Rows& rows, int kv_head) {
         const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
@@ -97,8 +98,8 @@ struct PrefillResults {
         }
     }
 
-    // Merges what two warpgroups have of the same rows, and emits the rows. They exchange halves: then the first one
-    // has rows 0 to 7 of the 16 of each warp, and the second one the others.
+    // Merges the results of two warpgroups for the same rows, and emits the rows. The warpgroups exchange halves: then
+    // the first one has rows 0 to 7 of the 16 of each warp, and the second one rows 8 to 15.
     template <class Emit>
     static __device__ __forceinline__ void exchange_halves(const State& state, unsigned char* ring, const Rows& rows,
                                                            float factor, const Emit& emit) {
@@ -111,8 +112,8 @@ struct PrefillResults {
         const bool is_second = threadIdx.x >= kGroupThreads;
         const int thread = threadIdx.x % kGroupThreads, own = is_second * kGroupThreads + thread,
                   other = !is_second * kGroupThreads + thread;
-        // Of two values, that of row `half` of a lane. By bits: a conditional index would put the registers of `state`
-        // into memory.
+        // Selects the value of row `half` of a lane. With a mask, because a conditional index would put the registers of
+        // `state` into local memory.
         const auto chosen = [](float first, float second, unsigned mask) {
             return __uint_as_float((__float_as_uint(first) & ~mask) | (__float_as_uint(second) & mask));
         };
@@ -161,8 +162,8 @@ struct PrefillResults {
         if (is_live) emit.row(row, parts, largest);
     }
 
-    // Calls emit.vector(fragment, vector, PartialState, largest value of the fragment), or emit.row, for all of the row
-    // block, with what this block has of it. For all threads of the block.
+    // Calls emit.vector(fragment, vector, PartialState, largest value of the fragment), or emit.row, with the results of
+    // this block for the whole row block. For all threads of the block.
     template <class Emit>
     static __device__ __forceinline__ void for_each_vector(const State& state, unsigned char* ring, const Rows& rows,
                                                            float factor, const Emit& emit) {

@@ -6,10 +6,10 @@
 #include "attention/prefill_params.cuh"
 #include "attention/thread_barrier.cuh"
 
-// A ring of kStages tiles. Commit group n has keys and values of the tile of step n, or nothing if these are the new
-// tokens. A step waits for its tile; kStages - 2 younger groups may stay in flight. Behind the barrier that follows,
-// all warps have left the tile before, and its place is filled with that of step n + kStages - 1. Several rings have a
-// part of the threads each, and take tiles in turns: none waits for another one.
+// A ring of kStages tiles. Commit group n has keys and values of the tile of step n; it is empty for the new tokens. A
+// step waits for its tile; kStages - 2 younger groups may stay in flight. After the barrier that follows, all warps
+// have finished the previous tile, and its place is filled with the tile of step n + kStages - 1. If there are several
+// rings, each has its own threads and processes every other tile: no ring waits for another one.
 template <bool kQuantizedValues, bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
 struct PrefillRing {
     static constexpr int kRings = Tiles::kRings, kRingBytes = kStages * 2 * Tiles::kTileBytes,
@@ -53,8 +53,8 @@ struct PrefillRing {
     __device__ __forceinline__ unsigned char* tile(int) const { return ring + place * 2 * Tiles::kTileBytes; }
     __device__ __forceinline__ const float* scales(int) const { return nullptr; }
 
-    // Behind the barrier of the step of `tile`: begins to fill the place of the tile before. tile() is then that of the
-    // next step.
+    // Called after the barrier of the step of `tile`: begins to fill the place of the previous tile. tile() then returns
+    // the tile of the next step.
     __device__ __forceinline__ void advance(int tile) {
         const int next = after(tile, kStages - 1);
         if (work.has(next)) {

@@ -75,8 +75,8 @@ struct PrefillWork {
     int first_block = 0, num_blocks = 1;  // that share the row block
     bool has_padding = false;             // some slot has fewer new tokens than there is room for
 
-    // The order of tiles: from the last one on, if that may be the one of the new tokens, whose RoPE is applied before
-    // the first step. has: of a tile in this order, whether it belongs to the block.
+    // Order of tiles. If the last tile may hold the new tokens, tiles are processed from last to first, because RoPE is
+    // applied to new tokens before the first step. has(tile): true if the tile belongs to the block.
     __device__ __forceinline__ int start() const { return RowBlock::kHasNewTokens ? end - 1 : begin; }
     static __device__ __forceinline__ int after(int tile, int steps = 1) {
         return RowBlock::kHasNewTokens ? tile - steps : tile + steps;
@@ -97,9 +97,9 @@ __device__ __forceinline__ RowBlock row_block(const PrefillParams& params, int n
     return rows;
 }
 
-// One block for each row block, those of the last tokens, which see most keys, first. In pairs: only half of them, and
-// then those of the first tokens; where two blocks share a multiprocessor, both together have about as much to do as
-// two others.
+// One block for each row block. Row blocks of the last tokens, which see most keys, come first (kFromLast). With kInPairs
+// they come first in the first half of the grid, and the second half begins with the row blocks of the first tokens: so
+// two blocks that share a multiprocessor have about as much work together as any other two.
 template <class RowBlock>
 __device__ __forceinline__ PrefillWork<RowBlock> whole_row_block(const PrefillParams& params) {
     PrefillWork<RowBlock> work;
@@ -119,9 +119,9 @@ __device__ __forceinline__ PrefillWork<RowBlock> whole_row_block(const PrefillPa
 // K/V heads.
 struct BlocksForRowBlocks {
     int numbers;      // row blocks of one K/V head
-    int alike, rest;  // blocks for each, if all have as many, and blocks beside one for each
+    int alike, rest;  // blocks per row block if all get the same number; blocks left after one for each
     float inverse_alike, inverse_rest;
-    int number, kv_head, split;  // of this block, if all have as many; behind the last number, if it has none
+    int number, kv_head, split;  // of this block, if all get the same number; past the last row block if it gets none
 
     __device__ __forceinline__ explicit BlocksForRowBlocks(const PrefillParams& params) {
         numbers = params.batch_size * params.row_blocks;
@@ -138,8 +138,8 @@ struct BlocksForRowBlocks {
     }
 };
 
-// A split of a row block for each block, where all row blocks see about as many keys: as many blocks for each, and what
-// is left of them has none.
+// One split of a row block for each block, if all row blocks see about the same number of keys. Each row block gets the
+// same number of blocks; the remaining blocks get no work.
 template <class RowBlock>
 __device__ __forceinline__ PrefillWork<RowBlock> split_of_alike(const PrefillParams& params, int min_tiles_per_split,
                                                                 const BlocksForRowBlocks& blocks) {

@@ -48,8 +48,7 @@ struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> 
     __device__ __forceinline__ void prepare_first() { convert(work.begin); }
     __device__ __forceinline__ void wait() {}
 
-    // Keys, then values, of the tile of a step. With kKeysAhead there are those keys of the next one, too, and their
-    // scales.
+    // Keys, then values, of the tile of a step. With kKeysAhead, keys of the next tile and their scales are there, too.
     __device__ __forceinline__ unsigned char* tile(int tile) const {
         return ring + place_of_tile(tile) * 2 * Tiles::kTileBytes;
     }
@@ -58,8 +57,8 @@ struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> 
         return reinterpret_cast<float*>(ring + kBytes) + place_of_tile(tile) * kTileKeys;
     }
 
-    // Behind the barrier of the step of `tile`, and with kKeysAhead when its scores are there: converts what the next
-    // step needs.
+    // Called after the barrier of the step of `tile`, with kKeysAhead also after its scores: converts the operands of the
+    // next step.
     __device__ __forceinline__ void advance(int tile) { convert(tile + 1 + kKeysAhead); }
 
 private:

@@ -9,7 +9,7 @@
 #include "attention/warpgroup.cuh"
 
 // kAppends: keys and values of the new tokens are in `k` and `v`, and this launch appends them; else they are in the
-// cache. kPanels: tiles lie in panels. kRings: so many parts of the threads fill tiles of their own.
+// cache. kPanels: tiles lie in panels. kRings: number of groups of threads, each of which fills a ring of its own.
 template <bool kAppends, bool kPanels, int kThreads, int kBlockRows, int kNumTileKeys, int kNumRings>
 struct PrefillTiles {
     static constexpr int kRings = kNumRings, kRingThreads = kThreads / kRings, kTileKeys = kNumTileKeys;

@@ -4,14 +4,14 @@
 
 #include "attention/config.cuh"
 
-// As the one of stored_kv.cuh, without sorting quantized values first.
+// As widen_in_order of stored_kv.cuh, without permuting quantized values first.
 __device__ __forceinline__ uint2 widen_in_order(Float16, Int8, unsigned quantized) {
     const unsigned positive = quantized ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // 1, -1152
     return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4140), one, minus),
             multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), one, minus)};
 }
 
-// The exponents of float16 are too few for scales. So with float16 the scales are multiplied by this power of 2, and
+// The exponent range of float16 is too small for scales. So with float16 the scales are multiplied by this power of 2, and
 // the quantized values divided by it: both products then have the magnitude of the values.
 template <class Type, class Quantized>
 constexpr float kRaised = 1;

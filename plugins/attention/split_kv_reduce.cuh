@@ -23,8 +23,8 @@
 //                    orders another.
 //     collect        The merging block polls the vectors of the others, copies them into its shared memory, and merges
 //                    them with its own.
-//     reset          Who has read a flagged vector sets its flag back to 0 at once. No other block reads it, so when
-//                    the launch ends the workspace is as it was before, ready for the next launch or a replay of a CUDA
+//     reset          The block that has read a flagged vector resets its flag to 0 at once. No other block reads it, so
+//                    when the launch ends the workspace is as it was before, ready for the next launch or a replay of a CUDA
 //                    graph; no counter exists.
 //     progress       A block only waits for blocks of the same launch; the launch is cooperative, so all of them are
 //                    resident.
@@ -43,8 +43,7 @@ constexpr int kMergedAtOnce = 8;  // partial results that one step of a merge lo
 // vectors that a thread polls together in a decode step; each costs time, published or not
 constexpr int kPolledAtOnce = 2;
 
-// Some columns of a row, merged from several parts of the keys, relative to the highest maximum among them: four of
-// each 16.
+// Four of each 16 columns of a row, merged from several splits of the keys, relative to their highest maximum.
 template <int kHalves>
 struct PartialState {
     float maximum = kInitialMax, sum = 0;
@@ -130,8 +129,7 @@ struct PartialState {
         }
     }
 
-    // Joins what the lanes of a warp have that are these distances apart: first_distance, twice that, and so on, below
-    // end_distance.
+    // Merges the states of lanes at the distances first_distance, twice that, and so on, below end_distance.
     __device__ __forceinline__ void join_lanes(int first_distance, int end_distance, float factor) {
         float highest = maximum;
 #pragma unroll 1
@@ -183,7 +181,7 @@ struct SplitKVReduce {
         : num_fragments(num_fragments), place_fragments(place_fragments), first_block(first_block),
           rank(static_cast<int>(blockIdx.x) - first_block), num_blocks(num_blocks), all_merge(all_merge),
           partials(partials) {
-        // fragments: packed ones go by rows, which is less work for who hands them on
+        // packed fragments are assigned by rows, which is less work for the publishing block
         constexpr int kUnit = kPacked ? kFragmentsPerRow<kHalves> : 1;
         const int units = num_fragments / kUnit,
                   units_per_block =

@@ -105,7 +105,7 @@ __device__ __forceinline__ uint2 widen_bytes(Float16, unsigned quantized) {
     return {multiply_add(Float16{}, plus_1152<kX>(quantized), one, kMinus1152),
             multiply_add(Float16{}, plus_1152<kY>(quantized), one, kMinus1152)};
 }
-// The mantissa of 128 has seven bits only: those behind the sign. The sign is what is subtracted: 128 or 256.
+// The mantissa of 128 has only seven bits, those after the sign. The subtrahend depends on the sign: 128 or 256.
 template <unsigned kX, unsigned kY>
 __device__ __forceinline__ uint2 widen_bytes(BFloat16, unsigned quantized) {
     const unsigned x = __byte_perm(quantized, 0x43434343, kX), y = __byte_perm(quantized, 0x43434343, kY),
@@ -133,9 +133,9 @@ __device__ __forceinline__ uint2 widen_in_order(Float16, Float8, unsigned quanti
 }
 #endif
 
-// Quantized values of keys in order, as elements that may all be too large by one number. Scores then begin with what
-// that is too much in a product with q, which takes less than to subtract the number from each element; their rounding
-// is that of sums of 1152 |q|: 2^-13 of a quantized value. kKeyOffset: minus the number, twice.
+// Quantized values of keys in order, as elements that may have a constant offset. The initial value of a score cancels
+// the product of offset and q, which is cheaper than subtracting the offset from each element. Scores are rounded like
+// sums of 1152 |q|: 2^-13 of a quantized value. kKeyOffset: minus the offset, in both halves of a word.
 template <class Type, class Quantized>
 constexpr unsigned kKeyOffset = 0;
 template <>

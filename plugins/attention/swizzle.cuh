@@ -14,8 +14,8 @@
 #include "attention/config.cuh"
 #include "shared_memory.cuh"
 
-// Different places that a chunk takes over consecutive rows of kChunks chunks. With 4 mod 8 chunks a row, two
-// neighbouring rows differ by themselves, with 2 mod 4 four of them, and with an odd number all.
+// Number of different places of a chunk that consecutive rows of kChunks chunks need. Without a swizzle, 2 consecutive
+// rows already use different banks if kChunks is 4 mod 8, 4 rows if it is 2 mod 4, and all 8 if it is odd.
 template <int kChunks>
 constexpr unsigned kSwizzlePlaces = kChunks % 8 == 0   ? 8
                                     : kChunks % 4 == 0 ? 4

@@ -1,4 +1,4 @@
-// Sizes of products of a few rows with a matrix of weights, and what all of them are called with.
+// Sizes and parameters of products of a few rows with a matrix of weights.
 #pragma once
 
 #include "attention/element.cuh"

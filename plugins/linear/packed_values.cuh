@@ -136,7 +136,7 @@ private:
     float factor_;
 };
 
-// What a lane loads for a fragment: quantized values, and for each half scales and zero points of rows g and g + 8.
+// Registers of a lane for a fragment: quantized values, and for each half scales and zero points of rows g and g + 8.
 template <bool kHasZeroPoints>
 struct PackedFragment {
     uint4 vectors[kVectors];

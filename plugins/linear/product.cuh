@@ -1,12 +1,11 @@
 // The product of a block: tiles of outputs, one after another, with weights from any source.
 //
-// W is the A of mma.m16n8k16 and x its B, so that up to 8 rows of x cost what one costs. A product does not depend on
+// W is the A of mma.m16n8k16 and x its B, so up to 8 rows of x take the time of one. A product does not depend on
 // the order of the inputs, if it is the same on both sides: the 8 neighbouring inputs that a lane loads take the places
 // of inputs 2t, 2t+1, 2t+8 and 2t+9 of two products.
 //
-//     block   a tile of up to 16 outputs, or 32, after another: every gridDim.x'th one. With a gate, of 16 of the gate
-//             and the same of up. All tiles have tile_outputs of them, which are fewer where blocks then read about as
-//             much as each other
+//     block   every gridDim.x'th tile, of up to 16 or 32 outputs; with a gate, 16 of the gate and 16 of up. All tiles
+//             have tile_outputs outputs: fewer than the maximum if blocks then read more equal amounts
 //     warp    every kWarps'th fragment of 64 inputs. The sums of the warps are added in shared memory, in their order
 //     lane    of a fragment: outputs g and g + 8 of each 16, inputs 8t to 8t+7 and 32 more (g: lane / 4, t: lane % 4)
 #pragma once
@@ -60,9 +59,8 @@ __device__ __forceinline__ void add_products(float (&sums)[kTiles][kRowTiles][4]
     }
 }
 
-// The sums of the warps over a tile of 8 rows, in shared memory: of a warp, rows of kStride floats, so that neither to
-// write nor to read them meets a bank conflict. There are two of these, so that one can be written while another is
-// read.
+// The sums of the warps over a tile of 8 rows, in shared memory. A warp has rows of kStride floats, so that neither
+// writes nor reads have bank conflicts. There are two buffers: one can be written while the other is read.
 template <int kTiles>
 struct PartialSums {
     static constexpr int kStride = kTiles * kTileOutputs + 4, kWarpFloats = kTileRows * kStride,

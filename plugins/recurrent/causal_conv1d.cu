@@ -155,8 +155,8 @@ __device__ __forceinline__ void convolve(const ConvParams& params) {
     }
 }
 
-// One new token of each slot. All that a thread needs is on its way before anything is computed, or is known of the
-// slot.
+// One new token of each slot. A thread issues all its loads before it computes anything, and before it knows whether the
+// slot has a new token.
 template <int kWidth, int kChannels, bool kGated>
 __device__ __forceinline__ void update(const ConvParams& params) {
     const long long channel = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kChannels,

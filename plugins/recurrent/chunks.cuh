@@ -26,8 +26,8 @@ __device__ __forceinline__ constexpr int block_pair(int later, int earlier) {
     return later * (later + 1) / 2 + earlier;
 }
 
-// Makes `take` of the state warps, and `make` of the others, meet at barriers. The latter have the threads from
-// `state_threads` on.
+// Runs state warps and matrix warps, with a barrier for each chunk: state warps take() chunk i while matrix warps make()
+// the matrices of chunk i + 1. Threads from `state_threads` on are the matrix warps.
 template <class MakeStateWarp, class MakeMatrixWarp>
 __device__ __forceinline__ void run_chunks(int state_threads, int count, MakeStateWarp make_state_warp,
                                            MakeMatrixWarp make_matrix_warp) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void run_chunks(int state_threads, int count, MakeSta
     }
 }
 
-// Sums over the tokens of a chunk, of which a lane has some that follow each other: in place of its numbers.
+// Prefix sums over the tokens of a chunk, in place. A lane has some consecutive tokens.
 __device__ __forceinline__ void sum_tokens(float (&values)[kTokensPerLane]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -90,12 +90,12 @@ __device__ __forceinline__ void multiply_block(Type, const ChunkTile<kRowElement
     }
 }
 
-// Stores the transposed outputs of a warp. `out` is where its first row has the first token of the chunk; there are so
-// many more tokens and rows.
+// Stores the transposed outputs of a warp. `out`: address of its first row and the chunk's first token; `tokens` and
+// `rows`: how many exist from there on.
 template <class Type>
 __device__ __forceinline__ void store_transposed(Type, const float (&outputs)[kTokenTiles][4], unsigned char* out,
                                                  long long token_bytes, long long tokens, long long rows) {
-    // Of two neighbouring rows and tokens, this lane and one beside it exchange what the other one stores.
+    // Two lanes exchange values of two adjacent rows and tokens, so that each stores two tokens of one row.
     const int lane = static_cast<int>(threadIdx.x) % 32, odd = lane / 4 % 2, row = lane / 4 - odd,
               token = lane % 4 * 2 + odd;
     const int left = static_cast<int>(min(tokens, static_cast<long long>(kChunkTokens))) - token;

@@ -25,9 +25,9 @@ struct Part {
                   "at most one step with a single value");
 
     long long slot, head, key_head;
-    int row, column;  // the first ones
-    bool is_live;     // whether its columns are there
-    bool stores;      // whether it stores an output of each token
+    int row, column;  // the first row and column
+    bool is_live;     // true if its columns exist
+    bool stores;      // true if it stores an output of each token
     float state[kRows][kColumns];
 
     __device__ __forceinline__ explicit Part(const DeltaParams& params) : slot(blockIdx.z), head(blockIdx.y) {
@@ -37,8 +37,8 @@ struct Part {
         column = static_cast<int>(blockIdx.x) * kBlockColumns
                  + (thread / 32 * kDeltaScanLanes + lane % kDeltaScanLanes) * kColumns;
         is_live = column < params.value_dim;
-        // Of the lanes that have the sum of a query, the first one: the others differ from it in bits that no value is
-        // told by.
+        // Several lanes have the sum of a query. The first of them stores it: the one whose lane number has zeros in the
+        // bits that select neither a value nor columns.
         const int last_distance = 32 / kCount;
         stores = own_value() >= kColumns && (lane & (last_distance - 1) & ~(kDeltaScanLanes - 1)) == 0;
     }
@@ -83,8 +83,8 @@ struct Part {
             for (int i = 0; i < 8; i++) values[first + i] = some[i];
         }
     }
-    // Over all rows, kCount values at once: each step halves what a lane has and what is left to do. A lane gets value
-    // own_value() alone.
+    // Sums kCount values over all rows: each step halves the number of values in a lane. A lane gets only the sum of value
+    // own_value().
     template <int kHalf = kCount / 2, int kDistance = 16>
     __device__ __forceinline__ float sum_rows(const float (&values)[2 * kHalf]) const {
         const bool upper = threadIdx.x & kDistance;
@@ -102,8 +102,8 @@ struct Part {
             return left[0];
         }
     }
-    // Index of the value that sum_rows gives to a lane; and a lane that has value `value`, of the same columns as this
-    // one.
+    // Index of the value whose sum sum_rows returns in this lane. lane_of: a lane with the sum of value `value`, of the
+    // same columns as this lane.
     __device__ __forceinline__ int own_value() const {
         int value = 0;
 #pragma unroll

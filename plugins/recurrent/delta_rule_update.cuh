@@ -44,8 +44,8 @@ struct UpdateKey {
 struct UpdateShare {
     long long slot, head;
     int lane, part;   // among the threads of its rows, and of its columns
-    int row, column;  // the first ones
-    bool is_live;     // whether its columns are there
+    int row, column;  // the first row and column
+    bool is_live;     // true if its columns exist
 
     __device__ __forceinline__ explicit UpdateShare(const DeltaParams& params) : slot(blockIdx.z), head(blockIdx.y) {
         lane = static_cast<int>(threadIdx.x) % kUpdateLanes;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void sum_parts(const uint4* sums, int stride, int fir
     }
 }
 
-// All that a thread needs is on its way before anything is computed, or is known of the slot.
+// A thread issues all its loads before it computes anything, and before it knows whether the slot has a new token.
 __device__ __forceinline__ void update(const DeltaParams& params) {
     SHARED_ARRAY(uint4, key_sums, kUpdateParts * kDeltaUpdateColumns / 4);
     SHARED_ARRAY(uint4, query_sums, kUpdateParts * kDeltaUpdateColumns / 4);

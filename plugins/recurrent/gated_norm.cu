@@ -1,4 +1,4 @@
-// RMS norm with a gate, behind the states of recurrent layers. Launched by trt_kvcache/kernels/gated_norm_kernels.py.
+// RMS norm with a gate, after the scan of a recurrent layer. Launched by trt_kvcache/kernels/gated_norm_kernels.py.
 //
 // A group of columns of a token has a warp of its own, or all warps of a block.
 

@@ -113,8 +113,8 @@ __device__ __forceinline__ void keep_state(const MambaParams& params, const Owne
     }
 }
 
-// One new token for each slot. All that a thread needs is on its way before anything is computed, or is known of the
-// slot.
+// One new token for each slot. A thread issues all its loads before it computes anything, and before it knows whether
+// the slot has a new token.
 __device__ __forceinline__ void update(const MambaParams& params) {
     const Owned owned(params);
     const float a = params.a[owned.head], d = params.d ? params.d[owned.head] : 0.0f;

@@ -6,9 +6,9 @@
 //     Y = (C B^T * exp(cum_t - cum_s) * dt_s, s <= t, and d for t) X  +  exp(cum_t) C S^T
 //     S = exp(cum_last) S + (exp(cum_last - cum_s) dt_s X)^T B
 //
-// B, C and X have 16 bits, as have the matrix in front of X, and S, in Y. The scaled X enters its product as the sum of
-// two values of 16 bits, what is rounded off the first one being the second, so that a state is as precise as that of a
-// scan. chunks.cuh says how a block goes about it.
+// B, C and X have 16 bits. In Y, the matrix in front of X and S are rounded to 16 bits. In S, the scaled X is the sum of
+// two 16-bit values, the second of which is the rounding error of the first, so that a state is as precise as with a
+// scan. chunks.cuh describes the schedule of a block.
 #pragma once
 
 #include "recurrent/chunks.cuh"

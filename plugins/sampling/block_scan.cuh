@@ -37,8 +37,8 @@ struct PrefixSum {
     Sum before, total;
 };
 
-// The functions for all threads of a block are not inlined: a kernel that runs once among others finds none of its code
-// in the instruction caches, so what it does often it does with the same code.
+// Functions for all threads of a block are not inlined. A kernel that runs once among others starts with cold instruction
+// caches, so repeated work should use the same code.
 
 // The sum over the threads before this one, and over all.
 template <class Sum>

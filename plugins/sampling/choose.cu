@@ -18,7 +18,7 @@ struct LastKept {
     }
 };
 
-// Classes up to a border: all tokens of those before it, and so many of its own.
+// Tokens up to a border: all tokens of the classes before token_class, and `members` tokens of token_class.
 struct Border {
     unsigned token_class;
     Number members;  // of the border's class
@@ -66,22 +66,24 @@ struct RowSampler {
         return find_token<true>([&](Number of_row) { return __umul64hi(random << 11, of_row); });
     }
 
-    // The sum that the last token of top_p is the first to exceed, if all tokens that top_k keeps weigh so much.
+    // Target of top_p: the last token that it keeps is the first whose prefix sum exceeds this. all: weight of the tokens
+    // that top_k keeps.
     __device__ __forceinline__ Number end_of_top_p(Number all) const {
         const unsigned long long shifted = params.top_p << 11;
         return __umul64hi(shifted, all) + (shifted * all != 0) - 1;
     }
-    // The sum that the token is the first to exceed, if those of top_p weigh so much.
+    // Target of the random number: the chosen token is the first whose prefix sum exceeds this. of_top_p: weight of the
+    // tokens that top_p keeps.
     __device__ __forceinline__ Number place_of_random(const unsigned long long& random, Number of_top_p) const {
         return __umul64hi(random << 11, params.min_weight ? min(of_top_p, row.likely_weight) : of_top_p);
     }
 
-    // The coarse bin in which top_p ends; and where the random number can fall depends on where it ends there, but
-    // nearly always the ends of this bin say so too.
+    // Returns the coarse bin in which top_p ends. The bin of the random number depends on the exact end of top_p, but
+    // nearly always both ends of this bin lead to the same bin: `most` and `least` are those of its two ends.
     __device__ __forceinline__ FoundBin find_end(const BinSums<Weight>& weights, Number target,
                                                  const unsigned long long& random, int& most, int& least) {
         const FoundBin end = weights.find(target, 0);
-        const bool is_large = end.value > end.before / 8;  // else one end says enough
+        const bool is_large = end.value > end.before / 8;  // else one end suffices
         weights.look_for(place_of_random(random, end.before + end.value), 1);
         if (is_large) weights.look_for(place_of_random(random, end.before), 2);
         __syncthreads();
@@ -357,8 +359,7 @@ __device__ __forceinline__ Number edit_and_find_largest(const Chunk& chunk, cons
     return block_max(static_cast<Number>(best) << 32 | (~0u - static_cast<unsigned>(place)));
 }
 
-// Arguments of a launch. tokens[row]: the token that a row chooses, 0 if it cannot. Rows that are not active keep
-// theirs. counts [rows, vocab] and bias [rows, vocab] may be null if no row needs them; then edited [groups, vocab]
+// Arguments of a launch. tokens[row]: the chosen token of a row, 0 after an error; unchanged for inactive rows. counts [rows, vocab] and bias [rows, vocab] may be null if no row needs them; then edited [groups, vocab]
 // too.
 struct Batch {
     const float* logits;
@@ -383,14 +384,14 @@ __device__ __forceinline__ void choose_token(const Batch& batch, long long row, 
     float* const into = is_greedy ? nullptr : kIsKept ? kept_logits() - begin : is_edited ? of_group : nullptr;
     int error = kNoError;
     Number largest, bad = 0;
-    // A row in which no logit is left is looked at again, as it came, which tells why.
+    // If no logit is finite after bias and penalties, the row is searched again without them, to find out why.
 #pragma unroll 1
     for (bool with_edits = is_edited;; with_edits = false) {
         const unsigned* const uses =
             with_edits && params.flags & kPenalised ? batch.counts + row * batch.vocab : nullptr;
         const float* const bias = with_edits && params.flags & kBiased ? batch.bias + row * batch.vocab : nullptr;
         const Number of_block = edit_and_find_largest(as_it_came, params, uses, bias, into);
-        // Nobody waits for this one: the first warps are going to wait for other blocks.
+        // By the last thread, because the first warps will wait for other blocks.
         if (!is_greedy && threadIdx.x == kRowThreads - 1) *random = random_bits(params.seed, params.counter);
         largest = exchange.largest(of_block);
         if (is_finite(logit_of_ranked(largest))) break;
@@ -461,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     choose_all_tokens<true>(batch, workspaces, static_cast<int>(tokens_of_block));
 }
 
-// There is no room for them.
+// Shared memory has no room for the logits: they are read again in each pass.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     choose_tokens_read_again(const float* logits, long long row_stride, long long vocab, long long rows,
                              RowParams* params, unsigned* counts, const float* bias, float* edited, int* tokens,

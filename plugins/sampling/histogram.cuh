@@ -35,8 +35,8 @@ __device__ __forceinline__ unsigned lowest_of(const unsigned (&classes)[kTokensA
     return lowest;
 }
 
-// Hands to the memory of a row what each block has counted: add(bin, what load(bin) gave) unless that is 0, beginning
-// with another bin in each block. Where it is done, the blocks of the row meet.
+// Adds the counts of a block to the memory of a row: add(bin, load(bin)) for each bin that is not 0. Each block begins
+// with another bin, to reduce contention of atomics.
 template <class Load, class Add>
 __device__ __forceinline__ void hand_in(int num_bins, int rank, Load load, Add add) {
     constexpr int kAtOnce = 4;
@@ -124,8 +124,8 @@ __device__ __forceinline__ void add_fine_counts(const RowChunk<kIsKept>& chunk, 
     hand_in_counts(num_bins, rank, of_row);
 }
 
-// Weights by the high bits of the class, and counts if they are asked for. The weights in a bin are multiples of one
-// power of 2 and have 24 bits without it, so sums of 32 bits do: the rare carry goes to the memory of the row at once.
+// Sums of weights by the high bits of the class, and counts on request. The weights in a bin are 24-bit multiples of one
+// power of 2, so 32-bit sums suffice: a rare carry is added to the memory of the row at once.
 template <bool kIsKept>
 __device__ __forceinline__ void add_weights(const RowChunk<kIsKept>& chunk, int rank, RowWorkspace& row,
                                             bool with_counts) {
@@ -181,14 +181,14 @@ struct FoundBin {
     Number before, value;  // sum of the bins before it, and its own
 };
 
-// Shared memory in which the thread that has found a bin tells the others.
+// Shared memory in which the thread that finds a bin publishes it to the block.
 constexpr int kFoundBins = 8;
 __device__ __forceinline__ FoundBin* found_bins() {
     SHARED_ARRAY(FoundBin, found, kFoundBins);
     return found;
 }
 
-// A thread has so many neighbouring bins, or none.
+// Adjacent bins of a thread, which has all of them or none.
 constexpr int kBinsOfThread = 4;
 static_assert(kBinsOfThread * kRowThreads == kFineBins && kCoarseBins % kBinsOfThread == 0 && kCoarseBins <= kFineBins,
               "a block has all of them");
@@ -240,8 +240,8 @@ struct BinSums {
         return bins.values[0] + bins.values[1] + bins.values[2] + bins.values[3];
     }
 
-    // The first bin with which the sum exceeds the target, which is less than the sum of all. `place`: one of
-    // kFoundBins, that nobody reads any more. For all threads of the block.
+    // The first bin whose prefix sum exceeds the target, which is less than the sum of all bins. `place`: one of
+    // kFoundBins that is not read any more. For all threads of the block.
     __device__ __forceinline__ FoundBin find(Sum target, int place) const {
         look_for(target, place);
         __syncthreads();

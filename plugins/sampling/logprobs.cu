@@ -34,8 +34,8 @@ __device__ __forceinline__ Number next_ranked(int begin, int end, Number limit, 
 
 __device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * kLog2E); }
 
-// out [rows, 1 + 2 * top], 32 bits each: the log-probability of the token, then `top` ids (-1: none), then theirs. Rows
-// that did not ask for it keep theirs. workspace [rows, words_of_row], at least 1 + blocks * (2 + top) words of 64 bits
+// out [rows, 1 + 2 * top], 32 bits each: the log-probability of the token, then `top` ids (-1: none), then the
+// log-probabilities of these. Unchanged for rows without the request. workspace [rows, words_of_row], at least 1 + blocks * (2 + top) words of 64 bits
 // each: the first is 0 between two launches.
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     token_logprobs(const float* all_logits, long long row_stride, long long vocab, const RowParams* params,

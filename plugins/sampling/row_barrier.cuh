@@ -5,7 +5,8 @@
 
 #ifndef EMULATED_PTX
 
-// Ordered with what this thread did before, and, where the word is read, with what others did before they changed it.
+// Release: ordered after the earlier writes of this thread. Acquire: ordered after the writes of threads that changed the
+// word before.
 __device__ __forceinline__ unsigned add_acq_rel(unsigned* word, unsigned value) {
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");

@@ -12,7 +12,7 @@
 struct RowExchange {
     RowWorkspace& row;
     const int rank, blocks;
-    const unsigned done_before;  // what row.exchanges was
+    const unsigned done_before;  // row.exchanges at the start of the launch
     unsigned done = done_before;
 
     // The largest number of all blocks. `number` counts in thread 0 only. For all threads of the block.
@@ -56,7 +56,7 @@ struct RowExchange {
     }
 
 private:
-    static constexpr int kWarps = kMaxBlocksOfRow / 32;  // those that listen
+    static constexpr int kWarps = kMaxBlocksOfRow / 32;  // warps that poll
 
     // Thread t gets the number of block t, threads from `blocks` on 0.
     __device__ __forceinline__ Number with_all(Number number) {

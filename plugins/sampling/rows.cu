@@ -11,7 +11,7 @@ extern "C" __global__ void set_row(long long* params, long long row, LIST_8(long
     if (threadIdx.x < 8) params[row * 8 + threadIdx.x] = select_value(words, threadIdx.x);
 }
 
-// Tokens of the prompt, or so many uses more of tokens that were generated: see kInPrompt. uses [vocab].
+// Marks tokens of the prompt (kInPrompt), or adds `more` uses of generated tokens. uses [vocab].
 extern "C" __global__ void count_tokens(unsigned* uses, const int* tokens, long long count, long long in_prompt,
                                         long long more) {
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -13,8 +13,8 @@ constexpr unsigned kClasses = (kWeightBits + 1) << kFractionBits,
 
 using Weight = unsigned long long;
 
-// Floats from 2^23 to 2^24 are integers, by which these bits are more: adding 2^23 rounds to one, and is faster than a
-// conversion.
+// Bits of 2^23 as a float. The bits of a float n from 2^23 to 2^24 are these plus n - 2^23. So adding 2^23 rounds to an
+// integer, which the bits then hold; this is faster than a conversion.
 constexpr unsigned kBitsOfInteger = 0x4B000000u;
 
 // scale: 2^16 * log2(e) / temperature.
@@ -63,7 +63,7 @@ __device__ __forceinline__ float logit_of(unsigned order) {
 }
 __device__ __forceinline__ bool is_finite(float logit) { return (__float_as_uint(logit) & 0x7F800000u) != 0x7F800000u; }
 
-// A token with its logit, as one number: the largest logit has the largest, of equal logits the lowest id. Never 0.
+// A token with its logit, as one number that is never 0. Larger logits give larger numbers; of equal logits, lower ids do.
 __device__ __forceinline__ unsigned long long ranked(float logit, int token) {
     return static_cast<unsigned long long>(order_of(logit)) << 32 | (~0u - static_cast<unsigned>(token));
 }

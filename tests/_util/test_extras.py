@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
-from trt_kvcache._util.extras import missing_library, naming_the_extra
+from trt_kvcache._util.extras import installed_versions, missing_library, naming_the_extra
 
 
 @pytest.mark.parametrize(("module", "extra"), [("rich.text", "models"), ("polygraphy", "polygraphy"), ("cuda.core", "cuda")])
@@ -22,3 +23,7 @@ def test_a_library_of_nobody_keeps_its_error() -> None:
     with pytest.raises(ModuleNotFoundError) as raised, naming_the_extra():
         raise error
     assert raised.value is error
+
+
+def test_versions_of_installed_distributions_only() -> None:
+    assert installed_versions(["numpy", "no-such-distribution"]) == {"numpy": numpy.__version__}

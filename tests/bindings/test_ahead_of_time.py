@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
 from trt_kvcache.trt.module import TensorRT
@@ -32,7 +33,7 @@ def operation(full: TensorRT) -> Any:
         warnings.simplefilter("ignore")  # of NVIDIA's code, when it is compiled
         importlib.import_module("tensorrt.plugin")
     if full.release < (10, 9):
-        with pytest.raises(EngineError, match=r"^tensorrt\.plugin: expected (full TensorRT with )?plugins compiled ahead of time, "):
+        with raises(EngineError, "tensorrt.plugin", expected="plugins compiled ahead of time"):
             register_decode(full, arch="sm_87")
         pytest.skip(f"{full} has no plugins compiled ahead of time")
     register_decode(full, arch="sm_87")

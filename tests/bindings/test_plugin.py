@@ -188,7 +188,7 @@ def test_a_step(plugin: Plugin, form: Form, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_step_computes_what_the_twin_does(plugin: Plugin, form: Form, monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
-    """Codes, scales and addresses that came through the bindings; where outputs are not aliased, the inputs stay as they are."""
+    """Quantized values, scales and addresses that came through the bindings; where outputs are not aliased, the inputs stay as they are."""
     run_plugins_on_host(monkeypatch)
     given, random = form.attributes, np.random.default_rng(4)
     kv_dtype = {None: None, 1: "float8_e4m3fn", 2: "int8"}[given.get("kv_dtype")]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.helpers.errors import raises
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import write_model
 from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_quantized
@@ -116,5 +117,5 @@ def test_formats_that_the_gpus_do_not_have_are_left_out(model: Path) -> None:
 
 def test_nothing_fits_into_nothing(model: Path) -> None:
     assert {(fit.longest_sequence, fit.largest_batch) for fit in what_fits(model, 0)} == {(0, 0)}
-    with pytest.raises(RangeError, match="nbytes: expected at least 0, got -1"):
+    with raises(RangeError, "nbytes", "at least 0", -1):
         what_fits(model, -1)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.cache.scene import KV_CONFIGS
+from tests.helpers.errors import raises
 from trt_kvcache import (
     CacheConfig,
     HostMemory,
@@ -199,30 +200,22 @@ def test_scales_that_do_not_fit(owner):
             return CacheConfig(**LINEAR, **layer, **fields)
         return KVCacheConfig(**{**KV, "layers": [dataclasses.replace(LAYER, **layer)]}, **fields)
 
-    for fields, text in (
-        ({"scales": "token"}, "expected None for K and V in float16, got 'token'."),
-        ({"scales": "row", "dtype": "int8"}, "expected one of tensor, head, token, got 'row'."),
-        ({"scales": 3, "dtype": "int8"}, "expected one of tensor, head, token, got 3."),
-        (
-            {"scales": "tensor", "dtype": "int8", "k_scale": [1, 2]},
-            "expected 'head' for layers with a scale for each head, got 'tensor'.",
-        ),
-        (
-            {"scales": "token", "dtype": "int8", "v_scale": 2},
-            "expected 'tensor' or 'head' for layers with scales, got 'token', which are computed.",
-        ),
+    for fields, expected, got in (
+        ({"scales": "token"}, ("None", "float16"), "'token'"),
+        ({"scales": "row", "dtype": "int8"}, "tensor, head, token", "'row'"),
+        ({"scales": 3, "dtype": "int8"}, "tensor, head, token", 3),
+        ({"scales": "tensor", "dtype": "int8", "k_scale": [1, 2]}, ("'head'", "each head"), "'tensor'"),
+        ({"scales": "token", "dtype": "int8", "v_scale": 2}, ("'tensor'", "'head'"), "'token'"),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with raises(ConfigError, f"{owner}.scales", expected, got):
             make(**fields)
-        assert str(caught.value) == f"{owner}.scales: {text}"
-    for value, text in (
-        ([1.0], "k_scale: expected a number, or one for each of 2 heads, got 1."),
-        ([1.0, 0.0], "k_scale[1]: expected a finite float32 above 0, got 0.0."),
-        (np.ones((2, 2)), "k_scale[0]: expected a finite float32 above 0, got [1.0, 1.0]."),
+    for value, name, expected, got in (
+        ([1.0], "k_scale", "2 heads", 1),
+        ([1.0, 0.0], "k_scale[1]", "finite float32 above 0", "0.0"),
+        (np.ones((2, 2)), "k_scale[0]", "finite float32 above 0", "[1.0, 1.0]"),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with raises(ConfigError, f"KVLayerConfig.{name}", expected, got):
             make(dtype="int8", k_scale=value)
-        assert str(caught.value) == f"KVLayerConfig.{text}"
 
 
 def test_a_linear_config_describes_its_recurrent_layers():
@@ -243,26 +236,23 @@ def test_a_linear_config_layer_by_layer():
 
 
 def _integers(name, high):
-    low = f"an integer from 1 to {high}"
-    wrong = [(0, f"{low}, got 0"), (-1, f"{low}, got -1"), (2.0, "an integer, got 2.0"), (True, "an integer, got True")]
-    wrong += [("2", "an integer, got '2'"), (None, "an integer, got None"), (high + 1, f"{low}, got {high + 1}")]
-    wrong += [(10**5000, f"{low}, got an int that is too large to print")]
-    return [(value, f"{name}: expected {text}.") for value, text in wrong]
+    wrong = [(value, f"1 to {high}", value) for value in (0, -1, high + 1)]
+    wrong += [(value, "integer", repr(value)) for value in (2.0, True, "2", None)]
+    wrong += [(10**5000, f"1 to {high}", "too large to print")]
+    return [(value, (name, expected, got)) for value, expected, got in wrong]
 
 
 def _scales(name):
     wrong = [0, 0.0, -1.0, float("nan"), float("inf"), 1e300, 10**400, 10**5000, 1e-60, True, "1.0", None]
-    return [(value, f"{name}: expected a finite float32 above 0, got {short_repr(value)}.") for value in wrong]
+    return [(value, (name, "finite float32 above 0", short_repr(value))) for value in wrong]
 
 
 DTYPES = [
-    (value, f"dtype: expected one of float16, bfloat16, float32, float8_e4m3fn, int8, got {value!r}.")
+    (value, ("dtype", "float16, bfloat16, float32, float8_e4m3fn, int8", repr(value)))
     for value in ("float64", "int32", "", None, np.float16)
 ]
 
-LAYOUTS = [
-    (value, f"layout: expected KVLayout.COMBINED or KVLayout.SEPARATE, got {value!r}.") for value in ("combined", "SEPARATE", None, 0)
-]
+LAYOUTS = [(value, ("layout", ("KVLayout.COMBINED", "KVLayout.SEPARATE"), repr(value))) for value in ("combined", "SEPARATE", None, 0)]
 
 BAD = [
     *[(KVLayerConfig, dataclasses.asdict(LAYER), "num_kv_heads", *bad) for bad in _integers("KVLayerConfig.num_kv_heads", INT32_MAX)],
@@ -271,15 +261,15 @@ BAD = [
     *[(KVLayerConfig, dataclasses.asdict(LAYER), "v_scale", *bad) for bad in _scales("KVLayerConfig.v_scale")],
     *[(KVCacheConfig, KV, "max_batch_size", *bad) for bad in _integers("KVCacheConfig.max_batch_size", MAX_SLOTS)],
     *[(KVCacheConfig, KV, "max_sequence_length", *bad) for bad in _integers("KVCacheConfig.max_sequence_length", INT32_MAX)],
-    *[(KVCacheConfig, KV, "dtype", value, f"KVCacheConfig.{text}") for value, text in DTYPES],
-    *[(KVCacheConfig, KV, "layout", value, f"KVCacheConfig.{text}") for value, text in LAYOUTS],
-    (KVCacheConfig, KV, "layers", [], "KVCacheConfig.layers: expected at least one layer, got none."),
-    (KVCacheConfig, KV, "layers", LAYER, "KVCacheConfig.layers: expected a sequence of KVLayerConfig, got KVLayerConfig."),
-    (KVCacheConfig, KV, "layers", "ab", "KVCacheConfig.layers: expected a sequence of KVLayerConfig, got str."),
-    (KVCacheConfig, KV, "layers", [LAYER] * (MAX_LAYERS + 1), "KVCacheConfig.layers: expected at most 10000 layers, got more."),
-    (KVCacheConfig, KV, "layers", itertools.repeat(LAYER), "KVCacheConfig.layers: expected at most 10000 layers, got more."),
-    (KVCacheConfig, KV, "layers", 3, "KVCacheConfig.layers: expected a sequence of KVLayerConfig, got 3."),
-    (KVCacheConfig, KV, "layers", [LAYER, (2, 16)], "KVCacheConfig.layers[1]: expected a KVLayerConfig, got tuple."),
+    *[(KVCacheConfig, KV, "dtype", value, (f"KVCacheConfig.{parts[0]}", *parts[1:])) for value, parts in DTYPES],
+    *[(KVCacheConfig, KV, "layout", value, (f"KVCacheConfig.{parts[0]}", *parts[1:])) for value, parts in LAYOUTS],
+    (KVCacheConfig, KV, "layers", [], ("KVCacheConfig.layers", "at least one layer", "none")),
+    (KVCacheConfig, KV, "layers", LAYER, ("KVCacheConfig.layers", "sequence of KVLayerConfig", "KVLayerConfig")),
+    (KVCacheConfig, KV, "layers", "ab", ("KVCacheConfig.layers", "sequence of KVLayerConfig", "str")),
+    (KVCacheConfig, KV, "layers", [LAYER] * (MAX_LAYERS + 1), ("KVCacheConfig.layers", "at most 10000 layers", "more")),
+    (KVCacheConfig, KV, "layers", itertools.repeat(LAYER), ("KVCacheConfig.layers", "at most 10000 layers", "more")),
+    (KVCacheConfig, KV, "layers", 3, ("KVCacheConfig.layers", "sequence of KVLayerConfig", 3)),
+    (KVCacheConfig, KV, "layers", [LAYER, (2, 16)], ("KVCacheConfig.layers[1]", "KVLayerConfig", "tuple")),
     *[(CacheConfig, LINEAR, "num_attention_layers", *bad) for bad in _integers("CacheConfig.num_attention_layers", MAX_LAYERS)],
     *[(CacheConfig, LINEAR, "max_batch_size", *bad) for bad in _integers("CacheConfig.max_batch_size", MAX_SLOTS)],
     *[(CacheConfig, LINEAR, "max_sequence_length", *bad) for bad in _integers("CacheConfig.max_sequence_length", INT32_MAX)],
@@ -287,28 +277,27 @@ BAD = [
     *[(CacheConfig, LINEAR, "head_dim", *bad) for bad in _integers("KVLayerConfig.head_dim", INT32_MAX)],
     *[(CacheConfig, LINEAR, "k_scale", *bad) for bad in _scales("KVLayerConfig.k_scale")],
     *[(CacheConfig, LINEAR, "v_scale", *bad) for bad in _scales("KVLayerConfig.v_scale")],
-    *[(CacheConfig, LINEAR, "dtype", value, f"CacheConfig.{text}") for value, text in DTYPES],
-    *[(CacheConfig, LINEAR, "layout", value, f"CacheConfig.{text}") for value, text in LAYOUTS],
-    (CacheConfig, LINEAR, "num_mamba_layers", -1, "CacheConfig.num_mamba_layers: expected an integer from 0 to 10000, got -1."),
-    (CacheConfig, LINEAR, "num_mamba_layers", 1.0, "CacheConfig.num_mamba_layers: expected an integer, got 1.0."),
-    (CacheConfig, LINEAR, "num_mamba_layers", 2, "MambaCacheConfig.conv_dim: expected an integer from 1 to 2147483647, got 0."),
+    *[(CacheConfig, LINEAR, "dtype", value, (f"CacheConfig.{parts[0]}", *parts[1:])) for value, parts in DTYPES],
+    *[(CacheConfig, LINEAR, "layout", value, (f"CacheConfig.{parts[0]}", *parts[1:])) for value, parts in LAYOUTS],
+    (CacheConfig, LINEAR, "num_mamba_layers", -1, ("CacheConfig.num_mamba_layers", "0 to 10000", -1)),
+    (CacheConfig, LINEAR, "num_mamba_layers", 1.0, ("CacheConfig.num_mamba_layers", "integer", "1.0")),
+    (CacheConfig, LINEAR, "num_mamba_layers", 2, ("MambaCacheConfig.conv_dim", "1 to 2147483647", 0)),
     (
         CacheConfig,
         {**LINEAR, **LINEAR_STATES},
         "conv_kernel",
         0,
-        "MambaCacheConfig.conv_kernel: expected an integer from 1 to 2147483647, got 0.",
+        ("MambaCacheConfig.conv_kernel", "1 to 2147483647", 0),
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "name", "value", "text"), BAD, ids=[f"{b[0].__name__}.{b[2]}={short_repr(b[3]):.12}" for b in BAD]
+    ("kind", "fields", "name", "value", "parts"), BAD, ids=[f"{b[0].__name__}.{b[2]}={short_repr(b[3]):.12}" for b in BAD]
 )
-def test_a_field_out_of_range(kind, fields, name, value, text):
-    with pytest.raises(ConfigError) as caught:
+def test_a_field_out_of_range(kind, fields, name, value, parts):
+    with raises(ConfigError, *parts):
         kind(**{**fields, name: value})
-    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 
 from tests.cache.scene import OTHER_LAYOUT, WITH_ROWS
 from tests.helpers.caches import HEADS, LAYOUTS, Image, Unchanged, cache_holding, make_cache, on_device
+from tests.helpers.errors import raises
 from trt_kvcache.errors import DTypeError, ShapeError
 
 #: Tokens, and between which slots they go: none, one, some, a whole row of four scales, and all of a slot.
@@ -94,5 +95,5 @@ def test_what_cannot_be_restored(memory, stream, make, error, text):
 
 
 def test_scales_are_not_taken_where_there_are_none(memory, stream):
-    with make_cache("manager", memory, dtype="int8") as cache, pytest.raises(ShapeError, match=r"^saved: expected 3 tensors, one per"):
+    with make_cache("manager", memory, dtype="int8") as cache, raises(ShapeError, "saved", "3 tensors, one per"):
         cache.restore_kv_cache(saved_of(memory, stream, 5), 1, stream=stream)

@@ -104,29 +104,27 @@ def test_the_stored_form():
 
 def wrong_sizes(name, high):
     """Values that are no size, and what is said about them."""
-    low = f"an integer from 1 to {high}"
-    wrong = [(0, f"{low}, got 0"), (-1, f"{low}, got -1"), (2.0, "an integer, got 2.0"), (True, "an integer, got True")]
-    wrong += [("2", "an integer, got '2'"), (None, "an integer, got None")]
-    wrong += [(high + 1, f"{low}, got {high + 1}"), (10**5000, f"{low}, got an int that is too large to print")]
-    return [(name, value, f"MambaCacheConfig.{name}: expected {text}.") for value, text in wrong]
+    wrong = [(value, f"1 to {high}", value) for value in (0, -1, high + 1)]
+    wrong += [(value, "integer", repr(value)) for value in (2.0, True, "2", None)]
+    wrong += [(10**5000, f"1 to {high}", "too large to print")]
+    return [(name, value, (f"MambaCacheConfig.{name}", expected, got)) for value, expected, got in wrong]
 
 
 BAD = [
     *[bad for name in FIELDS for bad in wrong_sizes(name, {"max_batch_size": 65535, "num_layers": 10_000}.get(name, INT32_MAX))],
     *[
-        (name, value, f"MambaCacheConfig.{name}: expected one of float16, bfloat16, float32, got {value!r}.")
+        (name, value, (f"MambaCacheConfig.{name}", "float16, bfloat16, float32", f"{value!r}"))
         for name in ("recurrent_dtype", "conv_dtype")
         for value in ("int8", "float8_e4m3fn", "", None)
     ],
-    ("ping_pong", 1, "MambaCacheConfig.ping_pong: expected True or False, got 1."),
+    ("ping_pong", 1, ("MambaCacheConfig.ping_pong", "True or False", 1)),
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "text"), BAD, ids=[f"{name}={short_repr(value)}" for name, value, _ in BAD])
-def test_a_field_out_of_range(name, value, text):
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(("name", "value", "parts"), BAD, ids=[f"{name}={short_repr(value)}" for name, value, _ in BAD])
+def test_a_field_out_of_range(name, value, parts):
+    with raises(ConfigError, *parts):
         MambaCacheConfig(**{**FIELDS, name: value})
-    assert str(caught.value) == text
 
 
 STORED = MambaCacheConfig(**FIELDS).to_dict()

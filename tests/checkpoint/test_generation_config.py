@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.checkpoint import GenerationDefaults
 from trt_kvcache.errors import CheckpointError
 
@@ -81,5 +82,5 @@ def test_values_out_of_range_are_refused_with_the_file(tmp_path: Path, values: d
 
 def test_damaged_file(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: expected JSON"):
+    with raises(CheckpointError, "generation_config.json", "JSON"):
         GenerationDefaults.open(tmp_path)

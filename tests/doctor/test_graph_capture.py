@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache import KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.doctor.cases import CheckFailure
 from trt_kvcache.doctor.checks import graphs
@@ -52,7 +53,7 @@ def test_replay_that_writes_the_same_rows_passes(session_of):
 
 
 def test_replay_that_writes_nothing_fails(session_of):
-    with pytest.raises(CheckFailure, match="after a replay: expected equal bytes"):
+    with raises(CheckFailure, "after a replay", "equal bytes"):
         graphs._captured_from_outside(session_of(lambda stream: None))
 
 

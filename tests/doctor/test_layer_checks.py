@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeTensorRT
 from trt_kvcache.doctor import single_layer
 from trt_kvcache.doctor.cases import CheckFailure
@@ -217,7 +218,7 @@ def test_engine_of_tensorrt_gets_shapes_and_addresses(fake_engine):
 
 def test_engine_of_tensorrt_that_writes_a_copy_fails(fake_engine):
     runner, _ = fake_engine(lambda tensors: CacheUpdate().compute({**tensors, "present_k_cache": tensors["present_k_cache"].copy()}))
-    with pytest.raises(CheckFailure, match="the allocation around the cache: expected equal bytes"):
+    with raises(CheckFailure, "the allocation around the cache", "equal bytes"):
         run_write(runner, WRITES[0])
     runner.close()
 

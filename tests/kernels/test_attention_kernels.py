@@ -21,6 +21,7 @@ from tests.kernels.attention import (
     random_prefill,
 )
 from tests.simt.standin import needs_standin
+from tests.sweeps import each_once
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import CudaError, KVCacheError
 from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
@@ -75,8 +76,7 @@ def test_prefill(memory, stream, name, variant, monkeypatch):
     check(case, memory, stream)
 
 
-@pytest.mark.parametrize("multiprocessors", [2, 6])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("seed", "multiprocessors"), each_once(range(20), [2, 6]))
 def test_random_prefill(memory, stream, seed, multiprocessors, monkeypatch):
     monkeypatch.setattr(memory, "multiprocessor_count", multiprocessors, raising=False)
     check(random_prefill(seed), memory, stream, seed)
@@ -101,8 +101,7 @@ def test_quantized_prefill(memory, stream, name, kv_dtype, scales, monkeypatch):
     check(quantized(PREFILL_CASES[name], kv_dtype, scales), memory, stream)
 
 
-@pytest.mark.parametrize("name", list(PREFILL_CASES))
-@pytest.mark.parametrize("variant", PREFILL_VARIANTS)
+@pytest.mark.parametrize(("name", "variant"), each_once(PREFILL_CASES, PREFILL_VARIANTS))
 def test_quantized_prefill_variants(memory, stream, name, variant, monkeypatch):
     if memory.is_host:
         pytest.skip("the variants are those of the kernel")

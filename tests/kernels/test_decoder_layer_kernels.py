@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused(memory, stream):
         add_rms_norm(hidden, tensor(2, 6), weight, out=tensor(2, 6), eps=1e-5, change_weight=tensor(8), stream=stream)
     with raises(ShapeError, "hidden", expected="even number of columns"):
         add_rms_norm(tensor(2, 5), tensor(2, 5), tensor(5), out=tensor(2, 5), eps=1e-5, stream=stream)
-    with pytest.raises(ShapeError, match=r"out: expected shape \(2, 2\), got "):
+    with raises(ShapeError, "out", "(2, 2)"):
         silu_mul(tensor(2, 4), out=hidden, stream=stream)
     with raises(DTypeError, "gate_up", expected="float16 or bfloat16", got="float32"):
         silu_mul(tensor(2, 4, dtype="float32"), out=hidden, stream=stream)

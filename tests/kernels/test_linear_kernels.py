@@ -193,14 +193,14 @@ class TestWhatDoesNotFitIsRefused:
     def test_an_odd_number_of_outputs_has_no_gate(self, tensor, stream):
         with raises(ShapeError, "weight", expected="[outputs of gate, then of up, 16 inputs]"):
             linear_silu_mul(tensor(2, 16), tensor(5, 16), out=tensor(2, 2), stream=stream)
-        with pytest.raises(DTypeError, match="out: expected float16, got float32"):
+        with raises(DTypeError, "out", "float16", "float32"):
             linear_silu_mul(tensor(2, 16), tensor(6, 16), out=tensor(2, 3, dtype="float32"), stream=stream)
 
     def test_rows_that_are_not_dense(self, tensor, stream):
         wide, out = tensor(4, 32), tensor(2, 6)
         strided = DeviceTensor(wide.allocation, shape=(2, 16), dtype="float16", strides=(32, 1))
         shifted = DeviceTensor(wide.allocation, shape=(2, 16), dtype="float16", offset=2)
-        with pytest.raises(LayoutError, match="x: expected a dense tensor, got "):
+        with raises(LayoutError, "x", "dense tensor"):
             linear(strided, tensor(6, 16), out=out, stream=stream)
         with raises(LayoutError, "x", expected="address at a multiple of 16 bytes", got="at byte 2"):
             linear(shifted, tensor(6, 16), out=out, stream=stream)

@@ -45,25 +45,24 @@ _QUANTIZED = [field(name, "INT32", value) for name, value in LEAST.items()]
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "parts"),
     [
-        ([], "fields: expected kv_dtype, kv_scales too, got num_heads, num_kv_heads, head_dim."),
-        ([field("kv_dtype", "INT32", 1)], "fields: expected kv_scales too, got num_heads, num_kv_heads, head_dim, kv_dtype."),
+        ([], ("fields", "kv_dtype, kv_scales too", "num_heads, num_kv_heads, head_dim")),
+        ([field("kv_dtype", "INT32", 1)], ("fields", "kv_scales too", "num_heads, num_kv_heads, head_dim, kv_dtype")),
         (
             [field("kv_dtype", "INT32", 0), field("kv_scales", "INT32", 1)],
-            "field 'kv_dtype': expected 1 (float8_e4m3fn) or 2 (int8), got 0.",
+            ("field 'kv_dtype'", "1 (float8_e4m3fn) or 2 (int8)", 0),
         ),
-        ([field("kv_dtype", "INT32", 2), field("kv_scales", "INT32", 3)], "field 'kv_scales': expected 1 (head) or 2 (token), got 3."),
+        ([field("kv_dtype", "INT32", 2), field("kv_scales", "INT32", 3)], ("field 'kv_scales'", "1 (head) or 2 (token)", 3)),
         (
             [field("kv_dtype", "CHAR", 105, 110, 116, 56), field("kv_scales", "INT32", 1)],
-            "field 'kv_dtype': expected one value of type INT32 or INT64, got 4 of type CHAR.",
+            ("field 'kv_dtype'", "one value of type INT32 or INT64", "4 of type CHAR"),
         ),
     ],
 )
-def test_plugin_fields_of_quantized_k_and_v_that_are_refused(fields, said):
-    with pytest.raises(ConfigError) as caught:
+def test_plugin_fields_of_quantized_k_and_v_that_are_refused(fields, parts):
+    with raises(ConfigError, *parts):
         AttentionAttributes.from_plugin_fields([*_QUANTIZED, *fields], quantized=True)
-    assert str(caught.value) == said
 
 
 def test_attributes_with_a_default_may_be_left_out():
@@ -75,49 +74,47 @@ def test_attributes_with_a_default_may_be_left_out():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "parts"),
     [
-        ([], "fields: expected num_heads, num_kv_heads, head_dim too, got none."),
-        ([field("head_dim", "INT32", 64)], "fields: expected num_heads, num_kv_heads too, got head_dim."),
-        ([field("heads", "INT32", 2)], "field 'heads' is unknown. Expected num_heads, "),
-        ([field("window", "INT32", 2)] * 2, "field 'window' is given twice. Expected num_heads, "),
-        ([field("window", "FLOAT32", 2)], "field 'window': expected one value of type INT32 or INT64, got 1 of type FLOAT32."),
-        ([field("scale", "INT32", 2)], "field 'scale': expected one value of type FLOAT32 or FLOAT64, got 1 of type INT32."),
-        ([field("window", "INT32", 2, 3)], "field 'window': expected one value of type INT32 or INT64, got 2 of type INT32."),
+        ([], ("fields", "num_heads, num_kv_heads, head_dim too", "none")),
+        ([field("head_dim", "INT32", 64)], ("fields", "num_heads, num_kv_heads too", "head_dim")),
+        ([field("heads", "INT32", 2)], ("field 'heads' is unknown", "num_heads")),
+        ([field("window", "INT32", 2)] * 2, ("field 'window' is given twice", "num_heads")),
+        ([field("window", "FLOAT32", 2)], ("field 'window'", "one value of type INT32 or INT64", "1 of type FLOAT32")),
+        ([field("scale", "INT32", 2)], ("field 'scale'", "one value of type FLOAT32 or FLOAT64", "1 of type INT32")),
+        ([field("window", "INT32", 2, 3)], ("field 'window'", "one value of type INT32 or INT64", "2 of type INT32")),
     ],
 )
-def test_plugin_fields_that_are_refused(fields, said):
-    with pytest.raises(ConfigError) as caught:
+def test_plugin_fields_that_are_refused(fields, parts):
+    with raises(ConfigError, *parts):
         AttentionAttributes.from_plugin_fields(fields)
-    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "parts"),
     [
-        ({"num_heads": 5}, "num_heads: expected 1 to 16 times num_kv_heads, got 5 over 2 K/V heads."),
-        ({"num_heads": 34}, "num_heads: expected 1 to 16 times num_kv_heads, got 34 over 2 K/V heads."),
-        ({"num_heads": 0}, "num_heads: expected 1 to 16 times num_kv_heads, got 0 over 2 K/V heads."),
-        ({"num_kv_heads": 0}, "num_heads: expected 1 to 16 times num_kv_heads, got 6 over 0 K/V heads."),
-        ({"head_dim": 72}, "head_dim: expected one of 64, 80, 96, 128, 256, got 72."),
-        ({"window": -1}, "window: expected an integer from 0 to 2147483647, got -1."),
-        ({"window": 2**31}, "window: expected an integer from 0 to 2147483647, got 2147483648."),
+        ({"num_heads": 5}, ("num_heads", "1 to 16 times num_kv_heads", "5 over 2 K/V heads")),
+        ({"num_heads": 34}, ("num_heads", "1 to 16 times num_kv_heads", "34 over 2 K/V heads")),
+        ({"num_heads": 0}, ("num_heads", "1 to 16 times num_kv_heads", "0 over 2 K/V heads")),
+        ({"num_kv_heads": 0}, ("num_heads", "1 to 16 times num_kv_heads", "6 over 0 K/V heads")),
+        ({"head_dim": 72}, ("head_dim", "64, 80, 96, 128, 256", 72)),
+        ({"window": -1}, ("window", "0 to 2147483647", -1)),
+        ({"window": 2**31}, ("window", "0 to 2147483647", 2147483648)),
         *[
-            ({name: value}, f"{name}: expected 0, or 1e-06 to 1000000.0, got {value}.")
+            ({name: value}, (f"{name}", "0, or 1e-06 to 1000000.0", f"{value}"))
             for name, value in (("scale", -0.5), ("scale", True), ("scale", 1e-38), ("softcap", float("inf")), ("softcap", float("nan")))
         ],
-        ({"rotary_dim": 6}, "rotary_dim: expected a multiple of 4 from 0 to 80, got 6."),
-        ({"rotary_dim": 84}, "rotary_dim: expected a multiple of 4 from 0 to 80, got 84."),
-        ({"kv_dtype": "fp8", "kv_scales": "head"}, "kv_dtype: expected one of float8_e4m3fn, int8, got 'fp8'."),
-        ({"kv_dtype": "int8", "kv_scales": "tensor"}, "kv_scales: expected one of head, token, got 'tensor'."),
-        ({"kv_dtype": "int8"}, "kv_scales: expected one of head, token, got None."),
-        ({"kv_scales": "head"}, "kv_scales: expected none without kv_dtype, got 'head'."),
+        ({"rotary_dim": 6}, ("rotary_dim", "multiple of 4 from 0 to 80", 6)),
+        ({"rotary_dim": 84}, ("rotary_dim", "multiple of 4 from 0 to 80", 84)),
+        ({"kv_dtype": "fp8", "kv_scales": "head"}, ("kv_dtype", "float8_e4m3fn, int8", "'fp8'")),
+        ({"kv_dtype": "int8", "kv_scales": "tensor"}, ("kv_scales", "head, token", "'tensor'")),
+        ({"kv_dtype": "int8"}, ("kv_scales", "head, token", "None")),
+        ({"kv_scales": "head"}, ("kv_scales", "none without kv_dtype", "'head'")),
     ],
 )
-def test_values_out_of_range_are_refused(changed, said):
-    with pytest.raises(ConfigError) as caught:
+def test_values_out_of_range_are_refused(changed, parts):
+    with raises(ConfigError, *parts):
         AttentionAttributes(**LEAST | changed)
-    assert str(caught.value) == said
 
 
 _FACTORS = st.floats(MIN_SCORE_FACTOR, MAX_SCORE_FACTOR)

@@ -55,7 +55,7 @@ def test_other_lengths_or_shapes_do_not_agree() -> None:
 def test_a_tolerance_of_its_own() -> None:
     assert SessionCompareFunc(tolerance=0.5).tolerance == 0.5
     assert SessionCompareFunc(dtype="bfloat16").tolerance == TOLERANCES["bfloat16"]
-    with pytest.raises(RangeError, match="tolerance: expected 0 or more, got -1"):
+    with raises(RangeError, "tolerance", "0 or more", -1):
         SessionCompareFunc(tolerance=-1)
     with raises(ConfigError, "dtype", expected="float32, float16, bfloat16, int8, float8_e4m3fn", got="'int4'"):
         SessionCompareFunc(dtype="int4")

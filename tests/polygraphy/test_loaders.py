@@ -12,6 +12,7 @@ from polygraphy.exception import PolygraphyException
 from polygraphy.logger import G_LOGGER
 
 import trt_kvcache.polygraphy as namespace
+from tests.helpers.errors import raises
 from tests.paths import SHIPPED
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.polygraphy.failures import as_polygraphy
@@ -52,7 +53,7 @@ def test_errors_are_those_of_polygraphy(tmp_path: Path) -> None:
     for make in (lambda: session_from_folder(tmp_path / "none"), lambda: engine_folder_from_model(tmp_path / "none", tmp_path / "e")):
         with pytest.raises(PolygraphyException, match="got nothing there"):
             make()
-    with pytest.raises(PolygraphyException, match="engine: expected one of"):
+    with raises(PolygraphyException, "engine", "one of"):
         session_from_folder(SHIPPED, engine="onnx")
     with pytest.raises(PolygraphyException, match="max_batch_size"):
         network_from_model(SHIPPED, max_batch_size=0, max_sequence_length=16, max_prefill_length=8)

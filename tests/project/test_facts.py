@@ -89,5 +89,5 @@ def test_the_pages_install_only_extras_that_exist(facts):
 
 
 def test_the_machine_that_compares_installs_polygraphy(facts):
-    (row,) = (line for line in pages(facts)["docs/install.md"].splitlines() if "try it, compare" in line)
+    (row,) = (line for line in pages(facts)["docs/install.md"].splitlines() if "to try it, compare" in line)
     assert '".[models,polygraphy]"' in row

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from tests.helpers.errors import raises
 from tests.helpers.sessions import alone, drain, make, outcome, sampled
 from trt_kvcache import SamplingParams
 from trt_kvcache.errors import ConfigError
@@ -161,6 +162,6 @@ def test_random_programs_of_many_clients_give_each_request_what_it_gets_alone(se
 
 def test_a_name_that_is_no_text_is_refused():
     session = make()
-    with pytest.raises(ConfigError, match=r"client: expected a text, got int\."):
+    with raises(ConfigError, "client", "text", "int"):
         session.submit([1], SamplingParams(), client=3)
     assert session.num_waiting_requests == 0

@@ -22,7 +22,7 @@ def test_each_call_opens_a_session_of_its_own():
 
 
 def test_options_are_checked_when_it_is_made():
-    with pytest.raises(ConfigError, match=r"^engine: expected one of"):
+    with raises(ConfigError, "engine", "one of"):
         SessionSource(MODEL, engine="onnx")
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
+from tests.helpers.errors import raises
 from tests.helpers.recording import cache_rows, poison
 from tests.helpers.sessions import ahead
 from tests.helpers.tolerance import assert_close
@@ -368,7 +369,7 @@ def test_a_draft_is_accepted_once():
         session.prefill([[5, 6, 7]])
         session.verify([[1, 2, 3]])
         session.accept([1])
-        with pytest.raises(RangeError, match="accept: expected a verify before it"):
+        with raises(RangeError, "accept", "verify before it"):
             session.accept([1])
 
 

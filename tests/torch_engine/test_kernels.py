@@ -232,3 +232,25 @@ def check_agreement(session, reference, tolerance):
     found = [[one.prefill(prompts), *(one.decode(tokens) for tokens in steps)] for one in (session, reference)]
     for logits, expected in zip(*found, strict=True):
         assert np.abs(logits - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_next"])
+def test_padding_of_buckets_changes_nothing(memory, calls, name):
+    """As on a GPU, where widths are buckets: slots of uneven lengths, drafts, states, and a slot that is nearly full."""
+    checkpoint = RandomCheckpoint(hybrid_model(name))
+    config = decoder_cache_config(checkpoint.config, **SIZES, dtype="float16", attention="plugin")
+    options = {"kv": config, "max_prefill_length": 12, "max_logits_per_slot": 12, "attention": "plugin", "memory": memory}
+    found = []
+    for buckets in ((), (1, 4, 12)):
+        engine = TorchEngine.open(checkpoint, **options)
+        engine.width_buckets = buckets
+        with InferenceSession(engine, HybridCacheManager(config, memory=memory)) as session:
+            logits = [session.prefill([[3, 1, 4, 1, 5, 9, 2, 6, 5], [35, 8]])]
+            draft = session.verify([[9], [7, 3, 2]])
+            session.accept([1, 3])
+            logits += [draft[0, 0], draft[1], session.append([[1, 2, 3, 4, 5, 6], [8]]), session.decode([4, 5])]
+            logits.append(session.append([[5] * 7, []])[0])
+        found.append(logits)
+    for one, other in zip(*found, strict=True):
+        assert np.abs(one - other).max() <= HYBRID_TOLERANCES["float16"] / 4 * np.abs(one).max()
+    assert calls["attend"] > 0

@@ -1,4 +1,4 @@
-"""Codes of K and V that TensorRT has in words: names, shapes and ranges of a plan, and what is passed on to it."""
+"""Quantized values of K and V that TensorRT has in words: names, shapes and ranges of a plan, and what is passed on to it."""
 
 import pytest
 

@@ -1,7 +1,8 @@
-"""Missing libraries, and the extras of this package that install them."""
+"""Installed and missing libraries, and the extras of this package that install them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 
 _EXTRA_OF = {
     "cuda": "cuda",
@@ -31,6 +32,15 @@ def missing_library(error: ModuleNotFoundError) -> str | None:
     """Return an error text with the extra that installs a library; None if it belongs to no extra."""
     extra = _EXTRA_OF.get((error.name or "").partition(".")[0])
     return None if extra is None else f"{error.name} is not installed. Run: pip install 'trt-kvcache[{extra}]'"
+
+
+def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
+    found = {}
+    for name in distributions:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A lock between processes, held by a file beside what it protects."""
+"""A lock between processes, held by a file next to the protected one."""
 
 import sys
 from collections.abc import Iterator

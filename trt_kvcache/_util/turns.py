@@ -17,7 +17,7 @@ class _Line(dict[_Item, None]):
 
 
 class Turns(Generic[_Item]):
-    """Queues by client: a free place goes to the client with the fewest places, of equals to the one that has waited longest.
+    """Queues by client: a free place goes to the client with the fewest places. Among equals it goes to the client that has waited longest.
 
     No client waits for ever, and one without items has no state here. Thread-safe.
     """

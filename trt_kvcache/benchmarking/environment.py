@@ -1,11 +1,11 @@
 """Environment of a measurement: device, driver, versions, engine, cache."""
 
-import importlib.metadata
 import platform
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache._util.extras import installed_versions
 from trt_kvcache._version import __version__
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import check, driver_release
@@ -42,7 +42,7 @@ def describe_environment(session: InferenceSession) -> dict[str, Any]:
             "layout": None if config.kv is None else config.kv.layout.value,
             "nbytes": session.cache.nbytes,
         },
-        "versions": {"trt_kvcache": __version__, "python": platform.python_version(), **_versions()},
+        "versions": {"trt_kvcache": __version__, "python": platform.python_version(), **installed_versions(_PACKAGES)},
         "platform": platform.platform(terse=True),
     }
 
@@ -67,13 +67,3 @@ def _processor_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -50,7 +50,7 @@ class BenchmarkRow:
     memory : MemoryUse or None
         Memory in use after the last run.
     draft_tokens, accepted_tokens : int
-        Tokens of drafts that were verified and accepted in all runs, those to warm up included: speculative decoding.
+        Draft tokens that were verified, and accepted, in all runs, warm-up runs included (speculative decoding).
     """
 
     case: BenchmarkCase

@@ -157,28 +157,28 @@ OBSTACLES = (
 #: The first that applies. ``native`` is in no order of full TensorRT with attention: it is taken there only if it is named.
 RULES = (
     Rule(
-        tensorrt="each",
+        tensorrt="both",
         condition="K and V in 8 bits (`--kv-dtype`)",
         order=("plugin",),
-        reason="no other takes K and V in 8 bits",
+        reason="no other variant supports 8-bit K and V",
         applies=lambda build: build.kv_dtype is not None,
     ),
     Rule(
-        tensorrt="each",
+        tensorrt="both",
         condition="operations of the caller (`operations`)",
         order=("plugin",),
-        reason="no other has plugin layers",
+        reason="no other variant has plugin layers",
         applies=lambda build: bool(build.operations),
     ),
     Rule(
-        tensorrt="each",
+        tensorrt="both",
         condition="a plugin library (`--plugin-library`)",
         order=("plugin",),
-        reason="no other has plugin layers",
+        reason="no other variant has plugin layers",
         applies=lambda build: build.has_plugin_library,
     ),
     Rule(
-        tensorrt="each",
+        tensorrt="both",
         condition="a model without attention layers",
         order=("native", "mask", "plugin"),
         reason="the model has no attention layers",
@@ -196,14 +196,14 @@ RULES = (
         tensorrt="for RTX",
         condition="otherwise",
         order=("native", "mask", "plugin"),
-        reason="doctor has not passed on this machine, which plugin attention waits for",
+        reason="doctor has not passed on this machine, so plugin attention is not the first choice",
         applies=lambda build: build.target.is_rtx,
     ),
     Rule(
         tensorrt="full",
         condition="otherwise",
         order=("plugin", "mask"),
-        reason="its kernels read live rows alone, and every full TensorRT from 10.3 has what it needs",
+        reason="its kernels read live rows only, and every full TensorRT from 10.3 on supports it",
         applies=lambda build: not build.target.is_rtx,
     ),
 )
@@ -258,5 +258,5 @@ def _slow_decode(variant: AttentionName, build: AttentionBuild) -> str:
     length = build.max_sequence_length
     if variant == "plugin" or not build.target.is_rtx or not build.model.attention_layers or length <= LONG_CACHE:
         return ""
-    advice = "--attention plugin reads live rows alone" if why_not("plugin", build) is None else "a smaller --max-sequence-length is faster"
+    advice = "--attention plugin reads live rows only" if why_not("plugin", build) is None else "a smaller --max-sequence-length is faster"
     return f". Each decode step reads all {length} rows of a slot, however short its text: {advice}"

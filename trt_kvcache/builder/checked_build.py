@@ -56,7 +56,7 @@ def checked_build(
         options = ResolvedOptions.of_model(given, checkpoint.config, None if tensorrt is None else build_target(tensorrt, given))
         if tensorrt is not None:
             options.check_tensorrt(tensorrt)
-        options = with_capable_gpus(options, checkpoint.code_kinds, tensorrt)
+        options = with_capable_gpus(options, checkpoint.value_kinds, tensorrt)
         Tokenizer.open(checkpoint.path)  # damaged files that are copied are reported before the work, not by the first prompt
         GenerationDefaults.open(checkpoint.path)
         cache = options.cache_for(checkpoint.config, quantized_kv(checkpoint, given.kv_dtype, given.kv_scales))

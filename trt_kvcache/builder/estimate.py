@@ -147,7 +147,7 @@ class PackedModel:
         shapes = tensor_shapes(checkpoint.config)
         types = CONSTANT_TYPES | (NATIVE_TYPES if has_fp4 else {})
         packed = {}
-        for kind in checkpoint.code_kinds:
+        for kind in checkpoint.value_kinds:
             for name in checkpoint.names_of_kind(kind):
                 widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not has_fp4 else 0
                 packed[name] = PackedBytes(checkpoint.nbytes_of(name) + widened, types[kind])

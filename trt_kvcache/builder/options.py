@@ -25,12 +25,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: The highest ``builder_optimization_level``.
 MAX_OPTIMIZATION_LEVEL = 5
 
-#: Sizes of an engine for which none are given; of the lengths upper limits, since they are taken from the model.
+#: Default sizes. The lengths are upper limits: the default is the length of the model, if that is smaller.
 DEFAULT_MAX_BATCH_SIZE = 1
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_PREFILL_LENGTH = 512
 
-#: How plugin attention is built: one plan with plugin layers, or a plan for each segment between two attentions.
+#: Values of ``plugin_layers``: one plan with plugin layers, or a plan for each segment between two attentions.
 PLUGIN_LAYERS = ONE_PLAN, SEGMENTS = "one-plan", "segments"
 
 #: Names of these options in other projects.
@@ -105,13 +105,13 @@ class BuildOptions:
     device : int
         Index of the CUDA device: ``"auto"`` attention depends on what ``doctor`` found on it, and full TensorRT builds for it.
     embed_weights : bool
-        Whether to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work where the checkpoint is
-        not.
+        True to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work without the original
+        checkpoint.
     compute_capabilities : sequence of str, optional
-        GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. If left out all that it knows, of those that have the
+        GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. If left out, all GPUs that it supports and that have the
         type of quantized weights.
     builder_optimization_level : int, optional
-        How hard TensorRT searches for fast kernels, from 0 (shortest build) to 5; TensorRT's default, 3, if left out.
+        Effort of TensorRT's search for fast kernels, from 0 (shortest build) to 5. If left out TensorRT's default, 3.
     timing_cache : path, optional
         For full TensorRT only: a file with measurements of kernels, from which a build starts and to which it adds, so that the next one
         is shorter. It need not exist.
@@ -244,7 +244,7 @@ def takes_build_options(function: _Function) -> _Function:
 
 
 def _as_operations(given: Mapping[str, str]) -> dict[str, str]:
-    """Return names of registered operations by the names of those that they replace."""
+    """Return the names of registered operations by the names of the operations that they replace."""
     for replaced, name in given.items():
         one_of("operations", replaced, BUILT_IN_OPERATIONS)
         one_of(f"operations[{replaced!r}]", name, OPERATIONS)

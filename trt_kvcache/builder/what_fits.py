@@ -48,9 +48,9 @@ class Fit:
     weights_nbytes : int
         Bytes of the weights.
     longest_sequence : int
-        Tokens that a slot can hold with the slots that were asked for; 0 if not even one fits.
+        Tokens that a slot can hold with the requested number of slots; 0 if not even one fits.
     largest_batch : int
-        Slots of the length that was asked for; 0 if not even one fits.
+        Slots of the requested length; 0 if not even one fits.
     """
 
     weights: str
@@ -118,7 +118,7 @@ def what_fits(
     if tensorrt is not None:
         check_capabilities(options, tensorrt)
     with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
-        with_capable_gpus(options, checkpoint.code_kinds, tensorrt)  # is checked
+        with_capable_gpus(options, checkpoint.value_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
         source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
         static = _static_kv(checkpoint)

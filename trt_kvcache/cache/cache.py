@@ -34,9 +34,9 @@ class Cache(Closable):
     config : DecoderCacheConfig
         The layers, sizes, dtypes and layout.
     memory : Memory
-        Where it is allocated: ``HostMemory`` or ``CudaMemory``.
+        Memory of K, V, states and lengths: ``HostMemory`` or ``CudaMemory``.
     lengths : Lengths, optional
-        Lengths that are shared with other caches. Without, it makes its own.
+        Lengths that are shared with other caches. If left out, the cache makes its own.
 
     Raises
     ------
@@ -451,7 +451,7 @@ class Cache(Closable):
             Tokens to add: a number to all active slots, other values one to each. A prefix that was reused is not counted again. With no
             active slot there is nothing to add to, and nothing happens.
         max_increment : int, optional
-            Given with a device tensor, and only then: an upper bound of its values, which the host does not know.
+            Upper bound of the values of a device tensor, which the host does not know. Required with one, else not allowed.
         stream : cuda.core.Stream or GraphBuilder
             The launch is ordered on it. A number and a device tensor can be captured in a CUDA graph. The mirror then stays as it
             is; call ``lengths.replayed`` before each replay of the graph.
@@ -694,7 +694,7 @@ class Cache(Closable):
         slot : int
             The first of the slots.
         count : int
-            How many slots, from ``slot`` on. All of them are active.
+            Number of slots, from ``slot`` on. All of them are active.
         stream : cuda.core.Stream or GraphBuilder
             The copies are ordered on it, one launch per kind; the call neither waits nor allocates, and can be captured. Without
             ``ping_pong`` nothing is copied.
@@ -878,7 +878,7 @@ class Cache(Closable):
     def close(self) -> None:
         """Release the memory. Closing again does nothing.
 
-        Views raise :class:`~trt_kvcache.errors.ClosedError` from now on; DLPack consumers keep theirs.
+        Views raise :class:`~trt_kvcache.errors.ClosedError` from now on; DLPack consumers keep the memory alive.
         """
         super().close()
 

@@ -170,8 +170,8 @@ class KVCacheConfig(_Resizable):
     dtype : str
         ``"float16"``, ``"bfloat16"``, ``"float32"``, or quantized ``"float8_e4m3fn"`` (or ``"fp8"``, which becomes it), ``"int8"``.
     scales : str, optional
-        Of a quantized dtype: ``"tensor"``, one static scale for K and one for V of a layer; ``"head"``, one for each head of both; or
-        ``"token"``, one for each token and head, which is written with the row and stored beside it. By default
+        Granularity of the scales of a quantized dtype: ``"tensor"``, one static scale for K and one for V of a layer; ``"head"``, one for
+        each head of both; or ``"token"``, one for each token and head, which is written with the row and stored next to it. By default
         ``"head"`` if a layer has a scale for each head, else ``"tensor"``.
     layout : KVLayout
         COMBINED makes each layer ``[B, 2, H, S, D]``, SEPARATE ``[2, B, H, S, D]``.

@@ -103,7 +103,7 @@ class Lengths(DeviceKnownChanges):
         increment : int, sequence of int (A,), NumPy integer array (A,), or DeviceTensor (A,) int32
             Tokens to add: a number to all active slots, other values one to each.
         max_increment : int, optional
-            Given with a device tensor, and only then: an upper bound of its values, which the host does not know.
+            Upper bound of the values of a device tensor, which the host does not know. Required with one, else not allowed.
         stream : cuda.core.Stream or GraphBuilder
             The launch is ordered on it. A number and a device tensor can be captured in a CUDA graph. The mirror then stays as
             it is; call :meth:`replayed` before each replay of the graph.

@@ -67,7 +67,7 @@ class Checkpoint:
     quantized : mapping of str to StoredWeight or RoundedWeight, optional
         The weights that are quantized, or are rounded when they are read, by name.
     kv_dtype : str, optional
-        What static scales of K and V are for.
+        Dtype of K and V for which the checkpoint has static scales.
 
     Attributes
     ----------
@@ -127,14 +127,15 @@ class Checkpoint:
             The folder is incomplete, a file is damaged, or the model is not supported. The message names the file. Or its weights are
             quantized already, and ``quantize`` is given.
         ConfigError
-            ``quantize`` says nothing that is known, or does not fit the model.
+            ``quantize`` is unknown, or does not fit the model.
 
         Warns
         -----
         UserWarning
-            Weights are stored in another floating-point dtype than ``config.json`` says (float32 norms in a bfloat16 model, ...), but for
-            norms and biases of a GGUF file. They are converted when they are read, as transformers does. Or a quantized model quantizes
-            activations too, which is left out. Or there are GGUF files next to safetensors, which are not read.
+            - Weights are stored in another floating-point dtype than ``config.json`` says, such as float32 norms in a bfloat16 model.
+              They are converted when they are read, as in transformers. Norms and biases of a GGUF file are converted without a warning.
+            - A quantized checkpoint quantizes activations too. This package does not.
+            - There are GGUF files next to safetensors. They are not read.
         """
         rounding = None if quantize is None else Quantization.parse(quantize)
         folder = Path(path)
@@ -169,7 +170,7 @@ class Checkpoint:
         Returns
         -------
         ModelConfig
-            Its dtype is float32 where neither ``config.json`` nor anything else but the weights says it.
+            Its dtype is float32 if only the weights tell the dtype, which are not read here.
 
         Raises
         ------
@@ -236,7 +237,7 @@ class Checkpoint:
         Raises
         ------
         CheckpointError
-            What is stored contradicts ``config.json``.
+            The stored tensors contradict ``config.json``.
         ClosedError
             The checkpoint is closed.
         """
@@ -297,13 +298,13 @@ class Checkpoint:
         return tuple(name for name in self._shapes if name in self._quantized)
 
     @property
-    def code_kinds(self) -> frozenset[str]:
-        """Kinds of quantized values, of ``CODE_BITS`` in ``checkpoint/quantized/codes.py``. Empty without quantized weights."""
+    def value_kinds(self) -> frozenset[str]:
+        """Kinds of its quantized values, such as ``"int4"`` and ``"e4m3"``. Empty without quantized weights."""
         files = self._open_files()
-        return frozenset(weight.code_kind(files) for weight in self._quantized.values())
+        return frozenset(weight.value_kind(files) for weight in self._quantized.values())
 
     def names_of_kind(self, kind: str) -> tuple[str, ...]:
-        """Return the names of tensors by kind of quantized value: see ``CODE_BITS`` of ``trt_kvcache/checkpoint/quantized/codes.py``.
+        """Return the names of the tensors with one kind of quantized value, such as ``"int4"``.
 
         Parameters
         ----------
@@ -311,7 +312,7 @@ class Checkpoint:
             Such as ``"e2m1"``.
         """
         files = self._open_files()
-        return tuple(name for name in self.quantized_names if self._quantized[name].code_kind(files) == kind)
+        return tuple(name for name in self.quantized_names if self._quantized[name].value_kind(files) == kind)
 
     @property
     def nbytes(self) -> int:

@@ -48,7 +48,7 @@ class GenerationDefaults:
     eos_token_ids : tuple of int
         Tokens that end a sequence. Empty if the file names none: then the model configuration decides.
     do_sample : bool
-        Whether tokens are sampled. If False, the most likely token is chosen (greedy decoding).
+        True to sample tokens. If False, the most likely token is chosen (greedy decoding).
     temperature : float
         Divides the logits before sampling.
     top_k : int

@@ -113,7 +113,7 @@ class StreamDecoder:
 
     Notes
     -----
-    What a token decodes to depends on its neighbours. So the text between two positions is the difference of two decodings that begin
+    The text of a token depends on its neighbours. So the text between two positions is the difference of two decodings that begin
     at the same earlier token. That token moves forward with the stream, so a step costs the same at any length.
 
     Examples

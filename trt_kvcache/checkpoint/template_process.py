@@ -69,7 +69,7 @@ class TemplateProcess:
         return TemplateProcess, (self._text,)
 
     def kill(self) -> None:
-        """End the process and its rendering now, for good. Thread-safe."""
+        """End the process and its rendering now. It cannot be restarted. Thread-safe."""
         self._killed = True
         process = self._process
         if process is not None:

@@ -33,7 +33,7 @@ class Tokenizer:
     chat_template : ChatTemplate or None
         None if the folder has none.
     add_bos_token : bool, optional
-        Whether a text begins with the token ``"bos_token"``. If left out, ``tokenizer.json`` decides.
+        True if a text begins with the token ``"bos_token"``. If left out, ``tokenizer.json`` decides.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ class Tokenizer:
         text : str
             The text.
         add_special_tokens : bool
-            Whether to add the tokenizer's own special tokens (begin of text, ...). Pass False for the text of a chat template, which
+            True to add the tokenizer's own special tokens (begin of text, ...). Pass False for the text of a chat template, which
             already contains them. If ``tokenizer_config.json`` has ``add_bos_token``, it decides whether the text begins with
             ``bos_token``, as for the Llama tokenizers of transformers 4.
 
@@ -235,7 +235,7 @@ class Tokenizer:
         ids : sequence of int
             The token ids. Ids that no token has are left out.
         skip_special_tokens : bool
-            Whether special tokens are left out of the text.
+            True to leave special tokens out of the text.
 
         Returns
         -------
@@ -269,7 +269,7 @@ class Tokenizer:
         Returns
         -------
         bytes or None
-            Of a special token its name. None if no token has this id, or ``tokenizer.json`` does not say which bytes it stands for.
+            For a special token, its name. None if no token has this id, or ``tokenizer.json`` does not say which bytes it stands for.
         """
         return self._token_bytes.of(token)
 
@@ -305,7 +305,7 @@ class Tokenizer:
         messages : sequence of mapping
             ``{"role": ..., "content": ...}``, oldest first.
         add_generation_prompt : bool
-            Whether the text ends with the opening of the assistant's turn.
+            True if the text ends with the opening of the assistant's turn.
         tools : sequence of mapping, optional
             Descriptions of the functions that the model may call, in the form that the model was trained with (usually JSON schema).
         template_args : mapping of str to object, optional

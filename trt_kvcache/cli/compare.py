@@ -186,5 +186,5 @@ def _other_than_auto(folder: Path, options: SessionOptions) -> AttentionName:
 
 
 def _beside_plugin(config: EngineFolderConfig) -> AttentionName:
-    """Return TensorRT's attention for the model of an engine; of full TensorRT the one that every release computes right."""
+    """Return the variant of TensorRT's attention for a model; for full TensorRT the variant that every release computes correctly."""
     return "mask" if config.tensorrt_flavour == "tensorrt" else tensorrt_attention(config.model, config.cache.max_sequence_length)

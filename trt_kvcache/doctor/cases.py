@@ -52,7 +52,7 @@ class CaseLog:
         self.cases: list[Case] = []
 
     def run(self, name: str, work: Callable[[], dict[str, Any] | None], *, variant: str = "") -> Any:
-        """Run a case, and return its figures; None if it did not pass, or is to be skipped. Its failure is a result."""
+        """Run a case, and return its figures; None if it failed or was skipped. A failure is recorded as a result."""
         if name in self._skip:
             return None
         self._write({"begins": name, "variant": variant})

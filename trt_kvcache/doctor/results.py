@@ -25,7 +25,7 @@ class CheckResult(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The check in one line: the failures, or the number of cases, and the reasons of those that are not here."""
+        """The check in one line: the failures, or the number of cases, and the reasons of the cases that are not here."""
         of_status = {status: [case for case in self.cases if case.status == status] for status in ("passed", "failed", "not here")}
         parts = [f"{case.name}: {first_line(case.text)}" for case in of_status["failed"]]
         if of_status["passed"]:

@@ -155,7 +155,7 @@ class BindingPlan:
         Returns
         -------
         bool
-            Whether the views of all caches from that slot on are aligned to 256 bytes.
+            True if the views of all caches from that slot on are aligned to 256 bytes.
         """
         return all(slot * nbytes % ALIGNMENT == 0 for nbytes in self._slot_nbytes)
 

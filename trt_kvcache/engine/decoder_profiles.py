@@ -49,7 +49,7 @@ def default_logits_per_slot(model: ModelConfig, *, max_batch_size: int, max_pref
 
 
 def decoder_profiles(*, max_batch_size: int, max_prefill_length: int, max_logits_per_slot: int = 1) -> tuple[EngineProfile, ...]:
-    """Return the optimisation profiles: prefill, decode, and verify if more than one logit per slot was asked for.
+    """Return the optimisation profiles: prefill, decode, and verify if the logits of more than one token per slot are wanted.
 
     Verify takes up to 17 new tokens, for speculative decoding; it is left out where it would equal prefill.
     """

@@ -131,7 +131,7 @@ class TensorNames:
         layer : int
             Index of the attention layer.
         combined : bool
-            Whether K and V are one tensor.
+            True if K and V are one tensor.
 
         Returns
         -------
@@ -161,7 +161,7 @@ class TensorNames:
         Parameters
         ----------
         kind : StateKind
-            Which state of the layer.
+            Recurrent state or conv state.
         layer : int
             Index of the layer among those with states.
 

@@ -36,7 +36,7 @@ class TensorSpec:
     dtype : str
         As in :mod:`trt_kvcache.dtypes`.
     mode : TensorMode
-        Whether the engine reads or writes it.
+        Input or output.
     alias : str or None
         For an output that shares memory with an input: the name of that input. Both must be bound to the same address.
 

@@ -13,7 +13,7 @@ from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.segments import CustomOpNode, Segment, Stage
 
-#: Names of the constants of an engine in segments. They are stored in one file of the engine folder, whatever stages read them.
+#: Names of the constants of an engine in segments. They are stored in one file of the engine folder, which all segments share.
 #: Where layers differ in RoPE, the second table is ``"rope.cos_sin_1"`` and so on.
 EMBEDDING, COS_SIN = "model.embed_tokens.weight", "rope.cos_sin"
 

@@ -25,9 +25,9 @@ class ChatPrompt:
     tools : sequence of mapping, optional
         Descriptions of the functions that the model may call, as OpenAI's API has them (JSON schema).
     template_args : mapping of str to object
-        Further variables of the template, such as ``{"enable_thinking": False}``.
+        Additional variables of the template, such as ``{"enable_thinking": False}``.
     add_generation_prompt : bool
-        Whether the text ends with the opening of the assistant's turn. False to have the last message continued.
+        True to end the text with the opening of the assistant's turn, False to continue the last message.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""``Drafter``: proposes the next tokens of sequences for speculative decoding. A value of this protocol is behind every ``draft=``."""
+"""``Drafter``: proposes the next tokens of sequences for speculative decoding. Every ``draft=`` uses an object of this protocol."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 class DraftedSequence(NamedTuple):
-    """A sequence whose next tokens are to be proposed.
+    """A sequence for which a drafter proposes the next tokens.
 
     Parameters
     ----------
     request : object
-        Its request: the same object in all steps, for what a drafter keeps of a sequence (``weakref.WeakKeyDictionary``).
+        Its request, the same object in all steps. A drafter may store data of a sequence under it (``weakref.WeakKeyDictionary``).
     row : list of int
         Tokens of the sequence, and possibly others after its first ``length``. To be read only: :attr:`tokens` is a copy.
     length : int

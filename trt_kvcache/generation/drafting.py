@@ -1,4 +1,4 @@
-"""``Drafting``: the drafts of one request: who proposes them, how long they are, and how many tokens of them were accepted."""
+"""``Drafting``: the drafter of one request, the length of its drafts, and the counts of proposed and accepted tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Drafting:
         self._resumes_at = 0
 
     def length(self, num_tokens: int) -> int:
-        """Return the most tokens of the next draft of a request that has generated so many tokens; 0 during a pause."""
+        """Return the most tokens of the next draft, after ``num_tokens`` generated tokens; 0 during a pause."""
         return self._length if num_tokens >= self._resumes_at else 0
 
     def record(self, proposed: int, accepted: int, num_tokens: int) -> None:

@@ -24,7 +24,7 @@ class LogitsEdits:
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
         self._bias = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
         self._has_penalties = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-        #: Whether there is anything to change.
+        #: True if there is anything to change.
         self.active = bool(params.logit_bias or params.logits_processors or self._has_penalties)
         self._deferred = tuple(one for one in params.logits_processors if isinstance(one, DeferredProcessor))
         # A memo: the counts, and the number of generated tokens that they have.
@@ -71,7 +71,7 @@ class LogitsEdits:
         return counts
 
     def history(self, tokens: Sequence[int]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """Return the different tokens of the prompt, and those that penalties count as generated, in any order: none without penalties."""
+        """Return the distinct tokens of the prompt, and the tokens that penalties count as generated, unordered: none without penalties."""
         if not self._has_penalties:
             return np.empty(0, np.intp), np.empty(0, np.intp)
         counts = self._count(tokens)

@@ -1,4 +1,4 @@
-"""``NgramDrafter``: prompt lookup. A draft is what followed the last tokens where the sequence had them before."""
+"""``NgramDrafter``: prompt lookup. A draft continues an earlier occurrence of the last tokens in the sequence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _NgramIndex:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        # Of each two tokens the place after their latest occurrence, and of each place the one after the occurrence before; 0 is none.
+        # For each pair of tokens, the index after its latest occurrence. For each such index, the index after the previous one; 0: none.
         self._latest: dict[tuple[int, int], int] = {}
         self._earlier: list[int] = []
 

@@ -1,8 +1,14 @@
 """``PromptScore``: log-probabilities of a text's tokens, and ``perplexity`` of one or more scores."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.generation.sampling import check_logits
+from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
 
 
 @dataclass(frozen=True)
@@ -18,8 +24,8 @@ class PromptScore:
     logprobs : tuple of float or None (n,)
         None for the first token: nothing comes before it.
     top_logprobs : tuple of (tuple of (int, float), or None) (n,), or None
-        The most likely tokens at each place with theirs, the most likely one first, of equally likely ones the lowest id first; None at the
-        first place. The token of the text need not be among them. None as a whole where they were not asked for.
+        For each position the most likely tokens with their log-probabilities, the most likely one first, of equally likely ones the lowest
+        id first; None at the first position. The token of the text need not be among them. The field is None if none were requested.
 
     Examples
     --------
@@ -40,7 +46,7 @@ class PromptScore:
 
     @property
     def logprob(self) -> float:
-        """The log-probability of the text after its first token: the sum."""
+        """The log-probability of the text after its first token: the sum over its tokens."""
         return math.fsum(value for value in self.logprobs if value is not None)
 
     @property
@@ -55,7 +61,7 @@ def perplexity(scores: Iterable[PromptScore]) -> float:
     Parameters
     ----------
     scores : iterable of PromptScore
-        Of ``InferenceSession.score``. Each token counts the same, whichever text it is in; first tokens do not count.
+        Results of ``InferenceSession.score``. All tokens of all texts count equally; first tokens do not count.
 
     Returns
     -------
@@ -76,3 +82,21 @@ def perplexity(scores: Iterable[PromptScore]) -> float:
         return math.exp(-math.fsum(known) / len(known))
     except OverflowError:
         return math.inf
+
+
+def score_tokens(logits: Iterable[npt.NDArray[np.float32]], tokens: Iterable[int], count: int) -> list[TokenLogprobs]:
+    """Return the log-probability of each token from the logits of the token before it; surplus logits or tokens are ignored."""
+    found = []
+    for row, token in zip(logits, tokens, strict=False):
+        check_logits(row)
+        found.append(token_logprobs(row, token, count))
+    return found
+
+
+def prompt_score(tokens: Sequence[int], following: Sequence[TokenLogprobs], *, with_top: bool) -> PromptScore:
+    """Return the score of a prompt from the log-probabilities of all tokens after the first."""
+    return PromptScore(
+        tokens=tuple(tokens),
+        logprobs=(None, *(one.chosen for one in following)),
+        top_logprobs=(None, *(one.top for one in following)) if with_top else None,
+    )

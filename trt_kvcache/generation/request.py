@@ -238,7 +238,7 @@ class Request:
         return found
 
     def guess(self, logits: np.ndarray[Any, Any], count: int) -> int:
-        """Choose the token after ``count`` further ones from another model's logits, without edits: with the random number of its place."""
+        """Choose a token from a draft model's logits, as they are, with the random number of the position ``count`` tokens ahead."""
         return self._sampler.choose(logits, self.sampler[1] + count)
 
     def receive(self, sampled: SampledToken, *, full: bool) -> Choice:

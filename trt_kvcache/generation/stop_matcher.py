@@ -31,7 +31,7 @@ class StopMatcher:
         text = state.held + text
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            _, start = min(found)  # the one that is complete first, however the text was cut into pieces
+            _, start = min(found)  # the text that is complete first, independent of how tokens cut it
             return text[:start], StopState(stopped=True)
         held = next((prefix for prefix in self._prefixes if text.endswith(prefix)), "")
         return text.removesuffix(held), StopState(held)

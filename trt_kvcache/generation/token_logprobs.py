@@ -10,7 +10,7 @@ from trt_kvcache.kernels.most_likely import log_probabilities
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of the chosen token, and the most likely tokens with theirs: by descending probability, ties by ascending id."""
+    """Log-probabilities of the chosen token, and of the most likely tokens: by descending probability, ties by ascending id."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]

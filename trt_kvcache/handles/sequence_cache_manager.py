@@ -170,7 +170,7 @@ class SequenceCacheManager(Closable):
         Returns
         -------
         int
-            Its id. Ids are never used again; slots are.
+            Its id. Ids are never used again, unlike slots.
 
         Raises
         ------
@@ -190,7 +190,7 @@ class SequenceCacheManager(Closable):
         Parameters
         ----------
         num_sequences : int
-            How many more, 0 or more.
+            Number of additional sequences, 0 or more.
 
         Raises
         ------

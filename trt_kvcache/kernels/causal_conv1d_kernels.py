@@ -62,7 +62,7 @@ def causal_conv1d(
     gate_in, gate_out : DeviceTensor ``[B, s, channels]``, optional
         Factors of the inputs and of the outputs. Strided as ``x`` may be.
     new_lengths : DeviceTensor (B,) int32, optional
-        New tokens of each slot, at most s. The rest is padding, of any content, and leaves no trace; a slot of none keeps its state bit for
+        New tokens of each slot, at most s. The rest is padding and has no effect. A slot without new tokens keeps its state bit for
         bit. By default all s are new.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.

@@ -52,7 +52,7 @@ def gated_delta_rule(
     q, k : DeviceTensor ``[B, s, key_heads, key_dim]`` float16, bfloat16 or float32
         New tokens, after the convolution. Slots and tokens may be strided, at multiples of 16 bytes; key_dim is a multiple of 8, up to 128.
     v : DeviceTensor ``[B, s, heads, value_dim]``
-        Strided as ``q`` may be; value_dim is a multiple of 8. Each key head serves ``heads / key_heads`` heads that follow each other.
+        Strided as ``q`` may be; value_dim is a multiple of 8. Each key head serves ``heads / key_heads`` consecutive heads.
     a, b : DeviceTensor ``[B, s, heads]``
         Inputs of the decay and of the strength of the update. Slots and tokens may be strided.
     past : DeviceTensor ``[B, heads, key_dim, value_dim]``, of the dtype of ``q`` or float32
@@ -66,7 +66,7 @@ def gated_delta_rule(
     dt_bias : DeviceTensor ``[heads]`` float32, optional
         Added to ``a``.
     new_lengths : DeviceTensor (B,) int32, optional
-        New tokens of each slot, at most s. The rest is padding, of any content, and leaves no trace; a slot of none keeps its state bit for
+        New tokens of each slot, at most s. The rest is padding and has no effect. A slot without new tokens keeps its state bit for
         bit. By default all s are new.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.

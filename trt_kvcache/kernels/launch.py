@@ -17,7 +17,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: Threads of a block of every copy kernel, and vectors in flight in a thread: see ``plugins/vector_copy.cuh``.
 THREADS_PER_BLOCK, VECTORS_IN_FLIGHT = 256, 4
 
-#: Blocks of a launch, at most, if fewer can do the work: so many waves that the last one hardly counts on a large GPU.
+#: Most blocks of a grid-stride launch: enough waves that a partial last wave costs little on a large GPU.
 _MAX_BLOCKS = 1 << 20
 
 #: Addresses of saved tensors in the arguments of one launch: layers of one save or restore. The sources have the same number.

@@ -73,7 +73,7 @@ def mamba2_scan(
     dt_limits : tuple of float
         Smallest and largest time step.
     new_lengths : DeviceTensor (B,) int32, optional
-        New tokens of each slot, at most s. The rest is padding, of any content, and leaves no trace; a slot of none keeps its state bit for
+        New tokens of each slot, at most s. The rest is padding and has no effect. A slot without new tokens keeps its state bit for
         bit. By default all s are new.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.

@@ -34,7 +34,7 @@ class QkNormConfig:
     Parameters
     ----------
     norm : NormConfig
-        What is computed.
+        Epsilon and weight of the norm.
     over : {"head", "full"}
         ``"head"``: each head is normalised alone, and all share a weight ``[head_dim]``. ``"full"``: all heads of a token together, with
         a weight ``[heads * head_dim]``.
@@ -59,9 +59,9 @@ class QueryScaling:
     Parameters
     ----------
     beta : float
-        How much it grows.
+        Growth of the factor per unit of the logarithm.
     period : int
-        Tokens over which it stays the same.
+        Number of consecutive positions with the same factor.
 
     Raises
     ------
@@ -92,11 +92,11 @@ class AttentionConfig:
     rope : RopeConfig or None
         Rotary position embedding of q and k; None where a layer has none.
     qkv_bias, o_bias : bool
-        Whether the projections to q, k and v, and the one back, have a bias.
+        True if the projections to q, k and v, and the output projection, have a bias.
     qk_norm : QkNormConfig or None
         Norm of q and k.
     scale : float or None
-        What products of q and k are multiplied with; None for ``1 / sqrt(head_dim)``.
+        Factor of the products of q and k; None for ``1 / sqrt(head_dim)``.
     window : int or None
         Tokens that a token attends to, itself included; None for all before it.
     softcap : float or None
@@ -104,8 +104,8 @@ class AttentionConfig:
     query_scaling : QueryScaling or None
         A factor of q that depends on its position.
     output_gate : bool
-        Whether the output of attention is multiplied with the sigmoid of another projection of the hidden state, as wide as q and
-        with a bias where q has one, before it is projected back.
+        True for gated attention: the output of attention, before the output projection, is multiplied by the sigmoid of another
+        projection of the hidden state. That projection is as wide as q, and has a bias if q has one.
 
     Raises
     ------
@@ -172,11 +172,11 @@ class MlpConfig:
     intermediate_size : int
         Width inside.
     activation : {"silu", "gelu_tanh", "relu2"}
-        What is applied to the gate, or where there is none to ``up(x)``.
+        Activation of the gate; without a gate, of ``up(x)``.
     bias : bool
-        Whether the projections have biases.
+        True if the projections have biases.
     gated : bool
-        Whether there is a gate.
+        True if there is a gate.
 
     Raises
     ------
@@ -201,15 +201,15 @@ class LayerConfig:
     Parameters
     ----------
     mixer : AttentionConfig, ShortConvConfig, Mamba2Config, GatedDeltaNetConfig or None
-        What mixes tokens.
+        Token mixer.
     mlp : MlpConfig or None
-        What follows it.
+        MLP, after the mixer.
     input_norm, mixer_output_norm : NormConfig or None
         Norms of the mixer's input (pre-norm) and output (post-norm).
     mlp_norm, mlp_output_norm : NormConfig or None
         Norms of the MLP's input (pre-norm) and output (post-norm).
     residual_multiplier : float
-        What mixer and MLP are multiplied with before they are added.
+        Factor of the outputs of mixer and MLP before they are added to the residual stream.
 
     Raises
     ------

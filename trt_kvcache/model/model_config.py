@@ -34,11 +34,11 @@ class ModelConfig:
     layers : tuple of LayerConfig
         The decoder layers, from the first one on.
     final_norm : NormConfig
-        Of the head's input.
+        Norm of the head's input.
     max_position_embeddings : int
         Context length that the model was made for, in tokens; the largest int32 for a model that knows no positions.
     tie_word_embeddings : bool
-        Whether the embedding is also the weight of the head; there is no ``lm_head.weight`` then.
+        True if the embedding is also the weight of the head; then there is no ``lm_head.weight``.
     dtype : {"float16", "bfloat16", "float32"}
         Dtype of the stored weights.
     bos_token_id : int or None
@@ -46,13 +46,13 @@ class ModelConfig:
     eos_token_ids : tuple of int
         Tokens that end a sequence.
     embedding_multiplier : float
-        What rows of the embedding are multiplied with before the first layer.
+        Factor of the rows of the embedding, before the first layer.
     rounds_embedding_multiplier : bool
-        Whether that factor is rounded to the dtype that the model is computed in.
+        True if that factor is rounded to the compute dtype.
     final_softcap : float or None
         Logits ``x`` become ``final_softcap * tanh(x / final_softcap)``.
     logits_divisor : float
-        What logits are divided by.
+        Divisor of the logits.
 
     Raises
     ------
@@ -128,7 +128,7 @@ class ModelConfig:
         Parameters
         ----------
         dtype : str
-            What the model is computed in.
+            The compute dtype.
 
         Returns
         -------

@@ -19,7 +19,7 @@ class NormConfig:
     weight_offset : float
         1 where a stored weight of 0 means a factor of 1 (Gemma). The sum is computed in float32 and not rounded.
     rounds_before_weight : bool
-        Whether the quotient is rounded to the dtype of the model before it is multiplied with the weight; the product is, otherwise.
+        True if the quotient is rounded to the dtype of the model before it is multiplied by the weight. If False, the product is rounded.
 
     Raises
     ------

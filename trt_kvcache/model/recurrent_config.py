@@ -25,7 +25,7 @@ class ShortConvConfig:
     kernel : int
         Inputs that an output depends on, its own included.
     bias : bool
-        Whether the projections and the convolution have biases.
+        True if the projections and the convolution have biases.
 
     Raises
     ------
@@ -60,17 +60,17 @@ class Mamba2Config:
     Parameters
     ----------
     num_heads, head_dim : int
-        ``x`` and ``z`` are so many heads of so many elements.
+        Heads of ``x`` and ``z``, and elements of each.
     state_size : int
-        Elements of ``b`` and ``c``.
+        Elements of a vector ``b`` or ``c``.
     num_groups : int
-        How many ``b`` and ``c`` there are: a divisor of ``num_heads``. The norm runs over as many groups of elements.
+        Number of vectors ``b``, and of vectors ``c``, per token: a divisor of ``num_heads``. The norm has the same number of groups.
     kernel : int
         Inputs that an output of the convolution depends on.
     norm : NormConfig
         Norm of the scan's output.
     conv_bias, bias : bool
-        Whether the convolution, and the projections, have biases.
+        True if the convolution, or the projections, have biases.
     dt_min : float
         The smallest time step.
     dt_max : float or None
@@ -135,9 +135,10 @@ class GatedDeltaNetConfig:
     Parameters
     ----------
     num_key_heads, key_head_dim : int
-        ``q`` and ``k`` are so many heads of so many elements.
+        Heads of ``q`` and of ``k``, and elements of each.
     num_value_heads, value_head_dim : int
-        ``v`` and ``z`` are so many heads of so many elements; a multiple of ``num_key_heads``: neighbouring ones share ``q`` and ``k``.
+        Heads of ``v`` and of ``z``, and elements of each. A multiple of ``num_key_heads``: adjacent value heads share a head of ``q`` and
+        ``k``.
     kernel : int
         Inputs that an output of the convolution depends on.
     norm : NormConfig

@@ -62,9 +62,9 @@ class RopeConfig:
     beta_fast, beta_slow : float
         For ``"yarn"``: it interpolates over the frequencies that make from ``beta_slow`` to ``beta_fast`` turns over the original context.
     truncate : bool
-        For ``"yarn"``: whether the bounds of that range are rounded to whole frequencies.
+        For ``"yarn"``: true to round the bounds of that range to whole frequencies.
     short_factor, long_factor : tuple of float
-        For ``"longrope"``: by frequency, for sequences up to the original context length, and for longer ones.
+        For ``"longrope"``: the divisor of each frequency, for sequences up to the original context length, and for longer ones.
 
     Raises
     ------
@@ -173,7 +173,7 @@ class RopeConfig:
         original_max_position_embeddings : int, optional
             For families that have it outside the scaling object: it takes precedence.
         may_be_partial : bool
-            Whether the family reads ``partial_rotary_factor``. It is refused for others, except for 1.
+            True if the family reads ``partial_rotary_factor``. It is refused for others, except for 1.
         other_fields : collection of str
             Fields of the scaling that the family reads itself.
         other_kinds : mapping of str to str

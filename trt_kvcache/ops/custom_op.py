@@ -78,7 +78,7 @@ class CustomOp(Protocol):
         Notes
         -----
         Between segments the workspace is zeroed once, when it is allocated. Operations of one name share it and run one after another, so
-        whatever an operation needs to be zero before a launch, it must leave zero after it. In a plugin layer it is zeroed at each launch.
+        bytes that must be zero before a launch must be zero again after it. In a plugin layer it is zeroed at each launch.
         """
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
@@ -91,7 +91,7 @@ class CustomOp(Protocol):
         workspace : DeviceTensor uint8
             At least :meth:`workspace_nbytes`.
         stream : cuda.core.Stream or cuda.core.GraphBuilder
-            Where to launch.
+            Stream of the launch.
         """
 
 

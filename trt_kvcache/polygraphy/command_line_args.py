@@ -112,7 +112,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         script : polygraphy.tools.script.Script
             The script, which is changed.
         engine : str or None
-            Which engine runs; None for the default.
+            Name of the engine; None for the default.
 
         Returns
         -------

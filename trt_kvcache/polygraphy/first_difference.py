@@ -60,7 +60,7 @@ class Difference:
     allowed : float
         The largest accepted distance between them.
     count : int
-        How many elements of this output differ by more than the tolerance.
+        Number of elements of this output that differ by more than the tolerance.
     channel : int or None
         Channel of a conv state, or of the head of a recurrent state; None for the others.
     decoder_layer : int or None

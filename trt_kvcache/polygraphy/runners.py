@@ -214,7 +214,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     def _run_whole(self, steps: list[list[list[int]]]) -> Arrays:
         """Run new sequences as prefill and decode steps; return the last logits, ``[B, vocab]``."""
         prompts, *tokens = steps
-        _say_what_is_run(prompts, len(tokens))
+        _log_sizes(prompts, len(tokens))
         logits = self._run(prompts, True)
         for step in tokens:
             logits = self._run(step, False)
@@ -233,7 +233,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         return logits
 
 
-def _say_what_is_run(prompts: list[list[int]], steps: int) -> None:
+def _log_sizes(prompts: list[list[int]], steps: int) -> None:
     """Log the number of tokens of an inference, once for the same sizes."""
     lengths = ", ".join(str(len(row)) for row in prompts[:_SHOWN_SLOTS]) + (", ..." if len(prompts) > _SHOWN_SLOTS else "")
     total = sum(map(len, prompts)) + steps * len(prompts)

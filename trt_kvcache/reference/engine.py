@@ -53,11 +53,11 @@ class ReferenceEngine(DecoderEngine):
     Parameters
     ----------
     checkpoint : Checkpoint
-        Where the weights come from. It may be closed afterwards.
+        Source of the weights. It may be closed afterwards.
     kv : KVCacheConfig or HybridCacheConfig
         The cache that will be bound; its dtype is the engine's unless K and V are quantized, which ``"plugin"`` attention takes.
     dtype : str, optional
-        What is computed in, if K and V are quantized; else the dtype of the cache.
+        The compute dtype, if K and V are quantized; otherwise it is the dtype of the cache.
     max_prefill_length : int
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
     attention : {"native", "mask", "plugin"}

@@ -80,7 +80,7 @@ class AsyncRequest:
         return last or ("cancelled" if self._ended and self._error is None else None)
 
     def cancel(self) -> None:
-        """End it where it is. What it has generated stays, and iterations over it end."""
+        """End the request now. Its tokens so far stay, and iterations over it end."""
         self._cancel(self)
 
     async def wait(self) -> AsyncRequest:
@@ -108,7 +108,7 @@ class AsyncRequest:
         Parameters
         ----------
         count : int
-            Tokens that the caller has.
+            Number of tokens that the caller already has.
 
         Returns
         -------
@@ -118,7 +118,7 @@ class AsyncRequest:
         Raises
         ------
         ProcessorError, EngineError, CudaError, ClosedError
-            As :meth:`wait`, behind its last token.
+            As :meth:`wait`, after its last token.
         """
         while count >= len(self._events):
             if self._ended:
@@ -157,11 +157,11 @@ class AsyncRequest:
         Parameters
         ----------
         events : list of GeneratedToken
-            New ones.
+            New tokens.
         ended : bool
-            Whether these are the last.
+            True if these are the last.
         error : BaseException, optional
-            Why it ended, if that was a failure.
+            The error that ended it.
         """
         if self._ended:
             return

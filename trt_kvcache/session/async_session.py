@@ -161,7 +161,7 @@ class AsyncSession:
         return await self._thread.submit_answers(prompt, params, prompt_logprobs=prompt_logprobs, client=client, on_end=self._room.release)
 
     async def _reserve(self, count: int) -> None:
-        """Wait for room for so many requests; each one gives its place back when it ends."""
+        """Wait until ``count`` more requests fit; a request frees its place when it ends."""
         self._thread.check_open()
         reserved = 0
         try:
@@ -182,7 +182,7 @@ class AsyncSession:
         Parameters
         ----------
         prompt : prompt
-            As for :meth:`submit`, like all that follows.
+            As for :meth:`submit`.
         params : SamplingParams, optional
             Not together with ``options``.
         **options

@@ -428,7 +428,7 @@ class Batch:
             self._runner.apply([_slot_of(snapshot) for snapshot in snapshots])
 
     def resume(self, snapshots: Sequence[Snapshot], kept: Sequence[int], plan: StepPlan, chunks: Sequence[Chunk]) -> Logits:
-        """Start new sequences from snapshots, keep so many tokens of each, and run those that follow."""
+        """Start new sequences from snapshots, keep ``kept`` tokens of each, and run the tokens of the plan after them."""
         self.load(snapshots)
         for slot, length in enumerate(kept):
             if length < self._runner.slots[slot].length:

@@ -20,7 +20,7 @@ _MIN_WIDTH_SHARE = 0.5
 
 #: Prompts below this many tokens run in one enqueue, however much of it is padding.
 _MIN_SPLIT = 64
-#: Padding is at most one row in so many of a prompt that may be split.
+#: In a prompt that may be split, padding is at most one row in ``_ROWS_PER_PADDING``.
 _ROWS_PER_PADDING = 8
 
 
@@ -123,7 +123,7 @@ class _Planner:
         return self._last_start(waiting) >= low
 
     def _width(self, first: int, end: int, room: int) -> int:
-        """Return the rows of the next enqueue over slots with room for so many."""
+        """Return the width of the next enqueue over slots that have room for ``room`` rows."""
         longest = max(range(first, end), key=lambda slot: self.remaining[slot])
         left, limit = self.remaining[longest], min(room, self.max_width)
         if not self.buckets or min(left, limit) > self.buckets[-1]:
@@ -138,7 +138,7 @@ class _Planner:
     def _advance(self, first: int, end: int, width: int) -> Chunk:
         """Take up to ``width`` tokens of each slot.
 
-        A slot must not become full while a slot behind it still waits that only an enqueue over both can reach: it gets nothing for now.
+        A slot must not become full as long as a later slot waits that only an enqueue over both can reach. Such a slot gets no tokens yet.
         """
         takes: list[int] = []
         blocked = False

@@ -121,7 +121,7 @@ class DecodeSteps:
 
     @nvtx_range("verify")
     def _verify(self, slots: Sequence[Slot], requests: Sequence[Request], drafts: DraftPlan, *, waits: bool) -> DecodeStep:
-        """Run tokens and drafts in one enqueue, choose on the host, and accept a draft as far as it is what was chosen."""
+        """Run tokens and drafts in one enqueue, choose on the host, and accept the first tokens of a draft that equal the chosen ones."""
         started = time.perf_counter()
         plan, chunk = drafts
         self._runner.run(chunk, plan.rows[chunk.first : chunk.end], every_logit=True)

@@ -27,7 +27,7 @@ def generate_tokens(
 ) -> Generator[GeneratedToken, None, None]:
     """Yield the tokens of requests that have one slot each, and keep it.
 
-    A token becomes pending in its slot when it is handed out, so that the iterator may be left at any token.
+    A token becomes pending in its slot when it is yielded, so that the iterator may be left at any token.
     """
     check_open()
     logits = prefill()
@@ -44,7 +44,7 @@ def generate_tokens(
         for turn in range(num_turns):
             is_last = turn == num_turns - 1
             if is_last and step.verified is not None and runner.uncommitted is step.verified:
-                # Until now tokens of a draft were pending, since they could not be in the cache before they were handed out.
+                # Until now tokens of a draft were pending, since they could not be in the cache before they were yielded.
                 _check_unchanged(runner, in_force, check_open)
                 with runner.work(continues=True):
                     runner.apply(decode_steps.commit(step.verified, runner.slots))
@@ -92,7 +92,7 @@ def generate_queued(
             events += new
         finished = all(handle.finished for handle in handles)
         if finished:
-            queue.step()  # frees the slots, before the last tokens are handed out
+            queue.step()  # frees the slots, before the last tokens are yielded
         slots = runner.slots
         for event in events:
             _check_unchanged(runner, slots, check_open)

@@ -60,8 +60,8 @@ def load(
 
     Notes
     -----
-    Of a Hub model, the files that are needed are downloaded into the cache of ``huggingface_hub`` (``HF_HOME``), once. What is there
-    already is used without a network, and with ``HF_HUB_OFFLINE=1`` nothing else is.
+    The files of a Hub model are downloaded once, into the cache of ``huggingface_hub`` (``HF_HOME``). Files that are in the cache are used
+    without a network. With ``HF_HUB_OFFLINE=1`` nothing is downloaded.
 
     Examples
     --------

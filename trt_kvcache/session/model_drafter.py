@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ModelDrafter:
     """Generates drafts with a small model. It owns the parts of a session, with a slot for each slot of the large model.
 
-    Its choices use the random numbers of each request, so that both models often choose the same token.
+    It samples with the random numbers of each request, so that both models often choose the same token.
     """
 
     def __init__(self, parts: SessionParts, *, vocab_size: int) -> None:
@@ -34,11 +34,11 @@ class ModelDrafter:
         self._runner = Runner(parts.engine, parts.cache, names=parts.names)
         self._batch = Batch(self._runner, PromptCache(parts.cache))
         self._batch.activate_all()
-        # Slot of each request, and the number of its tokens that the slot was given: further tokens in it are a draft.
+        # Slot of each request, and the number of tokens of the request in that slot. Tokens after them are an earlier draft.
         self._places: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 
     def propose(self, sequences: Sequence[DraftedSequence]) -> list[list[int]]:
-        """Generate the tokens after each sequence: first the tokens that are new to its slot, then one token of all at a time."""
+        """Generate a draft for each sequence: first append the tokens that its slot lacks, then generate one token of all at a time."""
         limit = self._batch.max_sequence_length
         limits = [min(one.limit, limit - one.num_tokens) for one in sequences]
         drafted = [index for index, count in enumerate(limits) if count > 0]
@@ -61,7 +61,7 @@ class ModelDrafter:
         return drafts
 
     def _slots_of(self, requests: Sequence[Request]) -> list[int]:
-        """Return the slots of requests. New ones get slots that no other request has, else those of requests that have no draft now."""
+        """Return the slots of requests. A new request gets a free slot, else the slot of a request that has no draft in this step."""
         known = {request: self._places[request][0] for request in requests if request in self._places}
         taken = {slot for slot, _ in self._places.values()}
         slots = range(self._parts.cache.max_batch_size)
@@ -69,7 +69,7 @@ class ModelDrafter:
         return [known[request] if request in known else next(free) for request in requests]
 
     def _new_tokens(self, sequence: DraftedSequence, slot: int) -> list[int]:
-        """Shorten a slot to the tokens that it has of a sequence, and return those after them: at least the last one."""
+        """Rewind a slot to its common prefix with a sequence, and return the other tokens of the sequence: at least the last one."""
         _, given = self._places.get(sequence.request, (slot, 0))
         held = self._batch[slot]
         count = min(given, sequence.num_tokens, held.length)
@@ -88,7 +88,7 @@ class ModelDrafter:
         return self._batch.append([rows.get(slot, []) for slot in range(len(self._batch))])
 
     def _choose(self, request: Request, logits: Logits, count: int) -> int | None:
-        """Choose the token after a draft of so many; None after logits that are not finite, which end the draft and no sequence."""
+        """Choose the token after ``count`` tokens of a draft; None if logits are not finite, which ends the draft but not the sequence."""
         try:
             return request.guess(logits[: self._vocab_size], count)
         except EngineError:

@@ -27,7 +27,7 @@ _KV_SCALES = ("k_scale", "v_scale")
 def model_headers(path_or_hub_id: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a folder with all of a model but the values of its weights: a few hundred kilobytes of a model of the Hub.
 
-    Weight files of the temporary folder have headers and holes. If these cannot be downloaded, a warning says so, and there are none.
+    Weight files of the temporary folder are sparse: headers only. If these cannot be downloaded, there is a warning and no weight file.
     """
     path = expanded(path_or_hub_id)
     snapshot = locate_model(path_or_hub_id, files=_FILES_WITHOUT_WEIGHTS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trt_kvcache.errors import CheckpointError, ConfigError
 
-#: What a model folder is read from. Weights in other formats, and copies of weights in subfolders, are left out.
+#: Files of a model repository that are downloaded. Weights in other formats, and copies of weights in subfolders, are left out.
 NEEDED_FILES = (
     "config.json",
     "generation_config.json",

@@ -1,4 +1,4 @@
-"""``with_draft``: give the parts of a session what ``draft=`` names: prompt lookup, or a small model, which is opened here."""
+"""``with_draft``: add the drafter that ``draft=`` names to the parts of a session: prompt lookup, or a small model, opened here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trt_kvcache.session.session_options import SessionOptions
 
 
 def with_draft(parts: SessionParts, options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
-    """Return the parts with their drafts. They are closed if that fails."""
+    """Return the parts of a session with its drafter. The parts are closed if that fails."""
     if options.draft is None:
         return parts
     if options.draft == "ngram":
@@ -35,7 +35,7 @@ def with_draft(parts: SessionParts, options: SessionOptions, *, progress: Progre
 
 
 def _open(draft: str, parts: SessionParts, options: SessionOptions, progress: Progress | None) -> SessionParts:
-    """Open the small model on the same device, with the slots of the large one, and its tokens as far as the model has positions."""
+    """Open the small model on the same device, with as many slots, and with the same S, limited by the small model's positions."""
     place = locate_model(draft)
     same = SessionOptions(engine=options.engine, flavour=options.flavour, device=options.device, cuda_graphs=options.cuda_graphs)
     with warnings.catch_warnings():
@@ -48,7 +48,7 @@ def _open(draft: str, parts: SessionParts, options: SessionOptions, progress: Pr
 
 
 def _check(draft: str, small: SessionParts, parts: SessionParts) -> None:
-    """Check that a small model has the tokens of the large one, and slots for all of its sequences."""
+    """Check that a small model has the vocabulary of the large one, and at least as many slots."""
     if small.cache.max_batch_size < parts.cache.max_batch_size:
         raise ConfigError(
             f"draft: {draft}: expected an engine of {parts.cache.max_batch_size} slots or more, got one of {small.cache.max_batch_size}. "
@@ -59,12 +59,12 @@ def _check(draft: str, small: SessionParts, parts: SessionParts) -> None:
 
 
 def _vocabulary(tokenizer: Tokenizer | None) -> Any:
-    """Return the vocabulary of a tokenizer, without added tokens: models of a family differ in these."""
+    """Return the vocabulary of a tokenizer, without added tokens, because models of a family have different added tokens."""
     return None if tokenizer is None else json.loads(tokenizer.to_json())["model"].get("vocab")
 
 
 def _both(first: Any, second: Any) -> Any:
-    """Return a function that calls two, the second one even if the first raises. The first may be None."""
+    """Return a function that calls both functions, the second one even if the first raises. The first may be None."""
 
     def call() -> None:
         with ExitStack() as stack:

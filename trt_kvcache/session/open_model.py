@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("trt_kvcache.session")
 
-#: Stages of long work, as ``progress`` is told.
+#: Stages of long work, as passed to ``progress``.
 CHECKING, LOADING = "check checkpoint", "load weights"
 
 
@@ -60,7 +60,7 @@ class EngineFallbackWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionParts:
-    """Everything that a session is made of. The fields are the arguments of ``InferenceSession``."""
+    """The parts of a session: the arguments of ``InferenceSession``."""
 
     engine: Engine
     cache: Cache
@@ -235,7 +235,7 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
 
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
-    """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if that was asked for or PyTorch cannot run the model."""
+    """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if it was requested or PyTorch cannot run the model."""
     if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
         return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
     return _torch_engine().open(checkpoint, memory=_torch_memory(options), **arguments)

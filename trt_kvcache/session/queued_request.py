@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from trt_kvcache.generation.prompt_score import PromptScore
+from trt_kvcache.generation.prompt_score import PromptScore, prompt_score, score_tokens
 from trt_kvcache.generation.request import Choice, GeneratedToken, Request
-from trt_kvcache.generation.sampling import check_logits
-from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
+from trt_kvcache.generation.token_logprobs import TokenLogprobs
 from trt_kvcache.session.request_handle import RequestHandle, RequestStage, RequestState
 
 if TYPE_CHECKING:
@@ -73,11 +72,6 @@ class QueuedRequest:
         return [*self.request.prompt, *self.request.tokens]
 
     @property
-    def text(self) -> str:
-        """The text that has become certain."""
-        return "".join([event.text for event in self.events])
-
-    @property
     def is_scored(self) -> bool:
         """True if its prompt is scored: then all of it is run, and the logits of all its tokens are wanted."""
         return self._prompt_logprobs is not None
@@ -88,20 +82,12 @@ class QueuedRequest:
         prompt, top, scored = self.request.prompt, self._prompt_logprobs, self.progress.scored
         if top is None or len(scored) < len(prompt) - 1 or self.progress.stage in ("queued", "prefilling"):
             return None
-        return PromptScore(
-            tokens=prompt,
-            logprobs=(None, *(one.chosen for one in scored)),
-            top_logprobs=(None, *(one.top for one in scored)) if top else None,
-        )
+        return prompt_score(prompt, scored, with_top=top > 0)
 
     def scores(self, held: int, logits: Logits) -> list[TokenLogprobs]:
-        """Score the tokens of the prompt after the first ``held`` ones, from the logits of these."""
+        """Score prompt tokens from the logits of the tokens before them. The slot held ``held`` tokens before these logits."""
         assert self._prompt_logprobs is not None
-        found = []
-        for row, token in zip(logits, self.request.prompt[held + 1 :], strict=False):
-            check_logits(row)
-            found.append(token_logprobs(row, token, self._prompt_logprobs))
-        return found
+        return score_tokens(logits, self.request.prompt[held + 1 :], self._prompt_logprobs)
 
     def cancel(self) -> None:
         """End it where it is. If it waits, it leaves the queue."""

@@ -115,7 +115,7 @@ class RequestHandle(Uncopyable):
     @property
     def text(self) -> str:
         """The text that has become certain. Empty without a tokenizer."""
-        return self._queued.text
+        return "".join([event.text for event in self._queued.events])
 
     @property
     def finish_reason(self) -> FinishReason | Literal["cancelled"] | None:

@@ -123,7 +123,7 @@ class RequestQueue:
             self._left = self._runner.slots
             self._batch.compact(mapping)
 
-    # --- parts of a step: they change the outcome, and nothing else on the host ---
+    # --- parts of a step: on the host they change only the outcome ---
 
     def _resume(self, outcome: StepOutcome) -> None:
         """Choose tokens from logits that were kept."""
@@ -197,7 +197,7 @@ class RequestQueue:
     # --- apply ---
 
     def _apply(self, outcome: StepOutcome) -> None:
-        """Make an outcome current. Nothing of it can fail; after an interrupt between two assignments, none of them is left out."""
+        """Make an outcome current. This cannot fail. After an interrupt between two assignments, all of them are made again."""
         try:
             self._put_in_force(outcome)
         except BaseException:

@@ -27,9 +27,9 @@ class _States(Enum):
     """Relation of the current state buffer of the cache to the current slots. States cannot be shortened as K and V can."""
 
     OF_SLOTS = auto()
-    #: Those after one more step; the other buffer still has those of the slots.
+    #: States after one more step; the other buffer still has the states of the slots.
     ONE_STEP_FURTHER = auto()
-    #: Those of the slots are overwritten.
+    #: The states of the slots are overwritten.
     OTHERS = auto()
 
 
@@ -171,7 +171,7 @@ class Runner:
         self._enqueue()
 
     def device_views(self, count: int) -> tuple[DeviceTensor, DeviceTensor]:
-        """Return what an enqueue of one token for each of so many slots reads and writes on the device."""
+        """Return the input token ids and the logits, on the device, of a decode step of ``count`` slots."""
         return self._buffers.device_views(count)
 
     def _take(self, first: int, new_lengths: Sequence[int]) -> None:

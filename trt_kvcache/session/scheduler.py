@@ -21,7 +21,7 @@ class Scheduler:
         self._runner = runner
         self._batch = batch
         self._shared_prompts = shared_prompts
-        #: Requests that have not had a slot. Those that have got one leave by the end of the step.
+        #: Requests that have not had a slot. A request that gets one leaves by the end of the step.
         self.waiting: Turns[QueuedRequest] = Turns()
         #: Requests that had a slot when another call took the slots: first of all.
         self.returning: list[QueuedRequest] = []

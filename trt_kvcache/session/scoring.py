@@ -1,10 +1,9 @@
 """Scoring prompts: the log-probability of each of their tokens, from the logits of a prefill."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from trt_kvcache.generation.prompt_score import PromptScore
-from trt_kvcache.generation.sampling import check_logits
-from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
+from trt_kvcache.generation.prompt_score import PromptScore, prompt_score, score_tokens
+from trt_kvcache.generation.token_logprobs import TokenLogprobs
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.step_plan import Rows
 
@@ -33,16 +32,6 @@ def _scores(batch: Batch, prompts: Rows, top_logprobs: int) -> Iterator[PromptSc
     following: list[list[TokenLogprobs]] = [[] for _ in prompts]
     for slot, logits in batch.start_every_logit([prompt[:-1] for prompt in prompts]):
         known = following[slot]
-        for row in logits:
-            check_logits(row)
-            known.append(token_logprobs(row, prompts[slot][len(known) + 1], top_logprobs))
+        known += score_tokens(logits, prompts[slot][len(known) + 1 :], top_logprobs)
     for prompt, known in zip(prompts, following, strict=True):
-        yield _score(prompt, known, with_top=top_logprobs > 0)
-
-
-def _score(prompt: Sequence[int], following: Sequence[TokenLogprobs], *, with_top: bool) -> PromptScore:
-    return PromptScore(
-        tokens=tuple(prompt),
-        logprobs=(None, *(one.chosen for one in following)),
-        top_logprobs=(None, *(one.top for one in following)) if with_top else None,
-    )
+        yield prompt_score(prompt, known, with_top=top_logprobs > 0)

@@ -75,24 +75,25 @@ class InferenceSession(Uncopyable):
         In the engine's memory and layout; states have two buffers (``ping_pong``). Closed with the session; only the session may change
         its lengths.
     names : TensorNames
-        What the engine calls its tensors.
+        Names of the engine's tensors.
     tokenizer : Tokenizer, optional
         Without one, everything works on token ids.
     eos_token_ids : sequence of int
         Tokens that end a request.
     defaults : SamplingParams, optional
-        What ``generate`` uses for options that are not given; greedy if left out.
+        Sampling options of ``generate`` that a call does not give; greedy if left out.
     prompt_cache : PromptCache, optional
-        Over ``cache``: of a prompt that begins like an earlier one, only the rest is run. Closed with the session. Off if left out.
+        Prefix cache over ``cache``: of a prompt that begins like an earlier one, only the rest is run. Closed with the session. If left
+        out, prefix caching is off.
     identity : callable, optional
         Returns the :class:`~trt_kvcache.sequences.model_identity.ModelIdentity` that snapshots carry. Without one, the session
         neither writes nor reads snapshots.
     model : ModelConfig, optional
-        What the engine computes, layer by layer, for tools that name layers: :attr:`model`.
+        Description of the decoder, layer by layer, for tools that name layers.
     weights : WeightsSummary, optional
-        How the weights are stored, for tools that say so: :attr:`weights`.
+        Storage of the weights, for tools that report it.
     draft : "ngram", "off" or Drafter, optional
-        Speculative decoding of requests that do not say otherwise: see :meth:`generate`. Off if left out.
+        Default of speculative decoding, for requests without ``draft``: see :meth:`generate`. Off if left out.
     on_close : callable, optional
         Called once by ``close``, after engine and cache are closed.
 
@@ -105,8 +106,8 @@ class InferenceSession(Uncopyable):
 
     Notes
     -----
-    If a step fails or is interrupted, lengths and tokens are as before that step, and it can be repeated. Recurrent states cannot go back
-    further than by one step: of a model that has them, a call of several steps that fails leaves no slot active.
+    If a step fails or is interrupted, lengths and tokens are as before that step, and it can be repeated. Recurrent states can be taken
+    back by one step only. So if a call of several steps fails on a model with recurrent layers, no slot is active afterwards.
 
     A call while another thread is in one raises :class:`ThreadError` and changes nothing. Between calls, and between the tokens of a
     :class:`TokenStream`, a session may pass to another thread. :class:`AsyncSession` serves many callers.
@@ -363,8 +364,8 @@ class InferenceSession(Uncopyable):
         Returns
         -------
         Timeline
-            What was recorded so far, at any time; its ``plot`` is a picture of it. As a context manager it records to the end of the
-            block. An earlier recording of this session ends.
+            The recording, readable at any time; ``plot`` draws it. As a context manager it records until the end of the block. An
+            earlier recording of this session ends.
 
         Raises
         ------
@@ -453,7 +454,7 @@ class InferenceSession(Uncopyable):
 
         Notes
         -----
-        If an enqueue fails, the slots hold what the ones before it have run: continue with ``reuse=True``.
+        If an enqueue fails, the slots hold the tokens of the enqueues before it: continue with ``reuse=True``.
 
         Examples
         --------
@@ -514,7 +515,7 @@ class InferenceSession(Uncopyable):
         Parameters
         ----------
         tokens : sequence of int (A,)
-            They take the place of pending ones.
+            They replace pending tokens.
 
         Returns
         -------
@@ -547,8 +548,8 @@ class InferenceSession(Uncopyable):
     def verify(self, tokens: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
         """Run several tokens of every active sequence in one enqueue, and return the logits of all of them.
 
-        This is the step of speculative decoding: run the token that was chosen last and a draft of those that may follow, compare the draft
-        with what the logits choose, and :meth:`accept` what agrees.
+        This is the verification step of speculative decoding: run the token that was chosen last and a draft of the next tokens, compare
+        the draft with the tokens that the logits choose, and :meth:`accept` the tokens that agree.
 
         Parameters
         ----------
@@ -564,14 +565,14 @@ class InferenceSession(Uncopyable):
         Raises
         ------
         ConfigError
-            The engine does not have the logits of so many tokens per slot. Nothing was changed.
+            The engine returns the logits of fewer tokens per slot. Nothing was changed.
         CapacityError, RangeError, ShapeError, LayoutError, BindingError, ClosedError
             Nothing was changed.
 
         Notes
         -----
-        The sequences do not hold the tokens before :meth:`accept`. Without it, or if an enqueue fails, nothing has happened: :meth:`verify`
-        or :meth:`decode` can be called again.
+        The tokens do not belong to the sequences until :meth:`accept`. If it is not called, or if an enqueue fails, the sequences are
+        unchanged: :meth:`verify` or :meth:`decode` can be called again.
 
         Examples
         --------
@@ -601,8 +602,8 @@ class InferenceSession(Uncopyable):
         Parameters
         ----------
         counts : sequence of int (A,)
-            How many tokens of each row to keep, from 0 to all: the token that was chosen before, and what agrees of its draft. They take
-            the place of pending ones.
+            Number of tokens of each row to keep, from 0 to all: the token that was chosen before, and the tokens of the draft that agree.
+            They replace pending tokens.
 
         Raises
         ------
@@ -658,14 +659,14 @@ class InferenceSession(Uncopyable):
 
     @exclusive
     def score(self, prompts: AnyPrompt | Sequence[AnyPrompt], *, top_logprobs: int = 0) -> list[PromptScore]:
-        """Return how likely the model finds each token of texts, given those before it.
+        """Return the log-probability of each token of texts, given the tokens before it.
 
         Parameters
         ----------
         prompts : prompt, or sequence of prompts (n,)
             Token ids, text, or a :class:`ChatPrompt`; any number, of any lengths up to ``max_sequence_length``.
         top_logprobs : int
-            How many of the most likely tokens to report at each place; 0 for none.
+            Number of most likely tokens to report at each position; 0 for none.
 
         Returns
         -------
@@ -676,7 +677,7 @@ class InferenceSession(Uncopyable):
         Raises
         ------
         ConfigError
-            An engine of TensorRT was built for the logits of one new token per slot; the text says what to do. Nothing was changed.
+            An engine of TensorRT was built for the logits of one new token per slot; the message names the option. Nothing was changed.
         CapacityError, RangeError, ShapeError, BindingError, ClosedError
             Nothing was changed.
         EngineError
@@ -757,14 +758,15 @@ class InferenceSession(Uncopyable):
         Returns
         -------
         TokenStream
-            Its ``text``, or ``texts`` of several prompts, is all that is generated. It is also an iterator of :class:`GeneratedToken`: one
-            per prompt and step, until each has a ``finish_reason``. A sequence at
-            ``max_sequence_length`` ends with ``"length"`` while the others continue. Arguments are checked at once, work is done as the
-            iterator is read. It can be left at any token: those that it has handed out are then in the cache or pending. Once another call
-            has changed the sequences, reading on raises :class:`ClosedError`.
+            ``text`` (for several prompts ``texts``) is the whole generated text. The stream is also an iterator of :class:`GeneratedToken`:
+            one per prompt and step, until each prompt has a ``finish_reason``. A sequence at ``max_sequence_length`` ends with ``"length"``
+            while the others continue. Arguments are checked at once; steps run as the iterator is read. You can stop reading at any token:
+            the returned tokens are then in the cache or pending. After another call has changed the sequences, reading on raises
+            :class:`ClosedError`.
 
-            If there are more prompts than slots, they get slots in their order, each as soon as one is free, as with :meth:`submit`. Tokens
-            still come step by step, within a step in the order of the prompts: ``index`` says whose each is. No slot is active at the end.
+            If there are more prompts than slots, prompts get slots in their order, as soon as one is free, as with :meth:`submit`. Tokens
+            still come step by step, within a step in the order of the prompts; ``index`` is the number of the prompt. No slot is active at
+            the end.
 
         Raises
         ------
@@ -812,11 +814,11 @@ class InferenceSession(Uncopyable):
         Parameters
         ----------
         prompts : prompt, or sequence of prompts (n,)
-            As for :meth:`generate`, like all that follow.
+            As for :meth:`generate`.
         params : SamplingParams, or sequence of SamplingParams (n,), optional
             Not together with ``options``.
         append, reuse : bool
-            Whether the prompts are next turns, or begin with what their slots hold.
+            ``append``: the prompts are next turns. ``reuse``: keep the tokens of each prompt that its slot already holds.
         draft : "ngram", "off" or Drafter, optional
             Speculative decoding.
         **options
@@ -834,7 +836,7 @@ class InferenceSession(Uncopyable):
         CapacityError, RangeError, ShapeError, ClosedError
             Nothing was changed.
         EngineError, CudaError, ProcessorError
-            A step failed: as when the stream of :meth:`generate` is read.
+            A step failed.
 
         Examples
         --------
@@ -856,17 +858,17 @@ class InferenceSession(Uncopyable):
         draft: DraftChoice | None = None,
         **options: Unpack[SamplingOptions],
     ) -> TokenStream:
-        """Answer a conversation. What slot 0 holds of it from the last answer is not run again.
+        """Answer a conversation. Tokens that slot 0 already holds from the last answer do not run again.
 
         Parameters
         ----------
         messages : str, or sequence of mapping
-            A text is one message of the user. Else ``{"role": ..., "content": ...}``, oldest first, as OpenAI's API has them: see
-            :class:`ChatPrompt`.
+            A text is one message of the user. A conversation is a sequence of ``{"role": ..., "content": ...}``, oldest first, in the
+            format of OpenAI's API: see :class:`ChatPrompt`.
         params : SamplingParams, optional
             Not together with ``options``.
         tools : sequence of mapping, optional
-            Descriptions of the functions that the model may call, as OpenAI's API has them.
+            Descriptions of the functions that the model may call, in the format of OpenAI's API.
         template_args : mapping of str to object, optional
             Further variables of the chat template, such as ``{"enable_thinking": False}``.
         draft : "ngram", "off" or Drafter, optional
@@ -959,10 +961,10 @@ class InferenceSession(Uncopyable):
         params : SamplingParams, optional
             Not together with ``options``.
         prompt_logprobs : int, optional
-            Score the prompt too, as :meth:`score` does, with so many of the most likely tokens at each place: ``prompt_score`` of the
-            handle. The engine must have the logits of several tokens per slot, and the prompt cache is not read.
+            Score the prompt too, as :meth:`score` does, with this number of most likely tokens at each position: ``prompt_score`` of the
+            handle. The engine must return the logits of several tokens per slot, and the prompt cache is not read.
         client : str
-            Whose prompt it is. A free slot is for the client that has the fewest slots. Of one client: first in, first out.
+            Name of the client. A free slot goes to the client with the fewest slots. Requests of one client are first in, first out.
         draft : "ngram", "off" or Drafter, optional
             Speculative decoding, as for :meth:`generate`.
         **options
@@ -1016,15 +1018,15 @@ class InferenceSession(Uncopyable):
 
     @exclusive
     def step(self) -> list[RequestHandle]:
-        """Advance the submitted requests: one chunk of each new prompt, and one token of all others together, with the drafts of those.
+        """Advance the submitted requests: one chunk of each new prompt; all others together, by one token or their drafts.
 
-        Before that, slots of requests that have ended are compacted away, and the next requests in the queue get the free slots. What
-        a request generates does not depend on the others: it is what :meth:`generate` would.
+        Before that, compaction frees the slots of requests that have ended, and the next requests in the queue get the free slots. The
+        tokens of a request do not depend on other requests: they equal those of :meth:`generate`.
 
         Returns
         -------
         list of RequestHandle
-            Those that have advanced or wait for a logits processor, in the order in which they were submitted; empty if all have ended.
+            Requests that have advanced or wait for a logits processor, in the order of their submission; empty if all have ended.
 
         Raises
         ------
@@ -1063,7 +1065,7 @@ class InferenceSession(Uncopyable):
         Returns
         -------
         Snapshot
-            What was written.
+            The written snapshot.
 
         Raises
         ------
@@ -1121,7 +1123,7 @@ class InferenceSession(Uncopyable):
         Returns
         -------
         list of Snapshot (n,)
-            What was read.
+            The snapshots that were read.
 
         Raises
         ------

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
-from trt_kvcache.builder.options import PLUGIN_LAYERS, BuildKeywords
+from trt_kvcache.builder.options import OTHER_NAMES as OTHER_BUILD_NAMES, PLUGIN_LAYERS, BuildKeywords
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO, AttentionName, AttentionSetting
@@ -30,21 +30,8 @@ KVScalesChoice = Literal["tensor", "head", "token"]
 ENGINES = ("auto", "numpy", "tensorrt", "torch")
 ENGINE_ALIASES = {"reference": "numpy"}
 
-#: What other projects call some options.
-OTHER_NAMES = {
-    "backend": "engine",
-    "batch_size": "max_batch_size",
-    "device_id": "device",
-    "kv_cache_dtype": "kv_dtype",
-    "max_length": "max_sequence_length",
-    "max_model_len": "max_sequence_length",
-    "max_num_seqs": "max_batch_size",
-    "max_seq_len": "max_sequence_length",
-    "n_ctx": "max_sequence_length",
-    "prompt_cache": "prompt_cache_bytes",
-    "quantization": "quantize",
-    "torch_dtype": "dtype",
-}
+#: Names of some options in other projects.
+OTHER_NAMES = {**OTHER_BUILD_NAMES, "backend": "engine", "device_id": "device", "prompt_cache": "prompt_cache_bytes"}
 
 #: Attention of the NumPy and the PyTorch engine where no variant is named.
 DEFAULT_ATTENTION: AttentionName = "native"
@@ -94,20 +81,20 @@ class SessionOptions:
         NumPy reference engine if PyTorch is not installed. ``"tensorrt"`` never falls back: it raises. ``"torch"`` runs on the GPU if
         PyTorch can use it, else on the CPU. ``"numpy"`` is the reference engine; ``"reference"`` is another name of it.
     flavour : {"auto", "tensorrt", "tensorrt_rtx"}
-        Which TensorRT. ``"auto"`` is the one that built the engine folder; for a Hugging Face folder full TensorRT where it works, else
-        TensorRT for RTX.
+        Product: full TensorRT or TensorRT for RTX. ``"auto"`` is the product that built the engine folder; for a Hugging Face folder full
+        TensorRT if it works on this machine, else TensorRT for RTX.
     device : int
         Index of the CUDA device, which an engine is also built for. Ignored by the reference engine.
     prompt_cache_bytes : int
         Limit in bytes for copies of earlier prompts, in the cache's memory: see
         :class:`~trt_kvcache.sequences.prompt_cache.PromptCache`. 0 keeps none.
     cuda_graphs : bool
-        Whether decode steps of TensorRT engines are captured as CUDA graphs.
+        True to capture decode steps of TensorRT engines as CUDA graphs.
     draft : "ngram" or path, optional
-        Speculative decoding of requests that do not say otherwise: see ``InferenceSession.generate``. ``"ngram"`` is prompt lookup. A path,
-        or an id of the Hugging Face Hub, is a small model with the same tokenizer, which generates the drafts: an engine folder, or a model
-        folder, opened with ``engine`` and ``dtype`` of this session. The engine of the large model must return the logits of several tokens
-        per slot, as one that is opened from a model folder does. Off if left out.
+        Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. ``"ngram"`` is prompt lookup. A
+        path, or an id of the Hugging Face Hub, is a small model with the same tokenizer, which generates the drafts: an engine folder, or a
+        model folder, opened with ``engine`` and ``dtype`` of this session. The engine of the large model must return the logits of several
+        tokens per slot, as an engine does that is opened from a model folder. Off if left out.
     max_batch_size : int, optional
         Slots of the cache, B; 1 if left out. This and the options below are for a Hugging Face folder only: an engine folder has them
         from its build.
@@ -120,7 +107,7 @@ class SessionOptions:
         ``max_prefill_length``. If left out 1 for TensorRT, or 17 with ``draft``, and for NumPy and PyTorch up to 64, also where an engine
         folder was built with fewer. The logits take ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
     dtype : {"float16", "bfloat16", "float32"}, optional
-        Of weights, K and V; the checkpoint's if left out. Short names are taken: ``"fp16"`` or ``"half"``, ``"bf16"``, ``"fp32"``.
+        Dtype of weights, K and V; the checkpoint's if left out. ``"fp16"``, ``"half"``, ``"bf16"`` and ``"fp32"`` are short names.
     attention : {"auto", "native", "mask", "plugin"}, optional
         TensorRT's causal attention with key lengths, the same with an explicit mask, or this package's plugin. If left out ``"auto"``:
         the build chooses by TensorRT, GPU and model (see ``docs/engines.md``); the NumPy and the PyTorch engine take ``"native"``, or
@@ -129,20 +116,19 @@ class SessionOptions:
         How a TensorRT engine with plugin attention is built, as for :class:`~trt_kvcache.builder.options.BuildOptions`; ``"one-plan"`` if
         left out. Other engines ignore it.
     quantize : str, optional
-        Round weights to the nearest integers of a scale: ``"int8"``, ``"int4"`` (groups of 32), ``"int4:128"``, and behind it
-        ``",embedding=..."`` and ``",head=..."``, which stay as they are stored if left out. See
-        ``docs/quantization.md``.
+        Round weights to the nearest multiples of a scale: ``"int8"``, ``"int4"`` (groups of 32) or ``"int4:128"``. Append
+        ``",embedding=..."`` and ``",head=..."`` to round embedding and head too. See ``docs/quantization.md``.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
-        Quantize K and V in plugin attention. The first two are the same. If left out they are in ``dtype``.
+        Dtype of quantized K and V, with plugin attention. The first two are the same. If left out, K and V have ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
-        Of quantized K and V. ``"token"`` computes a scale for each token and head; the others are static, from a checkpoint that has them.
-        If left out static ones if the checkpoint has them for this ``kv_dtype``, else ``"token"``.
+        Scales of quantized K and V. ``"token"`` computes a scale for each token and head; the others are static, from a checkpoint that has
+        them. If left out static ones if the checkpoint has them for this ``kv_dtype``, else ``"token"``.
 
     Raises
     ------
     ConfigError
-        A value is not one of those listed, or a size is not a positive integer; or K and V are not quantized and have scales, or are
-        and have attention that takes none.
+        A value is not one of those listed, or a size is not a positive integer; or ``kv_scales`` is given without ``kv_dtype``, or
+        ``kv_dtype`` with attention that does not support it.
     RangeError
         ``device`` or ``prompt_cache_bytes`` is negative or no integer.
 

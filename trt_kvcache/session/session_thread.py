@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 
 from trt_kvcache.errors import ClosedError, ProcessorError
 from trt_kvcache.generation.prompts import AnyPrompt
-from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.session.async_request import AsyncRequest
@@ -26,15 +25,6 @@ IDLE_POLL_SECONDS = 1.0
 
 #: Submits one request, in the thread of the session.
 Submit = Callable[[InferenceSession], RequestHandle]
-
-
-class StepUpdate(NamedTuple):
-    """Result of a step for one request: its new tokens, and the error if the step failed."""
-
-    request: AsyncRequest
-    tokens: list[GeneratedToken]
-    ended: bool
-    error: BaseException | None = None
 
 
 class _Command(NamedTuple):
@@ -162,7 +152,7 @@ class SessionThread:
             if request in self._running:
                 self._running.remove(request)
                 request.handle.cancel()
-            self._call_in_loop(_deliver, [StepUpdate(request, [], ended=True)])
+            self._call_in_loop(end)
 
         def end(_: BaseException | None = None) -> None:
             request.deliver([], ended=True)
@@ -202,14 +192,14 @@ class SessionThread:
                         return
                     command.run(session)
             if self._running or slots_held:
-                updates, succeeded = self._step(session)
-                if updates:
-                    self._call_in_loop(_deliver, updates)
+                deliveries, succeeded = self._step(session)
+                if deliveries:
+                    self._call_in_loop(_call_all, deliveries)
                 # A step that runs nothing frees the slots of the last requests. After a failure there is no such step: it would fail again.
                 slots_held = succeeded and bool(session.running_requests)
 
-    def _step(self, session: InferenceSession) -> tuple[list[StepUpdate], bool]:
-        """Run one step; return an update for each request that has changed, and whether the step succeeded."""
+    def _step(self, session: InferenceSession) -> tuple[list[Callable[[], None]], bool]:
+        """Run one step; return the deliveries to requests that have changed, for the event loop, and whether the step succeeded."""
         error: BaseException | None = None
         failed: list[AsyncRequest] = []
         try:
@@ -220,12 +210,13 @@ class SessionThread:
             failed = [request for request in self._running if index is None or request.handle.index == index]
         for request in failed:
             request.handle.cancel()
-        updates = [
-            StepUpdate(request, request.unread(), request.handle.finished, error if request in failed else None)
-            for request in self._running
-        ]
+        deliveries: list[Callable[[], None]] = []
+        for request in self._running:
+            tokens, ended = request.unread(), request.handle.finished
+            if tokens or ended:
+                deliveries.append(partial(request.deliver, tokens, ended=ended, error=error if request in failed else None))
         self._running = [request for request in self._running if not request.handle.finished]
-        return [update for update in updates if update.tokens or update.ended], error is None
+        return deliveries, error is None
 
     def _call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None
@@ -253,9 +244,9 @@ class SessionThread:
             _fail(opened, error)
 
 
-def _deliver(updates: Sequence[StepUpdate]) -> None:
-    for update in updates:
-        update.request.deliver(update.tokens, ended=update.ended, error=update.error)
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _do_nothing() -> None:

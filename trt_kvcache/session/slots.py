@@ -47,7 +47,7 @@ class Slot(NamedTuple):
     def chosen(self, token: int, sampler: SamplerPosition | None, generated: int) -> Slot:
         """Add a token that was chosen to the pending ones.
 
-        Others may be pending before it: those that a full slot has given back while its request waited.
+        Other tokens may be pending before it: a full slot gives back its last tokens while its request waits.
         """
         return Slot(self.row, self.length, (*self.pending, token), self.reused, sampler, generated)
 

@@ -60,7 +60,7 @@ class StepPlan(NamedTuple):
         return compress(range(len(self.rows)), self.rows)
 
     def first(self, counts: Sequence[int]) -> StepPlan:
-        """Return the plan of the first tokens of each row, as many as are accepted of a draft. They have run: no logits are wanted."""
+        """Return the plan of the first ``counts`` tokens of each row: the accepted ones. They have run, so no logits are wanted."""
         return StepPlan.of([row[:count] for row, count in zip(self.rows, counts, strict=True)], LogitsWanted.NONE)
 
     def applied(self, slots: Sequence[Slot]) -> list[Slot]:

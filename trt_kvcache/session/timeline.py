@@ -9,7 +9,7 @@ from typing import Any, Literal
 from trt_kvcache.plot import INK, LEGEND, Plot, draw
 from trt_kvcache.session.model_location import expanded
 
-#: What a request does in a step.
+#: Activity of a request in a step.
 Activity = Literal["prefill", "decode"]
 
 #: Colours of requests, given in turn: the same hue for prefill (dark) and decode (light).
@@ -80,7 +80,7 @@ class Timeline:
         self._stopped = False
 
     def stop(self) -> None:
-        """Record no further. What was recorded stays. A ``with`` block calls it at its end."""
+        """End the recording and keep it. A ``with`` block calls this at its end."""
         self._stopped = True
 
     def __enter__(self) -> "Timeline":
@@ -123,7 +123,7 @@ class Timeline:
         Parameters
         ----------
         begin : float
-            What :meth:`now` returned before it.
+            Result of :meth:`now` before the step.
         slots : sequence of (int, str) or None
             For each slot the request that advanced in it, and what it did; None for a slot that did not advance.
         waiting : int

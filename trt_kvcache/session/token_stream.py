@@ -69,9 +69,9 @@ class TokenStream(Iterator[GeneratedToken]):
 
     @property
     def text(self) -> str:
-        """The whole text of the one prompt, without the prompt. What is left is generated first.
+        """The whole generated text of a stream of one prompt. Tokens that have not been read are generated first.
 
-        After :meth:`close` it is the text that was read before. Reading it again generates nothing.
+        After :meth:`close` it is the text that was read before, and nothing is generated.
 
         Raises
         ------
@@ -104,5 +104,5 @@ class TokenStream(Iterator[GeneratedToken]):
 
     @exclusive
     def close(self) -> None:
-        """Read no further. What was handed out stays in the cache or pending."""
+        """End the stream. The tokens that were returned stay in the cache or pending."""
         self._tokens.close()

@@ -13,7 +13,7 @@ from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.torch_engine.step_graphs import StepGraphs
 
-#: Budget of the CUDA graphs of an engine: one part in so many of the memory of the GPU.
+#: Divisor of the GPU's memory: the budget of an engine's CUDA graphs.
 GRAPH_MEMORY_DIVISOR = 32
 
 

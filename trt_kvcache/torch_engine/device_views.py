@@ -1,4 +1,4 @@
-"""``DeviceViews``: tensors of torch as the kernels of this package take them."""
+"""``DeviceViews``: tensors of torch as the ``DeviceTensor`` arguments of this package's kernels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.torch_engine.device_view import device_view
 
-#: Views that are kept. A step has some for each weight, and some that all layers share.
+#: Largest number of views that are kept. A step uses a few views for each weight, and a few that all layers share.
 MAX_VIEWS = 8192
 
 
 class DeviceViews:
-    """Views by address, shape and strides, each made once: the tensors of a layer are mostly at the addresses of the layer before it."""
+    """Views by address, shape and strides, each made once. Most tensors of a layer are at the addresses of the previous layer's."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -24,7 +24,7 @@ class DeviceViews:
         self._splits: dict[tuple[DeviceTensor, int], tuple[DeviceTensor, DeviceTensor, DeviceTensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> DeviceTensor:
-        """Return a view of a tensor, which must live until the launch that uses it: torch reuses memory stream-ordered."""
+        """Return a view of a tensor. The tensor must live until the launch that uses it, as torch reuses memory in stream order."""
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         view = self._views.get(key)
         return self._keep(key, tensor) if view is None else view

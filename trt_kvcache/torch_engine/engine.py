@@ -187,9 +187,10 @@ class TorchEngine(DecoderEngine):
 
     def _is_captured(self, step: TorchStep) -> bool:
         """Return True if a step may become a CUDA graph: the tensors of a layer then take up to half of the budget, and graphs the rest."""
-        slots, width = step.input_ids.shape
-        graphs = self._device.graphs
-        return graphs is not None and width <= MAX_CAPTURED_WIDTH and 2 * slots * width * self._row_nbytes <= graphs.max_nbytes
+        width, graphs = step.input_ids.shape[1], self._device.graphs
+        if graphs is None:
+            return True  # a device without graphs ignores keys
+        return bool(width <= MAX_CAPTURED_WIDTH and 2 * step.input_ids.numel() * self._row_nbytes <= graphs.max_nbytes)
 
     def _run(self, step: TorchStep, stream: Any) -> None:
         assert self._weights is not None

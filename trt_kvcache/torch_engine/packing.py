@@ -46,9 +46,10 @@ def packed_arrays(parts: Sequence[QuantizedWeight], dtype: str) -> PackedArrays 
     Its weights in ``dtype`` are those of :meth:`QuantizedWeight.dequantized`, bit by bit.
     """
     first, inputs = parts[0], parts[0].shape[1]
-    if first.codes.kind not in _KINDS or first.group_index is not None or first.input_factor is not None or inputs % INPUT_GRANULE:
+    kind_of_values = first.quantized_values.kind
+    if kind_of_values not in _KINDS or first.group_index is not None or first.input_factor is not None or inputs % INPUT_GRANULE:
         return None
-    kind, added = _KINDS[first.codes.kind]
+    kind, added = _KINDS[kind_of_values]
     scales = np.concatenate([part.scales_of_rows() for part in parts])
     shift = _group_shift(first.scales.block[1], scales.shape[1])
     if shift is None:

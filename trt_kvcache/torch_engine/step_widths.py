@@ -7,7 +7,7 @@ from trt_kvcache.engine.decoder_profiles import VERIFY_WIDTH
 #: Up to here every width is one: a draft is verified at its own width, which decides how many logits are copied.
 _LAST_EXACT = 8
 
-#: A product of so few rows takes the time to read the weights, whatever its rows.
+#: Up to this number of rows, a product takes the time to read the weights.
 _MEMORY_BOUND = (12, 16, VERIFY_WIDTH, 24, 32, 48, 64)
 
 #: Above these, at most one row in nine is padding.

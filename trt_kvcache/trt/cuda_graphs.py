@@ -108,7 +108,7 @@ class _Entry:
         self.countdown = _Countdown(1)
 
     def close(self) -> None:
-        """Close the graph before what it was captured from."""
+        """Close the graph, then the work that it was captured from."""
         if self.graph is not None:
             self.graph.close()
         self.copy.close()

@@ -49,11 +49,11 @@ class _Step:
 
     def refusal(self, stream: Any) -> str | None:
         """Return why TensorRT does not let it be captured, None if it does."""
-        return self.engine.capture_refusal(self.context, stream_handle(stream))
+        return self.engine._capture_refusal(self.context, stream_handle(stream))
 
     def close(self) -> None:
         """Release the context."""
-        self.engine.release_context(self.context)
+        self.engine._release_context(self.context)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class _PreparedStep(_Step):
 
     def copy(self, stream: Any) -> _Step:
         """Return the step in a context of its own."""
-        return _Step(self.engine, self.enqueue, self.engine.copy_context(self.context, stream_handle(stream)))
+        return _Step(self.engine, self.enqueue, self.engine._copy_context(self.context, stream_handle(stream)))
 
 
 class GraphEngine(BoundEngine):
@@ -157,23 +157,23 @@ class GraphEngine(BoundEngine):
             if graphs is not None:
                 self._resources.callback(graphs.close)  # before the contexts, whose memory the graphs use
 
-    def copy_context(self, context: int, stream: int) -> int:
+    def _copy_context(self, context: int, stream: int) -> int:
         """Copy a context of every plan, with its addresses and shapes; return the number of the copy."""
         copy = next(self._copies)
         try:
             for plan in self._loaded_plans:
                 plan.copy_context(context, copy, stream)
         except BaseException:
-            self.release_context(copy)
+            self._release_context(copy)
             raise
         return copy
 
-    def release_context(self, copy: int) -> None:
+    def _release_context(self, copy: int) -> None:
         """Release the copies of a context."""
         for plan in self._loaded_plans:
             plan.release_context(copy)
 
-    def capture_refusal(self, context: int, stream: int) -> str | None:
+    def _capture_refusal(self, context: int, stream: int) -> str | None:
         """Return why TensorRT does not let an enqueue in a context be captured, None if it does."""
         refusals = (plan.capture_refusal(context, stream) for plan in self._loaded_plans)
         return next((refusal for refusal in refusals if refusal is not None), None)

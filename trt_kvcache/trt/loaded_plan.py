@@ -45,11 +45,12 @@ class LoadedPlan:
                 raise
             if has_library:
                 raise EngineError(
-                    f"{error} The engine carries its plugin library. This process may have the plugin already: open it in another one."
+                    f"{error} The engine contains its plugin library. This process may have the plugin already: open the engine in another "
+                    "process."
                 ) from None
             raise EngineError(  # TensorRT does not know the plugin: the plan has no folder
-                f"{error} The engine has plugin layers of this package. Open its engine folder, which says so; for a plan alone, call "
-                f"trt_kvcache.trt.plugin.register(trt_kvcache.trt.module.load({self._tensorrt.flavour!r})) before."
+                f"{error} The engine has plugin layers of this package. Open its engine folder, or, for a plan alone, first call "
+                f"trt_kvcache.trt.plugin.register(trt_kvcache.trt.module.load({self._tensorrt.flavour!r}))."
             ) from None
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from trt_kvcache.errors import KVCacheError
 
-#: Part of a message that TensorRT logs after each error on a machine without a driver. It says nothing about the error itself.
+#: Part of a message that TensorRT logs after each error on a machine without a driver. It does not explain the error itself.
 _MISSING_DRIVER = "cudaError 35"
 
 #: Everything that TensorRT logs, for people. Collected messages are logged at INFO: their collector decides how severe they are.

@@ -56,7 +56,7 @@ class SegmentedEngine(GraphEngine):
     constants : mapping of str to ndarray
         ``EngineFolder.read_constants``.
     cuda_graphs : bool
-        Whether decode steps become CUDA graphs: see :meth:`open`.
+        True to run decode steps as CUDA graphs: see :meth:`open`.
 
     Attributes
     ----------
@@ -141,9 +141,9 @@ class SegmentedEngine(GraphEngine):
         flavour : str
             ``"auto"``, or the flavour that built the folder.
         cuda_graphs : bool
-            Whether steps become CUDA graphs. A decode step, or a verification of drafts, that is run again gets execution contexts of its
-            own, which no other shape changes; it runs there once, is captured the next time, and from then on replayed. So does a prefill
-            that is run often. One that cannot be captured runs eagerly, with a warning, and is tried again after more steps;
+            True to run steps as CUDA graphs. When a decode or verify step is repeated, it gets execution contexts of its own, which no
+            other shape changes: it runs there once, is captured the next time, and is replayed from then on. So is a prefill that is
+            repeated often. A step that cannot be captured runs eagerly, with a warning, and is tried again after more steps;
             ``graph_refusals`` has the reasons.
 
         Returns

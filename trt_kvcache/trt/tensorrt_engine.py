@@ -50,7 +50,7 @@ class TensorRTEngine(GraphEngine):
     plan_sha256 : str
         SHA-256 of the plan, in hex.
     cuda_graphs : bool
-        Whether decode steps become CUDA graphs: see :meth:`open`.
+        True to run decode steps as CUDA graphs: see :meth:`open`.
 
     Attributes
     ----------
@@ -144,7 +144,7 @@ class TensorRTEngine(GraphEngine):
         names : TensorNames, optional
             Names of the engine's tensors; needed for an engine that this package did not build.
         cuda_graphs : bool
-            Whether decode steps, verifications of drafts and frequent prefills become CUDA graphs, as in :meth:`SegmentedEngine.open
+            True to run decode steps, verify steps and frequent prefills as CUDA graphs, as in :meth:`SegmentedEngine.open
             <trt_kvcache.trt.segmented_engine.SegmentedEngine.open>`.
 
         Returns

@@ -23,7 +23,7 @@ def rtx_wheels() -> dict[str, int]:
 
 
 def wheels_failure(wheels: Mapping[str, int], driver_cuda: int) -> str | None:
-    """Return why wheels cannot run with a driver, in one line that says what to install; None if all can."""
+    """Return the reason that wheels cannot run with a driver, in one line that names the wheel to install; None if all can."""
     newer = {name: cuda for name, cuda in wheels.items() if cuda > driver_cuda}
     if not newer:
         return None

@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from trt_kvcache.builder.network.graph import packed_nibbles
 from trt_kvcache.builder.network.packed_weight import PackedWeight
-from trt_kvcache.checkpoint.quantized.codes import Codes
+from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import BuildError
 
@@ -30,9 +31,9 @@ def weight(kind: str, *, zero_points: bool = False, group_index: Any = None, sca
     if scales is None:
         scales = RNG.normal(size=blocks).astype(np.float16)
     zeros = RNG.integers(0, 1 << bits, blocks).astype(np.uint8)
-    zeros = Codes(stored=zeros, kind="uint8" if is_unsigned else "int8", shape=blocks) if zero_points else None
+    zeros = QuantizedValues(stored=zeros, kind="uint8" if is_unsigned else "int8", shape=blocks) if zero_points else None
     return QuantizedWeight(
-        codes=Codes(stored=stored.view(np.int8) if kind == "int8" else stored, kind=kind, shape=(ROWS, COLUMNS)),
+        quantized_values=QuantizedValues(stored=stored.view(np.int8) if kind == "int8" else stored, kind=kind, shape=(ROWS, COLUMNS)),
         scales=Scales(stored=scales, block=(1, GROUP)),
         zero_points=zeros,
         group_index=group_index,
@@ -113,7 +114,7 @@ def test_blocks_of_several_rows_whose_last_is_smaller() -> None:
 
 
 def test_a_scale_that_is_not_finite() -> None:
-    with pytest.raises(BuildError, match="weight `w`: expected finite scales"):
+    with raises(BuildError, "weight `w`", "finite scales"):
         PackedWeight.of("w", [weight("int4", scales=np.full((ROWS, 3), np.inf, np.float16))])
 
 

@@ -44,7 +44,7 @@ def test_plugin_layers_in_one_network(define_plugins, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_plugin_layers_over_quantized_k_and_v(define_plugins, tmp_path, form):
-    """Codes are words, 64 of them 16; scales by token are updated, static ones are read."""
+    """Quantized values are words, 64 of them 16; scales by token are updated, static ones are read."""
     network = define_plugins(small(tmp_path), quantized=FORMS[form])
     heads = [("float16", (-1, -1, count, 64)) for count in (4, 2, 2)]
     by_token = FORMS[form].scales == "token"

@@ -84,7 +84,7 @@ def test_every_format(rtx: Any, tmp_path: Path, case: str, dtype: str) -> None:
         warnings.simplefilter("ignore")
         with Checkpoint.open(tmp_path / "model") as checkpoint:
             packed = [name for name in checkpoint.tensor_names if checkpoint.quantized_weight(name) is not None]
-            types = {CONSTANT_TYPES[kind] for kind in checkpoint.code_kinds}
+            types = {CONSTANT_TYPES[kind] for kind in checkpoint.value_kinds}
     assert packed
     assert kinds.count("DEQUANTIZE") == len(packed)
     stored = [array for name, array in defined.constants.items() if name.endswith(".values")]

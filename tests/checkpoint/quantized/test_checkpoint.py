@@ -210,4 +210,4 @@ def test_scales_that_are_not_finite_are_refused(made: Made) -> None:
 def test_codes_are_of_the_kinds_that_the_format_names(made: Made, case: str) -> None:
     _, config = ALL_CASES[case]
     with made(case).open() as checkpoint:
-        assert checkpoint.code_kinds <= set(FORMATS[config["quant_method"]].kinds)
+        assert checkpoint.value_kinds <= set(FORMATS[config["quant_method"]].kinds)

@@ -149,7 +149,7 @@ def test_modules_of_gptq_with_other_bits(tmp_path: Path, prefix: str) -> None:
     assert_values(tmp_path / "model", values)
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         assert checkpoint.weights.format == "GPTQ int4 in groups of 8 and int8 in groups of 4"
-        assert checkpoint.code_kinds == {"uint4", "uint8"}
+        assert checkpoint.value_kinds == {"uint4", "uint8"}
         before = checkpoint.fingerprint()
     edit_config(tmp_path / "model", quantization_config={**GPTQ_CONFIG, "dynamic": {**dynamic, "+:.*nothing": {"group_size": 16}}})
     with Checkpoint.open(tmp_path / "model") as checkpoint:

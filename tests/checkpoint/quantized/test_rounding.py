@@ -71,12 +71,12 @@ def test_codes_and_scales(monkeypatch: pytest.MonkeyPatch, scheme: str, inputs: 
     ]
     scales = np.array([[one[1] for one in row] for row in chosen], dtype)
     codes = np.array([[code for one in row for code in one[2]] for row in chosen])
-    np.testing.assert_array_equal(found.codes.unpacked(), codes)
+    np.testing.assert_array_equal(found.quantized_values.unpacked(), codes)
     np.testing.assert_array_equal(found.scales.stored, scales)
     spread = np.repeat(scales.astype(np.float32), group, axis=1)[:, :inputs]
     np.testing.assert_array_equal(found.dequantized(), codes.astype(np.float32) * spread)
-    assert found.codes.nbytes == 5 * (-(-inputs // 2) if scheme.startswith("int4") else inputs)
-    assert found.codes.nbytes + found.scales.stored.nbytes == rounded_nbytes((5, inputs), scheme, np.dtype(dtype).name)
+    assert found.quantized_values.nbytes == 5 * (-(-inputs // 2) if scheme.startswith("int4") else inputs)
+    assert found.quantized_values.nbytes + found.scales.stored.nbytes == rounded_nbytes((5, inputs), scheme, np.dtype(dtype).name)
 
 
 @given(
@@ -90,7 +90,7 @@ def test_no_divisor_has_a_smaller_error(values: Any, scheme: str, dtype: Any) ->
     found = rounded_to_nearest(values, scheme, np.dtype(dtype).name)
     group, divisors, low, high = RULES[scheme]
     group = group or 40
-    codes, scales, errors = found.codes.unpacked(), found.scales.stored.astype(np.float32), squared_errors(values, found, group)
+    codes, scales, errors = found.quantized_values.unpacked(), found.scales.stored.astype(np.float32), squared_errors(values, found, group)
     assert np.isfinite(found.dequantized(np.dtype(dtype).name).astype(np.float32)).all()
     for row, block in np.ndindex(scales.shape):
         part = slice(block * group, (block + 1) * group)
@@ -148,7 +148,7 @@ def test_every_number_of_a_dtype_as_the_largest(monkeypatch: pytest.MonkeyPatch,
 def test_the_first_of_two_codes_is_in_the_low_bits() -> None:
     values = np.zeros((1, 32), np.float32)
     values[0, :3] = -8, 3, 1
-    assert rounded_to_nearest(values, "int4", "float32").codes.stored[0, :2].tolist() == [0x38, 0x01]
+    assert rounded_to_nearest(values, "int4", "float32").quantized_values.stored[0, :2].tolist() == [0x38, 0x01]
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

@@ -68,7 +68,7 @@ def test_packed_tensors_stay_views_of_the_files(made: Made) -> None:
     with made("gptq").open() as checkpoint:
         weight = checkpoint.quantized_weight(Q_PROJ)
         assert weight is not None
-        for array in (weight.codes.stored, weight.scales.stored, weight.zero_points.stored if weight.zero_points else None):
+        for array in (weight.quantized_values.stored, weight.scales.stored, weight.zero_points.stored if weight.zero_points else None):
             assert array is not None
             assert not array.flags.owndata
             assert not array.flags.writeable

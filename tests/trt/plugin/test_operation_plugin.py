@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.errors import raises
 from tests.simt.standin import need_cuda_memory
 from tests.trt.plugin.stand_in import DataType, Size, tensorrt
 from trt_kvcache.errors import ConfigError, EngineError, ShapeError
@@ -54,14 +55,14 @@ class TestRegistry:
         plugin = operation_plugin_class(rtx)(OperationFields("mine", {}, (TABLE, IDS)))
         plugin.get_fields_to_serialize()
         monkeypatch.delitem(registry.OPERATIONS, "mine")
-        with pytest.raises(EngineError, match=r"^operation 'mine': expected a registered one, so one of attention, embedding\. Call reg"):
+        with raises(EngineError, "operation 'mine'", "registered one, so one of attention, embedding"):
             register_operations(rtx).create_plugin("again", plugin._stored_fields, rtx.module.TensorRTPhase.RUNTIME)
 
     def test_a_missing_field_is_refused(self, rtx: TensorRT) -> None:
         plugin = operation_plugin_class(rtx)(EMBEDDING)
         plugin.get_fields_to_serialize()
         fields = [field for field in plugin._stored_fields if field.name != "inputs"]
-        with pytest.raises(ConfigError, match=r"^fields: expected operation, attributes, inputs, got operation, attributes\.$"):
+        with raises(ConfigError, "fields", "operation, attributes, inputs", "operation, attributes"):
             register_operations(rtx).create_plugin("again", fields, rtx.module.TensorRTPhase.RUNTIME)
 
 
@@ -85,7 +86,7 @@ def test_outputs_and_aliases_are_those_of_the_operation() -> None:
 def test_inputs_that_the_operation_refuses_are_refused_before_an_enqueue() -> None:
     plugin = plugin_of(EMBEDDING)
     wrong = [SimpleNamespace(dims=dims) for dims in ((7, 16), (2, 3, 1))]
-    with pytest.raises(ShapeError, match=r"^embedding: expected a table \[vocab, hidden\] and ids \[B, s\]"):
+    with raises(ShapeError, "embedding", "table [vocab, hidden] and ids [B, s]"):
         plugin.on_shape_change(wrong, [])
     wrong[1] = SimpleNamespace(min=(1, 1), max=(2, 3, 1), dims=())
     wrong[0] = SimpleNamespace(min=(7, 16), max=(7, 16), dims=())

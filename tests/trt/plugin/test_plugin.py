@@ -116,7 +116,7 @@ class TestWithTensorRT:
     def test_dtypes_that_do_not_fit_are_refused(self, rtx, plugin):
         kinds = rtx.module.DataType
         types = [getattr(kinds, name) for name in DTYPES.values()]
-        with pytest.raises(DTypeError, match=r"^lengths: expected int32, got int64\.$"):
+        with raises(DTypeError, "lengths", "int32", "int64"):
             plugin.get_output_data_types([*types[:4], kinds.INT64, *types[5:]])
 
     @pytest.mark.parametrize("q", ["HALF", "BF16"])
@@ -173,5 +173,5 @@ class TestWithTensorRT:
     def test_shapes_are_checked_again_when_they_change(self, plugin, desc):
         right = {name: desc(shape, DTYPES[name]) for name, shape in SHAPES.items()}
         plugin.on_shape_change(list(right.values()), [])
-        with pytest.raises(ShapeError, match=r"^lengths: expected \[3\], got \[2\]\.$"):
+        with raises(ShapeError, "lengths", "[3]", "[2]"):
             plugin.on_shape_change(list((right | {"lengths": desc((2,), "INT32")}).values()), [])

@@ -23,7 +23,7 @@ class AttentionLowering(Protocol):
         graph : Graph
             The network.
         scaling : QueryScaling
-            Which factor a position has.
+            The factor of each position.
         hidden : ITensor [B, s, hidden]
             A hidden state in this network.
 

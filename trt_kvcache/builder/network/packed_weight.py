@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.checkpoint.quantized.codes import E2M1_VALUES
+from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.errors import BuildError
 
@@ -72,8 +72,10 @@ class PackedWeight:
         TensorRT has one block size. Where blocks differ, each is split into blocks of the greatest size that divides all.
         """
         first = parts[0]
-        if first.codes.kind not in CONSTANT_TYPES:
-            raise BuildError(f"weight `{name}`: expected quantized values of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")
+        if first.quantized_values.kind not in CONSTANT_TYPES:
+            raise BuildError(
+                f"weight `{name}`: expected quantized values of kind {', '.join(CONSTANT_TYPES)}, got {first.quantized_values.kind}."
+            )
         sizes = _sizes_of_blocks(first)
         width = int(np.gcd.reduce(sizes))
         as_stored = _as_stored(parts, has_fp4=has_fp4)
@@ -106,7 +108,7 @@ def _as_stored(parts: Sequence[QuantizedWeight], *, has_fp4: bool) -> PackedWeig
     scales = np.concatenate([found for found in stored if found is not None])
     if not (scales.astype(np.float32) > 0).all() or not np.isfinite(scales.astype(np.float32)).all():
         return None
-    kind, factor = first.codes.kind, first.scales.factor / first.scales.divisor
+    kind, factor = first.quantized_values.kind, first.scales.factor / first.scales.divisor
     if kind == "e2m1" and has_fp4 and scales.dtype in _NATIVE_SCALES and factor > 0:
         return PackedWeight(
             values=np.concatenate(values).view(ml_dtypes.float4_e2m1fn), scales=scales, scale_factor=factor, input_factor=first.input_factor
@@ -126,7 +128,7 @@ def _sizes_of_blocks(weight: QuantizedWeight) -> npt.NDArray[np.int64]:
 
 def _signed(weight: QuantizedWeight) -> tuple[Array, Float32, Float32]:
     """Return signed values ``[out, in]``, positive scales and offsets ``[out, blocks]``."""
-    kind, values, scales = weight.codes.kind, weight.unpacked(), weight.scales_of_rows()
+    kind, values, scales = weight.quantized_values.kind, weight.unpacked(), weight.scales_of_rows()
     zero_points = weight.zero_points_of_rows()
     offsets = np.zeros_like(scales) if zero_points is None else zero_points
     of_column = _blocks_of_columns(weight)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, divided, groups_of, one_of_field
 from trt_kvcache.checkpoint.quantized.group_size import group_size_of
+from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.model.config_fields import ConfigFields
 
@@ -49,13 +49,15 @@ class AWQ(QuantizedFormat):
         """Return a weight over its tensors: see :class:`QuantizedFormat`."""
         group_size = self.group_size or shape[1]
 
-        def codes(stored: Any, columns: int) -> Codes:
-            return Codes(stored=stored, kind="uint4", shape=(shape[0], columns), is_transposed=True, packed_axis="rows", order=NIBBLE_ORDER)
+        def values(stored: Any, columns: int) -> QuantizedValues:
+            return QuantizedValues(
+                stored=stored, kind="uint4", shape=(shape[0], columns), is_transposed=True, packed_axis="rows", order=NIBBLE_ORDER
+            )
 
         return QuantizedWeight(
-            codes=codes(arrays["qweight"], shape[1]),
+            quantized_values=values(arrays["qweight"], shape[1]),
             scales=Scales(stored=arrays["scales"].T, block=(1, group_size)),
-            zero_points=codes(arrays["qzeros"], shape[1] // group_size),
+            zero_points=values(arrays["qzeros"], shape[1] // group_size),
         )
 
     def describe(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 
 from trt_kvcache._util.short_repr import short_repr
-from trt_kvcache.checkpoint.quantized.codes import CODE_BITS, Codes
 from trt_kvcache.checkpoint.quantized.format import (
     FLOATS,
     Arrays,
@@ -25,6 +24,7 @@ from trt_kvcache.checkpoint.quantized.format import (
 )
 from trt_kvcache.checkpoint.quantized.fp8_blocks import WEIGHT_ONLY
 from trt_kvcache.checkpoint.quantized.group_size import group_size_of
+from trt_kvcache.checkpoint.quantized.quantized_values import VALUE_BITS, QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
@@ -39,7 +39,7 @@ class Scheme:
     """Quantization scheme of a group of modules."""
 
     packing: str  # `format` of the group
-    kind: str  # of quantized values, a key of CODE_BITS
+    kind: str  # of quantized values, a key of VALUE_BITS
     targets: tuple[str, ...]  # module names, suffixes of them, "re:" and an expression, or "Linear" for all
     block: tuple[int | None, int | None]  # rows and columns that share a scale; None: all
     has_zero_points: bool
@@ -111,7 +111,7 @@ class CompressedTensors(QuantizedFormat):
     def parts(self, module: str, shape: tuple[int, int]) -> Mapping[str, StoredPart]:
         """Return the tensors of a weight: see :class:`QuantizedFormat`."""
         scheme, (outputs, inputs) = self._known_scheme(module), shape
-        bits = CODE_BITS[scheme.kind]
+        bits = VALUE_BITS[scheme.kind]
         if scheme.kind == "e2m1":
             groups = groups_of(module, inputs, _FP4_GROUPS[scheme.packing])
             parts = {"weight_packed": StoredPart(((outputs, divided(module, "inputs", inputs, 2)),), ("U8",))}
@@ -134,23 +134,25 @@ class CompressedTensors(QuantizedFormat):
         """Return a weight over its tensors: see :class:`QuantizedFormat`."""
         scheme = self._known_scheme(module)
         if scheme.kind == "e2m1":
-            codes = Codes(stored=arrays["weight_packed"], kind="e2m1", shape=shape)
-            return QuantizedWeight(codes=codes, scales=_fp4_scales(module, scheme, arrays))
+            values = QuantizedValues(stored=arrays["weight_packed"], kind="e2m1", shape=shape)
+            return QuantizedWeight(quantized_values=values, scales=_fp4_scales(module, scheme, arrays))
         rows, columns = scheme.block
         of_blocks = _shapes_of_scales(scheme, shape)[0]
         scales = Scales(stored=arrays["weight_scale"].reshape(of_blocks), block=(rows or shape[0], columns or shape[1]))
         if scheme.packing == "pack-quantized":
             if tuple(arrays["weight_shape"].tolist()) != shape:
                 raise ConfigError(f"{module}.weight_shape: expected {list(shape)}, got {arrays['weight_shape'].tolist()}.")
-            added = 1 << (CODE_BITS[scheme.kind] - 1)
-            codes = Codes(stored=arrays["weight_packed"], kind=scheme.kind, shape=shape, added=added)
+            added = 1 << (VALUE_BITS[scheme.kind] - 1)
+            values = QuantizedValues(stored=arrays["weight_packed"], kind=scheme.kind, shape=shape, added=added)
         else:
-            codes, added = Codes(stored=arrays["weight"], kind=scheme.kind, shape=shape), 0
+            values, added = QuantizedValues(stored=arrays["weight"], kind=scheme.kind, shape=shape), 0
         zeros = None
         if scheme.has_zero_points:
             stored = arrays["weight_zero_point"].reshape(arrays["weight_zero_point"].shape if added else of_blocks)
-            zeros = Codes(stored=stored, kind=scheme.kind, shape=of_blocks, packed_axis="rows", added=added)
-        return QuantizedWeight(codes=codes, scales=scales, zero_points=zeros, group_index=_group_index(module, arrays, scales.block[1]))
+            zeros = QuantizedValues(stored=stored, kind=scheme.kind, shape=of_blocks, packed_axis="rows", added=added)
+        return QuantizedWeight(
+            quantized_values=values, scales=scales, zero_points=zeros, group_index=_group_index(module, arrays, scales.block[1])
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that decide how the tensors are read."""

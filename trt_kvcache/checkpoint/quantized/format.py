@@ -35,7 +35,7 @@ class QuantizedFormat(ABC):
     """A format of quantized weights, as ``config.json`` describes it."""
 
     name: str  # common name of the format
-    kinds: tuple[str, ...]  # possible kinds of quantized values, keys of CODE_BITS
+    kinds: tuple[str, ...]  # possible kinds of quantized values, keys of VALUE_BITS
     title: str  # name with bits and groups
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are no weights: scales of activations, of K and of V
     notes: tuple[str, ...] = ()  # deviations from the format, for a warning

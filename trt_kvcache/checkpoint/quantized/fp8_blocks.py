@@ -7,8 +7,8 @@ from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache._util.short_repr import short_repr
-from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, one_of_field
+from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -39,19 +39,19 @@ class FP8Blocks(QuantizedFormat):
 
     def parts(self, module: str, shape: tuple[int, int]) -> Mapping[str, StoredPart]:
         """Return the tensors of a weight: see :class:`QuantizedFormat`."""
-        codes = StoredPart((shape,), ("F8_E4M3",))
+        values = StoredPart((shape,), ("F8_E4M3",))
         if self.block is None:
-            return {"weight": codes, "weight_scale_inv": StoredPart(((), (1,)), FLOATS, other_name="weight_scale")}
+            return {"weight": values, "weight_scale_inv": StoredPart(((), (1,)), FLOATS, other_name="weight_scale")}
         blocks = (-(-shape[0] // self.block[0]), -(-shape[1] // self.block[1]))
-        return {"weight": codes, "weight_scale_inv": StoredPart((blocks,), FLOATS)}
+        return {"weight": values, "weight_scale_inv": StoredPart((blocks,), FLOATS)}
 
     def weight(self, module: str, arrays: Arrays, shape: tuple[int, int]) -> QuantizedWeight:
         """Return a weight over its tensors: see :class:`QuantizedFormat`."""
-        codes = Codes(stored=arrays["weight"], kind="e4m3", shape=shape)
+        values = QuantizedValues(stored=arrays["weight"], kind="e4m3", shape=shape)
         scales = arrays["weight_scale_inv"]
         if self.block is None:
-            return QuantizedWeight(codes=codes, scales=Scales(stored=scales.reshape(1, 1), block=shape))
-        return QuantizedWeight(codes=codes, scales=Scales(stored=scales, block=self.block))
+            return QuantizedWeight(quantized_values=values, scales=Scales(stored=scales.reshape(1, 1), block=shape))
+        return QuantizedWeight(quantized_values=values, scales=Scales(stored=scales, block=self.block))
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that decide how the tensors are read."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.format import Arrays, QuantizedFormat, StoredPart, groups_of
+from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 
 BLOCK = 32
@@ -22,18 +22,18 @@ _SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BlockCodes(Codes):
+class BlockValues(QuantizedValues):
     """Quantized values after the scale of each block: int8 in order; int4 the first 16 in the low nibbles, then in the high ones."""
 
     def unpacked(self, rows: slice = slice(None)) -> npt.NDArray[Any]:
-        """Return one value an element: see :class:`Codes`."""
+        """Return one value an element: see :class:`QuantizedValues`."""
         stored = self.stored[rows]
         blocks = stored.reshape(len(stored), self.shape[1] // BLOCK, -1)[:, :, _SCALE_BYTES:]
         if self.kind == "int8":
             whole: npt.NDArray[Any] = blocks.reshape(len(stored), self.shape[1]).view(np.int8)
             return whole
-        codes: npt.NDArray[Any] = np.concatenate([blocks & 15, blocks >> 4], axis=2).view(np.int8) - np.int8(8)
-        return codes.reshape(len(stored), self.shape[1])
+        values: npt.NDArray[Any] = np.concatenate([blocks & 15, blocks >> 4], axis=2).view(np.int8) - np.int8(8)
+        return values.reshape(len(stored), self.shape[1])
 
 
 class GGUF(QuantizedFormat):
@@ -62,7 +62,9 @@ class GGUF(QuantizedFormat):
         blocks = groups_of(module, shape[1], BLOCK)
         kind = self._kinds[stored.shape[1] // blocks]
         scales = np.ascontiguousarray(stored.reshape(shape[0], blocks, -1)[:, :, :_SCALE_BYTES]).view(np.float16)[..., 0]
-        return QuantizedWeight(codes=BlockCodes(stored=stored, kind=kind, shape=shape), scales=Scales(stored=scales, block=(1, BLOCK)))
+        return QuantizedWeight(
+            quantized_values=BlockValues(stored=stored, kind=kind, shape=shape), scales=Scales(stored=scales, block=(1, BLOCK))
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that decide how the tensors are read."""

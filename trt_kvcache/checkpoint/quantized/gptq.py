@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.short_repr import short_repr
-from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.format import (
     FLOATS,
     Arrays,
@@ -21,6 +20,7 @@ from trt_kvcache.checkpoint.quantized.format import (
     one_of_field,
 )
 from trt_kvcache.checkpoint.quantized.group_size import group_size_of
+from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
@@ -85,11 +85,11 @@ class GPTQ(QuantizedFormat):
         kind, group_size = f"uint{settings.bits}", settings.group_size or inputs
         added = 1 if self.version == "gptq" else 0
         groups = -(-inputs // group_size)
-        zero_points = Codes(stored=arrays["qzeros"].T, kind=kind, shape=(outputs, groups), packed_axis="rows", added=added)
+        zero_points = QuantizedValues(stored=arrays["qzeros"].T, kind=kind, shape=(outputs, groups), packed_axis="rows", added=added)
         if settings.is_symmetric:
             self._check_zero_points(module, zero_points, middle=1 << (settings.bits - 1))
         return QuantizedWeight(
-            codes=Codes(stored=arrays["qweight"], kind=kind, shape=shape, is_transposed=True),
+            quantized_values=QuantizedValues(stored=arrays["qweight"], kind=kind, shape=shape, is_transposed=True),
             scales=Scales(stored=arrays["scales"].T, block=(1, group_size)),
             zero_points=zero_points,
             group_index=_group_index(module, arrays, inputs, group_size),
@@ -104,7 +104,7 @@ class GPTQ(QuantizedFormat):
         """Return the settings of a module: of the first expression in ``dynamic`` that matches its name from the start."""
         return next((one for expression, one in self.others.items() if re.match(expression, module)), self.default)
 
-    def _check_zero_points(self, module: str, zero_points: Codes, *, middle: int) -> None:
+    def _check_zero_points(self, module: str, zero_points: QuantizedValues, *, middle: int) -> None:
         """Refuse a symmetric checkpoint whose zero points belong to the other version of the format."""
         found = zero_points.unpacked()
         others = {"gptq": ("gptq_v2", middle + 1), "gptq_v2": ("gptq", middle - 1)}

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.short_repr import short_repr
-from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.compressed_tensors import kv_dtype_of_scheme
 from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, constant, divided, groups_of
 from trt_kvcache.checkpoint.quantized.fp8_blocks import WEIGHT_ONLY
+from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.errors import ConfigError
 
@@ -85,15 +85,15 @@ class ModelOpt(QuantizedFormat):
         algorithm, group_size = self._of(module)
         factor = None if "pre_quant_scale" not in arrays else arrays["pre_quant_scale"].astype(np.float32)
         if algorithm == "FP8":
-            codes = Codes(stored=arrays["weight"], kind="e4m3", shape=shape)
+            values = QuantizedValues(stored=arrays["weight"], kind="e4m3", shape=shape)
             scales = Scales(stored=arrays["weight_scale"].reshape(1, 1), block=shape)
         elif "NVFP4" in algorithm:
-            codes = Codes(stored=arrays["weight"], kind="e2m1", shape=shape)
+            values = QuantizedValues(stored=arrays["weight"], kind="e2m1", shape=shape)
             scales = Scales(stored=arrays["weight_scale"], block=(1, _NVFP4_GROUP), factor=constant(arrays["weight_scale_2"]))
         else:
-            codes = Codes(stored=arrays["weight"], kind="int4", shape=shape, packed_axis="rows")
+            values = QuantizedValues(stored=arrays["weight"], kind="int4", shape=shape, packed_axis="rows")
             scales = Scales(stored=arrays["weight_scale"], block=(1, self._int4_group(module, group_size)))
-        return QuantizedWeight(codes=codes, scales=scales, input_factor=factor)
+        return QuantizedWeight(quantized_values=values, scales=scales, input_factor=factor)
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that decide how the tensors are read."""

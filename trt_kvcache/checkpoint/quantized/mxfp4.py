@@ -7,8 +7,8 @@ from typing import Any
 
 import ml_dtypes
 
-from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.format import Arrays, QuantizedFormat, StoredPart, groups_of
+from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 
 _GROUP = 32
@@ -36,5 +36,7 @@ class MXFP4(QuantizedFormat):
 
     def weight(self, module: str, arrays: Arrays, shape: tuple[int, int]) -> QuantizedWeight:
         """Return a weight over its tensors: see :class:`QuantizedFormat`."""
-        codes = Codes(stored=arrays["weight_blocks"].reshape(shape[0], shape[1] // 2), kind="e2m1", shape=shape)
-        return QuantizedWeight(codes=codes, scales=Scales(stored=arrays["weight_scales"].view(ml_dtypes.float8_e8m0fnu), block=(1, _GROUP)))
+        values = QuantizedValues(stored=arrays["weight_blocks"].reshape(shape[0], shape[1] // 2), kind="e2m1", shape=shape)
+        return QuantizedWeight(
+            quantized_values=values, scales=Scales(stored=arrays["weight_scales"].view(ml_dtypes.float8_e8m0fnu), block=(1, _GROUP))
+        )

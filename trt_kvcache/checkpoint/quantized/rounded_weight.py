@@ -51,7 +51,7 @@ class RoundedWeight:
         """Names of its stored tensors: its own alone."""
         return (self.name,)
 
-    def code_kind(self, files: Mapping[str, WeightFile]) -> str:
+    def value_kind(self, files: Mapping[str, WeightFile]) -> str:
         """Return the kind of its quantized values."""
         return f"int{SCHEMES[self.quantized.scheme][0]}"
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.checkpoint.quantized.codes import Codes
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES
+from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.dtypes import numpy_dtype
 
@@ -31,7 +31,7 @@ def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> Qua
     outputs, inputs = values.shape
     width = group or inputs
     blocks, stored_width = -(-inputs // width), -(-inputs * bits // 8)
-    codes = np.empty((outputs, stored_width), np.uint8)
+    packed = np.empty((outputs, stored_width), np.uint8)
     scales = np.empty((outputs, blocks), numpy_dtype(dtype))
     for rows in _row_chunks(outputs, inputs):
         groups = _groups(values[rows], blocks, width)
@@ -40,10 +40,11 @@ def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> Qua
             nearest = _nearest(groups / _divisors(best)[:, None], bits)
             found = nearest.astype(np.int8).reshape(-1, blocks * width)
         scales[rows] = best.reshape(-1, blocks)
-        codes[rows] = (found.view(np.uint8) if bits == 8 else _packed(found))[:, :stored_width]
-    stored = codes.view(np.int8) if bits == 8 else codes
+        packed[rows] = (found.view(np.uint8) if bits == 8 else _packed(found))[:, :stored_width]
+    stored = packed.view(np.int8) if bits == 8 else packed
     return QuantizedWeight(
-        codes=Codes(stored=stored, kind=f"int{bits}", shape=(outputs, inputs)), scales=Scales(stored=scales, block=(1, width))
+        quantized_values=QuantizedValues(stored=stored, kind=f"int{bits}", shape=(outputs, inputs)),
+        scales=Scales(stored=scales, block=(1, width)),
     )
 
 
@@ -123,8 +124,8 @@ def _nearest(exact: Float32, bits: int) -> Float32:
     return np.clip(nearest, *_LIMITS[bits], out=nearest)
 
 
-def _packed(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+def _packed(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
     """Return two values a byte, the first in the low bits."""
-    nibbles = codes.view(np.uint8) & np.uint8(15)
+    nibbles = values.view(np.uint8) & np.uint8(15)
     packed: npt.NDArray[np.uint8] = nibbles[:, 0::2] | nibbles[:, 1::2] << np.uint8(4)
     return packed

@@ -32,9 +32,9 @@ class StoredWeight:
         """Return the stored size in bytes."""
         return sum(files[name].tensors[name].nbytes for name in self.tensor_names)
 
-    def code_kind(self, files: Files) -> str:
-        """Return the kind of its quantized values: see ``CODE_BITS`` of ``trt_kvcache/checkpoint/quantized/codes.py``."""
-        return self.read(files).codes.kind
+    def value_kind(self, files: Files) -> str:
+        """Return the kind of its quantized values: see ``VALUE_BITS`` of ``trt_kvcache/checkpoint/quantized/quantized_values.py``."""
+        return self.read(files).quantized_values.kind
 
     def read(self, files: Files) -> QuantizedWeight:
         """Return the weight over the memory of the files. Raises CheckpointError if values contradict ``config.json``."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.checkpoint.quantized.codes import Codes
+from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.dtypes import numpy_dtype
 
 
@@ -43,9 +43,9 @@ class QuantizedWeight:
     Its arrays are views of memory-mapped files; :meth:`dequantized` returns new memory.
     """
 
-    codes: Codes  # [out, in]
+    quantized_values: QuantizedValues  # [out, in]
     scales: Scales
-    zero_points: Codes | None = None  # one for each block
+    zero_points: QuantizedValues | None = None  # one for each block
     group_index: npt.NDArray[np.int32] | None = None  # [in]: block of columns of each input, if groups are not contiguous (act-order)
     input_factor: npt.NDArray[np.float32] | None = None  # [in]: multiplies each input before the matrix
     first_row: int = 0  # the rows of the stored matrix that this weight is
@@ -55,7 +55,7 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         """Numbers of outputs and inputs."""
         rows = self._rows
-        return rows.stop - rows.start, self.codes.shape[1]
+        return rows.stop - rows.start, self.quantized_values.shape[1]
 
     @cached_property
     def permutation(self) -> npt.NDArray[np.int64] | None:
@@ -72,7 +72,7 @@ class QuantizedWeight:
 
         float32 is exact, unless scales are float32 or have a factor.
         """
-        values = self.codes.values(self._rows)
+        values = self.quantized_values.as_float32(self._rows)
         zero_points = self.zero_points_of_rows()
         if zero_points is not None:
             values -= self._spread(zero_points)
@@ -83,8 +83,8 @@ class QuantizedWeight:
             return values.astype(numpy_dtype(dtype), copy=False)
 
     def unpacked(self) -> npt.NDArray[Any]:
-        """Return the quantized values ``[out, in]``, one an element: see :meth:`~trt_kvcache.checkpoint.quantized.codes.Codes.unpacked`."""
-        return self.codes.unpacked(self._rows)
+        """Return the quantized values ``[out, in]``, one an element: int8 or uint8, e4m3 of ml_dtypes, bits of e2m1 as uint8."""
+        return self.quantized_values.unpacked(self._rows)
 
     def scales_of_rows(self) -> npt.NDArray[np.float32]:
         """Return the scales of each row, ``[out, blocks of columns]``: see :meth:`Scales.values`."""
@@ -99,11 +99,11 @@ class QuantizedWeight:
 
     def zero_points_of_rows(self) -> npt.NDArray[np.float32] | None:
         """Return the zero points of each row, ``[out, blocks of columns]``, or None if there are none."""
-        return None if self.zero_points is None else self._by_row(self.zero_points.values(self.scales.blocks(self._rows)))
+        return None if self.zero_points is None else self._by_row(self.zero_points.as_float32(self.scales.blocks(self._rows)))
 
     @property
     def _rows(self) -> slice:
-        return slice(self.first_row, self.codes.shape[0] if self.num_rows is None else self.first_row + self.num_rows)
+        return slice(self.first_row, self.quantized_values.shape[0] if self.num_rows is None else self.first_row + self.num_rows)
 
     def _by_row(self, of_blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the values of the blocks for each row."""
@@ -117,4 +117,4 @@ class QuantizedWeight:
         """Return the value of its block for each element."""
         if self.group_index is not None:
             return of_rows[:, self.group_index]
-        return np.repeat(of_rows, self.scales.block[1], axis=1)[:, : self.codes.shape[1]]
+        return np.repeat(of_rows, self.scales.block[1], axis=1)[:, : self.quantized_values.shape[1]]

@@ -1,4 +1,4 @@
-"""Check C: TensorRT builds engines with each kind of attention, opens them, and they are what was built."""
+"""Check C: TensorRT builds engines with each attention variant, and opens them with the tensors and profiles of the build."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
 import sys
 from typing import Any
 
+from trt_kvcache._util.extras import installed_versions
 from trt_kvcache.benchmarking.memory_use import free_and_total
 from trt_kvcache.doctor.cases import MACHINE_CASE, CaseLog, CheckFailure, NotHere
 from trt_kvcache.doctor.settings import Settings
@@ -46,12 +46,7 @@ def check(settings: Settings, log: CaseLog) -> None:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that take part."""
     found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return found | installed_versions(DISTRIBUTIONS)
 
 
 def _tensorrt(flavour: str) -> dict[str, Any]:

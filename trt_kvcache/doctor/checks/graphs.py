@@ -82,7 +82,7 @@ def repeated_steps(session: InferenceSession, model: CheckedModel) -> None:
 
 
 def _captured_from_outside(session: InferenceSession) -> dict[str, Any]:
-    """Capture an enqueue, and compare K and V of a replay with those of an eager step. A refusal is told: steps then run eagerly."""
+    """Capture an enqueue, and compare K and V of a replay with those of an eager step. A refusal is reported: steps then run eagerly."""
     memory, engine = session.cache.memory, session.engine
     session.prefill([[5, 6, 7], [8] * 40])
     session.decode([9, 10])

@@ -1,4 +1,4 @@
-"""Check I: time of decode steps, on the host and on the GPU, beside the speed of a copy. It measures, and sets no limit."""
+"""Check I: time of decode steps, on the host and on the GPU, and the speed of a copy. It measures, and sets no limit."""
 
 from __future__ import annotations
 

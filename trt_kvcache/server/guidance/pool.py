@@ -196,7 +196,7 @@ class WorkerPool:
     # --- with the lock held ---
 
     def _in_turn(self) -> list[Job]:
-        """Return the queued jobs in the order of their turns."""
+        """Return the queued jobs in the order in which clients take turns."""
         return self._waiting.first(len(self._waiting), Counter(lane.job.text.client for lane in self._lanes if lane.job is not None))
 
     def _take_all(self) -> list[Job]:

@@ -64,7 +64,7 @@ def _cached(usage: Mapping[str, Any]) -> int:
 
 
 async def chunks_of(engine: EngineClient, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
-    """Yield the chunks of the answers to all requests, each with the number of its request. If one fails, the others are cancelled."""
+    """Yield the chunks of the answers to all requests, each with the index of its request. If one fails, the others are cancelled."""
     if len(requests) == 1:
         async with aclosing(engine.generate(requests[0])) as chunks:
             async for chunk in chunks:

@@ -89,7 +89,7 @@ class Service:
         return self.engine.config.max_num_seqs + self.engine.config.max_queue
 
     def check_answers(self, prompts: int, choices: int | None) -> None:
-        """Raise an error if the engine can never hold so many answers at once."""
+        """Raise an error if the engine can never hold this number of answers at once."""
         wanted = prompts * (choices or 1)
         if wanted > self.max_answers:
             field = "n" if prompts == 1 else "prompt"
