@@ -442,30 +442,6 @@ def _linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             )
 
 
-def _packed_linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    limit = f"at least {content['limits']['of_copy']}"
-    for row in of_table(content["layers"]):
-        what = f"{row['model']}, {row['scheme']} weights, batch {row['rows']}: products of a layer back to back"
-        yield f"{what}: share of the copy bandwidth", f"{row['of_copy']:.2f}", ""
-        yield "the same: time, and that of 16 bits", f"{row['us']['packed']:.0f}, {row['us']['16 bits']:.0f} us", ""
-    large = [row for row in of_table(content["products"]) if row["rows"] == 1 and row["product"] in ("gate_up", "head")]
-    for scheme in dict.fromkeys(row["scheme"] for row in large):
-        shares = [row["of_copy"] for row in large if row["scheme"] == scheme]
-        yield (
-            f"the largest matrices alone, {scheme}, one row: share of the copy bandwidth",
-            f"{min(shares):.2f} to {max(shares):.2f}",
-            limit,
-        )
-    for row in of_table(content["many"]):
-        what = f"{row['scheme']} {row['product']}, {row['rows']} rows, dequantized in parts: time / time of 16 bits"
-        yield what, f"{row['us']['packed'] / row['us']['16 bits']:.2f}", ""
-
-
-def _end_to_end_packed(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for what, value, limit in end_to_end_report.rows(content):
-        yield f"{content['weights']} weights; {what}", value, limit
-
-
 def _steps(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     limits = content["limits"]
     yield "steps of every width: logits of small models, difference from the NumPy engine", f"{max(content['compared'].values()):.1e}", ""
@@ -518,6 +494,30 @@ def _at_most(limit: float | None, unit: str = "") -> str:
     return "" if limit is None else f"{limit:g}{unit}"
 
 
+def _packed_linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in of_table(content["layers"]):
+        what = f"products of a layer of {row['model']}, packed weights ({row['scheme']}), {row['rows']} row(s): share of the copy bandwidth"
+        yield what, f"{row['of_copy']:.2f}; {row['speedup']:.2f} times as fast as in 16 bits", ""
+    large = [row for row in of_table(content["products"]) if row["rows"] == 1 and row["product"] in ("gate_up", "head")]
+    for scheme in dict.fromkeys(row["scheme"] for row in large):
+        shares = [row["of_copy"] for row in large if row["scheme"] == scheme]
+        what = f"largest matrices alone, packed weights ({scheme}), 1 row: share of the copy bandwidth"
+        yield what, f"{min(shares):.2f} to {max(shares):.2f}", f"at least {content['limits']['of_copy']}"
+    for row in of_table(content["many"]):
+        ratio = row["us"]["packed"] / row["us"]["16 bits"]
+        yield (
+            f"{row['product']}, packed weights ({row['scheme']}), {row['rows']} rows: time / time in 16 bits",
+            f"{ratio:.2f}",
+            "at most 1.5",
+        )
+
+
+def _packed_end_to_end(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for cell in content["cells"].values():
+        what = f"{cell['model']}, weights in {content['weights']}, batch {cell['batch']}, {cell['past']} tokens past: a decode step"
+        yield what, f"{cell['step_ms']['median']:.2f} ms ({cell['of_limit']:.2f} of the limit)", ""
+
+
 _FILES = {
     "host_step": _host_step,
     "sampling": _sampling,
@@ -543,14 +543,14 @@ _FILES = {
     "attention_quantized_prefill": _attention_quantized_prefill,
     "linear": _linear,
     "packed_linear": _packed_linear,
+    "end_to_end_q4_0": _packed_end_to_end,
+    "end_to_end_int8": _packed_end_to_end,
     "steps": _steps,
     "states": _state_steps,
     "states_prefill": _state_prefill,
     "compare_kernels": _compare_kernels,
     "gpu": _gpu,
     "end_to_end": end_to_end_report.rows,
-    "end_to_end_q4_0": _end_to_end_packed,
-    "end_to_end_int8": _end_to_end_packed,
 }
 
 

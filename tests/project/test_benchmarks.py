@@ -200,6 +200,18 @@ def test_the_table_of_products(monkeypatch):
     assert [limit for _, _, limit in rows] == ["at least 0.8", "", "at least 0.9", "1.02", ""]
 
 
+def test_the_tables_of_packed_weights(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    to_table, tables = importlib.import_module("environment").to_table, importlib.import_module("tables")
+    layers = [{"model": "a", "scheme": "int4", "rows": 1, "of_copy": 0.625, "speedup": 2.2}]
+    many = [{"product": "o", "scheme": "int4", "rows": 1024, "us": {"packed": 6.0, "16 bits": 5.0}}]
+    rows = [*tables._packed_linear(json.loads(json.dumps({"layers": to_table(layers), "many": to_table(many)})))]
+    assert [(value, limit) for _, value, limit in rows] == [("0.62; 2.20 times as fast as in 16 bits", ""), ("1.20", "1.5")]
+    cell = {"model": "a", "batch": 1, "past": 9, "step_ms": {"median": 2.5}, "of_limit": 0.5}
+    [(what, value, _)] = tables._packed_end_to_end({"weights": "q4_0", "cells": {"a": cell}})
+    assert ("q4_0" in what, value) == (True, "2.50 ms (0.50 of the limit)")
+
+
 def compare_kernels(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "path", [*sys.path])  # the script puts the root in front
