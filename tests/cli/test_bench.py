@@ -47,7 +47,7 @@ def test_the_table(run: Run):
     assert batches == ["1"] * 6 + ["2"] * 6
     assert done.out.startswith(f"{SHIPPED}\nReferenceEngine on ")
     for said in (
-        "2 runs after 1 to warm up; prompts of random tokens, seed 0",
+        "2 runs after 2 to warm up; prompts of random tokens, seed 0",
         "included: logits on the host, sampling (greedy), and their text",
         "a token needs weights, K and V of ",
         "limit: share of the speed of reading weights, K and V at ",

@@ -72,7 +72,7 @@ def measure(
     cases: Sequence[BenchmarkCase],
     *,
     runs: int = 5,
-    warmup: int = 1,
+    warmup: int = 2,
     seed: int = 0,
     params: SamplingParams | None = None,
     on_run: OnRun = lambda case, done, total: None,
