@@ -204,9 +204,16 @@ def test_the_tables_of_packed_weights(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     to_table, tables = importlib.import_module("environment").to_table, importlib.import_module("tables")
     layers = [{"model": "a", "scheme": "int4", "rows": 1, "of_copy": 0.625, "speedup": 2.2}]
+    shares = {("head", 1): 0.75, ("gate_up", 1): 0.7, ("gate_up", 16): 0.5, ("o", 1): 0.4}
+    products = [{"product": name, "scheme": "int4", "rows": rows, "of_copy": share} for (name, rows), share in shares.items()]
     many = [{"product": "o", "scheme": "int4", "rows": 1024, "us": {"packed": 6.0, "16 bits": 5.0}}]
-    rows = [*tables._packed_linear(json.loads(json.dumps({"layers": to_table(layers), "many": to_table(many)})))]
-    assert [(value, limit) for _, value, limit in rows] == [("0.62; 2.20 times as fast as in 16 bits", ""), ("1.20", "1.5")]
+    content = {"limits": {"of_copy": 0.8}, "layers": to_table(layers), "products": to_table(products), "many": to_table(many)}
+    rows = [*tables._packed_linear(json.loads(json.dumps(content)))]
+    assert [(value, limit) for _, value, limit in rows] == [
+        ("0.62; 2.20 times as fast as in 16 bits", ""),
+        ("0.70 to 0.75", "at least 0.8"),
+        ("1.20", "at most 1.5"),
+    ]
     cell = {"model": "a", "batch": 1, "past": 9, "step_ms": {"median": 2.5}, "of_limit": 0.5}
     [(what, value, _)] = tables._packed_end_to_end({"weights": "q4_0", "cells": {"a": cell}})
     assert ("q4_0" in what, value) == (True, "2.50 ms (0.50 of the limit)")

@@ -14,12 +14,12 @@ from tests.helpers.recording import poison
 from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN
 from tests.reference.rig import golden
-from tests.torch_engine.fake_cuda import FakeCuda, FakeCudaDevice
 from tests.torch_engine.needs_torch import need_torch
-from tests.torch_engine.test_families import FAMILIES
 
 need_torch()
 
+from tests.torch_engine.fake_cuda import FakeCuda, FakeCudaDevice  # noqa: E402
+from tests.torch_engine.test_families import FAMILIES  # noqa: E402
 from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams  # noqa: E402
 from trt_kvcache.torch_engine import engine  # noqa: E402
 from trt_kvcache.torch_engine.step_widths import MAX_CAPTURED_WIDTH, STEP_WIDTHS  # noqa: E402
