@@ -8,14 +8,17 @@ import pytest
 _Params = type(pytest.param())
 
 
-def one_of_each_family(names: Iterable[str]) -> list[Any]:
-    """Return names of golden models, ``family`` or ``family-configuration``. The first of each family is unmarked; the others are slow."""
-    seen: set[str] = set()
+def one_of_each_family(cases: Iterable[Any]) -> list[Any]:
+    """Return cases: names of golden models, ``family`` or ``family-configuration``, or tuples that begin with one.
+
+    The first configuration of each family is unmarked, in all of its cases; the others are slow.
+    """
+    first: dict[str, str] = {}
     found = []
-    for name in names:
-        family = name.partition("-")[0]
-        found.append(pytest.param(name, marks=pytest.mark.slow if family in seen else []))
-        seen.add(family)
+    for arguments in (case if isinstance(case, tuple) else (case,) for case in cases):
+        name = arguments[0]
+        is_first = first.setdefault(name.partition("-")[0], name) == name
+        found.append(pytest.param(*arguments, marks=[] if is_first else pytest.mark.slow))
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.paths import GOLDEN
 from tests.reference.rig import Rig, golden
-from tests.sweeps import each_once
+from tests.sweeps import each_once, one_of_each_family
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.dtypes import numpy_dtype
@@ -164,7 +164,7 @@ def test_computes_what_hugging_face_and_the_reference_engine_do(define, model, d
         assert_near(state[: len(STEPS[-1])], expected[: len(STEPS[-1])], ROWS_TOLERANCE[dtype])  # the others are in the other buffer
 
 
-@pytest.mark.parametrize(("model", "attention"), MODELS_AND_ATTENTIONS)
+@pytest.mark.parametrize(("model", "attention"), one_of_each_family(MODELS_AND_ATTENTIONS))
 def test_reads_any_history_and_writes_up_to_the_last_row(define, model, attention):
     """The first slot ends at row S, the second one has no history."""
     network, reference = runners(define(model, attention=attention), model)

@@ -196,7 +196,7 @@ def test_drafts(make, model, form):
         assert_close(*(session.decode([3, 4, 5]) for session in both), tolerance_of(form))
 
 
-@pytest.mark.parametrize("form", ["16 bits", "int8 by token"])
+@pytest.mark.parametrize("form", [pytest.param("16 bits", marks=pytest.mark.slow), "int8 by token"])
 def test_steps_that_are_replayed_compute_the_same(make, monkeypatch, form):
     """Bit for bit as eager ones, with prefills, verifications and other batches in between, and after a step that failed."""
     monkeypatch.setattr(graph_engine, "RUNS_OF_A_PREFILL", 1)
