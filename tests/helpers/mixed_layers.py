@@ -69,7 +69,7 @@ def mixed_model(*head_dims: int) -> ModelConfig:
 
 
 class RandomCheckpoint:
-    """What an engine reads of a checkpoint, with random weights. They depend on the shapes, and on the scheme of quantized ones."""
+    """A stand-in for a checkpoint, with random weights, which are equal for equal shapes and an equal quantization scheme."""
 
     path = Path("random")
 

@@ -16,7 +16,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 BIAS = pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 
-#: Half a unit in the last place of a result; float32 sums of so many products in any order, relative to the sum of their absolute values.
+#: Rounding errors: of a result, half a unit in the last place; of a float32 sum in any order, relative to the sum of absolute values.
 ROUNDING, SUM_ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24}, 2**-23
 
 #: Rows, outputs, inputs: tiles that end early, runs, steps and groups of all warps that do, and one more of each.

@@ -30,7 +30,7 @@ KINDS = pytest.mark.parametrize("kind", ["int4", "int8"])
 ZERO_POINTS = pytest.mark.parametrize("with_zero_points", [False, True], ids=["", "zero_points"])
 LIMITS = {"int4": (0, 16), "int8": (-128, 128)}
 
-#: Half a unit in the last place of a result; float32 sums of so many products in any order, relative to the sum of their absolute values.
+#: Rounding errors: of a result, half a unit in the last place; of a float32 sum in any order, relative to the sum of absolute values.
 ROUNDING, SUM_ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24}, 2**-23
 
 #: Rows, outputs, inputs, group shift: fragments, steps and groups of all warps that end early, and one more of each.

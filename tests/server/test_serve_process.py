@@ -218,8 +218,8 @@ def test_slow_templates_hold_up_neither_others_nor_the_end(tmp_path):
         assert ask("127.0.0.2", "Alice was") == 200
         assert sent.acquire(timeout=60)
         slow = [threads.submit(ask, "127.0.0.1", "slow") for _ in range(8)]
-        # A connection that the server has not accepted when it is told to end is refused, not answered with 503. It accepts in order: once
-        # all eight are sent and one more is answered, it has them all.
+        # After SIGTERM the server refuses new connections, and answers accepted ones with 503. It accepts connections in order, so an
+        # answer to a ninth request shows that it has accepted the eight before.
         assert all(sent.acquire(timeout=60) for _ in range(8))
         assert ask("127.0.0.2", "Alice was") == 200
         assert not any(task.done() for task in slow)

@@ -38,7 +38,7 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """What ``StepGraphs`` asks of ``torch.cuda``. ``graph_nbytes`` and ``pool_nbytes`` are what the next capture needs."""
+    """A stand-in for ``torch.cuda`` under ``StepGraphs``. ``graph_nbytes`` and ``pool_nbytes``: GPU memory that the next capture takes."""
 
     def __init__(self, monkeypatch):
         self.graph_nbytes, self.pool_nbytes = 10, 0

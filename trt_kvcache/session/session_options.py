@@ -122,7 +122,8 @@ class SessionOptions:
         Dtype of quantized K and V, with plugin attention. The first two are the same. If left out, K and V have ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
         Scales of quantized K and V. ``"token"`` computes a scale for each token and head; the others are static, from a checkpoint that has
-        them. If left out static ones if the checkpoint has them for this ``kv_dtype``, else ``"token"``.
+        them. If left out, the static scales of the checkpoint for this ``kv_dtype``, or
+        ``"token"`` if the checkpoint has none.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from trt_kvcache.torch_engine.packed_weight import PackedWeight
 #: Function of a name in Hugging Face transformers: the tensor, on the engine's device and in its dtype.
 LoadTensor = Callable[[str], torch.Tensor]
 
-#: Function of the same name and some rows of the tensor: these rows, packed; None if only :data:`LoadTensor` has them.
+#: Function of a tensor name and slices of its rows: the packed rows, or None if the tensor is not packed and :data:`LoadTensor` reads it.
 LoadPacked = Callable[[str, Sequence[slice]], PackedWeight | None]
 
 

@@ -30,7 +30,7 @@ class LoadedPlan:
             self._runtime = tensorrt.create("Runtime")
         except (TypeError, RuntimeError):
             self._messages.fail(EngineError, f"{tensorrt} cannot start")
-        if has_library:  # machine code of the host, which TensorRT runs only if it is told to
+        if has_library:  # TensorRT loads the library in a plan only with this permission
             self._runtime.engine_host_code_allowed = True
         self._engine = self._deserialize(plan, f"{tensorrt} refuses this engine{built_by}", has_library=has_library)
         self.tensors = read_tensors(tensorrt, self._engine)
