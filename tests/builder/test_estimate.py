@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.errors import raises
 from tests.helpers.models import SMALL, write_model
 from tests.paths import GOLDEN, SHIPPED
+from tests.sweeps import each_once
 from trt_kvcache import Checkpoint, build_engine, estimate_build
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
@@ -116,9 +117,9 @@ def test_the_plan_of_states_alone_is_within_a_tenth(tmp_path: Path) -> None:
 
 
 @pytest.mark.trt
-@pytest.mark.parametrize("logits", [1, 5])
 @pytest.mark.parametrize(
-    "variant", [{"attention": "native"}, {"attention": "plugin"}, {"attention": "plugin", "plugin_layers": "segments"}]
+    ("variant", "logits"),
+    each_once([({"attention": "native"},), ({"attention": "plugin"},), ({"attention": "plugin", "plugin_layers": "segments"},)], [1, 5]),
 )
 def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, variant: dict[str, str], logits: int) -> None:
     model = write_model(tmp_path / "model", vocab_size=3000, hidden_size=1024, head_dim=64, intermediate_size=8192, num_hidden_layers=3)
@@ -157,9 +158,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "options",
     [
         {"quantize": "int4:128,embedding=int4"},
-        {"quantize": "int8,embedding=int8"},
-        {"quantize": "int4", "kv_dtype": "int8"},
-        {"quantize": "int8,embedding=int8", "kv_dtype": "fp8"},
+        pytest.param({"quantize": "int8,embedding=int8"}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "int4", "kv_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "int8,embedding=int8", "kv_dtype": "fp8"}, marks=pytest.mark.slow),
         {"quantize": "int8,embedding=int8", "kv_dtype": "fp8", "plugin_layers": "segments"},
     ],
     ids=str,
