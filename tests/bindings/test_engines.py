@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": _YARN},
     "mistral": {"sliding_window": 7},
     "olmo2": {},
+    "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {"hidden_size": 256, "partial_rotary_factor": 0.75},
     "smollm3": {"no_rope_layers": [1, 0]},
 }

@@ -52,6 +52,7 @@ OTHER_FAMILIES = {
     "ministral3": ("ministral3-window", "mask"),
     "mistral": ("mistral", "native"),
     "olmo2": ("olmo2", "native"),
+    "olmo3": ("olmo3", "mask"),
     "phi3": ("phi3-long", "native"),
     "smollm3": ("smollm3", "native"),
 }

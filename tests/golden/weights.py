@@ -54,6 +54,8 @@ SEEDS = {
     "granitemoehybrid-bias": 34,
     "nemotron_h": 35,
     "nemotron_h-bias": 36,
+    "olmo3": 40,
+    "olmo3-bias-yarn": 41,
 }
 
 

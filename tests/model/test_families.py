@@ -43,6 +43,12 @@ def test_gemma_3_has_two_kinds_of_rope_in_either_spelling() -> None:
     assert golden("gemma3", rope_scaling=None, rope_theta=1.0, rope_local_base_freq=2.0, rope_parameters=ropes) == old
 
 
+def test_the_scaling_of_older_files_of_olmo_3_belongs_to_full_attention() -> None:
+    ropes = [layer.attention.rope for layer in golden("olmo3-bias-yarn", rope_theta=70.0).layers]
+    assert [rope and (rope.kind, rope.theta) for rope in ropes] == [("yarn", 70.0), ("default", 70.0), ("yarn", 70.0)]
+    assert golden("olmo3-bias-yarn", sliding_window=None, layer_types=["full_attention"] * 3).layers[1].attention.window is None
+
+
 def test_rope_of_ministral_3_is_as_in_transformers_where_nothing_is_said() -> None:
     (mixer,) = {layer.mixer for layer in golden("ministral3", rope_parameters=None, max_position_embeddings=262144).layers}
     rope = mixer.rope
@@ -103,6 +109,15 @@ def test_code_that_transformers_has_taken_over_is_no_custom_code() -> None:
         ),
         ("qwen3-sharded", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected full_attention everywhere with"),
         ("olmo2", {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supported for model_type 'olmo2'"),
+        ("olmo3", {"layer_types": ["sliding_attention"] * 3}, "layer_types: expected 4 as num_hidden_layers says, got 3"),
+        ("olmo3", {"sliding_window": None}, "sliding_window: expected a positive integer with sliding_attention in layer_types, got None"),
+        ("olmo3", {"sliding_window": 0}, "sliding_window: expected a positive integer, got 0"),
+        (
+            "olmo3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+            "rope_parameters: expected one object for full_attention and one for sliding_attention, got others",
+        ),
+        ("olmo3-bias-yarn", {"rope_scaling": [4.0]}, "rope_scaling: expected an object"),
         ("lfm2-bias", {"full_attn_idxs": [4]}, r"full_attn_idxs: expected a list of indices of layers, from 0 to 3, got \[4\]"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types: mamba is not supported"),
         ("lfm2", {"num_experts": 4}, r"num_experts: .* has a mixture of experts"),

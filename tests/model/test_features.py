@@ -73,6 +73,7 @@ def test_llama_needs_none() -> None:
         ("phi3-long", {"partial_rotary", "fused_tensors"}),
         ("smollm3", {"no_rope"}),
         ("olmo2", {"full_qk_norm", "norm_rounding", "norm_places"}),
+        ("olmo3", {"window", "several_ropes", "full_qk_norm", "norm_rounding", "norm_places"}),
         ("gemma3", {"window", "scale", "several_ropes", "norm_offset", "norm_rounding", "norm_places", "activation"}
                    | {"embedding_multiplier", "final_softcap"}),
     ],

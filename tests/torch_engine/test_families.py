@@ -39,6 +39,7 @@ FAMILIES = [
     "ministral3-window",
     "nemotron_h",
     "olmo2",
+    "olmo3",
     "phi3-short-window",
     "qwen3_next",
     "smollm3-bias-window",

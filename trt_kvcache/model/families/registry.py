@@ -24,6 +24,7 @@ from trt_kvcache.model.families import (
     mistral,
     nemotron_h,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
@@ -38,7 +39,7 @@ from trt_kvcache.model.model_config import ModelConfig
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, granite),
+        *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, olmo3, granite),
         *(qwen3_next, qwen3_5_text, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
