@@ -56,6 +56,8 @@ SEEDS = {
     "nemotron_h-bias": 36,
     "olmo3": 40,
     "olmo3-bias-yarn": 41,
+    "ernie4_5": 42,
+    "ernie4_5-bias": 43,
 }
 
 

@@ -75,6 +75,13 @@ def test_code_that_transformers_has_taken_over_is_no_custom_code() -> None:
     assert golden("phi3-long", auto_map=code) == golden("phi3-long")
 
 
+def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
+    expected = golden("ernie4_5")
+    assert golden("ernie4_5", model_type=None) == golden("ernie4_5", architectures=["Ernie4_5ForCausalLM"]) == expected
+    assert golden("ernie4_5", use_bias=None, head_dim=24) == expected
+    assert golden("ernie4_5", head_dim=None).layers[0].attention.head_dim == 16
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -118,6 +125,19 @@ def test_code_that_transformers_has_taken_over_is_no_custom_code() -> None:
             "rope_parameters: expected one object for full_attention and one for sliding_attention, got others",
         ),
         ("olmo3-bias-yarn", {"rope_scaling": [4.0]}, "rope_scaling: expected an object"),
+        (
+            "ernie4_5",
+            {"layer_types": ["sliding_attention"] * 2},
+            "layer_types: sliding_attention is not supported for model_type 'ernie4_5'",
+        ),
+        ("ernie4_5", {"compression_ratio": 2.0}, r"compression_ratio: expected 1 \(positions of RoPE as they are\), got 2.0"),
+        ("ernie4_5", {"use_bias": "yes"}, "use_bias: expected true or false, got 'yes'"),
+        ("ernie4_5", {"auto_map": {"AutoConfig": "configuration_ernie4_5_moe.Ernie4_5_MoeConfig"}}, "auto_map: .* needs code of its own"),
+        (
+            "ernie4_5",
+            {"architectures": ["Ernie4_5_MoeForCausalLM"]},
+            "architectures: expected Ernie4_5ForCausalLM for model_type 'ernie4_5'",
+        ),
         ("lfm2-bias", {"full_attn_idxs": [4]}, r"full_attn_idxs: expected a list of indices of layers, from 0 to 3, got \[4\]"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types: mamba is not supported"),
         ("lfm2", {"num_experts": 4}, r"num_experts: .* has a mixture of experts"),

@@ -74,6 +74,7 @@ def test_llama_needs_none() -> None:
         ("smollm3", {"no_rope"}),
         ("olmo2", {"full_qk_norm", "norm_rounding", "norm_places"}),
         ("olmo3", {"window", "several_ropes", "full_qk_norm", "norm_rounding", "norm_places"}),
+        ("ernie4_5", {"interleaved_rope"}),
         ("gemma3", {"window", "scale", "several_ropes", "norm_offset", "norm_rounding", "norm_places", "activation"}
                    | {"embedding_multiplier", "final_softcap"}),
     ],

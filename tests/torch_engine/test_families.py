@@ -31,6 +31,7 @@ S = 24
 
 FAMILIES = [
     "bamba",
+    "ernie4_5",
     "gemma2",
     "gemma3",
     "granite",

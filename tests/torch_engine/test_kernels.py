@@ -186,6 +186,15 @@ def test_packed_weights_agree_with_the_reference_engine(memory, calls, tmp_path,
     assert (calls["linear"] == 0) == ("head" in quantize), "the head alone has 16 bits"
 
 
+def test_packed_rows_of_interleaved_rope_agree_with_the_reference_engine(memory, calls, tmp_path):
+    changes = {"model_type": "ernie4_5", "use_bias": True, "head_dim": 80, "intermediate_size": 96}
+    folder = write_model(tmp_path / "model", **PACKED_SIZES, **changes, torch_dtype="bfloat16")
+    session, reference = packed_sessions(memory, folder, "bfloat16", "int4")
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["packed_linear"] > 0
+
+
 @pytest.mark.parametrize("tie", [False, True])
 def test_packed_weights_of_many_rows_are_dequantized_in_parts(memory, calls, tmp_path, monkeypatch, tie):
     monkeypatch.setattr(packed_projections, "MAX_PACKED_ROWS", 5)

@@ -35,6 +35,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "full_qk_norm",
         "fused_tensors",
         "gated_delta_net",
+        "interleaved_rope",
         "logits_divisor",
         "mamba2",
         "no_mixer",
