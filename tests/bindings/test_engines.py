@@ -47,8 +47,10 @@ _YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, 
 #: ``config.json`` of one model of each family that differs from Llama in layers.
 FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
+    "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2},
     "gemma2": {"sliding_window": 7},
     "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2},
+    "glm4": {"hidden_size": 64},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "ministral3": {"rope_parameters": _YARN},
     "mistral": {"sliding_window": 7},

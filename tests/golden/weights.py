@@ -58,6 +58,10 @@ SEEDS = {
     "olmo3-bias-yarn": 41,
     "ernie4_5": 42,
     "ernie4_5-bias": 43,
+    "exaone4": 44,
+    "exaone4-full": 45,
+    "glm4": 46,
+    "glm4-bias": 47,
 }
 
 

@@ -49,6 +49,24 @@ def test_the_scaling_of_older_files_of_olmo_3_belongs_to_full_attention() -> Non
     assert golden("olmo3-bias-yarn", sliding_window=None, layer_types=["full_attention"] * 3).layers[1].attention.window is None
 
 
+def test_full_attention_of_exaone_4_has_rope_only_without_windows() -> None:
+    rotated = [(layer.attention.window, layer.attention.rope is not None) for layer in golden("exaone4").layers]
+    assert rotated == [(7, True), (7, True), (None, False), (7, True)]
+    no_window = golden("exaone4", sliding_window=None)
+    assert {(layer.attention.window, layer.attention.rope is not None) for layer in no_window.layers} == {(None, True)}
+    with_unused_window = golden("exaone4-full", sliding_window=9)
+    assert {(layer.attention.window, layer.attention.rope) for layer in with_unused_window.layers} == {(None, None)}
+    given = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    listed = golden("exaone4", layer_types=given, sliding_window_pattern="LLG")
+    assert [layer.attention.window for layer in listed.layers] == [None, 7, 7, None]
+
+
+def test_defaults_of_glm_4_that_transformers_sets_itself() -> None:
+    assert golden("glm4", eos_token_id=None).eos_token_ids == (151329, 151336, 151338)
+    dims = [golden("glm4", partial_rotary_factor=part).layers[0].attention.rotary_dim for part in (0.5, 0.75, None)]
+    assert (golden("glm4").layers[0].attention.rotary_dim, *dims) == (12, 12, 18, 24)
+
+
 def test_rope_of_ministral_3_is_as_in_transformers_where_nothing_is_said() -> None:
     (mixer,) = {layer.mixer for layer in golden("ministral3", rope_parameters=None, max_position_embeddings=262144).layers}
     rope = mixer.rope
@@ -138,6 +156,17 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
             {"architectures": ["Ernie4_5_MoeForCausalLM"]},
             "architectures: expected Ernie4_5ForCausalLM for model_type 'ernie4_5'",
         ),
+        ("exaone4", {"sliding_window_pattern": "LLG"}, "sliding_window_pattern: expected a positive integer, got 'LLG'"),
+        ("exaone4", {"sliding_window": -1}, "sliding_window: expected a positive integer, got -1"),
+        (
+            "exaone4",
+            {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+            "sliding_window: expected a positive integer with sliding_attention in layer_types, got None",
+        ),
+        ("exaone4-full", {"layer_types": ["full_attention"]}, "layer_types: expected 3 as num_hidden_layers says, got 1"),
+        ("glm4", {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supported for model_type 'glm4'"),
+        ("glm4", {"partial_rotary_factor": 0.3}, "partial_rotary_factor: expected an even number of 2 or more of the 24 elements .* got 7"),
+        ("glm4", {"attention_bias": 1}, "attention_bias: expected true or false, got 1"),
         ("lfm2-bias", {"full_attn_idxs": [4]}, r"full_attn_idxs: expected a list of indices of layers, from 0 to 3, got \[4\]"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types: mamba is not supported"),
         ("lfm2", {"num_experts": 4}, r"num_experts: .* has a mixture of experts"),

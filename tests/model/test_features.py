@@ -75,6 +75,8 @@ def test_llama_needs_none() -> None:
         ("olmo2", {"full_qk_norm", "norm_rounding", "norm_places"}),
         ("olmo3", {"window", "several_ropes", "full_qk_norm", "norm_rounding", "norm_places"}),
         ("ernie4_5", {"interleaved_rope"}),
+        ("exaone4", {"window", "no_rope", "norm_places"}),
+        ("glm4", {"interleaved_rope", "partial_rotary", "norm_places", "fused_tensors"}),
         ("gemma3", {"window", "scale", "several_ropes", "norm_offset", "norm_rounding", "norm_places", "activation"}
                    | {"embedding_multiplier", "final_softcap"}),
     ],

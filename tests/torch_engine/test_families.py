@@ -32,8 +32,10 @@ S = 24
 FAMILIES = [
     "bamba",
     "ernie4_5",
+    "exaone4",
     "gemma2",
     "gemma3",
+    "glm4",
     "granite",
     "lfm2-bias",
     "mamba2",

@@ -14,8 +14,10 @@ from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import (
     bamba,
     ernie4_5,
+    exaone4,
     gemma2,
     gemma3_text,
+    glm4,
     granite,
     granitemoehybrid,
     lfm2,
@@ -40,7 +42,7 @@ from trt_kvcache.model.model_config import ModelConfig
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, olmo3, granite, ernie4_5),
+        *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, olmo3, granite, ernie4_5, exaone4, glm4),
         *(qwen3_next, qwen3_5_text, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
