@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2},
     "glm4": {"hidden_size": 64},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "hunyuan_v1_dense": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 5.0}},
     "ministral3": {"rope_parameters": _YARN},
     "mistral": {"sliding_window": 7},
     "olmo2": {},

@@ -51,6 +51,7 @@ OTHER_FAMILIES = {
     "qwen3_next": ("qwen3_next-bias", "native"),
     "gemma3": ("gemma3", "mask"),
     "granite": ("granite", "native"),
+    "hunyuan_v1_dense": ("hunyuan", "native"),
     "lfm2": ("lfm2", "native"),
     "ministral3": ("ministral3-window", "mask"),
     "mistral": ("mistral", "native"),

@@ -62,6 +62,8 @@ SEEDS = {
     "exaone4-full": 45,
     "glm4": 46,
     "glm4-bias": 47,
+    "hunyuan": 48,
+    "hunyuan-bias": 49,
 }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig, QueryScaling
+from trt_kvcache.model import ModelConfig, QueryScaling, RopeConfig
 from trt_kvcache.model.families.registry import FAMILIES
 
 DEFAULTS = json.loads((GOLDEN / "defaults.json").read_text(encoding="utf-8"))
@@ -65,6 +66,18 @@ def test_defaults_of_glm_4_that_transformers_sets_itself() -> None:
     assert golden("glm4", eos_token_id=None).eos_token_ids == (151329, 151336, 151338)
     dims = [golden("glm4", partial_rotary_factor=part).layers[0].attention.rotary_dim for part in (0.5, 0.75, None)]
     assert (golden("glm4").layers[0].attention.rotary_dim, *dims) == (12, 12, 18, 24)
+
+
+def test_alpha_of_hunyuan_raises_the_base_of_rope() -> None:
+    scaling = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
+    (mixer,) = {layer.attention for layer in golden("hunyuan", rope_scaling=scaling, rope_theta=10000.0).layers}
+    assert mixer.rope == RopeConfig(kind="default", theta=10000.0 * 1000.0 ** (24 / 22))
+    assert golden("hunyuan", rope_scaling={**scaling, "rope_theta": 7.0}).layers[0].attention.rope == replace(
+        mixer.rope, theta=7.0 * 1000.0 ** (24 / 22)
+    )
+    (dynamic,) = {layer.attention.rope for layer in golden("hunyuan", rope_scaling={"type": "dynamic", "factor": 2.0}).layers}
+    assert dynamic is not None
+    assert (dynamic.kind, dynamic.factor) == ("dynamic", 2.0)
 
 
 def test_rope_of_ministral_3_is_as_in_transformers_where_nothing_is_said() -> None:
@@ -167,6 +180,34 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("glm4", {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supported for model_type 'glm4'"),
         ("glm4", {"partial_rotary_factor": 0.3}, "partial_rotary_factor: expected an even number of 2 or more of the 24 elements .* got 7"),
         ("glm4", {"attention_bias": 1}, "attention_bias: expected true or false, got 1"),
+        ("hunyuan", {"use_qk_norm": False}, "use_qk_norm: expected true, got False"),
+        ("hunyuan", {"use_cla": True}, "use_cla: expected false, got True"),
+        ("hunyuan", {"mlp_bias": 1}, "mlp_bias: expected false, got 1"),
+        ("hunyuan", {"norm_type": "layer_norm"}, "norm_type: expected rms, got 'layer_norm'"),
+        ("hunyuan", {"attention_head_dim": 16}, "attention_head_dim: expected head_dim=24, got 16"),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "linear", "factor": 1.0, "alpha": 5.0}},
+            r"rope_scaling\.alpha: expected none, unless the type",
+        ),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 5.0}},
+            r"rope_scaling\.alpha: expected none, unless .* factor 1",
+        ),
+        ("hunyuan", {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 0}}, r"rope_scaling\.alpha: expected a finite number > 0"),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1e300}},
+            r"rope_scaling\.alpha: expected a smaller number",
+        ),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 5.0, "beta": 1}},
+            "rope_scaling: expected only .* got beta as",
+        ),
+        ("hunyuan", {"head_dim": 2, "attention_head_dim": 2}, "partial_rotary_factor: expected an even number of 4 or more"),
+        ("olmo3", {"num_experts": 4}, "num_experts: .* has a mixture of experts"),
         ("lfm2-bias", {"full_attn_idxs": [4]}, r"full_attn_idxs: expected a list of indices of layers, from 0 to 3, got \[4\]"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types: mamba is not supported"),
         ("lfm2", {"num_experts": 4}, r"num_experts: .* has a mixture of experts"),

@@ -37,6 +37,7 @@ FAMILIES = [
     "gemma3",
     "glm4",
     "granite",
+    "hunyuan",
     "lfm2-bias",
     "mamba2",
     "ministral3-window",

@@ -120,7 +120,7 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
     assert calls["attend"] == 4 * (calls["gated_mul silu"] + calls["linear_gated_mul silu"]) / 3 > 0, "the first layer has no SiLU"
     assert calls["gated_mul gelu_tanh"] + calls["linear_gated_mul gelu_tanh"] == calls["attend"] / 4, "but GELU"
     assert calls["add_rms_norm"] == 2 * calls["attend"], "with norms of what is added, and a factor"
-    assert calls["qk_rms_norm"] == calls["attend"] / 2, "two layers of four have norms of q and k: of all heads, and of each with an offset"
+    assert calls["qk_rms_norm"] == 3 * calls["attend"] / 4, "of all heads, of each with an offset, and of each after RoPE"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -41,6 +41,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "no_mixer",
         "no_mlp",
         "no_rope",
+        "norm_after_rope",
         "norm_offset",
         "norm_places",
         "norm_rounding",

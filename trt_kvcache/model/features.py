@@ -27,6 +27,7 @@ FEATURES = {
     "interleaved_rope": "interleaved RoPE",
     "several_ropes": "per-layer RoPE",
     "full_qk_norm": "QK-norm over all heads",
+    "norm_after_rope": "QK-norm after RoPE",
     "several_shapes": "layers of different sizes",
     "norm_offset": "RMSNorm with 1 + weight",
     "norm_rounding": "RMSNorm weight in float32",
@@ -119,6 +120,8 @@ def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield "several_ropes", f"layers[{index}].mixer.rope"
         if mixer.qk_norm is not None and mixer.qk_norm.over == "full":
             yield "full_qk_norm", f"layers[{index}].mixer.qk_norm.over = full"
+        if mixer.rotates_before_norm:
+            yield "norm_after_rope", f"layers[{index}].mixer.qk_norm.after_rope = True"
 
 
 def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:

@@ -20,6 +20,7 @@ from trt_kvcache.model.families import (
     glm4,
     granite,
     granitemoehybrid,
+    hunyuan_v1_dense,
     lfm2,
     llama,
     mamba2,
@@ -42,7 +43,24 @@ from trt_kvcache.model.model_config import ModelConfig
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, olmo3, granite, ernie4_5, exaone4, glm4),
+        *(
+            llama,
+            mistral,
+            ministral3,
+            qwen2,
+            qwen3,
+            phi3,
+            gemma2,
+            gemma3_text,
+            smollm3,
+            olmo2,
+            olmo3,
+            granite,
+            ernie4_5,
+            exaone4,
+            glm4,
+            hunyuan_v1_dense,
+        ),
         *(qwen3_next, qwen3_5_text, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
