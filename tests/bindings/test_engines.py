@@ -46,12 +46,17 @@ _YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, 
 
 #: ``config.json`` of one model of each family that differs from Llama in layers.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "ernie4_5": {"use_bias": True},
+    "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2},
     "gemma2": {"sliding_window": 7},
     "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2},
+    "glm4": {"hidden_size": 64},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "hunyuan_v1_dense": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 5.0}},
     "ministral3": {"rope_parameters": _YARN},
     "mistral": {"sliding_window": 7},
     "olmo2": {},
+    "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {"hidden_size": 256, "partial_rotary_factor": 0.75},
     "smollm3": {"no_rope_layers": [1, 0]},
 }

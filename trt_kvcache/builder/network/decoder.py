@@ -146,7 +146,7 @@ def add_segments(
     """
     length = cache.max_sequence_length
     configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=MIN_BATCH_SIZE, max_sequence_length=length)
-    lowering = SegmentCutLowering(create_network, names, max_sequence_length=length)
+    lowering = SegmentCutLowering(model, create_network, names, max_sequence_length=length)
     context = replace(_context(model, names, cache, options.max_prefill_length, configs), lowering=lowering)
     x = graph.input(embedding_output_name(model), graph.dtype, (-1, -1, model.hidden_size))
     x = head.scaled_embedding(graph, x, model)

@@ -13,10 +13,14 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import (
     bamba,
+    ernie4_5,
+    exaone4,
     gemma2,
     gemma3_text,
+    glm4,
     granite,
     granitemoehybrid,
+    hunyuan_v1_dense,
     lfm2,
     llama,
     mamba2,
@@ -24,6 +28,7 @@ from trt_kvcache.model.families import (
     mistral,
     nemotron_h,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
@@ -38,7 +43,24 @@ from trt_kvcache.model.model_config import ModelConfig
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, granite),
+        *(
+            llama,
+            mistral,
+            ministral3,
+            qwen2,
+            qwen3,
+            phi3,
+            gemma2,
+            gemma3_text,
+            smollm3,
+            olmo2,
+            olmo3,
+            granite,
+            ernie4_5,
+            exaone4,
+            glm4,
+            hunyuan_v1_dense,
+        ),
         *(qwen3_next, qwen3_5_text, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
@@ -104,15 +126,19 @@ def _family(fields: ConfigFields) -> Family:
         raise fields.refusal("architectures", "a list of names")
     if model_type is None:
         for family in FAMILIES.values():
-            if family.architecture in architectures:
+            if _is_of(family, architectures):
                 return family
         raise ConfigError(f"architectures: {short_repr(architectures)} is not supported, and there is no model_type. {SUPPORTED}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"model_type: {short_repr(model_type)} is not supported. {SUPPORTED}")
     family = FAMILIES[model_type]
-    if architectures and family.architecture not in architectures:
+    if architectures and not _is_of(family, architectures):
         raise ConfigError(f"architectures: expected {family.architecture} for model_type {model_type!r}, got {short_repr(architectures)}.")
     return family
+
+
+def _is_of(family: Family, architectures: list[Any]) -> bool:
+    return family.architecture in architectures or any(name in architectures for name in family.older_architectures)
 
 
 def _check_code(fields: ConfigFields, family: Family) -> None:
