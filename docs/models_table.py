@@ -116,7 +116,8 @@ def verdicts(family: str) -> list[str]:
 
 def golden_models(family: str) -> list[ModelConfig]:
     """Return the golden models of a family."""
-    paths = sorted((ROOT / "tests" / "golden").glob("*/config.json"))
+    golden = ROOT / "tests" / "golden"
+    paths = sorted([*golden.glob("*/config.json"), *golden.glob("vision/*/config.json")])
     models = [ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
     return [model for model in models if model.family == family]
 

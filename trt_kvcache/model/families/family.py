@@ -65,3 +65,13 @@ class Family:
     ignored: tuple[str, ...] = ()  # prefixes, after renaming, of tensors outside the decoder; transformers ignores them too
     uses: frozenset[str] = frozenset()  # fields of registry's list of refused ones that this family reads
     code: frozenset[str] = frozenset()  # custom code in `auto_map` that transformers has adopted
+    text: tuple[Family, ...] = ()  # families of the `text_config` of a model with a tower, the default one first; see `towers.py`
+
+    def own_name(self, stored: str) -> str:
+        """Return the name that this family has for a stored tensor."""
+        prefix = next((prefix for prefix in self.renamed if stored.startswith(prefix)), "")
+        return self.renamed.get(prefix, "") + stored.removeprefix(prefix)
+
+    def ignores(self, stored: str) -> bool:
+        """Return True for a stored tensor outside the decoder."""
+        return self.own_name(stored).startswith(self.ignored)

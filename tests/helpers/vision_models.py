@@ -1,0 +1,38 @@
+"""Golden models with a vision tower, and folders of their text decoders alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save_file
+
+from tests.golden.weights import VISION, VISION_SEEDS, random_weights
+from trt_kvcache.model import ModelConfig
+
+#: Fields of the text decoder that are stated next to its ``text_config``, or are the defaults of the family with a tower.
+NEXT_TO_TEXT: dict[str, dict[str, Any]] = {
+    "gemma3": {"torch_dtype": "float16", "eos_token_id": [3, 7], "tie_word_embeddings": True},
+    "gemma3-bias": {"tie_word_embeddings": False},
+}
+
+
+def vision_config(name: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a model with a tower."""
+    config: dict[str, Any] = json.loads((VISION / name / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def text_config(name: str) -> dict[str, Any]:
+    """Return the ``config.json`` of its text decoder as a model of its own."""
+    return {**vision_config(name)["text_config"], **NEXT_TO_TEXT[name]}
+
+
+def write_text_decoder(folder: Path, name: str) -> Path:
+    """Write the text decoder of a model with a tower as a model of its own."""
+    config = text_config(name)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(ModelConfig.from_dict(config), VISION_SEEDS[name]), folder / "model.safetensors")
+    return folder

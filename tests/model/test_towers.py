@@ -1,0 +1,80 @@
+"""Models with a vision tower: the description of the text decoder alone, and fields that contradict each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.golden.weights import VISION_SEEDS
+from tests.helpers.vision_models import text_config, vision_config
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model import ModelConfig
+
+
+def changed(name: str, text: dict[str, Any] | None = None, **outer: Any) -> ModelConfig:
+    config = {**vision_config(name), **outer}
+    return ModelConfig.from_dict({**config, "text_config": {**config["text_config"], **(text or {})}})
+
+
+@pytest.mark.parametrize("name", VISION_SEEDS)
+def test_the_computation_is_that_of_the_text_decoder(name: str) -> None:
+    config = vision_config(name)
+    model = ModelConfig.from_dict(config)
+    assert model == replace(ModelConfig.from_dict(text_config(name)), family=config["model_type"])
+    assert ModelConfig.from_description(json.loads(json.dumps(model.to_description()))) == model
+
+
+def test_token_ids_next_to_the_text_decoder_take_precedence_and_null_is_none_stated() -> None:
+    text = {"bos_token_id": 4, "eos_token_id": 5}
+    assert changed("gemma3-bias", text, eos_token_id=[3, 7]).eos_token_ids == (3, 7)
+    assert changed("gemma3-bias", text, eos_token_id=None).eos_token_ids == (5,)
+    assert changed("gemma3-bias", text).bos_token_id == 4
+
+
+@pytest.mark.parametrize("place", ["outer", "text"])
+def test_a_tied_head_is_stated_in_either_place(place: str) -> None:
+    stated = {"tie_word_embeddings": False}
+    assert not (changed("gemma3", **stated) if place == "outer" else changed("gemma3", stated)).tie_word_embeddings
+    assert changed("gemma3").tie_word_embeddings
+
+
+def test_a_dtype_that_is_stated_nowhere_is_the_default() -> None:
+    config = {**vision_config("gemma3"), "torch_dtype": None}
+    assert ModelConfig.from_dict(config, default_dtype="float32").dtype == "float32"
+    with pytest.raises(ConfigError, match=r"^dtype: None is not supported"):
+        ModelConfig.from_dict(config)
+    assert ModelConfig.from_dict({**vision_config("gemma3-bias"), "tie_word_embeddings": None}, default_dtype="float32").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("outer", "text", "message"),
+    [
+        ({"text_config": None}, None, "text_config: expected an object, got None"),
+        ({"text_config": []}, None, r"text_config: expected an object, got \[\]"),
+        ({"text_config": "gemma3_text"}, None, "text_config: expected an object, got 'gemma3_text'"),
+        ({"text_config": {}}, None, "num_hidden_layers: expected a value, got none"),
+        ({}, {"model_type": "llama"}, "text_config.model_type: expected gemma3_text for model_type 'gemma3', got 'llama'"),
+        ({}, {"model_type": "gemma3"}, "text_config.model_type: expected gemma3_text for model_type 'gemma3', got 'gemma3'"),
+        ({}, {"model_type": ["gemma3_text"]}, "text_config.model_type: expected gemma3_text for"),
+        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, "tie_word_embeddings: expected one value, got True and, in text_c"),
+        ({"torch_dtype": "float16"}, {"torch_dtype": "float32"}, "torch_dtype: expected one value, got 'float16' and, in text_config, 'fl"),
+        ({"torch_dtype": "float16"}, {"dtype": "float32"}, "dtype and torch_dtype: expected one value, got 'float32' and 'float16'"),
+        ({}, {"use_bidirectional_attention": True}, "use_bidirectional_attention: .* has bidirectional attention, which is"),
+        ({}, {"final_logit_softcapping": 6.0}, "final_logit_softcapping: .* has final logit softcapping, which is"),
+        ({}, {"vision_config": {"depth": 1}}, "vision_config: .* is a vision model, which is not supported"),
+        ({}, {"text_config": {"hidden_size": 1}}, "text_config: .* is more than a text decoder, which is not supported"),
+        ({}, {"num_experts": 4}, "num_experts: .* has a mixture of experts"),
+        ({"num_experts": 4}, {}, "num_experts: .* has a mixture of experts"),
+        ({"audio_config": {"depth": 1}}, {}, "audio_config: .* is an audio model"),
+        ({"auto_map": {"AutoConfig": "other.Config"}}, {}, r"auto_map: .* needs code of its own"),
+        ({}, {"auto_map": {"AutoConfig": "other.Config"}}, r"auto_map: .* needs code of its own"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, {}, "architectures: expected Gemma3ForConditionalGeneration for model_type 'gemma3'"),
+        ({}, {"num_attention_heads": 0}, "num_attention_heads: expected a positive integer, got 0"),
+    ],
+)
+def test_contradictions_and_other_decoders_are_refused(outer: dict[str, Any], text: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        changed("gemma3", text, **outer) if text is not None else ModelConfig.from_dict({**vision_config("gemma3"), **outer})
