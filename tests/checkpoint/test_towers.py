@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -131,3 +132,27 @@ def test_a_dtype_in_the_text_config_is_that_of_the_model(copy_of: Callable[[str]
     with checkpoint:
         assert checkpoint.config.dtype == "bfloat16"
         assert set(checkpoint.tensor_names) == set(tensor_shapes(checkpoint.config))
+
+
+def test_quantized_weights_are_found_by_their_prefix(copy_of: Callable[[str], Path]) -> None:
+    """FP8 with one scale a matrix and static scales of activations, as Ministral 3 is published; the tower is not quantized."""
+    folder, kept = copy_of("mistral3"), {}
+
+    def quantize(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "_proj.weight" in name]:
+            values = tensors.pop(name).astype(ml_dtypes.float8_e4m3fn)
+            kept[name.removeprefix("language_model.")] = values.astype(np.float32) * np.float32(0.5)
+            scales = {f"{name}_scale_inv": np.float32(0.5), f"{name.removesuffix('weight')}activation_scale": np.float32(2)}
+            tensors |= {name: values, **{part: np.array(scale) for part, scale in scales.items()}}
+
+    edit(folder, quantize)
+    config = json.loads((folder / "config.json").read_text())
+    names = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    format_ = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "modules_to_not_convert": names}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": format_}))
+    with pytest.warns(UserWarning, match="weights are FP8"):
+        checkpoint = Checkpoint.open(folder)
+    with checkpoint:
+        assert set(checkpoint.quantized_names) == set(kept)
+        for name, values in kept.items():
+            np.testing.assert_array_equal(checkpoint.tensor(name), values)

@@ -58,12 +58,26 @@ SEEDS = {
 
 #: Models with a vision tower, whose text decoders are computed like the models above: in the folder ``vision``.
 VISION = HERE / "vision"
-VISION_SEEDS = {"gemma3": 41, "gemma3-bias": 42}
+VISION_SEEDS = {
+    "gemma3": 41,
+    "gemma3-bias": 42,
+    "mistral3": 43,
+    "mistral3-ministral": 44,
+    "qwen3_5": 45,
+    "qwen3_5-bias": 46,
+}
 
 #: Prefixes under which their tensors are stored, in place of ``model.`` and ``lm_head.``, and the prefixes of their towers.
+_LLAVA_4 = ("language_model.model.", "language_model.lm_head.", ("vision_tower.", "multi_modal_projector."))
+_LLAVA_5 = ("model.language_model.", "lm_head.", ("model.vision_tower.", "model.multi_modal_projector."))
+_QWEN = ("model.language_model.", "lm_head.", ("model.visual.",))
 STORED = {
-    "gemma3": ("language_model.model.", "language_model.lm_head.", ("vision_tower.", "multi_modal_projector.")),
-    "gemma3-bias": ("model.language_model.", "lm_head.", ("model.vision_tower.", "model.multi_modal_projector.")),
+    "gemma3": _LLAVA_4,
+    "gemma3-bias": _LLAVA_5,
+    "mistral3": _LLAVA_4,
+    "mistral3-ministral": _LLAVA_5,
+    "qwen3_5": _QWEN,
+    "qwen3_5-bias": _QWEN,
 }
 
 

@@ -15,6 +15,10 @@ from trt_kvcache.model import ModelConfig
 NEXT_TO_TEXT: dict[str, dict[str, Any]] = {
     "gemma3": {"torch_dtype": "float16", "eos_token_id": [3, 7], "tie_word_embeddings": True},
     "gemma3-bias": {"tie_word_embeddings": False},
+    "mistral3": {"torch_dtype": "float16", "tie_word_embeddings": False},
+    "mistral3-ministral": {"eos_token_id": 9},
+    "qwen3_5": {},
+    "qwen3_5-bias": {"dtype": "bfloat16", "tie_word_embeddings": False},
 }
 
 

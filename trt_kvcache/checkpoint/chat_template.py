@@ -74,8 +74,7 @@ class ChatTemplate:
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config_file: Path) -> ChatTemplate | None:
     """Return the chat template of a model folder, or None.
 
-    ``chat_template.jinja`` comes before the text, or the named text ``default``, in ``tokenizer_config.json``, and that before
-    ``chat_template.json``.
+    Order: ``chat_template.jinja``, the text or the named text ``default`` in ``tokenizer_config.json``, ``chat_template.json``.
     """
     file = folder / TEMPLATE_FILE
     if file.exists():

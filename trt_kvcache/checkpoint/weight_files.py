@@ -34,8 +34,7 @@ def is_weight_file(path: Path) -> bool:
 def open_weight_files(folder: Path, family: Family | None = None) -> dict[str, WeightFile]:
     """Map the weight files of a model into memory, and return the file of each tensor.
 
-    Shards of tensors that the family ignores are not opened. Raises CheckpointError; warns of GGUF files next to safetensors, which
-    are not read.
+    Shards that hold only what the family ignores stay closed. Raises CheckpointError; warns of GGUF files that are not read.
     """
     if folder.is_file():
         return _open_gguf(folder)

@@ -24,11 +24,13 @@ from trt_kvcache.model.families import (
     mamba2,
     ministral3,
     mistral,
+    mistral3,
     nemotron_h,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_5_text,
     qwen3_next,
     smollm3,
@@ -41,8 +43,8 @@ from trt_kvcache.model.model_config import ModelConfig
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, gemma3, smollm3, olmo2, granite),
-        *(qwen3_next, qwen3_5_text, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
+        *(llama, mistral, ministral3, mistral3, qwen2, qwen3, phi3, gemma2, gemma3_text, gemma3, smollm3, olmo2, granite),
+        *(qwen3_next, qwen3_5_text, qwen3_5, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
 
@@ -110,13 +112,11 @@ def _known(data: Mapping[str, Any]) -> Family | None:
 
 
 def _way_out(fields: ConfigFields) -> str:
-    """Return the way to open only the text decoder of a model."""
+    """Return the reason why the text decoder of a model does not open either."""
     text = fields.get("text_config")
     family = _known(text) if isinstance(text, Mapping) else None
     if family is None:
         return NO_WAY_OUT
-    if any("language_model" in prefix for prefix in family.renamed):
-        return f"Its text decoder ({family.name}) opens with the text_config alone as config.json: see docs/models.md."
     return f"Its text decoder ({family.name}) cannot be opened from this checkpoint yet; docs/models.md lists the checkpoints that open."
 
 

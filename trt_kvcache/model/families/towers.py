@@ -21,6 +21,10 @@ LLAVA_NAMES: Mapping[str, str] = {
 #: Prefixes of their towers.
 LLAVA_TOWERS = tuple(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
 
+#: Prefix of the text decoder, and of the tower, in Qwen's models.
+QWEN_NAMES: Mapping[str, str] = {"model.language_model.": "model."}
+QWEN_TOWERS = ("model.visual.",)
+
 #: Fields of the text decoder that files have in ``text_config``, next to it, or in both places.
 _ONE_VALUE = ("dtype", "torch_dtype", "tie_word_embeddings")
 _SHARED = (*_ONE_VALUE, "bos_token_id", "eos_token_id")
