@@ -65,6 +65,10 @@ VISION_SEEDS = {
     "mistral3-ministral": 44,
     "qwen3_5": 45,
     "qwen3_5-bias": 46,
+    "qwen3_vl": 47,
+    "qwen3_vl-bias": 48,
+    "qwen2_5_vl": 49,
+    "qwen2_5_vl-window": 50,
 }
 
 #: Prefixes under which their tensors are stored, in place of ``model.`` and ``lm_head.``, and the prefixes of their towers.
@@ -78,6 +82,10 @@ STORED = {
     "mistral3-ministral": _LLAVA_5,
     "qwen3_5": _QWEN,
     "qwen3_5-bias": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl-bias": _QWEN,
+    "qwen2_5_vl": ("model.", "lm_head.", ("visual.",)),
+    "qwen2_5_vl-window": _QWEN,
 }
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from tests.golden.weights import VISION, VISION_SEEDS, random_weights
 from trt_kvcache.model import ModelConfig
 
-#: Fields of the text decoder that are stated next to its ``text_config``, or are the defaults of the family with a tower.
+#: Fields of the text decoder that are stated next to its ``text_config``, are defaults, or differ in a model of its own.
 NEXT_TO_TEXT: dict[str, dict[str, Any]] = {
     "gemma3": {"torch_dtype": "float16", "eos_token_id": [3, 7], "tie_word_embeddings": True},
     "gemma3-bias": {"tie_word_embeddings": False},
@@ -19,6 +19,16 @@ NEXT_TO_TEXT: dict[str, dict[str, Any]] = {
     "mistral3-ministral": {"eos_token_id": 9},
     "qwen3_5": {},
     "qwen3_5-bias": {"dtype": "bfloat16", "tie_word_embeddings": False},
+    "qwen3_vl": {"model_type": "qwen3", "rope_scaling": None},
+    "qwen3_vl-bias": {"model_type": "qwen3", "dtype": "float16", "rope_theta": 90.0, "rope_parameters": None},
+    "qwen2_5_vl": {"model_type": "qwen2", "rope_scaling": None, "vision_config": None, "architectures": None},
+    "qwen2_5_vl-window": {
+        "model_type": "qwen2",
+        "rope_theta": 90.0,
+        "rope_parameters": None,
+        "tie_word_embeddings": True,
+        "bos_token_id": 151643,
+    },
 }
 
 
@@ -30,7 +40,8 @@ def vision_config(name: str) -> dict[str, Any]:
 
 def text_config(name: str) -> dict[str, Any]:
     """Return the ``config.json`` of its text decoder as a model of its own."""
-    return {**vision_config(name)["text_config"], **NEXT_TO_TEXT[name]}
+    config = vision_config(name)
+    return {**config.get("text_config", config), **NEXT_TO_TEXT[name]}
 
 
 def write_text_decoder(folder: Path, name: str) -> Path:

@@ -49,6 +49,41 @@ def test_a_dtype_that_is_stated_nowhere_is_the_default() -> None:
     assert ModelConfig.from_dict({**vision_config("gemma3-bias"), "tie_word_embeddings": None}, default_dtype="float32").dtype == "bfloat16"
 
 
+def test_fields_without_a_text_config_are_those_of_qwen_2_5_vl() -> None:
+    config = vision_config("qwen2_5_vl")
+    whole = {name: config[name] for name in ("architectures", "model_type", "vision_config")}
+    inner = {name: value for name, value in config.items() if name not in whole}
+    assert ModelConfig.from_dict({**whole, "text_config": inner}) == ModelConfig.from_dict(config)
+    stale = {**config, "hidden_size": 1, "text_config": inner}  # files of transformers 4.5x have both: the text_config is the model
+    assert ModelConfig.from_dict(stale) == ModelConfig.from_dict(config)
+    with pytest.raises(ConfigError, match=r"^text_config: expected an object, got None"):
+        ModelConfig.from_dict({**config, "model_type": "qwen3_vl", "architectures": None})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("qwen3_vl", {"use_sliding_window": True}, "use_sliding_window: expected false, got True"),
+        ("qwen3_vl", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types: sliding_attention is not"),
+        ("qwen3_vl", {"rope_scaling": {"rope_type": "mrope", "mrope_section": [6, 5, 5]}}, "rope_scaling: RoPE scaling 'mrope' is not su"),
+        ("qwen3_vl", {"rope_scaling": {"rope_type": "default", "sections": [6, 5, 5]}}, "rope_scaling: expected only .*, got sections as"),
+        ("qwen3_vl", {"num_experts": 8}, "num_experts: .* has a mixture of experts"),
+        ("qwen3_vl", {"model_type": "qwen3"}, "text_config.model_type: expected qwen3_vl_text for model_type 'qwen3_vl', got 'qwen3'"),
+        ("qwen2_5_vl-window", {"rope_parameters": {"rope_type": "linear", "type": "mrope"}}, "rope_parameters: expected `rope_type` and"),
+        ("qwen2_5_vl-window", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "layer_types: expected full_attent"),
+        (
+            "mistral3",
+            {"model_type": "mistral4"},
+            "text_config.model_type: expected mistral or ministral3 for model_type 'mistral3', got 'm",
+        ),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate: expected true, got False"),
+    ],
+)
+def test_what_a_text_decoder_does_not_compute_is_refused(name: str, text: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        changed(name, text)
+
+
 @pytest.mark.parametrize(
     ("outer", "text", "message"),
     [

@@ -66,6 +66,7 @@ class Family:
     uses: frozenset[str] = frozenset()  # fields of registry's list of refused ones that this family reads
     code: frozenset[str] = frozenset()  # custom code in `auto_map` that transformers has adopted
     text: tuple[Family, ...] = ()  # families of the `text_config` of a model with a tower, the default one first; see `towers.py`
+    may_be_flat: bool = False  # fields of a `text_config` may be next to those of the tower
 
     def own_name(self, stored: str) -> str:
         """Return the name that this family has for a stored tensor."""

@@ -29,10 +29,12 @@ from trt_kvcache.model.families import (
     olmo2,
     phi3,
     qwen2,
+    qwen2_5_vl,
     qwen3,
     qwen3_5,
     qwen3_5_text,
     qwen3_next,
+    qwen3_vl,
     smollm3,
 )
 from trt_kvcache.model.families.family import Family
@@ -43,7 +45,23 @@ from trt_kvcache.model.model_config import ModelConfig
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        *(llama, mistral, ministral3, mistral3, qwen2, qwen3, phi3, gemma2, gemma3_text, gemma3, smollm3, olmo2, granite),
+        *(
+            llama,
+            mistral,
+            ministral3,
+            mistral3,
+            qwen2,
+            qwen2_5_vl,
+            qwen3,
+            qwen3_vl,
+            phi3,
+            gemma2,
+            gemma3_text,
+            gemma3,
+            smollm3,
+            olmo2,
+            granite,
+        ),
         *(qwen3_next, qwen3_5_text, qwen3_5, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }

@@ -25,6 +25,9 @@ LLAVA_TOWERS = tuple(f"{model}{part}." for model in ("", "model.") for part in (
 QWEN_NAMES: Mapping[str, str] = {"model.language_model.": "model."}
 QWEN_TOWERS = ("model.visual.",)
 
+#: Fields of the whole model, which are none of a text decoder next to them.
+_WHOLE = ("architectures", "model_type", "text_config", "vision_config")
+
 #: Fields of the text decoder that files have in ``text_config``, next to it, or in both places.
 _ONE_VALUE = ("dtype", "torch_dtype", "tie_word_embeddings")
 _SHARED = (*_ONE_VALUE, "bos_token_id", "eos_token_id")
@@ -53,6 +56,8 @@ def text_config(fields: ConfigFields, family: Family) -> tuple[Family, dict[str,
     Token ids next to ``text_config`` take precedence, as in transformers.
     """
     given = fields.get("text_config")
+    if given is None and family.may_be_flat:
+        return family.text[0], {name: value for name, value in fields.data.items() if name not in _WHOLE}
     if not isinstance(given, Mapping):
         raise fields.refusal("text_config", "an object")
     for name in _ONE_VALUE:
