@@ -64,13 +64,15 @@ _V_OUTPUTS, _HYBRID_V_OUTPUTS = ({"v_outputs": v_outputs(Checkpoint.read_config(
 def test_steps_are_those_of_a_session(decode, tmp_path, model, changes):
     """Profiles, tokens, lengths; caches in place, states from one buffer into the other, V outputs in one buffer."""
     config = make_engine(tmp_path / "engine", model, **changes).config
-    shown = subprocess.run([decode, tmp_path / "engine", "3", "1", "15", "27"], capture_output=True, text=True, check=True).stdout
+    prompt = (1, 15, 27, 3, 4, 6, 7, 8, 9)
+    arguments = [decode, tmp_path / "engine", "3", *map(str, prompt)]
+    shown = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
     lines = shown.splitlines()
     assert lines[0] == f"host code {int('plugin_library' in changes)}"
     assert lines[2::2] == ["5", "6", "7"]
     has_states = config.cache.mamba is not None
     expected = []
-    for step, (profile, tokens, start) in enumerate(((0, (1, 15, 27), 0), (1, (5,), 3), (1, (6,), 4))):
+    for step, (profile, tokens, start) in enumerate(((0, prompt, 0), (1, (5,), 9), (1, (6,), 10))):
         words = [f"profile {profile}:", *map(str, tokens), f"kvcache_start_index={start}", f"last_token_ids={len(tokens) - 1}"]
         words += [f"new_lengths={len(tokens)}"] if has_states else []
         for one in config.tensors:
