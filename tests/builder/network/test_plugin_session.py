@@ -316,16 +316,15 @@ def test_v_outputs_change_nothing(make, form):
     for has_v_outputs, capturing in ((False, False), (True, False), (True, True)):
         made = make(MIXED, form, logits=8, flavour="tensorrt", has_v_outputs=has_v_outputs)
         with open_sessions(made, capturing=capturing) as (ours, _):
-            tokens = serve(ours, PROMPTS)
+            tokens = [ours.prefill(PROMPTS).tobytes()]
             for _ in range(4):
-                ours.prefill(PROMPTS)
                 tokens += [logits.tobytes() for logits in ours.verify([[3, 4], [7, 2], [8, 9]])]
                 ours.accept([1, 0, 1])
                 tokens.append(ours.decode([3, 4, 5]).tobytes())
             replayed = sum(ours.cache.memory.replayed.values()) if capturing else None
         found.append(tokens)
     assert found[0] == found[1] == found[2]
-    assert replayed > 2
+    assert replayed >= 2
 
 
 def test_v_outputs_have_one_buffer_of_the_engine(make):
