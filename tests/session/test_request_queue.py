@@ -102,6 +102,63 @@ def test_a_prompt_that_fills_its_slot_is_not_delayed_by_later_requests():
     assert not others[-1].finished
 
 
+class TestChunkedPrefill:
+    @pytest.mark.parametrize(("chunk", "widths"), [(1, [1] * 9), (2, [2, 2, 2, 2, 1]), (3, [3, 3, 3]), (99, [4, 4, 1])])
+    def test_a_prompt_runs_in_smaller_chunks_beside_requests_that_decode(self, chunk, widths):
+        session = make(slots=2, prefill_chunk=chunk)
+        first = session.submit([1], max_new_tokens=14)
+        session.step()
+        second = session.submit(range(9), max_new_tokens=2)
+        held = [0]
+        while second.state != "decoding":
+            tokens = len(first.tokens)
+            session.step()
+            assert len(first.tokens) == tokens + 1
+            held.append(len(session.tokens(1)))
+        assert np.diff(held).tolist() == widths
+        drain(session)
+        assert outcome(second) == alone(make(), range(9), SamplingParams(max_new_tokens=2))
+
+    def test_several_prompts_share_the_tokens_of_a_step(self):
+        session = make(slots=4, prefill_chunk=4)
+        session.submit([1], max_new_tokens=14)
+        session.step()
+        long, short, other = (session.submit(prompt, max_new_tokens=3) for prompt in (range(9), [5], range(2, 8)))
+        session.step()
+        assert (long.state, short.state, other.state) == ("prefilling", "decoding", "prefilling")
+        assert [len(session.tokens(slot)) for slot in (1, 2, 3)] == [1, 1, 1]
+        session.step()
+        assert [len(session.tokens(slot)) for slot in (1, 3)] == [3, 3]
+
+    def test_prompts_that_run_alone_have_wide_chunks(self):
+        session = make(slots=2, prefill_chunk=1)
+        handles = [session.submit(range(4), max_new_tokens=2) for _ in range(2)]
+        session.step()
+        assert [handle.state for handle in handles] == ["decoding"] * 2
+
+    @pytest.mark.parametrize("chunk", [0, -1, 1.5, True, None])
+    def test_a_chunk_that_is_no_positive_number_is_refused(self, chunk):
+        with pytest.raises(RangeError, match="prefill_chunk"):
+            make(prefill_chunk=chunk)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.booleans())
+def test_chunks_of_prompts_change_no_token(seed, chunk, buckets):
+    random = np.random.default_rng(seed)
+    session = make(slots=3, prefill_chunk=chunk)
+    session.engine.bucketed_widths = buckets
+    asked = [(random.integers(0, 3, random.integers(1, S + 1)), random_params(random)) for _ in range(8)]
+    handles = []
+    for prompt, params in asked:
+        handles.append(session.submit(prompt, params))
+        for _ in range(random.integers(0, 3)):
+            session.step()
+            poison(session.cache)
+    drain(session)
+    lonely = make()
+    assert [outcome(handle) for handle in handles] == [alone(lonely, prompt, params) for prompt, params in asked]
+
+
 class TestCalls:
     def test_a_decode_step_makes_the_same_calls_as_decode(self):
         session = make(slots=3)

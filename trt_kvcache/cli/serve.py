@@ -8,6 +8,7 @@ from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import count, note
 from trt_kvcache.cli.option_groups import Changed
 from trt_kvcache.cli.server_flags import ServerFlags, ToolCallParser
+from trt_kvcache.session.session_options import DEFAULT_PREFILL_CHUNK
 
 
 def serve(
@@ -25,6 +26,7 @@ def serve(
         int,
         typer.Option(min=0, metavar="MIB", help="Memory of the prefix cache, in MiB: the next turn of a chat runs only its new tokens."),
     ] = 256,
+    prefill_chunk: session_flags.PrefillChunk = DEFAULT_PREFILL_CHUNK,
     tool_call_parser: Annotated[
         ToolCallParser | None,
         typer.Option("--tool-call-parser", help="Format of the model's tool calls. Default: found in its chat template."),
@@ -43,7 +45,7 @@ def serve(
     allowed = server_flags.server_options(tool_call_parser)
     with bound_socket(server_flags.host, server_flags.port, allowed) as bound:
         source = flags.source(session_flags.located(folder), slots=session_flags.MAX_SLOTS, prompt_cache_bytes=prompt_cache << 20)
-        session = session_flags.open_session(source.replace(draft=draft))
+        session = session_flags.open_session(source.replace(draft=draft, prefill_chunk=prefill_chunk))
         metrics = Metrics()
         engine = AsyncEngine(
             session,

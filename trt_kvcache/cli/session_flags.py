@@ -93,6 +93,16 @@ DraftOption = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+PrefillChunk = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="TOKENS",
+        help="Chunked prefill: most prompt tokens of a step while other requests decode. Fewer make the time between tokens more even, "
+        "more the first token of a long prompt earlier.",
+        rich_help_panel=_PANEL,
+    ),
+]
 CudaGraphs = Annotated[bool, typer.Option(help="Replay decode steps of a TensorRT engine as CUDA graphs.", rich_help_panel=_PANEL)]
 MaxBatchSize = Annotated[
     int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=MODEL_PANEL)

@@ -69,6 +69,7 @@ class SessionParts:
     eos_token_ids: tuple[int, ...]
     defaults: SamplingParams
     prompt_cache: PromptCache
+    prefill_chunk: int
     identity: Callable[[], ModelIdentity]
     model: ModelConfig
     weights: WeightsSummary | None = None
@@ -336,6 +337,7 @@ def _parts(
             eos_token_ids=defaults.eos_token_ids or model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
             defaults=sampling,
             prompt_cache=PromptCache(cache, max_bytes=options.prompt_cache_bytes),
+            prefill_chunk=options.prefill_chunk,
             identity=cached(lambda: ModelIdentity(fingerprint=fingerprint(), rope=model.rope_at_length(config.max_sequence_length))),
             model=model,
             weights=weights,

@@ -31,12 +31,12 @@ _LOGGER = logging.getLogger("trt_kvcache.session")
 class RequestQueue:
     """The loop of submitted requests. Clients take turns; of one client, first in, first out."""
 
-    def __init__(self, runner: Runner, batch: Batch, decode_steps: DecodeSteps) -> None:
+    def __init__(self, runner: Runner, batch: Batch, decode_steps: DecodeSteps, *, prefill_chunk: int) -> None:
         self._runner = runner
         self._batch = batch
         self._decode_steps = decode_steps
         self._shared_prompts = SharedPrompts(runner, batch)
-        self.scheduler = Scheduler(runner, batch, self._shared_prompts)
+        self.scheduler = Scheduler(runner, batch, self._shared_prompts, prefill_chunk=prefill_chunk)
         self._num_submitted = 0
         #: The slots as the last step left them. If others are current, another call has taken them.
         self._left: tuple[Slot, ...] | None = None
@@ -153,7 +153,7 @@ class RequestQueue:
 
     def _run_prefill(self, outcome: StepOutcome, plan: StepPlan) -> None:
         before = outcome.held
-        chunks = _first_round(self._runner.chunks(before, plan))
+        chunks = _first_round(self._runner.chunks(before, plan, limit=self.scheduler.prefill_limit(outcome, plan)))
         done = [*before]
 
         def receive(slot: int, logits: Logits) -> None:

@@ -135,10 +135,12 @@ class Runner:
 
     # --- enqueues ---
 
-    def chunks(self, lengths: Sequence[int], plan: StepPlan) -> list[Chunk]:
-        """Cut a plan for slots of these lengths into enqueues that the engine accepts."""
+    def chunks(self, lengths: Sequence[int], plan: StepPlan, *, limit: int | None = None) -> list[Chunk]:
+        """Cut a plan for slots of these lengths into enqueues that the engine accepts, of at most ``limit`` tokens a slot."""
         every_logit = plan.wants_all
         max_width = self.plan.max_logits_per_slot if every_logit else self.plan.max_width
+        if limit is not None:
+            max_width = min(max_width, limit)
         # A verification of states must be one enqueue, which a bucket that does not fit would split.
         buckets = () if every_logit and self.has_states else getattr(self.engine, "width_buckets", ())
         chunks = plan_chunks(

@@ -17,10 +17,11 @@ from trt_kvcache.session.step_plan import LogitsWanted, StepPlan
 class Scheduler:
     """Requests that wait for a slot, and those that have one. Clients take turns; of one client, first in, first out."""
 
-    def __init__(self, runner: Runner, batch: Batch, shared_prompts: SharedPrompts) -> None:
+    def __init__(self, runner: Runner, batch: Batch, shared_prompts: SharedPrompts, *, prefill_chunk: int) -> None:
         self._runner = runner
         self._batch = batch
         self._shared_prompts = shared_prompts
+        self._prefill_chunk = prefill_chunk
         #: Requests that have not had a slot. A request that gets one leaves by the end of the step.
         self.waiting: Turns[QueuedRequest] = Turns()
         #: Requests that had a slot when another call took the slots: first of all.
@@ -105,6 +106,11 @@ class Scheduler:
             wanted = [(alone if is_scored else others).logits[slot] for slot, is_scored in enumerate(scored)]
             return [StepPlan.of(rows)._replace(logits=wanted)]
         return [plan for plan in (alone, others) if any(plan.rows)]
+
+    def prefill_limit(self, outcome: StepOutcome, plan: StepPlan) -> int | None:
+        """Return the most tokens of each prompt beside requests that decode, so that these do not wait for long; None without any."""
+        decodes = any(outcome.state(slot) == "decoding" for slot in range(len(outcome.slots)))
+        return max(1, self._prefill_chunk // sum(map(bool, plan.rows))) if decodes else None
 
     def _next_row(self, outcome: StepOutcome, slot: int) -> Sequence[int]:
         """Return the next tokens of a prompt: all that its slot does not hold, or fewer where states are to be copied first."""

@@ -46,7 +46,7 @@ from trt_kvcache.session.request_queue import RequestQueue
 from trt_kvcache.session.resume_snapshots import Paths, next_tokens, read_snapshots, resumed_params
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.scoring import score_prompts
-from trt_kvcache.session.session_options import SessionOptions
+from trt_kvcache.session.session_options import DEFAULT_PREFILL_CHUNK, SessionOptions
 from trt_kvcache.session.single_user import SingleUser, exclusive
 from trt_kvcache.session.statistics import SessionStatistics
 from trt_kvcache.session.step_plan import StepPlan
@@ -94,6 +94,8 @@ class InferenceSession(Uncopyable):
         Storage of the weights, for tools that report it.
     draft : "ngram", "off" or Drafter, optional
         Default of speculative decoding, for requests without ``draft``: see :meth:`generate`. Off if left out.
+    prefill_chunk : int
+        Most prompt tokens that :meth:`step` runs beside requests that decode (chunked prefill).
     on_close : callable, optional
         Called once by ``close``, after engine and cache are closed.
 
@@ -103,6 +105,8 @@ class InferenceSession(Uncopyable):
         Engine and cache do not fit: see :class:`~trt_kvcache.engine.bindings.BindingPlan`.
     ConfigError
         ``prompt_cache`` is over another cache, or the engine cannot verify drafts.
+    RangeError
+        ``prefill_chunk`` is no integer >= 1.
 
     Notes
     -----
@@ -138,6 +142,7 @@ class InferenceSession(Uncopyable):
         model: ModelConfig | None = None,
         weights: WeightsSummary | None = None,
         draft: DraftChoice | None = None,
+        prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
         on_close: Callable[[], object] | None = None,
     ) -> None:
         self._user = SingleUser("this InferenceSession")
@@ -158,7 +163,8 @@ class InferenceSession(Uncopyable):
         self._batch = Batch(self._runner, self._prompt_cache)
         self._prompts = PromptReader(tokenizer, self._runner.plan.vocab_size)
         self._decode_steps = DecodeSteps(self._runner, self._batch)
-        self._queue = RequestQueue(self._runner, self._batch, self._decode_steps)
+        self._prefill_chunk = int_in_range("prefill_chunk", prefill_chunk, 1)
+        self._queue = RequestQueue(self._runner, self._batch, self._decode_steps, prefill_chunk=self._prefill_chunk)
         self._drafter: Drafter | None = None
         self._drafter = self._chosen_drafter(draft)
 
@@ -173,7 +179,7 @@ class InferenceSession(Uncopyable):
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
         **options
-            ``engine``, ``flavour``, ``device``, ``prompt_cache_bytes``, ``cuda_graphs``, ``draft``: see
+            ``engine``, ``flavour``, ``device``, ``prompt_cache_bytes``, ``cuda_graphs``, ``draft``, ``prefill_chunk``: see
             :class:`~trt_kvcache.session.session_options.SessionOptions`.
 
         Returns
@@ -793,7 +799,7 @@ class InferenceSession(Uncopyable):
             self._batch.check_prompts(rows, reuse=reuse, queued=not reuse)
         requests = self._requests(rows, per_request, draft=draft)
         if not append and len(rows) > self._cache.max_batch_size:
-            queue = RequestQueue(self._runner, self._batch, self._decode_steps)
+            queue = RequestQueue(self._runner, self._batch, self._decode_steps, prefill_chunk=self._prefill_chunk)
             queue.timeline = self._queue.timeline
             return TokenStream(requests, generate_queued(self._runner, queue, requests, check_open=self._check_open), user=self._user)
         return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
@@ -1019,6 +1025,8 @@ class InferenceSession(Uncopyable):
     @exclusive
     def step(self) -> list[RequestHandle]:
         """Advance the submitted requests: one chunk of each new prompt; all others together, by one token or their drafts.
+
+        Beside requests that decode, the chunks of a step have ``prefill_chunk`` tokens together (chunked prefill).
 
         Before that, compaction frees the slots of requests that have ended, and the next requests in the queue get the free slots. The
         tokens of a request do not depend on other requests: they equal those of :meth:`generate`.
