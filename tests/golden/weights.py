@@ -54,6 +54,16 @@ SEEDS = {
     "granitemoehybrid-bias": 34,
     "nemotron_h": 35,
     "nemotron_h-bias": 36,
+    "olmo3": 40,
+    "olmo3-bias-yarn": 41,
+    "ernie4_5": 42,
+    "ernie4_5-bias": 43,
+    "exaone4": 44,
+    "exaone4-full": 45,
+    "glm4": 46,
+    "glm4-bias": 47,
+    "hunyuan": 48,
+    "hunyuan-bias": 49,
 }
 
 #: Models with a vision tower, whose text decoders are computed like the models above: in the folder ``vision``.

@@ -97,7 +97,7 @@ def attention_in_words(mixer: AttentionConfig) -> list[str]:
     parts += [f"scores capped at {mixer.softcap:g}"] if mixer.softcap else []
     parts += [f"scale {mixer.scale:g}"] if mixer.scale else []
     parts += [f"queries 1 + {mixer.query_scaling.beta:g} log by {mixer.query_scaling.period}"] if mixer.query_scaling else []
-    parts += [f"norm of q and k ({mixer.qk_norm.over})"] if mixer.qk_norm else []
+    parts += [f"norm of q and k ({mixer.qk_norm.over}){' after RoPE' if mixer.qk_norm.after_rope else ''}"] if mixer.qk_norm else []
     return parts + [name for name in ("qkv_bias", "o_bias", "output_gate") if getattr(mixer, name)]
 
 

@@ -35,7 +35,7 @@ class CheckpointTensors:
         values = self._rounded(name)
         return on_device(values.astype(self._rounded.dtype, copy=False), self._device)
 
-    def load_packed(self, name: str, rows: Sequence[slice]) -> PackedWeight | None:
+    def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:
         """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""
         if self._last[0] != name:
             self._last = name, self._checkpoint.quantized_weight(name)  # which may round all of it

@@ -61,9 +61,12 @@ class Family:
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
     # Names of tensors that hold all parts of the first head (of queries; in a gated delta net of keys), then of the next one.
     head_by_head: frozenset[str] = frozenset()
+    # True if RoPE rotates adjacent elements of a head. Rows of q and k are reordered when they are read, so that it pairs two halves.
+    interleaved_rope: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)  # prefixes of older files and of models that contain this one, and ours
     ignored: tuple[str, ...] = ()  # prefixes, after renaming, of tensors outside the decoder; transformers ignores them too
     uses: frozenset[str] = frozenset()  # fields of registry's list of refused ones that this family reads
+    older_architectures: frozenset[str] = frozenset()  # class names of custom code that transformers has adopted under the other name
     code: frozenset[str] = frozenset()  # custom code in `auto_map` that transformers has adopted
     text: tuple[Family, ...] = ()  # families of the `text_config` of a model with a tower, the default one first; see `towers.py`
     may_be_flat: bool = False  # fields of a `text_config` may be next to those of the tower

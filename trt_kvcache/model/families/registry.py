@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from trt_kvcache._util.short_repr import short_repr
@@ -14,11 +15,15 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import (
     bamba,
+    ernie4_5,
+    exaone4,
     gemma2,
     gemma3,
     gemma3_text,
+    glm4,
     granite,
     granitemoehybrid,
+    hunyuan_v1_dense,
     lfm2,
     llama,
     mamba2,
@@ -27,6 +32,7 @@ from trt_kvcache.model.families import (
     mistral3,
     nemotron_h,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen2_5_vl,
@@ -60,13 +66,18 @@ FAMILIES: Mapping[str, Family] = {
             gemma3,
             smollm3,
             olmo2,
+            olmo3,
             granite,
+            ernie4_5,
+            exaone4,
+            glm4,
+            hunyuan_v1_dense,
         ),
         *(qwen3_next, qwen3_5_text, qwen3_5, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
 
-SUPPORTED = f"Supported: {', '.join(FAMILIES)}."
+_TABLE = "docs/models.md lists the supported families."
 
 #: Fields that change the computation. A family that reads one of them lists it in ``uses``.
 _REFUSED_FIELDS = {
@@ -146,15 +157,25 @@ def _family(fields: ConfigFields) -> Family:
         raise fields.refusal("architectures", "a list of names")
     if model_type is None:
         for family in FAMILIES.values():
-            if family.architecture in architectures:
+            if _is_of(family, architectures):
                 return family
-        raise ConfigError(f"architectures: {short_repr(architectures)} is not supported, and there is no model_type. {SUPPORTED}")
+        raise ConfigError(f"architectures: {short_repr(architectures)} is not supported, and there is no model_type. {_TABLE}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type: {short_repr(model_type)} is not supported. {SUPPORTED}")
+        raise ConfigError(f"model_type: {short_repr(model_type)} is not supported.{_nearest(model_type)} {_TABLE}")
     family = FAMILIES[model_type]
-    if architectures and family.architecture not in architectures:
+    if architectures and not _is_of(family, architectures):
         raise ConfigError(f"architectures: expected {family.architecture} for model_type {model_type!r}, got {short_repr(architectures)}.")
     return family
+
+
+def _nearest(model_type: Any) -> str:
+    """Return a sentence with the families of similar names."""
+    found = get_close_matches(model_type, FAMILIES) if isinstance(model_type, str) else []
+    return f" Supported and of a similar name: {', '.join(found)}." if found else ""
+
+
+def _is_of(family: Family, architectures: list[Any]) -> bool:
+    return family.architecture in architectures or any(name in architectures for name in family.older_architectures)
 
 
 def _check_code(fields: ConfigFields, family: Family) -> None:
