@@ -30,6 +30,24 @@ def requests_of(params=PARAMS):
     return [Request(index, PROMPT, one, tokenizer=None, eos_token_ids=()) for index, one in enumerate(params)]
 
 
+def test_ids_past_the_vocabulary_have_no_penalty(memory, stream):
+    """They stand for rows in the place of tokens."""
+    params = SamplingParams(temperature=0.0, repetition_penalty=9.0)
+    requests = [Request(0, prompt, params, tokenizer=None, eos_token_ids=()) for prompt in ([5, VOCAB, VOCAB + 3], [5])]
+    sampler = DeviceSampler(memory, max_batch_size=2, vocab_size=VOCAB, stream=stream)
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[:, 5], logits[:, 9] = 2.0, 1.0
+    for slot, request in enumerate(requests):
+        request.enter(sampler, slot, stream=stream)
+        assert next_token(request, logits[slot]).token == 9
+    tokens = memory.to_device(np.zeros(2, np.int32), stream=stream)
+    sampler.sample(memory.to_device(logits, stream=stream), tokens, stream=stream)
+    host = np.empty(2, np.int32)
+    memory.download(host, tokens, stream=stream)
+    memory.synchronize(stream)
+    assert host.tolist() == [9, 9]
+
+
 @pytest.fixture
 def scene(memory, stream):
     return Scene(memory, stream)

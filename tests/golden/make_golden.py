@@ -73,6 +73,10 @@ ROPES = {
 }
 
 
+#: Token ids of prompts with an image of two rows, whose token is 10.
+IMAGES = {"mistral3": [1, 5, 10, 10, 7, 3, 44], "mistral3-ministral": [2, 10, 10, 61, 9]}
+
+
 def make(folder, seed):
     """Write the logits of one folder."""
     write(folder)
@@ -82,12 +86,31 @@ def make(folder, seed):
 
 
 def make_vision(folder, seed):
-    """Write the logits of one folder of a model with a vision tower, of text alone."""
+    """Write the logits of one folder of a model with a vision tower: of text alone, and with an image where that is rows alone."""
     write_vision(folder)
+    torch.manual_seed(seed)  # the tower is not stored: it is random
     stored = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     family = FAMILIES[ModelConfig.from_dict(read(folder)).family]
     check_names(folder, {family.own_name(name): tensor for name, tensor in stored.state_dict().items() if not family.ignores(name)})
     save_logits(folder, stored, seed)
+    if folder.name in IMAGES:
+        save_image(folder, stored, seed)
+
+
+def save_image(folder, stored, seed):
+    """Write the rows that a tower makes of a random image, and the logits after each token of a prompt with them."""
+    input_ids = torch.tensor(IMAGES[folder.name])
+    pixels = torch.from_numpy(np.random.default_rng(seed).normal(size=(1, 3, 28, 56)).astype(np.float32))
+    sizes = torch.tensor([[28, 56]])
+    with torch.no_grad():
+        for weight in stored.model.multi_modal_projector.parameters():
+            if weight.ndim == 2:
+                weight.normal_(std=weight.shape[1] ** -0.5)  # transformers begins with rows near 0
+        (rows,) = stored.model.get_image_features(pixels, image_sizes=sizes).pooler_output
+        logits = stored(input_ids=input_ids[None], pixel_values=pixels, image_sizes=sizes, use_cache=False).logits[0]
+    image = {"input_ids": input_ids.numpy().astype(np.uint8), "rows": rows.numpy(), "logits": logits.numpy()}
+    save_file(image, folder / "image.safetensors")
+    print(f"{folder.name}: rows {tuple(rows.shape)}, standard deviation {rows.std():.2f}")
 
 
 def read(folder):

@@ -100,6 +100,17 @@ def test_quantized_kv(cuda, monkeypatch, name, kind):
         assert cuda.replays > cuda.captures > 5
 
 
+def test_a_graph_reads_rows_that_were_added_after_its_capture(cuda, monkeypatch):
+    session, _ = captured(cuda, monkeypatch, "llama", max_embeddings=4)
+    ids, random = golden("llama")[0].tolist()[:3], np.random.default_rng(4)
+    with session, open_model("llama", max_embeddings=4) as exact:
+        for _ in range(4):
+            rows = random.normal(size=(1, exact.model.hidden_size))
+            found, expected = (one.prefill([[*ids, *one.add_embeddings(rows)]]) for one in (session, exact))
+            assert_close(found, expected)
+        assert cuda.replays > 1
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_a_budget_that_holds_few_graphs(cuda, monkeypatch, name):
     session, _ = captured(cuda, monkeypatch, name, max_nbytes=10**6)

@@ -17,9 +17,11 @@ from trt_kvcache.engine.decoder_bindings import DecoderBindings
 from trt_kvcache.engine.decoder_cache import cache_layer, state_sizes
 from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
+from trt_kvcache.engine.embedding_rows import EmbeddingRows
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model.model_config import ModelConfig
 
 
@@ -39,6 +41,7 @@ class DecoderEngine(BoundEngine):
         max_logits_per_slot: int | Literal["all"],
         names: TensorNames,
         memory: Memory,
+        max_embeddings: int = 0,
     ) -> None:
         computed = _computed_dtype(kv, dtype)
         _check_cache(model, kv, computed)
@@ -57,11 +60,18 @@ class DecoderEngine(BoundEngine):
         tensors = decoder_tensors(model, kv, names, max_logits_per_slot=wanted)
         self.tensors = MappingProxyType({spec.name: spec for spec in tensors})
         self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width, max_logits_per_slot=wanted)
+        capacity = int_in_range("max_embeddings", max_embeddings, 0, MAX_DIMENSION, error=ConfigError)
         self._bindings = DecoderBindings(type(self).__name__, self.tensors, self.profiles, cache=kv, names=names, memory=memory)
+        self.embeddings: EmbeddingRows | None = None
+        if capacity:
+            sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+            self.embeddings = EmbeddingRows(memory, capacity=capacity, dtype=computed, **sizes)
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
         self._bindings.release()
+        if self.embeddings is not None:
+            self.embeddings.close()
 
     def _check_values(
         self,
@@ -72,8 +82,9 @@ class DecoderEngine(BoundEngine):
     ) -> None:
         """Refuse input values that a device would read as addresses outside a tensor. The inputs are on the host."""
         names = self._names
+        end = self._config.vocab_size if self.embeddings is None else self.embeddings.end
         for name, values, highest in (
-            (names.input_ids, input_ids, self._config.vocab_size - 1),
+            (names.input_ids, input_ids, end - 1),
             (names.last_token_ids, last, input_ids.shape[1] - 1),
             (names.kvcache_start_index, start, self._kv.max_sequence_length),
             *(() if new_lengths is None else ((names.new_lengths, new_lengths, input_ids.shape[1]),)),

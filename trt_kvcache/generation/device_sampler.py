@@ -118,6 +118,11 @@ class DeviceSampler(Uncopyable):
         # For each slot the number of most likely tokens to report: -1 for none at all, None if it is not active.
         self._tops: list[int | None] = [None] * max_batch_size
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that it chooses from."""
+        return self._vocab_size
+
     @staticmethod
     def check(params: SamplingParams) -> None:
         """Raise ConfigError if a request has ``logits_processors`` (Python functions) or too many ``logprobs`` for the device."""

@@ -109,7 +109,7 @@ class LogitsEdits:
         params, ids = self._params, counts.ids
         if params.repetition_penalty != 1:
             penalty = np.float32(params.repetition_penalty)
-            places = (self._prompt_ids, ids)  # they overlap: both are read before either is written
+            places = (self._prompt_ids[self._prompt_ids < logits.size], ids)  # they overlap: both are read before either is written
             values = [logits[place] for place in places]
             for place, value in zip(places, values, strict=True):
                 logits[place] = np.where(value < 0, value * penalty, value / penalty)

@@ -26,22 +26,22 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
-    def rows(self, prompts: Sequence[AnyPrompt], *, add_special_tokens: bool = True) -> list[list[int]]:
+    def rows(self, prompts: Sequence[AnyPrompt], *, add_special_tokens: bool = True, end: int | None = None) -> list[list[int]]:
         """Return the token ids of each prompt. ``add_special_tokens=False`` is for text that continues another.
 
-        Raises ShapeError, RangeError or ConfigError.
+        ``end``: first token id without a meaning, if ids past the vocabulary have one. Raises ShapeError, RangeError or ConfigError.
         """
         check_sequence(prompts)
-        return [self._row(f"prompts[{index}]", prompt, add_special_tokens) for index, prompt in enumerate(prompts)]
+        return [self._row(f"prompts[{index}]", prompt, add_special_tokens, end) for index, prompt in enumerate(prompts)]
 
-    def _row(self, what: str, prompt: AnyPrompt, add_special_tokens: bool) -> list[int]:
+    def _row(self, what: str, prompt: AnyPrompt, add_special_tokens: bool, end: int | None) -> list[int]:
         if isinstance(prompt, ChatPrompt):
             return self.tokens(what, self._conversation(what, prompt, add_special_tokens))
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ConfigError(f"{what}: expected token ids, got text. The model folder has no tokenizer.json.")
             prompt = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return self.tokens(what, prompt)
+        return self.tokens(what, prompt, end)
 
     def _conversation(self, what: str, prompt: ChatPrompt, begins: bool) -> list[int]:
         if self._tokenizer is None:
@@ -57,13 +57,13 @@ class PromptReader:
         )
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def tokens(self, what: str, tokens: Sequence[int]) -> list[int]:
-        """Return checked token ids as a new list. ``what`` names the argument in errors."""
+    def tokens(self, what: str, tokens: Sequence[int], end: int | None = None) -> list[int]:
+        """Return checked token ids as a new list. ``what`` names the argument in errors; ``end`` as for :meth:`rows`."""
         if isinstance(tokens, _BYTES):
             raise ShapeError(f"{what}: expected text or token ids, got {type(tokens).__name__}. Make it a text: prompt.decode().")
         if isinstance(tokens, str) or not isinstance(tokens, _SEQUENCE):
             raise ShapeError(f"{what}: expected a sequence of token ids, got {type(tokens).__name__}.")
-        limit = self._vocab_size
+        limit = self._vocab_size if end is None else end
         if all(type(token) is int and 0 <= token < limit for token in tokens):
             return list(tokens)
         if any(isinstance(token, Mapping) for token in tokens):

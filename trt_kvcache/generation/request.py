@@ -308,6 +308,7 @@ class Request:
         """Have a sampler on the device choose the tokens after the current ones."""
         seed, counter = self.sampler
         prompt, generated = self._edits.history(self._taken())
+        prompt = prompt[prompt < sampler.vocab_size]  # other ids are rows, which no logit belongs to
         sampler.set_slot(slot, self._params, seed=seed, counter=counter, prompt=prompt, generated=generated, stream=stream)
 
     def _taken(self) -> list[int]:

@@ -81,6 +81,9 @@ class ReferenceEngine(DecoderEngine):
         Memory that bound tensors must be in.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)`` while weights are read.
+    max_embeddings : int
+        Rows that prompts may have in place of rows of the embedding, as for
+        :class:`~trt_kvcache.session.session_options.SessionOptions`.
 
     Attributes
     ----------
@@ -130,6 +133,7 @@ class ReferenceEngine(DecoderEngine):
         names: TensorNames = DEFAULT_NAMES,
         memory: HostMemory,
         progress: Callable[[int, int], object] | None = None,
+        max_embeddings: int = 0,
     ) -> None:
         if not memory.is_host:
             raise PlaceError(f"memory: expected host memory, which NumPy can work in, got {memory.device}.")
@@ -142,7 +146,9 @@ class ReferenceEngine(DecoderEngine):
             max_logits_per_slot=max_logits_per_slot,
             names=names,
             memory=memory,
+            max_embeddings=max_embeddings,
         )
+        self._rows = None if self.embeddings is None else memory.array(self.embeddings.table)
         self._masked = attention == "mask"
         self._rope = {
             key: rope_table(*key, kv.max_sequence_length) for key in map(_rope_key, self._config.attention_layers) if key is not None
@@ -179,12 +185,12 @@ class ReferenceEngine(DecoderEngine):
         for positions in step.rope.values():
             positions.update()
         with np.errstate(over="ignore", invalid="ignore"):
-            logits = decoder_step(self._config, self._weights, step.caches, step.input_ids, step.last, self._dtype)
+            logits = decoder_step(self._config, self._weights, step.caches, step.input_ids, step.last, self._dtype, self._rows)
         step.logits[...] = logits.reshape(step.logits.shape)
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
-        self._weights = self._combined = None
+        self._weights = self._combined = self._rows = None
         self._steps.clear()
         super().close()
 

@@ -6,7 +6,7 @@ Hq query heads, H key-value heads, D head_dim.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +30,13 @@ def decoder_step(
     input_ids: npt.NDArray[np.int32],
     last: npt.NDArray[np.int32],
     dtype: str,
+    rows: npt.NDArray[Any] | None = None,
 ) -> Float32:
     """Return the logits ``[A * m, vocab]`` of the tokens ``last [A, m]`` of the right-padded ``input_ids [A, s]``.
 
-    ``dtype``: precision of the engine, to which the embedding multiplier may be rounded.
+    ``dtype``: precision of the engine, to which the embedding multiplier may be rounded. ``rows``: of token ids past the vocabulary.
     """
-    hidden = scaled(weights.embedding[input_ids], config.embedding_factor(dtype))
+    hidden = embedded(config, weights, input_ids, dtype, rows)
     with one_blas_thread(input_ids.size, _largest_weight(weights)):
         for layer, layer_weights, cache in zip(config.layers, weights.layers, caches, strict=True):
             hidden = decoder_layer(layer, layer_weights, cache, hidden)
@@ -44,6 +45,19 @@ def decoder_step(
         logits: Float32 = rms_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
     logits = logits if config.logits_divisor == 1 else logits / np.float32(config.logits_divisor)
     return logits if config.final_softcap is None else softcapped(logits, config.final_softcap)
+
+
+def embedded(
+    config: ModelConfig, weights: DecoderWeights, input_ids: npt.NDArray[np.int32], dtype: str, rows: npt.NDArray[Any] | None
+) -> Float32:
+    """Return the input ``[A, s, hidden]`` of the first layer. ``rows`` are taken as they are, without the embedding multiplier."""
+    if rows is None:
+        return scaled(weights.embedding[input_ids], config.embedding_factor(dtype))
+    past = input_ids - config.vocab_size
+    is_row = past >= 0
+    hidden = scaled(weights.embedding[np.where(is_row, 0, input_ids)], config.embedding_factor(dtype))
+    hidden[is_row] = rows[past[is_row]].astype(np.float32)
+    return hidden
 
 
 def _largest_weight(weights: DecoderWeights) -> int:

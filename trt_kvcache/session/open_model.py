@@ -207,6 +207,8 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
+    if options.max_embeddings:
+        return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
         return options.engine == "tensorrt"
@@ -238,8 +240,8 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if it was requested or PyTorch cannot run the model."""
     if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
-        return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
-    return _torch_engine().open(checkpoint, memory=_torch_memory(options), **arguments)
+        return ReferenceEngine(checkpoint, memory=HostMemory(), max_embeddings=options.max_embeddings, **arguments)
+    return _torch_engine().open(checkpoint, memory=_torch_memory(options), max_embeddings=options.max_embeddings, **arguments)
 
 
 def _torch_memory(options: SessionOptions) -> Memory:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
@@ -18,6 +19,8 @@ from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
+from trt_kvcache.engine.decoder_engine import DecoderEngine
+from trt_kvcache.engine.embedding_rows import EmbeddingRows, finite_rows
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
@@ -31,6 +34,7 @@ from trt_kvcache.generation.request import Request
 from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.sampling import SamplingParams, params_for
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.plot import Plot
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
@@ -432,6 +436,68 @@ class InferenceSession(Uncopyable):
             plot.save(expanded(path))
         return plot
 
+    # --- rows in place of tokens ---
+
+    @exclusive
+    def add_embeddings(self, rows: npt.ArrayLike) -> tuple[int, ...]:
+        """Store rows that prompts may have in place of rows of the embedding, and return their token ids.
+
+        Parameters
+        ----------
+        rows : array_like float ``[n, hidden_size]``
+            On the host, such as the features of an image that a vision tower made. They are rounded to the dtype of the engine, and are
+            not multiplied by the embedding multiplier of a model.
+
+        Returns
+        -------
+        tuple of int (n,)
+            Ids from ``vocab_size`` on, for prompts of :meth:`prefill`, :meth:`append`, :meth:`generate` and :meth:`submit`. Rows that are
+            equal after rounding have one id, so that prefix caching finds them again.
+
+        Raises
+        ------
+        ConfigError
+            The session was opened without ``max_embeddings``; or images of the model need more than rows; or rows are not finite.
+        CapacityError
+            There are more than ``max_embeddings`` different rows.
+        ShapeError, DTypeError, ClosedError
+            Nothing was changed.
+
+        Notes
+        -----
+        The ids are of this session alone: its sequences with rows cannot be saved as snapshots. Logits processors get these ids among the
+        tokens of the prompt; penalties leave them out. Speculative decoding is refused as soon as there are rows.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy", max_embeddings=8) as session:
+        ...     rows = session.add_embeddings(np.ones((2, session.model.hidden_size)))
+        ...     logits = session.prefill([[5, *rows, 6]])
+        ...     rows, session.tokens(0)
+        ((320, 320), (5, 320, 320, 6))
+        """
+        self._check_open()
+        stored = self._embeddings
+        if stored is None or self._model is None:
+            raise ConfigError("add_embeddings: expected a session that was opened with max_embeddings, for NumPy or PyTorch, got another.")
+        needed = FAMILIES[self._model.family].images_need
+        if needed:
+            raise ConfigError(f"add_embeddings: expected a model whose images are rows alone, got {self._model.family}: it needs {needed}.")
+        if self._drafter is not None:
+            raise ConfigError("add_embeddings: expected a session without a drafter, got one with draft.")
+        return stored.add(finite_rows("rows", rows, *stored.table.shape[1:], dtype=stored.table.dtype), stream=self._runner.stream)
+
+    @property
+    def _embeddings(self) -> EmbeddingRows | None:
+        return self._engine.embeddings if isinstance(self._engine, DecoderEngine) else None
+
+    @property
+    def _end(self) -> int | None:
+        """First token id without a meaning in a prompt; None without rows."""
+        return None if self._embeddings is None else self._embeddings.end
+
     # --- prefill and decode ---
 
     @exclusive
@@ -471,7 +537,7 @@ class InferenceSession(Uncopyable):
         ((2, 320), (5, 6, 7), (8,))
         """
         self._check_open()
-        rows = self._prompts.rows(prompts)
+        rows = self._prompts.rows(prompts, end=self._end)
         self._batch.check_prompts(rows)
         return self._batch.start(rows, reuse=reuse)
 
@@ -512,7 +578,7 @@ class InferenceSession(Uncopyable):
         ((5, 6, 7, 9, 10), (8,), True)
         """
         self._check_open()
-        return self._batch.append(self._prompts.rows(turns, add_special_tokens=False))
+        return self._batch.append(self._prompts.rows(turns, add_special_tokens=False, end=self._end))
 
     @exclusive
     def decode(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -715,6 +781,8 @@ class InferenceSession(Uncopyable):
             return self._drafter
         if draft == "off":
             return None
+        if self._embeddings is not None and self._embeddings.end > self.vocab_size:
+            raise ConfigError(f"draft: expected none in a session with embeddings, got {draft!r}.")
         if draft != "ngram" and not isinstance(draft, Drafter):
             raise ConfigError(f"draft: expected 'ngram', 'off' or an object with a method propose, got {draft!r}.")
         self._check_logits_per_slot("draft", 2)
@@ -791,7 +859,7 @@ class InferenceSession(Uncopyable):
         self._check_open()
         if append and reuse:
             raise RangeError("generate: expected append or reuse, got both. A next turn keeps what its slot holds.")
-        rows = self._prompts.rows(as_prompts(prompts), add_special_tokens=not append)
+        rows = self._prompts.rows(as_prompts(prompts), add_special_tokens=not append, end=self._end)
         per_request = params_for(len(rows), self._defaults, params, options)
         if append:
             self._batch.check_turns(rows)
@@ -1002,7 +1070,7 @@ class InferenceSession(Uncopyable):
             self._check_logits_per_slot("prompt_logprobs", 2)
         if not isinstance(client, str):
             raise ConfigError(f"client: expected a text, got {type(client).__name__}.")
-        rows = self._prompts.rows([prompt])
+        rows = self._prompts.rows([prompt], end=self._end if prompt_logprobs is None else None)
         self._batch.check_prompts(rows)
         [request] = self._requests(rows, params_for(1, self._defaults, params, options), draft=draft)
         return self._queue.submit(request, prompt_logprobs=prompt_logprobs, client=client)
@@ -1105,6 +1173,8 @@ class InferenceSession(Uncopyable):
         model = self._known_identity()
         self._runner.checked_lengths()
         state = self._batch[self._slot(slot)]
+        if max((*state.tokens, *state.pending), default=0) >= self.vocab_size:
+            raise ConfigError(f"slot {slot}: expected a sequence of tokens alone for a snapshot, got one with embeddings.")
         snapshot = Snapshot.of_slot(
             self._cache,
             slot,

@@ -16,6 +16,7 @@ from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO, Atte
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -50,6 +51,7 @@ class OpenOptions(TypedDict, total=False):
     cuda_graphs: bool
     draft: str | None
     prefill_chunk: int
+    max_embeddings: int
 
 
 class ModelOptions(OpenOptions, total=False):
@@ -103,6 +105,9 @@ class SessionOptions:
         Chunked prefill: most prompt tokens that a ``step`` runs beside requests that decode, so that their tokens do not wait for a long
         prompt. A smaller number makes the time between tokens more even, a larger one the first token of a long prompt earlier. Without
         requests that decode, a step runs up to ``max_prefill_length`` tokens of every prompt.
+    max_embeddings : int
+        Different rows that prompts of the session may have in place of rows of the embedding, for ``InferenceSession.add_embeddings``.
+        They take ``max_embeddings * hidden_size`` elements of memory. Not with TensorRT, which ``"auto"`` then leaves out.
     max_batch_size : int, optional
         Slots of the cache, B; 1 if left out. This and the options below are for a Hugging Face folder only: an engine folder has them
         from its build.
@@ -159,6 +164,7 @@ class SessionOptions:
     cuda_graphs: bool = True
     draft: str | None = None
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
+    max_embeddings: int = 0
     max_batch_size: int | None = None
     max_sequence_length: int | None = None
     max_prefill_length: int | None = None
@@ -180,6 +186,10 @@ class SessionOptions:
             object.__setattr__(self, "draft", _path_text("draft", self.draft))
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         int_in_range("prefill_chunk", self.prefill_chunk, 1)
+        int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError)
+        if self.max_embeddings and (self.engine == "tensorrt" or self.draft is not None):
+            given = "engine='tensorrt'" if self.engine == "tensorrt" else f"draft={self.draft!r}"
+            raise ConfigError(f"max_embeddings: expected 0 with {given}, got {self.max_embeddings}.")
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int_in_range(name, getattr(self, name), 1, error=ConfigError))

@@ -72,6 +72,7 @@ class TorchEngine(DecoderEngine):
         max_logits_per_slot: int | Literal["all"] = 1,
         names: TensorNames = DEFAULT_NAMES,
         memory: Memory,
+        max_embeddings: int = 0,
     ) -> None:
         check_features(model, COMPUTED_FEATURES, "the PyTorch engine")
         super().__init__(
@@ -83,8 +84,10 @@ class TorchEngine(DecoderEngine):
             max_logits_per_slot=max_logits_per_slot,
             names=names,
             memory=memory,
+            max_embeddings=max_embeddings,
         )
         self._device = torch_device(memory)
+        self._rows = None if self.embeddings is None else self._device.view(self.embeddings.table)
         self.width_buckets = () if self._device.graphs is None else STEP_WIDTHS
         self._views = DeviceViews(memory)
         self._steps: OrderedDict[StepTensors, TorchStep] = OrderedDict()
@@ -122,6 +125,7 @@ class TorchEngine(DecoderEngine):
         names: TensorNames = DEFAULT_NAMES,
         memory: Memory,
         progress: Callable[[int, int], object] | None = None,
+        max_embeddings: int = 0,
     ) -> TorchEngine:
         """Return an engine with the weights of a checkpoint, which may be closed afterwards."""
         computed = dtype or kv.dtype
@@ -138,6 +142,7 @@ class TorchEngine(DecoderEngine):
             max_logits_per_slot=max_logits_per_slot,
             names=names,
             memory=memory,
+            max_embeddings=max_embeddings,
         )
 
     @property
@@ -169,6 +174,7 @@ class TorchEngine(DecoderEngine):
         """Release weights, graphs and the bound tensors. Idempotent."""
         if self._bindings.closed:
             return
+        self._rows = None  # a view of what is closed next
         super().close()
         self._steps.clear()
         self._device.close()
@@ -199,7 +205,7 @@ class TorchEngine(DecoderEngine):
         assert self._weights is not None
         with torch.inference_mode():
             operations = self._operations(step, stream)
-            normed = decoder_step(self._weights, operations, step.input_ids)
+            normed = decoder_step(self._weights, operations, step.input_ids, self._rows)
             write_logits(operations.projections, normed, step.last, self._weights.head, step.logits)
             scale_logits(self._config, step.logits)
 

@@ -9,12 +9,27 @@ from trt_kvcache.torch_engine.operations import Operations, normalised, scaled
 from trt_kvcache.torch_engine.weights import TorchWeights
 
 
-def decoder_step(weights: TorchWeights, operations: Operations, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return the output ``[A, s, hidden]`` of the final norm for the right-padded ``input_ids`` int32 ``[A, s]``."""
-    hidden = scaled(F.embedding(input_ids, weights.embedding), weights.embedding_factor)
+def decoder_step(weights: TorchWeights, operations: Operations, input_ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the output ``[A, s, hidden]`` of the final norm for the right-padded ``input_ids`` int32 ``[A, s]``.
+
+    ``rows``: of token ids past the vocabulary.
+    """
+    hidden = embedded(weights, input_ids) if rows is None else embedded_with(rows, weights, input_ids)
     normed = normalised(hidden, weights.blocks[0].norm)
     next_norms = [*(block.norm for block in weights.blocks[1:]), weights.final_norm]
     for block, next_norm in zip(weights.blocks, next_norms, strict=True):
         change = block.part(normed, operations)
         hidden, normed = operations.elementwise.add_norm(hidden, change, next_norm, block.output_norm, block.factor)
     return normed
+
+
+def embedded(weights: TorchWeights, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the embedding, scaled."""
+    return scaled(F.embedding(input_ids, weights.embedding), weights.embedding_factor)
+
+
+def embedded_with(rows: torch.Tensor, weights: TorchWeights, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return the same, with ``rows`` as they are for token ids past the vocabulary. The work does not depend on the ids."""
+    vocab_size = weights.embedding.shape[0]
+    hidden = embedded(weights, input_ids.clamp(max=vocab_size - 1))
+    return torch.where((input_ids >= vocab_size)[..., None], F.embedding((input_ids - vocab_size).clamp(min=0), rows), hidden)

@@ -70,6 +70,7 @@ class Family:
     code: frozenset[str] = frozenset()  # custom code in `auto_map` that transformers has adopted
     text: tuple[Family, ...] = ()  # families of the `text_config` of a model with a tower, the default one first; see `towers.py`
     may_be_flat: bool = False  # fields of a `text_config` may be next to those of the tower
+    images_need: str = ""  # computation of images beyond rows in the places of tokens, which no engine has
 
     def own_name(self, stored: str) -> str:
         """Return the name that this family has for a stored tensor."""

@@ -12,4 +12,5 @@ FAMILY = with_tower(
     title="Gemma 3 (vision)",
     renamed=LLAVA_NAMES,
     towers=LLAVA_TOWERS,
+    images_need="attention both ways inside an image",
 )

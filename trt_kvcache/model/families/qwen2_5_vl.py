@@ -39,4 +39,5 @@ FAMILY = with_tower(
     renamed=QWEN_NAMES,
     towers=(*QWEN_TOWERS, "visual."),
     may_be_flat=True,
+    images_need="positions of three axes",
 )

@@ -45,4 +45,5 @@ FAMILY = with_tower(
     title="Qwen3-VL (vision)",
     renamed=QWEN_NAMES,
     towers=QWEN_TOWERS,
+    images_need="positions of three axes and rows that later layers add",
 )

@@ -29,8 +29,7 @@ QWEN_TOWERS = ("model.visual.",)
 _WHOLE = ("architectures", "model_type", "text_config", "vision_config")
 
 #: Fields of the text decoder that files have in ``text_config``, next to it, or in both places.
-_ONE_VALUE = ("dtype", "torch_dtype", "tie_word_embeddings")
-_SHARED = (*_ONE_VALUE, "bos_token_id", "eos_token_id")
+_SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 
 
 def with_tower(
@@ -53,17 +52,13 @@ def with_tower(
 def text_config(fields: ConfigFields, family: Family) -> tuple[Family, dict[str, Any]]:
     """Return the family of the text decoder of a model with a tower, and its ``config.json``.
 
-    Token ids next to ``text_config`` take precedence, as in transformers.
+    Shared fields next to ``text_config`` take precedence, as in transformers, which writes defaults into ``text_config``.
     """
     given = fields.get("text_config")
     if given is None and family.may_be_flat:
         return family.text[0], {name: value for name, value in fields.data.items() if name not in _WHOLE}
     if not isinstance(given, Mapping):
         raise fields.refusal("text_config", "an object")
-    for name in _ONE_VALUE:
-        if name in fields and given.get(name) not in (None, fields.get(name)):
-            values = f"{short_repr(fields.get(name))} and, in text_config, {short_repr(given[name])}"
-            raise ConfigError(f"{name}: expected one value, got {values}.")
     model_type = given.get("model_type") or family.text[0].name
     text = next((text for text in family.text if text.name == model_type), None)
     if text is None:
