@@ -15,6 +15,7 @@ The sizes are all different, so that a swapped axis shows; norm weights are not 
 
 import dataclasses
 import json
+import tempfile
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from safetensors.numpy import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.golden.weights import HERE, SEEDS, write
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 
@@ -78,15 +79,29 @@ def make(folder, seed):
     write(folder)
     config = json.loads((folder / "config.json").read_text())
     stored = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    tied = {"lm_head.weight"} if ModelConfig.from_dict(config).tie_word_embeddings else set()
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.state_dict().items() if name not in tied}
-    assert tensor_shapes(ModelConfig.from_dict(config)) == shapes, f"{folder.name}: transformers has other tensors"
+    check_tensors(stored, folder)
     input_ids = np.random.default_rng(seed).integers(0, config["vocab_size"], LENGTHS[-1])
     with torch.no_grad():
         logits = stored(input_ids=torch.from_numpy(input_ids)[None], use_cache=False).logits[0, LENGTHS - 1].numpy()
     small = {"input_ids": input_ids.astype(np.uint8), "lengths": LENGTHS.astype(np.uint8)}
     save_file({**small, "logits": logits}, folder / "golden.safetensors")
     print(f"{folder.name}: logits {logits.shape}, standard deviation {logits.std():.2f}")
+
+
+def check_tensors(stored, folder):
+    """Check that transformers has the tensors of a folder: those in memory, and for a model with experts those that it saves."""
+    with Checkpoint.open(folder) as checkpoint:
+        if FAMILIES[checkpoint.config.family].stacked:
+            for original in (True, False):
+                with tempfile.TemporaryDirectory() as saved:
+                    stored.save_pretrained(saved, save_original_format=original)
+                    with Checkpoint.open(saved) as written:
+                        for name in checkpoint.tensor_names:
+                            np.testing.assert_array_equal(written.tensor(name), checkpoint.tensor(name))
+            return
+        tied = {"lm_head.weight"} if checkpoint.config.tie_word_embeddings else set()
+        shapes = {name: tuple(tensor.shape) for name, tensor in stored.state_dict().items() if name not in tied}
+        assert tensor_shapes(checkpoint.config) == shapes, f"{folder.name}: transformers has other tensors"
 
 
 def rope(parameters, length):
@@ -118,6 +133,7 @@ FIELDS = (
     ),
     *("attn_logit_softcapping", "final_logit_softcapping", "no_rope_layer_interval", "embedding_multiplier", "logits_scaling"),
     *("residual_multiplier", "attention_multiplier", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
+    *("num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "moe_intermediate_size"),
 )
 
 

@@ -54,6 +54,12 @@ SEEDS = {
     "granitemoehybrid-bias": 34,
     "nemotron_h": 35,
     "nemotron_h-bias": 36,
+    "qwen3_moe": 41,
+    "qwen3_moe-dense-window": 42,
+    "mixtral": 47,
+    "mixtral-window": 44,
+    "olmoe": 45,
+    "olmoe-bias": 46,
 }
 
 

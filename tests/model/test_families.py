@@ -9,7 +9,7 @@ import pytest
 
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig, QueryScaling
+from trt_kvcache.model import ModelConfig, QueryScaling, RoutedMlpConfig
 from trt_kvcache.model.families.registry import FAMILIES
 
 DEFAULTS = json.loads((GOLDEN / "defaults.json").read_text(encoding="utf-8"))
@@ -67,6 +67,16 @@ def test_a_model_without_positions_has_no_limit_of_them() -> None:
 def test_code_that_transformers_has_taken_over_is_no_custom_code() -> None:
     code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
     assert golden("phi3-long", auto_map=code) == golden("phi3-long")
+
+
+def test_layers_with_experts_of_qwen3_moe() -> None:
+    assert [isinstance(layer.mlp, RoutedMlpConfig) for layer in golden("qwen3_moe-dense-window", mlp_only_layers=None).layers] == [
+        *(False, True, False, True),
+    ]
+    assert not any(isinstance(layer.mlp, RoutedMlpConfig) for layer in golden("qwen3_moe", num_experts=0, num_experts_per_tok=99).layers)
+    assert golden("qwen3_moe", num_experts=None, num_local_experts=7) == golden("qwen3_moe", num_local_experts=7)
+    assert {layer.mlp.router.num_experts for layer in golden("qwen3_moe", num_experts=None).layers} == {128}
+    assert {layer.mlp.router.num_experts for layer in golden("mixtral", num_local_experts=None).layers} == {8}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +148,35 @@ def test_code_that_transformers_has_taken_over_is_no_custom_code() -> None:
         ("nemotron_h", {"rms_norm_eps": 1e-6}, "rms_norm_eps: expected layer_norm_epsilon=1e-05, got 1e-06"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier: expected a finite number > 0, got 0"),
         ("granite", {"num_local_experts": 8}, r"num_local_experts: .* has a mixture of experts"),
+        ("qwen3_moe", {"num_experts": "7"}, "num_experts: expected an integer, got '7'"),
+        ("qwen3_moe", {"num_experts": -1}, "num_experts: expected a number of experts >= 0, got -1"),
+        ("qwen3_moe", {"num_local_experts": 8}, "num_experts: expected one number of experts, got num_experts 7 and num_local_experts 8"),
+        (
+            "qwen3_moe",
+            {"num_experts": 2**31 - 1},
+            "ModelConfig.layers: expected at most 131072 experts of all layers together, got 6442450941",
+        ),
+        ("qwen3_moe", {"num_experts_per_tok": 8}, "num_experts_per_tok: expected at most the number of experts, 7, got 8"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok: expected a positive integer, got 0"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size: expected a positive integer, got 0"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob: expected true or false, got 1"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: expected a positive integer, got 0"),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers: expected a list of indices of layers, from 0 to 2, got \[3\]"),
+        ("qwen3_moe", {"hidden_act": "relu"}, "hidden_act: 'relu' is not supported"),
+        (
+            "qwen3_moe",
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types: expected full_attention everywhere with sliding_window None",
+        ),
+        (
+            "qwen3_moe-dense-window",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types: expected sliding_attention everywhere with sliding_window 7",
+        ),
+        ("mixtral", {"num_local_experts": 0}, "num_experts_per_tok: expected at most the number of experts, 0, got 2"),
+        ("mixtral", {"num_experts": 6}, "num_experts: expected one number of experts, got num_experts 6 and num_local_experts 5"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: expected null, got 8.0"),
+        ("olmoe", {"head_dim": 16}, "head_dim: expected hidden_size / num_attention_heads, or null, got 16"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(name: str, changes: dict[str, Any], message: str) -> None:

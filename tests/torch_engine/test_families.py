@@ -40,6 +40,7 @@ FAMILIES = [
     "nemotron_h",
     "olmo2",
     "phi3-short-window",
+    "qwen3_moe-dense-window",
     "qwen3_next",
     "smollm3-bias-window",
 ]

@@ -48,7 +48,19 @@ def expected(dtype, attention):
 
 def test_the_model_has_all_features_of_attention():
     """But one: weights that share a stored tensor, which families have, as they have the other parts of layers."""
-    others = {"fused_tensors", "no_mixer", "no_mlp", "short_conv", "mamba2", "gated_delta_net", "output_gate", "relu2", "ungated_mlp"}
+    others = {
+        "experts",
+        "shared_expert",
+        "fused_tensors",
+        "no_mixer",
+        "no_mlp",
+        "short_conv",
+        "mamba2",
+        "gated_delta_net",
+        "output_gate",
+        "relu2",
+        "ungated_mlp",
+    }
     assert set(features(MODEL)) == engine.COMPUTED_FEATURES - others
 
 

@@ -24,6 +24,7 @@ from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import RoundedWeight, rounded_weights
 from trt_kvcache.checkpoint.quantized.stored_weight import StoredWeight, stored_weight
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.checkpoint.stacked_experts import split_experts
 from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, family_names, open_weight_files
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
@@ -140,7 +141,7 @@ class Checkpoint:
         rounding = None if quantize is None else Quantization.parse(quantize)
         folder = Path(path)
         config, data, format_, source = _read_config(folder)
-        files = family_names(open_weight_files(folder), FAMILIES[config.family], folder)
+        files = split_experts(config, family_names(open_weight_files(folder), FAMILIES[config.family], folder), folder)
         gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
         if gguf is not None:
             format_ = GGUF((tensor.dtype for tensor in gguf.tensors.values()), gguf.dequantized.values())

@@ -1,5 +1,6 @@
 """The weight files of a model folder: a safetensors file, shards with an index, or a GGUF file."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,9 +79,12 @@ def gguf_path(folder: Path) -> Path | None:
 def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) -> dict[str, WeightFile]:
     """Rename the tensors in ``files`` to the names of the family, and return them without those that the family ignores."""
     names: dict[str, str] = {}
+    in_layer = re.compile(rf"({re.escape(family.layers)}\.\d+\.)(.+)")
     for stored in files:
-        prefix = next((prefix for prefix in family.renamed if stored.startswith(prefix)), "")
-        name = family.renamed.get(prefix, "") + stored.removeprefix(prefix)
+        name = _with_new_prefix(stored, family.renamed)
+        layer = in_layer.fullmatch(name) if family.renamed_in_layers else None
+        if layer is not None:
+            name = layer[1] + _with_new_prefix(layer[2], family.renamed_in_layers)
         if name in names:
             raise CheckpointError(f"{folder}: expected one tensor {name} of a {family.name} model, got {names[name]} and {stored}.")
         names[name] = stored
@@ -89,6 +93,11 @@ def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) 
     for file in dict.fromkeys(files.values()):
         file.rename(new_names)
     return {name: file for name, file in found.items() if not name.startswith(family.ignored)}
+
+
+def _with_new_prefix(name: str, renamed: Mapping[str, str]) -> str:
+    prefix = next((prefix for prefix in renamed if name.startswith(prefix)), "")
+    return renamed.get(prefix, "") + name.removeprefix(prefix)
 
 
 def _open_gguf(path: Path) -> dict[str, WeightFile]:

@@ -18,6 +18,9 @@ from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 from trt_kvcache.model.weight_parts import layer_parts
 
+#: Matrices whose rounding would change the choice of experts; they are small.
+_NOT_ROUNDED = frozenset({"router.weight", "shared_expert_gate.weight"})
+
 
 @dataclass(frozen=True)
 class RoundToNearest:
@@ -77,7 +80,12 @@ def rounded_nbytes(shape: tuple[int, int], scheme: str, dtype: str) -> int:
 
 def rounding_schemes(config: ModelConfig, quantization: Quantization) -> dict[str, str]:
     """Return the scheme of each weight to round, by name. Raises ConfigError for ``head=...`` if the head is tied to the embedding."""
-    parts = (part for index in range(config.num_layers) for role, part in layer_parts(config, index).items() if role.endswith(".weight"))
+    parts = (
+        part
+        for index in range(config.num_layers)
+        for role, part in layer_parts(config, index).items()
+        if role.endswith(".weight") and role not in _NOT_ROUNDED
+    )
     schemes = {part.tensor: quantization.weights for part in parts if len(part.shape) == 2}
     if quantization.embedding is not None:
         schemes[embedding_name(config)] = quantization.embedding

@@ -27,6 +27,19 @@ LLAMA_NAMES: Mapping[str, str] = {
     "mlp_norm": "post_attention_layernorm",
 }
 
+#: Names of the weights of experts in layers whose MLP is called ``mlp``; each expert has tensors of its own.
+EXPERT_NAMES: Mapping[str, str] = {
+    "router": "mlp.gate",
+    "expert_gate": "mlp.experts.{expert}.gate_proj",
+    "expert_up": "mlp.experts.{expert}.up_proj",
+    "expert_down": "mlp.experts.{expert}.down_proj",
+}
+
+#: Tensors of all experts of a layer as transformers 5 has them in memory, by name: the roles of their rows, in order.
+STACKED_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "mlp.experts.gate_up_proj": ("expert_gate", "expert_up"),
+    "mlp.experts.down_proj": ("expert_down",),
+}
 
 #: Names of the weights of Mamba-2 in layers that have a module ``mamba``.
 MAMBA_NAMES: Mapping[str, str] = {
@@ -59,9 +72,13 @@ class Family:
     layers: str = "model.layers"  # prefix of a layer's index
     # Names of a layer's weights by role, like LLAMA_NAMES. Roles of equal name are the rows of one tensor, in the order of layer_parts.
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    # Names of tensors [experts, rows, columns] of all experts of a layer, with the roles of their rows. They are read as one matrix for
+    # each expert and role, under the names of `names`, in which {expert} is its number.
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Names of tensors that hold all parts of the first head (of queries; in a gated delta net of keys), then of the next one.
     head_by_head: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)  # prefixes of older files and of models that contain this one, and ours
+    renamed_in_layers: Mapping[str, str] = field(default_factory=dict)  # the same for prefixes after a layer's index
     ignored: tuple[str, ...] = ()  # prefixes, after renaming, of tensors outside the decoder; transformers ignores them too
     uses: frozenset[str] = frozenset()  # fields of registry's list of refused ones that this family reads
     code: frozenset[str] = frozenset()  # custom code in `auto_map` that transformers has adopted

@@ -53,6 +53,7 @@ FAMILY = Family(
     defaults={
         **granite.FAMILY.defaults,
         "num_local_experts": 8,
+        "num_experts_per_tok": 2,
         "shared_intermediate_size": 1024,
         "mamba_n_heads": 128,
         "mamba_d_head": "auto",

@@ -4,7 +4,8 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import LLAMA_NAMES, Family
 from trt_kvcache.model.families.fields import FULL, attention, layer_indices, layer_types, model, norm, num_layers, pre_norm_layer, rope
-from trt_kvcache.model.layer_config import Mixer, MlpConfig, QkNormConfig
+from trt_kvcache.model.layer_config import Mixer, QkNormConfig
+from trt_kvcache.model.mlp_config import MlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.recurrent_config import ShortConvConfig
 

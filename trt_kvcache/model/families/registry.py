@@ -22,12 +22,15 @@ from trt_kvcache.model.families import (
     mamba2,
     ministral3,
     mistral,
+    mixtral,
     nemotron_h,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
     qwen3,
     qwen3_5_text,
+    qwen3_moe,
     qwen3_next,
     smollm3,
 )
@@ -39,6 +42,7 @@ FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
         *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, granite),
+        *(qwen3_moe, mixtral, olmoe),
         *(qwen3_next, qwen3_5_text, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
