@@ -60,6 +60,12 @@ SEEDS = {
     "mixtral-window": 44,
     "olmoe": 45,
     "olmoe-bias": 46,
+    "granitemoehybrid-experts": 53,
+    "qwen3_next-experts": 54,
+    "lfm2_moe": 61,
+    "lfm2_moe-bias": 56,
+    "nemotron_h-experts": 72,
+    "nemotron_h-latent": 58,
 }
 
 
@@ -81,7 +87,10 @@ def write(folder):
         values = random_values(SEEDS[folder.name], name, shape)
         if "norm" in name:
             values -= config.final_norm.weight_offset
-        files[names[place * len(names) // len(shapes)]][name] = values.astype(np.float32).astype(dtype)
+        files[names[place * len(names) // len(shapes)]][name] = values.astype(np.float32).astype(
+            np.float32 if is_choice_bias(name) else dtype
+        )
+    files = {file: stacked(config.family, tensors) for file, tensors in files.items()}
     contents = {file: save(tensors, metadata={"format": "pt"}) for file, tensors in files.items()}
     if len(names) > 1:
         index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
@@ -92,12 +101,37 @@ def write(folder):
         os.replace(temporary, folder / file)
 
 
+def is_choice_bias(name):
+    """Return True for the bias of a router's choice, which published files have in float32."""
+    return name.endswith(("expert_bias", "e_score_correction_bias"))
+
+
+def stacked(family, tensors):
+    """Return tensors as transformers reads them: with the experts of each layer in the first two of the family's stacked tensors."""
+    if family != "granitemoehybrid":
+        return tensors
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name in tensors:
+        prefix, _, rest = name.partition("block_sparse_moe.experts.")
+        if rest == "0.down_proj.weight":
+            experts = range(sum(other.startswith(prefix) and other.endswith(".down_proj.weight") for other in tensors))
+            parts = [
+                [tensors[f"{prefix}block_sparse_moe.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+                for expert in experts
+            ]
+            found[f"{prefix}block_sparse_moe.input_linear.weight"] = np.stack([np.concatenate(part[:2]) for part in parts])
+            found[f"{prefix}block_sparse_moe.output_linear.weight"] = np.stack([part[2] for part in parts])
+    return found
+
+
 def random_values(seed, name, shape):
     """Return values of one tensor, each kind with a spread at which it matters: attention is neither flat nor one-hot."""
     raw = np.random.Philox(key=[seed, zlib.crc32(name.encode())]).random_raw(int(np.prod(shape)))
     uniform = (raw >> np.uint64(11)).astype(np.float64).reshape(shape) / 2.0**53  # [0, 1)
     if "norm" in name:
         return 0.5 + uniform
+    if is_choice_bias(name):
+        return 0.2 * uniform
     deviation = 0.5 if name.endswith(".bias") or "embed" in name else 1.0 / np.sqrt(np.prod(shape[1:]))
     if "q_proj.weight" in name or "k_proj.weight" in name:
         deviation *= 1.5

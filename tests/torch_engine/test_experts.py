@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN
-from tests.reference.rig import golden
+from tests.reference.rig import Rig, golden
 from tests.reference.test_router import ROUTERS, inputs_of, router_of
 from tests.torch_engine.needs_torch import need_torch
 
@@ -23,7 +24,8 @@ from trt_kvcache.model import MlpConfig, RouterConfig  # noqa: E402
 from trt_kvcache.reference.router import route as route_in_numpy  # noqa: E402
 from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS, FixedProducts, SortedProducts  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
-from trt_kvcache.torch_engine.router import route  # noqa: E402
+from trt_kvcache.torch_engine.routed_mlp import RoutedMlp  # noqa: E402
+from trt_kvcache.torch_engine.router import chosen as choose  # noqa: E402
 
 HIDDEN, INNER = 6, 5
 
@@ -73,13 +75,13 @@ def test_the_router_chooses_as_in_numpy(name: str) -> None:
     router = router_of(name)
     logits, bias = inputs_of(router)
     expected, expected_weights = route_in_numpy(router, logits, bias)
-    experts, weights = route(router, torch.from_numpy(logits), None if bias is None else torch.from_numpy(bias))
+    experts, weights = choose(router, torch.from_numpy(logits), None if bias is None else torch.from_numpy(bias))
     np.testing.assert_array_equal(experts.numpy(), expected)
     assert_close(weights.numpy(), expected_weights)
 
 
 def test_the_first_of_equal_experts_is_chosen() -> None:
-    experts, _ = route(RouterConfig(num_experts=70, experts_per_token=4), torch.zeros((3, 70)), None)
+    experts, _ = choose(RouterConfig(num_experts=70, experts_per_token=4), torch.zeros((3, 70)), None)
     assert experts.tolist() == [[0, 1, 2, 3]] * 3
 
 
@@ -112,7 +114,7 @@ def test_few_rows_need_no_value_on_the_host(config: MlpConfig, rows: int, count:
     with FakeTensorMode(allow_non_fake_inputs=False):
         x, experts = torch.empty((rows, HIDDEN)), experts_of(config, count)
         router = RouterConfig(num_experts=count, experts_per_token=2, scores="sigmoid", renormalise=True)
-        chosen, weights = route(router, torch.empty((rows, count)), torch.empty(count))
+        chosen, weights = choose(router, torch.empty((rows, count)), torch.empty(count))
         sorted_products, fixed_products = products()
         assert fixed_products(x, chosen, experts).shape == (*weights.shape, HIDDEN)
         with pytest.raises(RuntimeError):
@@ -122,7 +124,7 @@ def test_few_rows_need_no_value_on_the_host(config: MlpConfig, rows: int, count:
 def test_groups_need_no_value_on_the_host() -> None:
     with FakeTensorMode(allow_non_fake_inputs=False):
         router = RouterConfig(num_experts=12, experts_per_token=3, num_groups=4, groups_per_token=2)
-        experts, _ = route(router, torch.empty((5, 12)), None)
+        experts, _ = choose(router, torch.empty((5, 12)), None)
         assert experts.shape == (5, 3)
 
 
@@ -141,3 +143,18 @@ def test_a_router_is_not_rounded() -> None:
     with Checkpoint.open(GOLDEN / "qwen3_moe", quantize="int4") as checkpoint:
         layer = [name for name in checkpoint.tensor_names if name.startswith("model.layers.1.mlp.")]
         assert [name for name in layer if name not in checkpoint.quantized_names] == ["model.layers.1.mlp.gate.weight"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_choice_bias_stays_in_float32(dtype: str) -> None:
+    """Published files have it in float32, next to weights in 16 bits."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Checkpoint.open(GOLDEN / "lfm2_moe") as checkpoint:
+            name = "model.layers.2.feed_forward.expert_bias"
+            stored = checkpoint.tensor(name)
+            assert (stored.dtype, checkpoint.nbytes_of(name)) == (np.float32, 4 * stored.size)
+            assert (stored.astype(np.float16) != stored).any(), "rounding it would show"
+    router = next(block.part.router for block in Rig("lfm2_moe", dtype=dtype).engine._weights.blocks if isinstance(block.part, RoutedMlp))
+    assert router.weight.dtype == torch.float32
+    np.testing.assert_array_equal(router.choice_bias.numpy(), stored)

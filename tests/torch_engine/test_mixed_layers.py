@@ -51,6 +51,7 @@ def test_the_model_has_all_features_of_attention():
     others = {
         "experts",
         "shared_expert",
+        "latent_experts",
         "fused_tensors",
         "no_mixer",
         "no_mlp",

@@ -33,6 +33,7 @@ from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 from trt_kvcache.model.families.registry import FAMILIES, read_config
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
+from trt_kvcache.model.weight_parts import exact_tensors
 
 # Optional files of a model folder, copied with it.
 COMPANION_FILES = (
@@ -78,6 +79,8 @@ class Checkpoint:
         The model that ``config.json`` describes.
     kv_dtype : str or None
         ``"float8_e4m3fn"`` or ``"int8"`` if there are static scales of K and V, see :meth:`kv_scales`; else None.
+    exact_names : frozenset of str
+        Names of tensors that keep their stored dtype in every engine, whatever the dtypes of model and engine are: those of routers.
 
     Examples
     --------
@@ -101,6 +104,7 @@ class Checkpoint:
         self.kv_dtype = kv_dtype
         self.config = config
         self._shapes = tensor_shapes(config)
+        self.exact_names = exact_tensors(config)
         self._quantized = quantized or {}
         self._files: Mapping[str, WeightFile] | None = files
 
@@ -152,7 +156,8 @@ class Checkpoint:
         rounded = {} if rounding is None else rounded_weights(config, rounding, quantized)
         checkpoint = cls(folder, config, files, {**quantized, **rounded}, None if format_ is None else format_.kv_dtype)
         if source.name == CONFIG_FILE:  # config.json states a dtype; the metadata of GGUF does not
-            _warn_of_conversion(config, files, [name for name in checkpoint.tensor_names if name not in quantized], folder)
+            converted = [name for name in checkpoint.tensor_names if name not in quantized and name not in checkpoint.exact_names]
+            _warn_of_conversion(config, files, converted, folder)
         if format_ is not None and quantized and format_.notes:
             warn_caller(f"{folder}: weights are {format_.title}: {'; '.join(format_.notes)}.", UserWarning)
         if gguf is not None and gguf.dequantized:
@@ -220,7 +225,8 @@ class Checkpoint:
 
     def _value_dtype(self, name: str, files: Mapping[str, WeightFile]) -> str:
         """Return the dtype in which :meth:`tensor` returns a tensor that is not quantized."""
-        return files[name].tensors[name].dtype if files[name].keeps_stored_dtype else self.config.dtype
+        keeps_stored = files[name].keeps_stored_dtype or name in self.exact_names
+        return files[name].tensors[name].dtype if keeps_stored else self.config.dtype
 
     def quantized_weight(self, name: str) -> QuantizedWeight | None:
         """Return a quantized weight as it is stored, over the memory of the files.
@@ -291,6 +297,8 @@ class Checkpoint:
         """
         if name in self._quantized:
             return self._quantized[name].nbytes(self._open_files())
+        if name in self.exact_names:
+            return self._open_files()[name].tensors[name].nbytes
         return math.prod(self._shapes[name]) * itemsize(self.config.dtype)
 
     @property

@@ -180,7 +180,7 @@ class RoundedTensors:
             self._progress(self._done, self._total)
 
     def _rounded(self, name: str, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if np.can_cast(stored.dtype, self.dtype):
+        if name in self._checkpoint.exact_names or np.can_cast(stored.dtype, self.dtype):
             return stored
         with np.errstate(over="ignore"):
             rounded = stored.astype(self.dtype)

@@ -18,6 +18,7 @@ FEATURES = {
     "gated_delta_net": "Gated DeltaNet",
     "experts": "mixture of experts (MoE)",
     "shared_expert": "a shared expert",
+    "latent_experts": "experts of another width",
     "no_mlp": "layers without an MLP",
     "no_mixer": "MLP-only layers",
     "window": "sliding window",
@@ -98,6 +99,8 @@ def _mlp_places(mlp: MlpConfig | RoutedMlpConfig | None, place: str) -> Iterator
         yield "no_mlp", f"{place} = None"
     elif isinstance(mlp, RoutedMlpConfig):
         yield "experts", f"{place}.router.num_experts = {mlp.router.num_experts}"
+        if mlp.latent_size is not None:
+            yield "latent_experts", f"{place}.latent_size = {mlp.latent_size}"
         yield from _mlp_places(mlp.expert, f"{place}.expert")
         if mlp.shared is not None:
             yield "shared_expert", f"{place}.shared"
@@ -163,4 +166,5 @@ def _mlp_sizes(mlp: MlpConfig | RoutedMlpConfig) -> tuple[int | bool, ...]:
     if isinstance(mlp, MlpConfig):
         return (mlp.intermediate_size, mlp.bias, mlp.gated)
     router, shared = mlp.router, () if mlp.shared is None else _mlp_sizes(mlp.shared)
-    return (router.num_experts, router.bias, router.choice_bias, mlp.shared_gate, *_mlp_sizes(mlp.expert), *shared)
+    own = (router.num_experts, router.bias, router.choice_bias, mlp.shared_gate, mlp.latent_size or 0, mlp.latent_bias)
+    return (*own, *_mlp_sizes(mlp.expert), *shared)

@@ -4,7 +4,8 @@ With ``chosen`` for the experts of a token and ``w`` for their weights, a routed
 
     sum(w[e] * expert[e](x) for e in chosen) + sigmoid(shared_gate(x)) * shared(x)
 
-The second term is there with a shared expert only, and its sigmoid only with a gate.
+The second term is there with a shared expert only, and its sigmoid only with a gate. Latent experts take a projection of ``x`` to another
+width in its place, and their sum is projected back.
 """
 
 from __future__ import annotations
@@ -136,13 +137,17 @@ class RoutedMlpConfig:
         Each expert.
     shared : MlpConfig or None
         Another expert, of all tokens.
+    latent_size : int or None
+        Width of the input and output of the experts (not of the shared one); None for the width of the hidden state, without projections.
+    latent_bias : bool
+        True if the projections to that width and back have biases.
     shared_gate : bool
         True if the shared expert's output is multiplied by the sigmoid of a projection of the MLP's input to one number.
 
     Raises
     ------
     ConfigError
-        There is a gate without a shared expert.
+        A size is out of range, or there is a gate without a shared expert, or a bias without a latent size.
     """
 
     kind: ClassVar[str] = "routed"
@@ -151,7 +156,13 @@ class RoutedMlpConfig:
     expert: MlpConfig
     shared: MlpConfig | None = None
     shared_gate: bool = False
+    latent_size: int | None = None
+    latent_bias: bool = False
 
     def __post_init__(self) -> None:
+        if self.latent_size is not None:
+            int_in_range("RoutedMlpConfig.latent_size", self.latent_size, 1, MAX_DIMENSION, error=ConfigError)
+        elif self.latent_bias:
+            raise ConfigError("RoutedMlpConfig.latent_bias: expected False without a latent size, got True.")
         if self.shared_gate and self.shared is None:
             raise ConfigError("RoutedMlpConfig.shared_gate: expected False without a shared expert, got True.")

@@ -11,6 +11,9 @@ from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 
+#: Weights that no engine rounds or packs, as that would change the choice of experts.
+EXACT_ROLES = frozenset({"router.weight", "router.bias", "choice_bias"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPart:
@@ -127,6 +130,17 @@ def _sections(mixer: Mixer | None, role: str) -> tuple[int, ...] | None:
     return None
 
 
+def exact_tensors(config: ModelConfig) -> frozenset[str]:
+    """Return the names of the tensors of :data:`EXACT_ROLES`."""
+    return frozenset(
+        part.tensor
+        for index, layer in enumerate(config.layers)
+        if isinstance(layer.mlp, RoutedMlpConfig)
+        for role, part in layer_parts(config, index).items()
+        if role in EXACT_ROLES
+    )
+
+
 def has_fused_tensors(config: ModelConfig) -> bool:
     """Return True if a tensor holds more than one weight."""
     names = FAMILIES[config.family].names
@@ -170,13 +184,18 @@ def _mlp_shapes(mlp: MlpConfig, hidden: int, role: str = "{}") -> dict[str, tupl
 
 
 def _routed_mlp_shapes(mlp: RoutedMlpConfig, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a router, of each expert in turn, and of a shared expert."""
+    """Return the shapes of a router, of each expert in turn with the projections around them, and of a shared expert."""
     experts = mlp.router.num_experts
     shapes = _projection("router", experts, hidden, bias=mlp.router.bias)
     if mlp.router.choice_bias:
         shapes["choice_bias"] = (experts,)
+    width = hidden if mlp.latent_size is None else mlp.latent_size
+    if mlp.latent_size is not None:
+        shapes |= _projection("latent_in", width, hidden, bias=mlp.latent_bias)
     for expert in range(experts):
-        shapes |= _mlp_shapes(mlp.expert, hidden, f"expert_{{}}.{expert}")
+        shapes |= _mlp_shapes(mlp.expert, width, f"expert_{{}}.{expert}")
+    if mlp.latent_size is not None:
+        shapes |= _projection("latent_out", hidden, width, bias=mlp.latent_bias)
     if mlp.shared is not None:
         shapes |= _mlp_shapes(mlp.shared, hidden, "shared_{}")
     return shapes | _projection("shared_expert_gate", 1, hidden, bias=False) if mlp.shared_gate else shapes

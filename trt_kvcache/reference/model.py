@@ -108,10 +108,13 @@ def routed_mlp(config: RoutedMlpConfig, layer: DecoderLayerWeights, hidden: Floa
     """Apply the chosen experts of each token, and the shared one, to ``hidden`` ``[..., hidden]``; the result has the same shape."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     experts, weights = route(config.router, project(layer.projection("router"), rows), layer.get("choice_bias"))
-    result = np.zeros_like(rows)
+    taken = rows if config.latent_size is None else project(layer.projection("latent_in"), rows)
+    result = np.zeros_like(taken)
     for expert in np.unique(experts).tolist():
         tokens, places = np.nonzero(experts == expert)  # a token has an expert once, so no row is added twice
-        result[tokens] += weights[tokens, places, None] * mlp(config.expert, layer, rows[tokens], f"expert_{{}}.{expert}")
+        result[tokens] += weights[tokens, places, None] * mlp(config.expert, layer, taken[tokens], f"expert_{{}}.{expert}")
+    if config.latent_size is not None:
+        result = project(layer.projection("latent_out"), result)
     if config.shared is not None:
         shared = mlp(config.shared, layer, rows, "shared_{}")
         result += shared * sigmoid(project(layer.projection("shared_expert_gate"), rows)) if config.shared_gate else shared

@@ -5,13 +5,30 @@ Shapes: n rows, k experts of each, E experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.model import RouterConfig
 
 
-def route(router: RouterConfig, logits: torch.Tensor, choice_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts of each row int64 ``[n, k]``, and their weights float32 ``[n, k]``, from logits float32 ``[n, E]``.
+@dataclass(frozen=True, kw_only=True)
+class RouterWeights:
+    """Weights of a router in float32, as they are stored: ``weight`` ``[E, hidden]``, ``bias`` and ``choice_bias`` ``[E]`` or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    choice_bias: torch.Tensor | None
+
+
+def route(router: RouterConfig, weights: RouterWeights, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of each row ``[n, hidden]`` int64 ``[n, k]``, and their weights float32 ``[n, k]``. All is computed in float32."""
+    return chosen(router, F.linear(rows.float(), weights.weight, weights.bias), weights.choice_bias)
+
+
+def chosen(router: RouterConfig, logits: torch.Tensor, choice_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts and their weights, see :func:`route`, from logits float32 ``[n, E]``.
 
     Of equal scores, the expert with the lower number is chosen, as in the reference engine.
     """

@@ -9,7 +9,7 @@ import torch
 
 from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, layer_weights
 from trt_kvcache.model import ModelConfig
-from trt_kvcache.model.weight_parts import WeightPart, layer_parts, split_role
+from trt_kvcache.model.weight_parts import EXACT_ROLES, WeightPart, layer_parts, split_role
 from trt_kvcache.torch_engine.operations import TorchProjection
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
@@ -64,7 +64,7 @@ def stored_weights(config: ModelConfig, index: int, load: LoadTensor, load_packe
     experts = {role: part for role, part in parts.items() if split_role(role)[1]}
     packed = {}
     for role, part in parts.items():
-        found = load_packed(part.tensor, part.rows) if len(part.shape) == 2 and role not in experts else None
+        found = load_packed(part.tensor, part.rows) if len(part.shape) == 2 and role not in experts and role not in EXACT_ROLES else None
         if found is not None:
             packed[role] = found
     others = layer_weights(config, index, load, without=packed.keys() | experts.keys())

@@ -16,10 +16,10 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import CheckpointError, ConfigError
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
-from trt_kvcache.model.weight_parts import layer_parts
+from trt_kvcache.model.weight_parts import EXACT_ROLES, layer_parts
 
-#: Matrices whose rounding would change the choice of experts; they are small.
-_NOT_ROUNDED = frozenset({"router.weight", "shared_expert_gate.weight"})
+#: Matrices that stay as they are: routers, and the gate of a shared expert, which is a single row.
+_NOT_ROUNDED = EXACT_ROLES | {"shared_expert_gate.weight"}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import qwen3_next
 from trt_kvcache.model.families.family import DRAFT_HEADS, Family
+from trt_kvcache.model.families.fields import mlp, num_layers
 from trt_kvcache.model.model_config import ModelConfig
 
 #: RoPE fields that assign frequencies to the axes of an image: in a text all axes have the same positions.
@@ -15,7 +16,7 @@ def read(fields: ConfigFields) -> ModelConfig:
         raise fields.refusal("attn_output_gate", "true")
     if fields.get("output_gate_type") not in (None, "silu", "swish"):
         raise fields.refusal("output_gate_type", "silu")
-    return qwen3_next.read_hybrid(fields, "qwen3_5_text", rope_fields=_IMAGE_FIELDS)
+    return qwen3_next.read_hybrid(fields, "qwen3_5_text", [mlp(fields)] * num_layers(fields), rope_fields=_IMAGE_FIELDS)
 
 
 FAMILY = Family(
@@ -23,7 +24,7 @@ FAMILY = Family(
     architecture="Qwen3_5ForCausalLM",
     title="Qwen3.5 (text)",
     defaults={
-        **{name: value for name, value in qwen3_next.FAMILY.defaults.items() if name not in ("decoder_sparse_step", "num_experts")},
+        **{name: value for name, value in qwen3_next.FAMILY.defaults.items() if name not in qwen3_next.EXPERT_DEFAULTS},
         "num_key_value_heads": 4,
     },
     read=read,

@@ -1,11 +1,11 @@
 """Qwen3-MoE: Qwen3 with experts in all layers, or in some of them."""
 
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.families.expert_fields import NUM_EXPERTS, num_experts, router, sparse_layers
+from trt_kvcache.model.families.expert_fields import NUM_EXPERTS, mlps, num_experts, router, sparse_layers
 from trt_kvcache.model.families.family import EXPERT_NAMES, LLAMA_NAMES, STACKED_EXPERTS, Family
-from trt_kvcache.model.families.fields import attention, mlp, model, norm, num_layers, pre_norm_layer, rope, window_of_all
+from trt_kvcache.model.families.fields import attention, mlp, model, norm, pre_norm_layer, rope, window_of_all
 from trt_kvcache.model.layer_config import QkNormConfig
-from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
+from trt_kvcache.model.mlp_config import RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 
 
@@ -15,14 +15,13 @@ def read(fields: ConfigFields) -> ModelConfig:
     window = window_of_all(fields if has_window else ConfigFields({**fields.data, "sliding_window": None}))
     parts = {"rope": rope(fields), "qkv_bias": bias, "o_bias": bias, "qk_norm": QkNormConfig(norm=norm(fields))}
     mixer, experts = attention(fields, window=window, **parts), num_experts(fields, 128)
-    sparse = sparse_layers(fields) if experts else [False] * num_layers(fields)
-    mlps: dict[bool, MlpConfig | RoutedMlpConfig] = {}
-    if True in sparse:
+
+    def routed() -> RoutedMlpConfig:
         choice = router(fields, experts, renormalise=fields.flag("norm_topk_prob", False))
-        mlps[True] = RoutedMlpConfig(router=choice, expert=mlp(fields, size_field="moe_intermediate_size"))
-    if False in sparse:
-        mlps[False] = mlp(fields)
-    return model(fields, "qwen3_moe", [pre_norm_layer(fields, mixer, mlps[has_experts]) for has_experts in sparse])
+        return RoutedMlpConfig(router=choice, expert=mlp(fields, size_field="moe_intermediate_size"))
+
+    of_layers = mlps(sparse_layers(fields, experts), routed, lambda: mlp(fields))
+    return model(fields, "qwen3_moe", [pre_norm_layer(fields, mixer, one) for one in of_layers])
 
 
 FAMILY = Family(

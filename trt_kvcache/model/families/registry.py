@@ -18,6 +18,7 @@ from trt_kvcache.model.families import (
     granite,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     llama,
     mamba2,
     ministral3,
@@ -43,7 +44,7 @@ FAMILIES: Mapping[str, Family] = {
     for module in (
         *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, granite),
         *(qwen3_moe, mixtral, olmoe),
-        *(qwen3_next, qwen3_5_text, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
+        *(qwen3_next, qwen3_5_text, lfm2, lfm2_moe, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
 
