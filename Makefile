@@ -16,6 +16,8 @@ JOBS ?= auto
 # A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
 WORKERS := -n $(JOBS) --dist worksteal
 CXX_SOURCES = $(shell find plugins tests examples -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
+# The test files with a mark: pytest takes 20 seconds to import all of them.
+marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)
 # Where sums decide: some for each change, all of them for `make test-all`. Left out are files that take long and hand no sum to OpenBLAS.
 SUMS := tests/reference tests/generation
 ALL_SUMS := tests/builder/network tests/checkpoint/quantized tests/end_to_end tests/kernels tests/ops tests/polygraphy tests/reference tests/session \
@@ -64,7 +66,7 @@ coverage: $(READY)  ## Measure branch coverage: host tests, then those on the em
 
 .PHONY: test-long
 test-long: $(READY)  ## Run the tests that take ten seconds and more, but for the server's: sanitizers, kernels for several GPUs
-	$(BIN)/pytest $(WORKERS) -m "long and not trt and not gpu and not slow" --ignore tests/server
+	$(BIN)/pytest $(WORKERS) -m "long and not trt and not gpu and not slow" $(filter-out tests/server/%,$(call marked,long))
 
 .PHONY: test-slow
 test-slow: $(READY)  ## Run the tests that take minutes, and those that repeat others with more inputs
@@ -72,7 +74,7 @@ test-slow: $(READY)  ## Run the tests that take minutes, and those that repeat o
 
 .PHONY: test-trt
 test-trt: $(READY)  ## Build engines with TensorRT for RTX (no GPU needed)
-	$(BIN)/pytest $(WORKERS) -m "trt and not gpu and not slow and not real"
+	$(BIN)/pytest $(WORKERS) -m "trt and not gpu and not slow and not real" $(call marked,trt)
 
 # The bindings of each release are 1 MB, come from the package index and are kept in build/bindings; gcc makes the libraries behind them.
 .PHONY: test-bindings

@@ -40,7 +40,10 @@ FAMILIES = {"llama": "llama", "llama, biases, llama3 RoPE": "llama-llama3-bias",
 #: Families that are built with the attention that is chosen for them: windows and soft caps need a mask.
 OTHER_FAMILIES = {
     "bamba": ("bamba", "native"),
+    "ernie4_5": ("ernie4_5", "native"),
+    "exaone4": ("exaone4", "mask"),
     "gemma2": ("gemma2", "mask"),
+    "glm4": ("glm4", "native"),
     "granitemoehybrid": ("granitemoehybrid-bias", "native"),
     "mamba2": ("mamba2", "native"),
     "nemotron_h": ("nemotron_h", "native"),
@@ -48,10 +51,12 @@ OTHER_FAMILIES = {
     "qwen3_next": ("qwen3_next-bias", "native"),
     "gemma3": ("gemma3", "mask"),
     "granite": ("granite", "native"),
+    "hunyuan_v1_dense": ("hunyuan", "native"),
     "lfm2": ("lfm2", "native"),
     "ministral3": ("ministral3-window", "mask"),
     "mistral": ("mistral", "native"),
     "olmo2": ("olmo2", "native"),
+    "olmo3": ("olmo3", "mask"),
     "phi3": ("phi3-long", "native"),
     "smollm3": ("smollm3", "native"),
 }
@@ -470,6 +475,7 @@ def test_what_is_copied_beside_the_plan(tmp_path: Path) -> None:
         "tokenizer.json": TOKENIZER,
         "tokenizer_config.json": '{"a": 1}',
         "chat_template.jinja": "{{ x }}",
+        "chat_template.json": "{}",
         "generation_config.json": "{}",
     }
     for name, text in {**companions, "README.md": "not copied"}.items():

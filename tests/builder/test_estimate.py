@@ -11,13 +11,14 @@ import pytest
 from tests.helpers.errors import raises
 from tests.helpers.models import SMALL, write_model
 from tests.paths import GOLDEN, SHIPPED
+from tests.sweeps import each_once
 from trt_kvcache import Checkpoint, build_engine, estimate_build
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.errors import CheckpointError, ConfigError
 
-#: Additional bytes of TensorRT's libraries that a system may map at once. Seen: 38 MB, where they had just been installed.
-MAPPED_MORE = 48 << 20
+#: Bytes of libraries and files in memory after a build where peaks were fitted. Another system maps more pages at once: 195 MB was seen.
+MAPPED = 127_000_000
 
 SIZES: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
 
@@ -61,6 +62,14 @@ def test_a_plugin_library_is_in_the_plan(tmp_path: Path) -> None:
     library.write_bytes(bytes(12345))
     plain, carrying = (estimate_build(model, attention="plugin", plugin_library=one).plan_nbytes for one in (None, library))
     assert carrying - plain == 12345
+
+
+@pytest.mark.parametrize("max_logits_per_slot", [1, 4])
+def test_the_buffer_of_v_outputs_is_counted(tmp_path: Path, max_logits_per_slot: int) -> None:
+    model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=3)
+    options: dict[str, Any] = {**SIZES, "max_prefill_length": 11, "flavour": "tensorrt", "max_logits_per_slot": max_logits_per_slot}
+    plain, marked = (estimate_build(model, **options, v_outputs=one).activations_nbytes for one in (False, True))
+    assert marked - plain == 3 * 11 * 2 * 64 * 2  # slots, new tokens, heads, elements, bytes: of one layer
 
 
 def test_the_chosen_attention_is_that_of_a_build() -> None:
@@ -116,9 +125,9 @@ def test_the_plan_of_states_alone_is_within_a_tenth(tmp_path: Path) -> None:
 
 
 @pytest.mark.trt
-@pytest.mark.parametrize("logits", [1, 5])
 @pytest.mark.parametrize(
-    "variant", [{"attention": "native"}, {"attention": "plugin"}, {"attention": "plugin", "plugin_layers": "segments"}]
+    ("variant", "logits"),
+    each_once([({"attention": "native"},), ({"attention": "plugin"},), ({"attention": "plugin", "plugin_layers": "segments"},)], [1, 5]),
 )
 def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, variant: dict[str, str], logits: int) -> None:
     model = write_model(tmp_path / "model", vocab_size=3000, hidden_size=1024, head_dim=64, intermediate_size=8192, num_hidden_layers=3)
@@ -131,8 +140,17 @@ _BUILD = """
 import json, sys
 from trt_kvcache import build_engine
 report = build_engine(*sys.argv[1:3], flavour="tensorrt_rtx", **json.loads(sys.argv[3]))
-print(json.dumps([report.plan_nbytes, report.peak_memory_nbytes]))
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(json.dumps([report.plan_nbytes, report.peak_memory_nbytes, int(status["RssFile"].split()[0]) << 10]))
 """
+
+
+def plan_and_peak(model: Path, engine: Path, options: dict[str, Any]) -> tuple[int, int]:
+    """Build in a process of its own; return the bytes of the plan, and the peak with as many mapped pages as where peaks were fitted."""
+    arguments = [str(model), str(engine), json.dumps(options)]
+    done = subprocess.run([sys.executable, "-c", _BUILD, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+    plan, peak, mapped = json.loads(done.stdout.splitlines()[-1])
+    return plan, peak - mapped + MAPPED
 
 
 @pytest.fixture(scope="module")
@@ -148,20 +166,18 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "options",
     [
         {"quantize": "int4:128,embedding=int4"},
-        {"quantize": "int8,embedding=int8"},
-        {"quantize": "int4", "kv_dtype": "int8"},
-        {"quantize": "int8,embedding=int8", "kv_dtype": "fp8"},
+        pytest.param({"quantize": "int8,embedding=int8"}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "int4", "kv_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "int8,embedding=int8", "kv_dtype": "fp8"}, marks=pytest.mark.slow),
         {"quantize": "int8,embedding=int8", "kv_dtype": "fp8", "plugin_layers": "segments"},
     ],
     ids=str,
 )
 def test_plan_and_peak_of_rounded_weights_are_within_a_tenth(tmp_path: Path, wide: Path, options: dict[str, str]) -> None:
-    arguments = [str(wide), str(tmp_path / "engine"), json.dumps({**SIZES, **options})]
-    done = subprocess.run([sys.executable, "-c", _BUILD, *arguments], check=True, stdout=subprocess.PIPE, text=True)
-    plan, peak = json.loads(done.stdout.splitlines()[-1])
+    plan, peak = plan_and_peak(wide, tmp_path / "engine", {**SIZES, **options})
     estimate = estimate_build(wide, **SIZES, **options)
     assert estimate.plan_nbytes == pytest.approx(plan, rel=0.1)
-    assert estimate.host_peak_nbytes == pytest.approx(peak, abs=0.1 * peak + MAPPED_MORE)
+    assert estimate.host_peak_nbytes == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.trt
@@ -170,10 +186,8 @@ def test_the_peak_of_a_build_is_that_of_packed_weights(tmp_path: Path) -> None:
     """Weights of 150 MB in 16 bits, of which 38 MB are left: the estimate has no room for dense ones."""
     sizes = {"hidden_size": 1024, "intermediate_size": 6144, "head_dim": 64, "num_hidden_layers": 4}
     model, options = write_model(tmp_path / "model", **sizes), {"max_sequence_length": 32, "quantize": "int4:128"}
-    arguments = [str(model), str(tmp_path / "engine"), json.dumps(options)]
-    done = subprocess.run([sys.executable, "-c", _BUILD, *arguments], check=True, stdout=subprocess.PIPE, text=True)
-    _, peak = json.loads(done.stdout.splitlines()[-1])
-    assert peak < 1.12 * estimate_build(model, **options).host_peak_nbytes + MAPPED_MORE
+    _, peak = plan_and_peak(model, tmp_path / "engine", options)
+    assert peak < 1.12 * estimate_build(model, **options).host_peak_nbytes
 
 
 def test_only_what_takes_columns_is_packed_twice(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.helpers.quantized_models import (
     gptq,
     write_quantized,
 )
+from tests.sweeps import each_once
 from trt_kvcache import InferenceSession, build_engine, estimate_build
 from trt_kvcache.builder.build_engine import BuildReport
 from trt_kvcache.checkpoint import Checkpoint
@@ -53,8 +54,9 @@ def assert_packed(report: BuildReport, dense: BuildReport) -> None:
     assert report.plan_nbytes < dense.plan_nbytes - saved + dense.weights_nbytes / 10
 
 
-@pytest.mark.parametrize("attention", ["native", "plugin"])
-@pytest.mark.parametrize(("quantize", "part"), [("int8", 0.51), ("int4", 0.29), ("int4:128", 0.27)])
+@pytest.mark.parametrize(
+    ("quantize", "part", "attention"), each_once([("int8", 0.51), ("int4", 0.29), ("int4:128", 0.27)], ["native", "plugin"])
+)
 def test_weights_stay_packed(wide: Path, dense: BuildReport, tmp_path: Path, quantize: str, part: float, attention: str) -> None:
     report = build_engine(wide, tmp_path / "engine", **SIZES, quantize=quantize, attention=attention)
     assert report.weights_nbytes < part * dense.weights_nbytes
@@ -65,19 +67,18 @@ def test_weights_stay_packed(wide: Path, dense: BuildReport, tmp_path: Path, qua
 @pytest.mark.parametrize(
     ("quantize", "config"),
     [
-        (gptq(group_size=32), {**GPTQ_CONFIG, "group_size": 32}),
-        (gptq(group_size=32, order=True), {**GPTQ_CONFIG, "group_size": 32, "desc_act": True}),
-        (awq(group_size=32), {**AWQ_CONFIG, "group_size": 32}),
-        (floats(1, None), CT_FP8),
+        pytest.param(gptq(group_size=32), {**GPTQ_CONFIG, "group_size": 32}, marks=pytest.mark.slow, id="gptq"),
+        pytest.param(gptq(group_size=32, order=True), {**GPTQ_CONFIG, "group_size": 32, "desc_act": True}, id="gptq-order"),
+        pytest.param(awq(group_size=32), {**AWQ_CONFIG, "group_size": 32}, marks=pytest.mark.slow, id="awq"),
+        pytest.param(floats(1, None), CT_FP8, id="fp8"),
     ],
-    ids=["gptq", "gptq-order", "awq", "fp8"],
 )
 def test_checkpoints_stay_packed(wide: Path, dense: BuildReport, tmp_path: Path, quantize: Any, config: dict[str, Any]) -> None:
     write_quantized(tmp_path / "model", str(wide), quantize, config)
     assert_packed(build_engine(tmp_path / "model", tmp_path / "engine", **SIZES), dense)
 
 
-@pytest.mark.parametrize("form", ["int4:128", "fp8", "gptq"])
+@pytest.mark.parametrize("form", ["int4:128", *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp8", "gptq"))])
 def test_weights_whose_last_group_is_smaller_stay_packed(tmp_path: Path, form: str) -> None:
     model = write_model(tmp_path / "model", hidden_size=320, intermediate_size=16320, head_dim=64)
     dense = build_engine(model, tmp_path / "dense", **SIZES)
@@ -92,7 +93,7 @@ def test_weights_whose_last_group_is_smaller_stay_packed(tmp_path: Path, form: s
         assert_packed(build_engine(model, tmp_path / "engine", **SIZES, quantize=form), dense)
 
 
-@pytest.mark.parametrize("case", ["modelopt-nvfp4", "mxfp4"])
+@pytest.mark.parametrize("case", [pytest.param("modelopt-nvfp4", marks=pytest.mark.slow), "mxfp4"])
 def test_fp4_takes_half_of_int8(wide: Path, tmp_path: Path, case: str) -> None:
     quantize, config = FP4_CASES[case]
     write_quantized(tmp_path / "model", str(wide), quantize, {**config, "modules_to_not_convert": ["lm_head"]})

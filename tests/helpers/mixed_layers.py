@@ -48,7 +48,12 @@ def mixed_model(*head_dims: int) -> ModelConfig:
             input_norm=NORM,
             mlp_norm=NORM,
         ),
-        LayerConfig(mixer=plain[3], mlp=MlpConfig(intermediate_size=36), input_norm=NORM, mlp_norm=NORM),
+        LayerConfig(
+            mixer=replace(plain[3], qk_norm=QkNormConfig(norm=NORM, after_rope=True)),
+            mlp=MlpConfig(intermediate_size=36),
+            input_norm=NORM,
+            mlp_norm=NORM,
+        ),
     )
     return ModelConfig(
         family="gemma3_text",  # which has names for all norms
@@ -127,6 +132,7 @@ def without(model: ModelConfig) -> dict[str, ModelConfig]:
         "partial_rotary": changed(2, rope=replace(HALF, partial_rotary_factor=1.0)),
         "which part is rotated": changed(2, rope=replace(HALF, partial_rotary_factor=0.25)),
         "several_ropes": changed(3, rope=replace(ROPE, kind="linear", factor=2.0)),
+        "norm_after_rope": changed(3, qk_norm=QkNormConfig(norm=NORM)),
         "norm_offset": changed(0, mixer_output_norm=no_offset),
         "the offset of the norm of heads": changed(2, qk_norm=QkNormConfig(norm=no_offset)),
         "the offset of the final norm": replace(model, final_norm=no_offset),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig, QueryScaling, RoutedMlpConfig
+from trt_kvcache.model import ModelConfig, QueryScaling, RopeConfig, RoutedMlpConfig
 from trt_kvcache.model.families.registry import FAMILIES
 
 DEFAULTS = json.loads((GOLDEN / "defaults.json").read_text(encoding="utf-8"))
@@ -41,6 +42,42 @@ def test_gemma_3_has_two_kinds_of_rope_in_either_spelling() -> None:
     old = golden("gemma3", rope_scaling=None)
     ropes = {"full_attention": {"rope_theta": 2000.0}, "sliding_attention": {"rope_theta": 50.0}}
     assert golden("gemma3", rope_scaling=None, rope_theta=1.0, rope_local_base_freq=2.0, rope_parameters=ropes) == old
+
+
+def test_the_scaling_of_older_files_of_olmo_3_belongs_to_full_attention() -> None:
+    ropes = [layer.attention.rope for layer in golden("olmo3-bias-yarn", rope_theta=70.0).layers]
+    assert [rope and (rope.kind, rope.theta) for rope in ropes] == [("yarn", 70.0), ("default", 70.0), ("yarn", 70.0)]
+    assert golden("olmo3-bias-yarn", sliding_window=None, layer_types=["full_attention"] * 3).layers[1].attention.window is None
+
+
+def test_full_attention_of_exaone_4_has_rope_only_without_windows() -> None:
+    rotated = [(layer.attention.window, layer.attention.rope is not None) for layer in golden("exaone4").layers]
+    assert rotated == [(7, True), (7, True), (None, False), (7, True)]
+    no_window = golden("exaone4", sliding_window=None)
+    assert {(layer.attention.window, layer.attention.rope is not None) for layer in no_window.layers} == {(None, True)}
+    with_unused_window = golden("exaone4-full", sliding_window=9)
+    assert {(layer.attention.window, layer.attention.rope) for layer in with_unused_window.layers} == {(None, None)}
+    given = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    listed = golden("exaone4", layer_types=given, sliding_window_pattern="LLG")
+    assert [layer.attention.window for layer in listed.layers] == [None, 7, 7, None]
+
+
+def test_defaults_of_glm_4_that_transformers_sets_itself() -> None:
+    assert golden("glm4", eos_token_id=None).eos_token_ids == (151329, 151336, 151338)
+    dims = [golden("glm4", partial_rotary_factor=part).layers[0].attention.rotary_dim for part in (0.5, 0.75, None)]
+    assert (golden("glm4").layers[0].attention.rotary_dim, *dims) == (12, 12, 18, 24)
+
+
+def test_alpha_of_hunyuan_raises_the_base_of_rope() -> None:
+    scaling = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
+    (mixer,) = {layer.attention for layer in golden("hunyuan", rope_scaling=scaling, rope_theta=10000.0).layers}
+    assert mixer.rope == RopeConfig(kind="default", theta=10000.0 * 1000.0 ** (24 / 22))
+    assert golden("hunyuan", rope_scaling={**scaling, "rope_theta": 7.0}).layers[0].attention.rope == replace(
+        mixer.rope, theta=7.0 * 1000.0 ** (24 / 22)
+    )
+    (dynamic,) = {layer.attention.rope for layer in golden("hunyuan", rope_scaling={"type": "dynamic", "factor": 2.0}).layers}
+    assert dynamic is not None
+    assert (dynamic.kind, dynamic.factor) == ("dynamic", 2.0)
 
 
 def test_rope_of_ministral_3_is_as_in_transformers_where_nothing_is_said() -> None:
@@ -92,6 +129,13 @@ def test_experts_of_the_hybrids() -> None:
     assert (latent.expert.bias, latent.shared.bias, latent.expert.gated) == (False, True, False)
 
 
+def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
+    expected = golden("ernie4_5")
+    assert golden("ernie4_5", model_type=None) == golden("ernie4_5", architectures=["Ernie4_5ForCausalLM"]) == expected
+    assert golden("ernie4_5", use_bias=None, head_dim=24) == expected
+    assert golden("ernie4_5", head_dim=None).layers[0].attention.head_dim == 16
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -126,6 +170,67 @@ def test_experts_of_the_hybrids() -> None:
         ),
         ("qwen3-sharded", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected full_attention everywhere with"),
         ("olmo2", {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supported for model_type 'olmo2'"),
+        ("olmo3", {"layer_types": ["sliding_attention"] * 3}, "layer_types: expected 4 as num_hidden_layers says, got 3"),
+        ("olmo3", {"sliding_window": None}, "sliding_window: expected a positive integer with sliding_attention in layer_types, got None"),
+        ("olmo3", {"sliding_window": 0}, "sliding_window: expected a positive integer, got 0"),
+        (
+            "olmo3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+            "rope_parameters: expected one object for full_attention and one for sliding_attention, got others",
+        ),
+        ("olmo3-bias-yarn", {"rope_scaling": [4.0]}, "rope_scaling: expected an object"),
+        (
+            "ernie4_5",
+            {"layer_types": ["sliding_attention"] * 2},
+            "layer_types: sliding_attention is not supported for model_type 'ernie4_5'",
+        ),
+        ("ernie4_5", {"compression_ratio": 2.0}, r"compression_ratio: expected 1 \(positions of RoPE as they are\), got 2.0"),
+        ("ernie4_5", {"use_bias": "yes"}, "use_bias: expected true or false, got 'yes'"),
+        ("ernie4_5", {"auto_map": {"AutoConfig": "configuration_ernie4_5_moe.Ernie4_5_MoeConfig"}}, "auto_map: .* needs code of its own"),
+        (
+            "ernie4_5",
+            {"architectures": ["Ernie4_5_MoeForCausalLM"]},
+            "architectures: expected Ernie4_5ForCausalLM for model_type 'ernie4_5'",
+        ),
+        ("exaone4", {"sliding_window_pattern": "LLG"}, "sliding_window_pattern: expected a positive integer, got 'LLG'"),
+        ("exaone4", {"sliding_window": -1}, "sliding_window: expected a positive integer, got -1"),
+        (
+            "exaone4",
+            {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+            "sliding_window: expected a positive integer with sliding_attention in layer_types, got None",
+        ),
+        ("exaone4-full", {"layer_types": ["full_attention"]}, "layer_types: expected 3 as num_hidden_layers says, got 1"),
+        ("glm4", {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supported for model_type 'glm4'"),
+        ("glm4", {"partial_rotary_factor": 0.3}, "partial_rotary_factor: expected an even number of 2 or more of the 24 elements .* got 7"),
+        ("glm4", {"attention_bias": 1}, "attention_bias: expected true or false, got 1"),
+        ("hunyuan", {"use_qk_norm": False}, "use_qk_norm: expected true, got False"),
+        ("hunyuan", {"use_cla": True}, "use_cla: expected false, got True"),
+        ("hunyuan", {"mlp_bias": 1}, "mlp_bias: expected false, got 1"),
+        ("hunyuan", {"norm_type": "layer_norm"}, "norm_type: expected rms, got 'layer_norm'"),
+        ("hunyuan", {"attention_head_dim": 16}, "attention_head_dim: expected head_dim=24, got 16"),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "linear", "factor": 1.0, "alpha": 5.0}},
+            r"rope_scaling\.alpha: expected none, unless the type",
+        ),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 5.0}},
+            r"rope_scaling\.alpha: expected none, unless .* factor 1",
+        ),
+        ("hunyuan", {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 0}}, r"rope_scaling\.alpha: expected a finite number > 0"),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1e300}},
+            r"rope_scaling\.alpha: expected a smaller number",
+        ),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 5.0, "beta": 1}},
+            "rope_scaling: expected only .* got beta as",
+        ),
+        ("hunyuan", {"head_dim": 2, "attention_head_dim": 2}, "partial_rotary_factor: expected an even number of 4 or more"),
+        ("olmo3", {"num_experts": 4}, "num_experts: .* has a mixture of experts"),
         ("lfm2-bias", {"full_attn_idxs": [4]}, r"full_attn_idxs: expected a list of indices of layers, from 0 to 3, got \[4\]"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types: mamba is not supported"),
         ("lfm2", {"num_experts": 4}, r"num_experts: .* has a mixture of experts"),

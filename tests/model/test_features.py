@@ -53,6 +53,7 @@ CASES = {
     ),
     "several_ropes": (with_last_mixer(rope=replace(ROPE, theta=7.0)), "layers[1].mixer.rope"),
     "full_qk_norm": (with_mixer(MODEL, qk_norm=QkNormConfig(norm=NORM, over="full")), "layers[0].mixer.qk_norm.over = full"),
+    "norm_after_rope": (with_mixer(MODEL, qk_norm=QkNormConfig(norm=NORM, after_rope=True)), "layers[0].mixer.qk_norm.after_rope = True"),
     "several_shapes": (with_last_mixer(head_dim=16), "layers[1] = (4, 2, 16, 28, "),
     "norm_offset": (in_last_layer(mlp_norm=replace(NORM, weight_offset=1.0)), "layers[1].mlp_norm.weight_offset = 1.0"),
     "norm_rounding": (
@@ -86,6 +87,11 @@ def test_llama_needs_none() -> None:
         ("smollm3", {"no_rope"}),
         ("qwen3_moe-dense-window", {"window", "several_shapes", "experts"}),
         ("olmo2", {"full_qk_norm", "norm_rounding", "norm_places"}),
+        ("olmo3", {"window", "several_ropes", "full_qk_norm", "norm_rounding", "norm_places"}),
+        ("ernie4_5", {"interleaved_rope"}),
+        ("exaone4", {"window", "no_rope", "norm_places"}),
+        ("glm4", {"interleaved_rope", "partial_rotary", "norm_places", "fused_tensors"}),
+        ("hunyuan", {"norm_after_rope"}),
         ("gemma3", {"window", "scale", "several_ropes", "norm_offset", "norm_rounding", "norm_places", "activation"}
                    | {"embedding_multiplier", "final_softcap"}),
     ],

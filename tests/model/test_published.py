@@ -116,7 +116,7 @@ def attention_in_words(mixer: AttentionConfig) -> list[str]:
     parts += [f"scores capped at {mixer.softcap:g}"] if mixer.softcap else []
     parts += [f"scale {mixer.scale:g}"] if mixer.scale else []
     parts += [f"queries 1 + {mixer.query_scaling.beta:g} log by {mixer.query_scaling.period}"] if mixer.query_scaling else []
-    parts += [f"norm of q and k ({mixer.qk_norm.over})"] if mixer.qk_norm else []
+    parts += [f"norm of q and k ({mixer.qk_norm.over}){' after RoPE' if mixer.qk_norm.after_rope else ''}"] if mixer.qk_norm else []
     return parts + [name for name in ("qkv_bias", "o_bias", "output_gate") if getattr(mixer, name)]
 
 
@@ -150,7 +150,6 @@ def test_both_features_of_deepseek_are_named() -> None:
 @pytest.mark.parametrize(
     ("text_config", "way_out"),
     [
-        ({"model_type": "qwen3_5_text"}, "opens with the text_config alone as config.json: see docs/models.md"),
         ({"model_type": "gemma3_text"}, "cannot be opened from this checkpoint yet"),
         ({"model_type": "unknown"}, "There is no way around that yet"),
         (None, "There is no way around that yet"),

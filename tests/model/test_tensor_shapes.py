@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from tests.helpers.errors import raises
 from tests.helpers.models import SMALL, with_layers, with_mixer
 from tests.paths import GOLDEN
+from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 
@@ -60,6 +62,11 @@ def test_biases_of_the_mlp() -> None:
 def test_norms_of_q_and_k() -> None:
     norm = QkNormConfig(norm=NormConfig(epsilon=1e-5))
     assert added(with_mixer(MODEL, qk_norm=norm)) == {f"{LAYER}self_attn.{name}_norm.weight": (24,) for name in "qk"}
+
+
+def test_norms_of_all_heads_come_before_rope() -> None:
+    with raises(ConfigError, "QkNormConfig.after_rope", ("False", "over='full'"), "True"):
+        QkNormConfig(norm=NormConfig(epsilon=1e-5), over="full", after_rope=True)
 
 
 def test_a_tied_head_is_not_listed() -> None:

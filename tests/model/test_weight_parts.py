@@ -8,11 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.helpers.models import SMALL, model_of
+from tests.helpers.models import SMALL, model_of, with_mixer
 from tests.paths import GOLDEN
 from trt_kvcache.checkpoint.decoder_weights import decoder_weights
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig, NormConfig
+from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig, RopeConfig
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 from trt_kvcache.model.weight_parts import WeightPart, layer_parts, stacked_experts
 
@@ -63,6 +63,36 @@ def test_each_expert_has_tensors_of_its_own() -> None:
         {f"{moe}.experts.{expert}.{name}.weight": (44, 40) for name in ("w1", "w3")} for expert in range(4)
     ]
     assert stacked_experts(model_of("qwen3_moe-dense-window"), 0, "mlp.experts.down_proj") == []
+
+
+#: 4 query heads over 2 K/V heads of 24, of which RoPE rotates all elements.
+ERNIE = ModelConfig.from_dict(json.loads((GOLDEN / "ernie4_5" / "config.json").read_text(encoding="utf-8")))
+
+
+def test_pairs_of_interleaved_rope_are_read_as_halves() -> None:
+    k, v, q = (layer_parts(ERNIE, 1)[f"{name}.weight"] for name in ("k", "v", "q"))
+    head = [*range(0, 24, 2), *range(1, 24, 2)]
+    assert k.index == [*head, *(24 + row for row in head)]
+    assert (k.selections, k.is_whole, k.shape) == ((k.index,), False, (48, 64))
+    assert (v.index, v.selections, v.is_whole) == (slice(0, 48), (slice(0, 48),), True)
+    assert sorted(q.index) == list(range(96))  # type: ignore[arg-type,type-var]
+
+
+def test_only_rotated_rows_are_reordered() -> None:
+    rope = RopeConfig(kind="default", theta=100.0, partial_rotary_factor=1 / 6)
+    parts = [layer_parts(with_mixer(ERNIE, rope=rope, qkv_bias=bias), 0) for bias in (False, True)]
+    assert parts[0]["k.weight"].index == [0, 2, 1, 3, *range(4, 24), 24, 26, 25, 27, *range(28, 48)]
+    assert parts[1]["k.bias"].index == parts[1]["k.weight"].index
+    assert layer_parts(with_mixer(ERNIE, rope=None), 0)["k.weight"].is_whole
+
+
+def test_norms_of_interleaved_heads_are_reordered_too() -> None:
+    """A norm of each head has the weights of one, a norm of all heads those of each."""
+    rope = RopeConfig(kind="default", theta=100.0, partial_rotary_factor=1 / 6)
+    for over, width in (("head", 24), ("full", 48)):
+        norm = QkNormConfig(norm=NormConfig(epsilon=1e-5), over=over)
+        found = layer_parts(with_mixer(ERNIE, rope=rope, qk_norm=norm), 0)["k_norm.weight"].index
+        assert found == [first + row for first in range(0, width, 24) for row in (0, 2, 1, 3, *range(4, 24))]
 
 
 def test_each_tensor_is_read_once_and_its_parts_are_views() -> None:

@@ -120,7 +120,7 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
     assert calls["attend"] == 4 * (calls["gated_mul silu"] + calls["linear_gated_mul silu"]) / 3 > 0, "the first layer has no SiLU"
     assert calls["gated_mul gelu_tanh"] + calls["linear_gated_mul gelu_tanh"] == calls["attend"] / 4, "but GELU"
     assert calls["add_rms_norm"] == 2 * calls["attend"], "with norms of what is added, and a factor"
-    assert calls["qk_rms_norm"] == calls["attend"] / 2, "two layers of four have norms of q and k: of all heads, and of each with an offset"
+    assert calls["qk_rms_norm"] == 3 * calls["attend"] / 4, "of all heads, of each with an offset, and of each after RoPE"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -184,6 +184,15 @@ def test_packed_weights_agree_with_the_reference_engine(memory, calls, tmp_path,
     assert calls["packed_linear"] == (7 if "head" in quantize else 6) * steps
     assert calls["packed_dequantize"] == calls["gated_mul silu"] == 0
     assert (calls["linear"] == 0) == ("head" in quantize), "the head alone has 16 bits"
+
+
+def test_packed_rows_of_interleaved_rope_agree_with_the_reference_engine(memory, calls, tmp_path):
+    changes = {"model_type": "ernie4_5", "use_bias": True, "head_dim": 80, "intermediate_size": 96}
+    folder = write_model(tmp_path / "model", **PACKED_SIZES, **changes, torch_dtype="bfloat16")
+    session, reference = packed_sessions(memory, folder, "bfloat16", "int4")
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["packed_linear"] > 0
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -186,6 +186,13 @@ def test_rows_of_a_fused_tensor(case):
     check_values(PackedWeight.of(arrays, "float16", CPU, HostMemory()), expected)
 
 
+@pytest.mark.parametrize("case", ["gptq", "Q8_0", "rounded int4", "awq"])
+def test_rows_in_another_order(case):
+    weight, order = PACKED[case][0](), [17, 3, 40, 41, 2, 0, 39, 18, 1]
+    arrays = packed_arrays([weight.rows(order)], "float16")
+    check_values(PackedWeight.of(arrays, "float16", CPU, HostMemory()), weight.dequantized("float16")[order])
+
+
 class TestJoined:
     def weights(self, *rounded):
         return [packed_weight(one, "bfloat16") for one in rounded]

@@ -54,6 +54,17 @@ def test_rounded_as_in_the_numpy_engine(tmp_path, quantize, dtype):
     assert np.abs(logits[2] - logits[1]).max() > 1e-3 * np.abs(logits[1]).max()
 
 
+def test_interleaved_rows_are_rounded_as_in_the_numpy_engine(tmp_path):
+    sizes = {"model_type": "ernie4_5", "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    model = write_model(tmp_path / "model", **sizes, torch_dtype="bfloat16", scale=0.1)
+    found, expected = (
+        InferenceSession.from_model(model, engine=engine, dtype="float32", max_sequence_length=16, quantize="int4")
+        for engine in ("torch", "reference")
+    )
+    with found, expected:
+        assert_close(found.prefill([IDS])[0], expected.prefill([IDS])[0], tolerance=1e-5)
+
+
 @pytest.mark.parametrize("folders", ALL_CASES, indirect=True)
 def test_as_the_class_of_transformers(folders):
     transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 from trt_kvcache.model.weight_parts import layer_parts
 
 #: Host memory of Python with TensorRT loaded after a build, and additional memory for each layer of a network.
-_HOST, _HOST_PER_LAYER = 188_000_000, 9_300_000
+_HOST, _HOST_PER_LAYER = 215_000_000, 9_300_000
 
 #: Copies of the weights on the host when the plan is complete: pages of the checkpoint (or converted, packed), TensorRT, the plan.
 _COPIES = 3.09

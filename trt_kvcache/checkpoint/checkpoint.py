@@ -30,7 +30,7 @@ from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, family_
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
-from trt_kvcache.model.families.registry import FAMILIES, read_config
+from trt_kvcache.model.families.registry import FAMILIES, read_config, states_dtype
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 from trt_kvcache.model.weight_parts import exact_tensors
@@ -43,6 +43,7 @@ COMPANION_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 
 # Older exports stored these buffers. They are computed from the configuration instead.
@@ -79,8 +80,6 @@ class Checkpoint:
         The model that ``config.json`` describes.
     kv_dtype : str or None
         ``"float8_e4m3fn"`` or ``"int8"`` if there are static scales of K and V, see :meth:`kv_scales`; else None.
-    exact_names : frozenset of str
-        Names of tensors that keep their stored dtype in every engine, whatever the dtypes of model and engine are: those of routers.
 
     Examples
     --------
@@ -104,7 +103,7 @@ class Checkpoint:
         self.kv_dtype = kv_dtype
         self.config = config
         self._shapes = tensor_shapes(config)
-        self.exact_names = exact_tensors(config)
+        self._exact = exact_tensors(config)
         self._quantized = quantized or {}
         self._files: Mapping[str, WeightFile] | None = files
 
@@ -145,18 +144,20 @@ class Checkpoint:
         rounding = None if quantize is None else Quantization.parse(quantize)
         folder = Path(path)
         config, data, format_, source = _read_config(folder)
-        files = split_experts(config, family_names(open_weight_files(folder), FAMILIES[config.family], folder), folder)
+        family = FAMILIES[config.family]
+        files = split_experts(config, family_names(open_weight_files(folder, family), family, folder), folder)
         gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
         if gguf is not None:
             format_ = GGUF((tensor.dtype for tensor in gguf.tensors.values()), gguf.dequantized.values())
-        if data.get("dtype") is None and data.get("torch_dtype") is None and embedding_name(config) in files:
+        if not states_dtype(data) and embedding_name(config) in files:
             config = _with_stored_dtype(config, files[embedding_name(config)])
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
         _check(config, files, folder, format_, quantized, source.name)
         rounded = {} if rounding is None else rounded_weights(config, rounding, quantized)
         checkpoint = cls(folder, config, files, {**quantized, **rounded}, None if format_ is None else format_.kv_dtype)
         if source.name == CONFIG_FILE:  # config.json states a dtype; the metadata of GGUF does not
-            converted = [name for name in checkpoint.tensor_names if name not in quantized and name not in checkpoint.exact_names]
+            kept = quantized.keys() | exact_tensors(config)
+            converted = [name for name in checkpoint.tensor_names if name not in kept]
             _warn_of_conversion(config, files, converted, folder)
         if format_ is not None and quantized and format_.notes:
             warn_caller(f"{folder}: weights are {format_.title}: {'; '.join(format_.notes)}.", UserWarning)
@@ -202,7 +203,7 @@ class Checkpoint:
         -------
         ndarray
             Read-only, in host memory, in the dtype of the model (bfloat16 through ml_dtypes); values of a quantized weight in float32,
-            so that an engine rounds them once.
+            so that an engine rounds them once; those of routers of experts in their stored dtype.
 
         Raises
         ------
@@ -225,7 +226,7 @@ class Checkpoint:
 
     def _value_dtype(self, name: str, files: Mapping[str, WeightFile]) -> str:
         """Return the dtype in which :meth:`tensor` returns a tensor that is not quantized."""
-        keeps_stored = files[name].keeps_stored_dtype or name in self.exact_names
+        keeps_stored = files[name].keeps_stored_dtype or name in self._exact
         return files[name].tensors[name].dtype if keeps_stored else self.config.dtype
 
     def quantized_weight(self, name: str) -> QuantizedWeight | None:
@@ -297,7 +298,7 @@ class Checkpoint:
         """
         if name in self._quantized:
             return self._quantized[name].nbytes(self._open_files())
-        if name in self.exact_names:
+        if name in self._exact:
             return self._open_files()[name].tensors[name].nbytes
         return math.prod(self._shapes[name]) * itemsize(self.config.dtype)
 

@@ -54,6 +54,7 @@ def cos_sin_names(model: ModelConfig) -> dict[RopeKind, str]:
 
 def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int) -> dict[str, int | float]:
     """Return the attributes of :class:`~trt_kvcache.ops.attention_op.AttentionOp` for a layer."""
+    mixer = mixer.after_norms
     attributes: dict[str, int | float] = {
         "num_heads": mixer.num_heads,
         "num_kv_heads": mixer.num_kv_heads,
@@ -83,7 +84,8 @@ def decoder_stages(
 ) -> tuple[Stage, ...]:
     """Return the stages over a combined cache, in order: the embedding, a segment and its operation for each cut, the last segment."""
     computed = dtype or cache.dtype
-    table, *_ = decoder_constants(model, cache, dtype=computed)
+    table, *tables = decoder_constants(model, cache, dtype=computed)
+    angles = {spec.name: spec for spec in tables}
     embedded = embedding_output_name(model)
     stages: list[Stage] = [
         CustomOpNode(operation=EmbeddingOp.name, attributes={}, inputs=(EMBEDDING, names.input_ids), outputs=(embedded,))
@@ -104,7 +106,10 @@ def decoder_stages(
             tensors.append(TensorSpec.output(hidden_state_name(layer), hidden, computed))
         gates = [(output_gate_name(layer), (-1, -1, mixer.num_heads * mixer.head_dim))] if mixer.output_gate else []
         tensors += [TensorSpec.output(name, shape, computed) for name, shape in gates]
-        if mixer.query_scaling is not None:
+        kind = rope_kind(mixer)
+        if kind is not None and mixer.rotates_before_norm:
+            tensors.append(angles[cos_sin_names(model)[kind]])
+        if mixer.query_scaling is not None or mixer.rotates_before_norm:
             tensors.append(TensorSpec.input(names.kvcache_start_index, (-1,), "int32"))
         stages += [Segment(tensors=tuple(tensors)), _attention_node(model, cache, names, layer, index)]
         entering, attended = hidden_state_name(layer), (-1, -1, mixer.num_heads, mixer.head_dim)
@@ -120,7 +125,7 @@ def _attention_node(model: ModelConfig, cache: DecoderCacheConfig, names: Tensor
     *qkv, attended = attention_tensor_names(layer)
     past, present = names.combined_pair(index)
     mixer = model.layers[layer].attention
-    kind = rope_kind(mixer)
+    kind = rope_kind(mixer.after_norms)
     angles = () if kind is None else (cos_sin_names(model)[kind],)
     scales = [spec.name for spec in ([] if cache.kv is None else scale_tensors(cache.kv, names, index))]
     return CustomOpNode(

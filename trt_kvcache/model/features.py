@@ -9,7 +9,7 @@ from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
 from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
-from trt_kvcache.model.weight_parts import has_fused_tensors
+from trt_kvcache.model.weight_parts import has_fused_tensors, has_interleaved_rope
 
 #: All features with a description.
 FEATURES = {
@@ -28,8 +28,10 @@ FEATURES = {
     "output_gate": "gated attention",
     "no_rope": "layers without RoPE (NoPE)",
     "partial_rotary": "partial RoPE",
+    "interleaved_rope": "interleaved RoPE",
     "several_ropes": "per-layer RoPE",
     "full_qk_norm": "QK-norm over all heads",
+    "norm_after_rope": "QK-norm after RoPE",
     "several_shapes": "layers of different sizes",
     "norm_offset": "RMSNorm with 1 + weight",
     "norm_rounding": "RMSNorm weight in float32",
@@ -90,6 +92,8 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "final_softcap", f"final_softcap = {model.final_softcap}"
     if model.logits_divisor != 1:
         yield "logits_divisor", f"logits_divisor = {model.logits_divisor}"
+    if has_interleaved_rope(model):
+        yield "interleaved_rope", "rows of q and k"
     if has_fused_tensors(model):
         yield "fused_tensors", "names of weights"
 
@@ -132,6 +136,8 @@ def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield "several_ropes", f"layers[{index}].mixer.rope"
         if mixer.qk_norm is not None and mixer.qk_norm.over == "full":
             yield "full_qk_norm", f"layers[{index}].mixer.qk_norm.over = full"
+        if mixer.rotates_before_norm:
+            yield "norm_after_rope", f"layers[{index}].mixer.qk_norm.after_rope = True"
 
 
 def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:

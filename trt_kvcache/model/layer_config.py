@@ -10,7 +10,7 @@ A layer without a mixer, or without an MLP, has only the other line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
@@ -27,7 +27,7 @@ QK_NORM_SPANS = ("head", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class QkNormConfig:
-    """RMSNorm of q and k, before RoPE; each has a weight of its own.
+    """RMSNorm of q and k; each has a weight of its own.
 
     Parameters
     ----------
@@ -36,18 +36,23 @@ class QkNormConfig:
     over : {"head", "full"}
         ``"head"``: each head is normalised alone, and all share a weight ``[head_dim]``. ``"full"``: all heads of a token together, with
         a weight ``[heads * head_dim]``.
+    after_rope : bool
+        True if RoPE is applied before the norm of each head; by default it is applied after it.
 
     Raises
     ------
     ConfigError
-        ``over`` is unknown.
+        ``over`` is unknown, or does not go with ``after_rope``.
     """
 
     norm: NormConfig
     over: str = "head"
+    after_rope: bool = False
 
     def __post_init__(self) -> None:
         one_of("QkNormConfig.over", self.over, QK_NORM_SPANS)
+        if self.after_rope and self.over != "head":
+            raise ConfigError(f"QkNormConfig.after_rope: expected False with over={self.over!r}, got True.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +160,16 @@ class AttentionConfig:
     def rotary_dim(self) -> int:
         """Leading elements of a head that RoPE is applied to: 0 without RoPE."""
         return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
+
+    @property
+    def rotates_before_norm(self) -> bool:
+        """True if RoPE is applied before the norms of q and k."""
+        return self.rope is not None and self.qk_norm is not None and self.qk_norm.after_rope
+
+    @property
+    def after_norms(self) -> AttentionConfig:
+        """The attention of q and k after their norms: without RoPE if that is applied before them."""
+        return replace(self, rope=None) if self.rotates_before_norm else self
 
 
 #: Mixers: the part of a layer that mixes tokens.

@@ -13,6 +13,8 @@ from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 
 #: Weights that no engine rounds or packs, as that would change the choice of experts.
 EXACT_ROLES = frozenset({"router.weight", "router.bias", "choice_bias"})
+#: Weights whose rows are elements of q or k.
+_ROTATED = ("q", "k", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +25,30 @@ class WeightPart:
     shape: tuple[int, ...]  # of the weight; projections are [out, in]
     rows: tuple[slice, ...]  # in order; several if the tensor is stored head by head
     tensor_rows: int  # of the whole tensor
+    # Rows of a head, and those of them that RoPE rotates in adjacent pairs: they are read in the order in which it pairs two halves.
+    interleaved: tuple[int, int] | None = None
 
     @property
     def is_whole(self) -> bool:
-        """True if the tensor holds nothing else."""
-        return self.rows == (slice(0, self.tensor_rows),)
+        """True if the tensor holds nothing else, in this order."""
+        return self.rows == (slice(0, self.tensor_rows),) and self.interleaved is None
 
     @property
     def index(self) -> slice | list[int]:
         """Index of an array of the tensor: contiguous rows give a view of it."""
-        if len(self.rows) == 1:
+        if len(self.rows) == 1 and self.interleaved is None:
             return self.rows[0]
-        return [row for rows in self.rows for row in range(rows.start, rows.stop)]
+        stored = [row for rows in self.rows for row in range(rows.start, rows.stop)]
+        if self.interleaved is None:
+            return stored
+        height, rotated = self.interleaved
+        head = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, height)]
+        return [stored[first + row] for first in range(0, len(stored), height) for row in head]
+
+    @property
+    def selections(self) -> tuple[slice | list[int], ...]:
+        """Selections of rows that make up the weight: contiguous ones, or all of them in their order."""
+        return self.rows if self.interleaved is None else (self.index,)
 
 
 def layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
@@ -58,7 +72,8 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
         sections = [_sections(mixer, role) or (shapes[role][0],) for role in roles]
         tensor, total = _tensor_name(config, index, key), sum(shapes[role][0] for role in roles)
         for role, rows in zip(roles, _rows(sections, heads), strict=True):
-            parts[role] = WeightPart(tensor=tensor, shape=shapes[role], rows=rows, tensor_rows=total)
+            interleaved = _interleaved(mixer, role) if family.interleaved_rope else None
+            parts[role] = WeightPart(tensor=tensor, shape=shapes[role], rows=rows, tensor_rows=total, interleaved=interleaved)
     return {role: parts[role] for role in shapes}
 
 
@@ -139,6 +154,18 @@ def exact_tensors(config: ModelConfig) -> frozenset[str]:
         for role, part in layer_parts(config, index).items()
         if role in EXACT_ROLES
     )
+
+
+def _interleaved(mixer: Mixer | None, role: str) -> tuple[int, int] | None:
+    """Return the rows of a head and the rotated ones of a weight of q or k; None for other weights, and without RoPE."""
+    if not isinstance(mixer, AttentionConfig) or mixer.rope is None or role.partition(".")[0] not in _ROTATED:
+        return None
+    return mixer.head_dim, mixer.rotary_dim
+
+
+def has_interleaved_rope(config: ModelConfig) -> bool:
+    """Return True if weights of q and k are stored for RoPE of adjacent pairs."""
+    return FAMILIES[config.family].interleaved_rope and any(mixer.rope is not None for mixer in config.attention_layers)
 
 
 def has_fused_tensors(config: ModelConfig) -> bool:

@@ -151,6 +151,22 @@ class ScaledQueries:
         return self._attention(q * factors.astype(np.float32), k, v)
 
 
+class RotatedBeforeNorms:
+    """Attention of q and k that are rotated before their norms: by :meth:`rotated`, not by the call."""
+
+    def __init__(self, attention: LayerAttention, positions: RopePositions) -> None:
+        self._attention = attention
+        self._positions = positions
+
+    def rotated(self, q: Float32, k: Float32) -> tuple[Float32, Float32]:
+        """Return q and k of the new tokens after RoPE."""
+        return apply_rope(q, self._positions.angles), apply_rope(k, self._positions.angles)
+
+    def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
+        """Attend."""
+        return self._attention(q, k, v)
+
+
 def angles_at(rope: Angles, start: npt.NDArray[np.int32], width: int) -> Angles:
     """Return the cosine and sine of the new tokens' positions from the rows of a RoPE table.
 

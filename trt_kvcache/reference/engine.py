@@ -19,7 +19,15 @@ from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig, rope_table
-from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, RopePositions, ScaledQueries, SeparateAttention
+from trt_kvcache.reference.attention import (
+    Attention,
+    CombinedAttention,
+    LayerAttention,
+    RopePositions,
+    RotatedBeforeNorms,
+    ScaledQueries,
+    SeparateAttention,
+)
 from trt_kvcache.reference.model import LayerCache, LayerRecurrence, decoder_step
 from trt_kvcache.reference.recurrent import layer_recurrence
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
@@ -205,8 +213,9 @@ class ReferenceEngine(DecoderEngine):
     ) -> list[LayerAttention]:
         """Return the attention of each attention layer over the bound caches."""
         attentions: list[LayerAttention] = []
-        for index, (mixer, cache) in enumerate(zip(self._config.attention_layers, step.caches, strict=True)):
+        for index, (layer, cache) in enumerate(zip(self._config.attention_layers, step.caches, strict=True)):
             attention: LayerAttention
+            mixer = layer.after_norms
             if self._combined is not None:
                 cos_sin, workspace = self._combined[index]
                 scales = step.scales[index] if step.scales else None
@@ -215,7 +224,10 @@ class ReferenceEngine(DecoderEngine):
                 key = _rope_key(mixer)
                 k, v = map(self.memory.array, cache)
                 attention = SeparateAttention(mixer, None if key is None else rope[key], k, v, start, masked=self._masked)
-            attentions.append(attention if mixer.query_scaling is None else ScaledQueries(attention, mixer.query_scaling, start))
+            if mixer.query_scaling is not None:
+                attention = ScaledQueries(attention, mixer.query_scaling, start)
+            key = _rope_key(layer)
+            attentions.append(RotatedBeforeNorms(attention, rope[key]) if key is not None and layer.rotates_before_norm else attention)
         return attentions
 
     def _combined_inputs(self) -> list[tuple[DeviceTensor | None, AttentionWorkspace]]:
@@ -225,7 +237,7 @@ class ReferenceEngine(DecoderEngine):
         workspaces: dict[tuple[int, int, int], AttentionWorkspace] = {}
         found = []
         for mixer in self._config.attention_layers:
-            key = _rope_key(mixer)
+            key = _rope_key(mixer.after_norms)
             sizes = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
             if sizes not in workspaces:
                 named = dict(zip(("num_heads", "num_kv_heads", "head_dim"), sizes, strict=True))

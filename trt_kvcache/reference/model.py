@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RoutedMlpConfig
 from trt_kvcache.reference.activations import ACTIVATIONS, sigmoid
-from trt_kvcache.reference.attention import LayerAttention, softcapped
+from trt_kvcache.reference.attention import LayerAttention, RotatedBeforeNorms, softcapped
 from trt_kvcache.reference.blas_threads import one_blas_thread
 from trt_kvcache.reference.router import route
 from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, Float32, Projection
@@ -78,6 +78,8 @@ def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attentio
     if over == "full":
         q, k = qk_norm(config, layer, q, k)
     q, k, v = [part.reshape(*part.shape[:2], -1, config.head_dim) for part in (q, k, v)]
+    if config.rotates_before_norm:
+        q, k = cast(RotatedBeforeNorms, attention).rotated(q, k)
     if over == "head":
         q, k = qk_norm(config, layer, q, k)
     attended = attention(q, k, v)

@@ -98,6 +98,18 @@ class MaskedAttention:
         return dot_product_attention(mixer, q.transpose(1, 2), k, v, self._is_seen[mixer.window]).transpose(1, 2)
 
 
+class RotationBeforeNorms:
+    """RoPE of layers that apply it before the norms of q and k."""
+
+    def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
+        self._mixers = mixers
+        self._angles = positions.angles(step.start, step.input_ids.shape[1]) if positions.has_angles else []
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Return q, k and v with q and k rotated."""
+        return torch.cat(rotated_heads(qkv, self._mixers[layer].num_kv_heads, self._angles[layer]), dim=2)
+
+
 class ScaledQueries:
     """Attention with queries scaled by position."""
 

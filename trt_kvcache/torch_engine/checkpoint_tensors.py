@@ -34,10 +34,10 @@ class CheckpointTensors:
     def load(self, name: str) -> torch.Tensor:
         """Return a tensor. Its values are rounded once, or not at all: tensors of routers are float32."""
         values = self._rounded(name)
-        dtype = np.float32 if name in self._checkpoint.exact_names else self._rounded.dtype
+        dtype = np.float32 if name in self._rounded.exact else self._rounded.dtype
         return on_device(values.astype(dtype, copy=False), self._device)
 
-    def load_packed(self, name: str, rows: Sequence[slice]) -> PackedWeight | None:
+    def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:
         """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""
         if self._last[0] != name:
             self._last = name, self._checkpoint.quantized_weight(name)  # which may round all of it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from trt_kvcache.errors import CapacityError, ConfigError, EngineError, KVCacheE
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.features import check_features
-from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, ScaledQueries
+from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, RotationBeforeNorms, ScaledQueries
 from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
 from trt_kvcache.torch_engine.device_views import DeviceViews
@@ -45,7 +46,17 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         *("window", "softcap", "scale", "query_scaling", "no_rope", "partial_rotary", "several_ropes", "full_qk_norm", "several_shapes"),
         *("norm_offset", "norm_rounding", "norm_places", "activation", "residual_multiplier", "embedding_multiplier"),
         *("final_softcap", "logits_divisor", "fused_tensors", "no_mixer", "no_mlp", "short_conv", "mamba2"),
-        *("gated_delta_net", "output_gate", "relu2", "ungated_mlp", "experts", "shared_expert", "latent_experts"),
+        *(
+            "gated_delta_net",
+            "output_gate",
+            "relu2",
+            "ungated_mlp",
+            "experts",
+            "shared_expert",
+            "latent_experts",
+            "interleaved_rope",
+            "norm_after_rope",
+        ),
     }
 )
 
@@ -88,9 +99,11 @@ class TorchEngine(DecoderEngine):
         self.width_buckets = () if self._device.graphs is None else STEP_WIDTHS
         self._views = DeviceViews(memory)
         self._steps: OrderedDict[StepTensors, TorchStep] = OrderedDict()
-        self._mixers = model.attention_layers
+        self._mixers = tuple(mixer.after_norms for mixer in model.attention_layers)
         self._has_experts = any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers)
         self._positions = PositionFactors(self._mixers, kv.max_sequence_length, self._device.torch_device)
+        rotated = [mixer if mixer.rotates_before_norm else replace(mixer, rope=None) for mixer in model.attention_layers]
+        self._positions_before_norms = PositionFactors(rotated, kv.max_sequence_length, self._device.torch_device)
         known = attention_is_supported(self._mixers, self._dtype, memory)
         self._kv_dtype = kv.kv.dtype if kv.kv is not None and kv.kv.has_scales else None
         if self._kv_dtype is not None and not known and not memory.is_host:
@@ -211,6 +224,7 @@ class TorchEngine(DecoderEngine):
         if self._workspace is not None:
             projections = PackedProjections(projections, elementwise, self._workspace, self._views, stream)
         return Operations(
+            rotation=RotationBeforeNorms(step, self._mixers, self._positions_before_norms),
             attention=self._attention_of(step, stream),
             states=KernelStates(step, self._views, stream) if self._has_state_kernels else TorchStates(step),
             elementwise=elementwise,

@@ -24,6 +24,10 @@ TorchMatrix: TypeAlias = torch.Tensor | PackedWeight
 #: overwrite; returns ``[A, s, Hq, D]``.
 TorchAttention = Callable[[int, torch.Tensor], torch.Tensor]
 
+#: Function of the index of an attention layer that applies RoPE before the norms of q and k, and q, k and v of the new tokens; returns
+#: them after RoPE.
+TorchRotation = Callable[[int, torch.Tensor], torch.Tensor]
+
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -192,6 +196,7 @@ class ExpertProducts(Protocol):
 class Operations:
     """All operations of a decoder's layers in one step."""
 
+    rotation: TorchRotation
     attention: TorchAttention
     states: StateOperations
     elementwise: Elementwise

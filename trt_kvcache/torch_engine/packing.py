@@ -104,7 +104,7 @@ def _chunks(parts: Sequence[QuantizedWeight], kind: str, added: int) -> Iterator
     """Yield the stored values of whole tiles of rows, ``[rows, inputs]``."""
     inputs = parts[0].shape[1]
     step = max(FRAGMENT_OUTPUTS, _CHUNK // inputs // FRAGMENT_OUTPUTS * FRAGMENT_OUTPUTS)
-    if len(parts) > 1:  # heads, whose rows may end within a tile
+    if len(parts) > 1 or parts[0].row_order is not None:  # heads, whose rows may end within a tile, or rows that are stored apart
         whole = np.concatenate([part.unpacked() for part in parts])
         yield from (_shifted(whole[first : first + step], kind, added) for first in range(0, len(whole), step))
         return

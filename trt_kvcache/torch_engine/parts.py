@@ -50,6 +50,8 @@ class SelfAttention:
             gate_width = config.num_heads * config.head_dim
             qkv, gate = qkv[..., :-gate_width], qkv[..., -gate_width:]
         heads = qkv.unflatten(2, (-1, config.head_dim))
+        if config.rotates_before_norm:
+            heads = operations.rotation(self.index, heads)
         if self.q_norm is not None and self.k_norm is not None:
             counts = HeadCounts(config.num_heads, config.num_kv_heads)
             heads = operations.elementwise.norm_qk(heads, counts, self.q_norm, self.k_norm)

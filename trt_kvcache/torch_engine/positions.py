@@ -44,6 +44,11 @@ class PositionFactors:
         """True if any layer scales its queries."""
         return bool(self._queries)
 
+    @property
+    def has_angles(self) -> bool:
+        """True if any layer has RoPE."""
+        return bool(self._angles)
+
     def angles(self, start: torch.Tensor, width: int) -> list[Angles | None]:
         """Return the angles ``[A, s, 1, rotary_dim]`` of the new tokens, by layer; None for layers without RoPE.
 

@@ -16,8 +16,9 @@ from trt_kvcache.torch_engine.packed_weight import PackedWeight
 #: Function of a name in Hugging Face transformers: the tensor, on the engine's device and in its dtype.
 LoadTensor = Callable[[str], torch.Tensor]
 
-#: Function of a tensor name and slices of its rows: the packed rows, or None if the tensor is not packed and :data:`LoadTensor` reads it.
-LoadPacked = Callable[[str, Sequence[slice]], PackedWeight | None]
+#: Function of a tensor name and selections of its rows: the packed rows, or None if the tensor is not packed, and :data:`LoadTensor` reads
+#: it.
+LoadPacked = Callable[[str, Sequence[slice | list[int]]], PackedWeight | None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ def stored_weights(config: ModelConfig, index: int, load: LoadTensor, load_packe
     experts = {role: part for role, part in parts.items() if split_role(role)[1]}
     packed = {}
     for role, part in parts.items():
-        found = load_packed(part.tensor, part.rows) if len(part.shape) == 2 and role not in experts and role not in EXACT_ROLES else None
+        found = (
+            load_packed(part.tensor, part.selections) if len(part.shape) == 2 and role not in experts and role not in EXACT_ROLES else None
+        )
         if found is not None:
             packed[role] = found
     others = layer_weights(config, index, load, without=packed.keys() | experts.keys())

@@ -88,6 +88,23 @@ def test_rows_of_several_places() -> None:
     np.testing.assert_array_equal(values(packed), stored.dequantized()[[1, 2, 4, 5]])
 
 
+@pytest.mark.parametrize("kind", ["int4", "uint4", "int8", "e2m1", "e4m3"])
+@pytest.mark.parametrize("has_fp4", [False, True])
+def test_rows_in_another_order(kind: str, has_fp4: bool) -> None:
+    stored = weight(kind, zero_points=kind.startswith("uint"))
+    packed = PackedWeight.of("w", [stored.rows([4, 0, 5, 1])], has_fp4=has_fp4)
+    np.testing.assert_array_equal(values(packed), stored.dequantized()[[4, 0, 5, 1]])
+
+
+@pytest.mark.parametrize(("order", "blocks"), [([2, 0, 1, 5, 3, 4], 2), ([3, 4, 5, 0, 2, 1], 2), ([0, 3, 1, 4, 2, 5], 6)])
+def test_blocks_of_several_rows_are_kept_if_the_order_keeps_them(order: list[int], blocks: int) -> None:
+    scales = np.array([[0.5, 2, 1], [3, 1, 0.25]], np.float32)
+    stored = replace(weight("e4m3"), scales=Scales(stored=scales, block=(3, GROUP)))
+    packed = PackedWeight.of("w", [stored.rows(order)])
+    assert packed.scales.shape == (blocks, 3)
+    np.testing.assert_array_equal(values(packed), stored.dequantized()[order])
+
+
 @pytest.mark.parametrize("kind", ["int4", "uint4", "e4m3"])
 def test_groups_of_several_sizes_are_several_blocks(kind: str) -> None:
     index = RNG.permutation([0] * 10 + [1] * 6 + [2] * 8).astype(np.int32)

@@ -165,9 +165,9 @@ def test_a_head_of_its_own(rtx: Any, opened: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("model", ["phi3-long", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("model", ["phi3-long", "qwen3_next", "nemotron_h", "ernie4_5"])
 def test_weights_that_share_a_tensor(rtx: Any, opened: Any, model: str, quantize: str) -> None:
-    """q, k and v of Phi-3 are rows of one tensor, as gate and up are; those of Qwen3-Next lie head by head."""
+    """q, k and v of Phi-3 are rows of one tensor, as gate and up are; those of Qwen3-Next lie head by head; those of ERNIE in pairs."""
     opened(quantize)
     (attention, *_) = attentions_of(model, MAX_SEQUENCE_LENGTH)
     assert_computes_what_the_reference_engine_does(rtx, GOLDEN / model, "float32", attention)

@@ -54,6 +54,19 @@ def test_rows_are_those_of_the_whole(made: Made, case: str, rows: slice) -> None
         np.testing.assert_array_equal(inner.dequantized(), folder.values[Q_PROJ][rows][1:4])
 
 
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_rows_in_any_order(made: Made, case: str) -> None:
+    folder, order = made(case), [5, 0, 31, 6, 7, 2]
+    with folder.open() as checkpoint:
+        weight = checkpoint.quantized_weight(Q_PROJ)
+        assert weight is not None
+        part = weight.rows(order)
+        assert part.shape == folder.values[Q_PROJ][order].shape
+        np.testing.assert_array_equal(part.dequantized(), folder.values[Q_PROJ][order])
+        np.testing.assert_array_equal(part.rows(slice(1, 4)).dequantized(), folder.values[Q_PROJ][order[1:4]])
+        np.testing.assert_array_equal(weight.rows(slice(3, 9)).rows([4, 0]).dequantized(), folder.values[Q_PROJ][[7, 3]])
+
+
 @pytest.mark.parametrize("case", ["gptq-8-bits", "fp8-blocks"])
 def test_fused_tensors_are_cut_into_their_weights(made: Made, case: str) -> None:
     folder = made(case, "phi3-long")

@@ -6,9 +6,11 @@ from typing import Any, Protocol
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.plugin_nodes import DecoderPluginLayers
 from trt_kvcache.builder.network.query_scaling import query_factors
+from trt_kvcache.builder.network.rope import RopeTables, split_table
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.engine.names import TensorNames
-from trt_kvcache.engine_folder.decoder_segments import RopeKind, attention_tensor_names, rope_kind
+from trt_kvcache.engine_folder.decoder_segments import RopeKind, attention_tensor_names, cos_sin_names, rope_kind
+from trt_kvcache.engine_folder.v_outputs import v_output_name
 from trt_kvcache.model import ModelConfig, QueryScaling
 
 
@@ -33,6 +35,26 @@ class AttentionLowering(Protocol):
             In this network.
         """
 
+    def rope(self, graph: Graph, kind: RopeKind, hidden: Any) -> tuple[RopeTables, Any]:
+        """Return the tables and positions of RoPE for a layer that applies it before the norms of q and k.
+
+        Parameters
+        ----------
+        graph : Graph
+            The network.
+        kind : tuple of RopeConfig and int
+            RoPE and head dimension.
+        hidden : ITensor [B, s, hidden]
+            A hidden state in this network.
+
+        Returns
+        -------
+        tables : RopeTables
+            In this network.
+        position_ids : ITensor [B, s] int32
+            In this network.
+        """
+
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """Add the attention of one layer.
 
@@ -43,7 +65,7 @@ class AttentionLowering(Protocol):
         layer : int
             Index of the layer.
         qkv : sequence of ITensor [B, s, heads, D]
-            q, k and v before RoPE, in the dtype of the model.
+            q, k and v after their norms, in the dtype of the model: before RoPE, unless it is applied before the norms.
         kept : mapping of str to ITensor [B, s, ...]
             Tensors that are needed after the attention, by the names of tensors between segments.
 
@@ -70,29 +92,45 @@ class PluginLayerLowering:
         max_sequence_length: int,
         start_index: Any,
         cos_sin: Mapping[RopeKind, Any],
+        v_outputs: bool,
     ) -> None:
         self._model = model
         self._layers = layers
         self._max_sequence_length = max_sequence_length
         self._start_index = start_index
         self._cos_sin = cos_sin
+        self._v_outputs = v_outputs
         self._positions: Any = None
         self._query_factors: dict[QueryScaling, Any] = {}
+        self._rope_tables: dict[RopeKind, RopeTables] = {}
 
     def query_factors(self, graph: Graph, scaling: QueryScaling, hidden: Any) -> Any:
         """See :class:`AttentionLowering`."""
-        if self._positions is None:
-            self._positions = step_lengths(graph, tokens=hidden, start_index=self._start_index).position_ids
         if scaling not in self._query_factors:
             sizes = {"length": self._max_sequence_length, "index": len(self._query_factors)}
-            self._query_factors[scaling] = query_factors(graph, scaling, self._positions, **sizes)
+            self._query_factors[scaling] = query_factors(graph, scaling, self._position_ids(graph, hidden), **sizes)
         return self._query_factors[scaling]
+
+    def rope(self, graph: Graph, kind: RopeKind, hidden: Any) -> tuple[RopeTables, Any]:
+        """See :class:`AttentionLowering`."""
+        if kind not in self._rope_tables:
+            name = f"{cos_sin_names(self._model)[kind]}/split"
+            self._rope_tables[kind] = split_table(graph, name, self._cos_sin[kind], kind)
+        return self._rope_tables[kind], self._position_ids(graph, hidden)
+
+    def _position_ids(self, graph: Graph, hidden: Any) -> Any:
+        if self._positions is None:
+            self._positions = step_lengths(graph, tokens=hidden, start_index=self._start_index).position_ids
+        return self._positions
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
+        if self._v_outputs:
+            *_, v = qkv
+            graph.output(v, v_output_name(layer))
         node = self._layers.attention[layer]
         cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in node.past]
-        kind = rope_kind(self._model.layers[layer].attention)
+        kind = rope_kind(self._model.layers[layer].attention.after_norms)
         angles = [] if kind is None else [self._cos_sin[kind]]
         plugin_layer = self._layers.layers.add(node.layer, [*qkv, cache, self._start_index, *scales, *angles])
         attended = graph.result(plugin_layer)
@@ -104,16 +142,28 @@ class PluginLayerLowering:
 class SegmentCutLowering:
     """Ends the network at each attention and begins the next network after it (TensorRT for RTX, by ``plugin_layers="segments"``)."""
 
-    def __init__(self, create_network: Callable[[], Any], names: TensorNames, *, max_sequence_length: int) -> None:
+    def __init__(self, model: ModelConfig, create_network: Callable[[], Any], names: TensorNames, *, max_sequence_length: int) -> None:
+        self._model = model
         self._create_network = create_network
         self._names = names
         self._max_sequence_length = max_sequence_length
+        self._positions: Any = None  # of the segment that is being built
 
     def query_factors(self, graph: Graph, scaling: QueryScaling, hidden: Any) -> Any:
+        """See :class:`AttentionLowering`."""
+        return query_factors(graph, scaling, self._position_ids(graph, hidden), length=self._max_sequence_length)
+
+    def rope(self, graph: Graph, kind: RopeKind, hidden: Any) -> tuple[RopeTables, Any]:
         """See :class:`AttentionLowering`. A segment has the attention of one layer, so the input is added once."""
-        start_index = graph.input(self._names.kvcache_start_index, "int32", (-1,))
-        positions = step_lengths(graph, tokens=hidden, start_index=start_index).position_ids
-        return query_factors(graph, scaling, positions, length=self._max_sequence_length)
+        name, (rope, head_dim) = cos_sin_names(self._model)[kind], kind
+        table = graph.input(name, "float32", (self._max_sequence_length, 2, rope.rotary_dim(head_dim) // 2))
+        return split_table(graph, f"{name}/split", table, kind), self._position_ids(graph, hidden)
+
+    def _position_ids(self, graph: Graph, hidden: Any) -> Any:
+        if self._positions is None:
+            start_index = graph.input(self._names.kvcache_start_index, "int32", (-1,))
+            self._positions = step_lengths(graph, tokens=hidden, start_index=start_index).position_ids
+        return self._positions
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
@@ -127,5 +177,6 @@ class SegmentCutLowering:
                 graph.output(tensor, name)
         attended_shape = tuple(qkv[0].shape)
         graph.network = self._create_network()
+        self._positions = None
         next_kept = {name: graph.input(name, graph.dtype, shape) for name, shape in shapes.items()}
         return graph.input(attended_name, graph.dtype, attended_shape), next_kept

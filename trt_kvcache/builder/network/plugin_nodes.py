@@ -86,7 +86,7 @@ def _attention_inputs(
     heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
     qkv = [TensorType((-1, -1, count, mixer.head_dim), dtype) for count in heads]
     cache, *scales = [TensorType(spec.shape, spec.dtype) for spec in past]
-    angles = [TensorType((max_sequence_length, 2, mixer.rotary_dim // 2), "float32")] if mixer.rope is not None else []
+    angles = [TensorType((max_sequence_length, 2, mixer.rotary_dim // 2), "float32")] if mixer.after_norms.rope is not None else []
     return (*qkv, cache, TensorType((-1,), "int32"), *scales, *angles)
 
 

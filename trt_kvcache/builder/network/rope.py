@@ -31,6 +31,18 @@ def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> Mapping[Rop
     return tables
 
 
+def split_table(graph: Graph, name: str, table: Any, kind: RopeKind) -> RopeTables:
+    """Return the tables of a tensor ``[S, 2, rotary_dim / 2]`` float32: see :func:`cos_sin`."""
+    rope, head_dim = kind
+    length, _, half = table.shape
+    sides = []
+    for index, side in enumerate(("cos", "sin")):
+        rows = graph.op(f"{name}/{side}", "slice", table, (0, index, 0), (length, 1, half), (1, 1, 1))
+        sides.append(graph.shuffle(f"{name}/{side}/rows", rows, reshape=(length, half)))
+    cos, sin = sides
+    return RopeTables(cos, sin, rotary_dim=rope.rotary_dim(head_dim))
+
+
 def cos_sin(kind: RopeKind, *, length: int) -> np.ndarray[Any, Any]:
     """Return both tables in one array ``[S, 2, rotary_dim / 2]`` float32, as the attention of this package reads them."""
     return np.stack(rope_table(*kind, length), axis=1)

@@ -9,7 +9,7 @@ from trt_kvcache.builder.network.kv_update import update_cache
 from trt_kvcache.builder.network.linear import linear
 from trt_kvcache.builder.network.query_scaling import scale_queries
 from trt_kvcache.builder.network.rms_norm import layer_norm
-from trt_kvcache.builder.network.rope import apply_rope
+from trt_kvcache.builder.network.rope import RopeTables, apply_rope
 from trt_kvcache.builder.network.softcapped_attention import softcapped_attention
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, attention_variant, window_in_cache
@@ -26,7 +26,8 @@ def self_attention(
     """
     mixer = context.model.layers[layer].attention
     heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
-    q, k, v = (_project(graph, x, weights, side, count, context, mixer) for side, count in heads.items())
+    rotation = _rotation_before_norms(graph, x, context, mixer)
+    q, k, v = (_project(graph, x, weights, side, count, context, mixer, rotation) for side, count in heads.items())
     kept = {hidden_state_name(layer): residual}
     if mixer.output_gate:
         kept[output_gate_name(layer)] = linear(graph, x, weights, "output_gate", bias=mixer.qkv_bias)
@@ -47,19 +48,44 @@ def self_attention(
     return linear(graph, merged, weights, "o", bias=mixer.o_bias), kept[hidden_state_name(layer)]
 
 
-def _project(graph: Graph, x: Any, weights: LayerWeights, side: str, heads: int, context: DecoderContext, mixer: AttentionConfig) -> Any:
+def _rotation_before_norms(graph: Graph, x: Any, context: DecoderContext, mixer: AttentionConfig) -> tuple[RopeTables, Any] | None:
+    """Return the tables and positions of RoPE if it is applied before the norms of q and k, else None."""
+    kind = rope_kind(mixer) if mixer.rotates_before_norm else None
+    if kind is None:
+        return None
+    if context.lowering is not None:
+        return context.lowering.rope(graph, kind, x)
+    assert context.lengths is not None
+    return context.tables[kind], context.lengths.position_ids
+
+
+def _project(
+    graph: Graph,
+    x: Any,
+    weights: LayerWeights,
+    side: str,
+    heads: int,
+    context: DecoderContext,
+    mixer: AttentionConfig,
+    rotation: tuple[RopeTables, Any] | None,
+) -> Any:
     """Project ``[B, s, hidden]`` to q, k or v, split into heads, and apply the norm of q and k where the model has one.
 
-    The result is ``[B, heads, s, D]`` for TensorRT's attention, and ``[B, s, heads, D]`` for ours.
+    The result is ``[B, heads, s, D]`` for TensorRT's attention, and ``[B, s, heads, D]`` for ours. ``rotation``: RoPE before the norm.
     """
-    qk_norm = None if side == "v" else mixer.qk_norm
+    qk_norm, rotation = (None, None) if side == "v" else (mixer.qk_norm, rotation)
     y = linear(graph, x, weights, side, bias=mixer.qkv_bias)
     if qk_norm is not None and qk_norm.over == "full":
         y = layer_norm(graph, y, weights, f"{side}_norm", qk_norm.norm)
-    transpose = None if context.lowering else (0, 2, 1, 3)
-    y = graph.shuffle(f"{weights.module(side)}/split_heads", y, reshape=(0, 0, heads, mixer.head_dim), second_transpose=transpose)
+    module, swapped = weights.module(side), (0, 2, 1, 3)
+    transpose = None if context.lowering and rotation is None else swapped
+    y = graph.shuffle(f"{module}/split_heads", y, reshape=(0, 0, heads, mixer.head_dim), second_transpose=transpose)
+    if rotation is not None:
+        y = graph.cast(f"{module}/rotate/round", apply_rope(graph, module, y, *rotation), graph.dtype)
     if qk_norm is not None and qk_norm.over == "head":
         y = layer_norm(graph, y, weights, f"{side}_norm", qk_norm.norm)
+    if rotation is not None and context.lowering is not None:
+        y = graph.shuffle(f"{module}/rotate/tokens_first", y, first_transpose=swapped)
     return y
 
 
@@ -67,7 +93,7 @@ def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context
     """Apply RoPE, append to the caches, and attend: q, k and v ``[B, heads, s, D]`` to ``[B, Hq, s, D]``."""
     mixer, lengths = context.model.layers[config.layer].attention, context.lengths
     assert lengths is not None
-    kind = rope_kind(mixer)
+    kind = rope_kind(mixer.after_norms)
     tables = None if kind is None else context.tables[kind]
     q, k, v = qkv
     q, k = (apply_rope(graph, f"{module}/{side}", x, tables, lengths.position_ids) for side, x in (("q", q), ("k", k)))

@@ -1,6 +1,5 @@
 """The weights of a checkpoint, in the dtype that the engine computes in."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +10,7 @@ from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import BuildError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.families.family import LLAMA_NAMES
-from trt_kvcache.model.weight_parts import layer_parts
+from trt_kvcache.model.weight_parts import WeightPart, layer_parts
 
 #: The largest distance of a quantized value from an offset, by dtype.
 _LARGEST_VALUES = {"int4": 15, "int8": 255, "float8_e4m3fn": 448, "float4_e2m1fn": 6}
@@ -79,13 +78,13 @@ class Weights:
             )
         return converted
 
-    def matrix(self, name: str, rows: Sequence[slice] = (slice(None),)) -> np.ndarray[Any, Any] | PackedWeight:
-        """Return one matrix ``[out, in]``, packed if it is quantized. Only ``rows`` of a fused tensor are read."""
+    def matrix(self, name: str, part: WeightPart | None = None) -> np.ndarray[Any, Any] | PackedWeight:
+        """Return one matrix ``[out, in]``, packed if it is quantized: a tensor, or ``part`` of it."""
         stored = self._quantized(name)
         if stored is None:
-            one = rows[0] if len(rows) == 1 else [row for part in rows for row in range(part.start, part.stop)]
-            return self(name, one)
-        packed = PackedWeight.of(name, [stored.rows(part) for part in rows], has_fp4=self._is_native)
+            return self(name) if part is None else self(name, part.index)
+        parts = [stored] if part is None else [stored.rows(rows) for rows in part.selections]
+        packed = PackedWeight.of(name, parts, has_fp4=self._is_native)
         self._checkpoint.release(name)
         largest = float(np.finfo(np.float16).max)
         scale = float(packed.scales.astype(np.float32).max()) * packed.scale_factor
@@ -117,9 +116,7 @@ class LayerWeights:
     def matrix(self, role: str) -> np.ndarray[Any, Any] | PackedWeight:
         """Return the matrix of a role, packed if it is quantized."""
         part = self._parts[role]
-        if part.is_whole:
-            return self._weights.matrix(part.tensor)
-        return self._weights.matrix(part.tensor, part.rows)
+        return self._weights.matrix(part.tensor, None if part.is_whole else part)
 
     def module(self, role: str) -> str:
         """Return the prefix of layer names for a role: the module of the stored weight, or of Llama for a fused tensor."""

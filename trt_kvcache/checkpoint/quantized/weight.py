@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -50,20 +51,24 @@ class QuantizedWeight:
     input_factor: npt.NDArray[np.float32] | None = None  # [in]: multiplies each input before the matrix
     first_row: int = 0  # the rows of the stored matrix that this weight is
     num_rows: int | None = None  # all by default
+    row_order: npt.NDArray[np.int64] | None = None  # [out]: of these rows, the ones that this weight is; all in their order by default
 
     @property
     def shape(self) -> tuple[int, int]:
         """Numbers of outputs and inputs."""
         rows = self._rows
-        return rows.stop - rows.start, self.quantized_values.shape[1]
+        return rows.stop - rows.start if self.row_order is None else len(self.row_order), self.quantized_values.shape[1]
 
     @cached_property
     def permutation(self) -> npt.NDArray[np.int64] | None:
         """Order of the inputs in which groups are contiguous, ``[in]``; None if they are so as stored."""
         return None if self.group_index is None else np.argsort(self.group_index, kind="stable")
 
-    def rows(self, rows: slice) -> QuantizedWeight:
-        """Return some outputs (a slice without a step) over the same memory."""
+    def rows(self, rows: slice | Sequence[int]) -> QuantizedWeight:
+        """Return some outputs (a slice without a step, or indices in any order) over the same memory."""
+        if self.row_order is not None or not isinstance(rows, slice):
+            order = np.arange(self.shape[0]) if self.row_order is None else self.row_order
+            return replace(self, row_order=order[rows])
         start, stop, _ = rows.indices(self.shape[0])
         return replace(self, first_row=self.first_row + start, num_rows=stop - start)
 
@@ -72,7 +77,7 @@ class QuantizedWeight:
 
         float32 is exact, unless scales are float32 or have a factor.
         """
-        values = self.quantized_values.as_float32(self._rows)
+        values = self._in_order(self.quantized_values.as_float32(self._rows))
         zero_points = self.zero_points_of_rows()
         if zero_points is not None:
             values -= self._spread(zero_points)
@@ -84,7 +89,7 @@ class QuantizedWeight:
 
     def unpacked(self) -> npt.NDArray[Any]:
         """Return the quantized values ``[out, in]``, one an element: int8 or uint8, e4m3 of ml_dtypes, bits of e2m1 as uint8."""
-        return self.quantized_values.unpacked(self._rows)
+        return self._in_order(self.quantized_values.unpacked(self._rows))
 
     def scales_of_rows(self) -> npt.NDArray[np.float32]:
         """Return the scales of each row, ``[out, blocks of columns]``: see :meth:`Scales.values`."""
@@ -93,9 +98,13 @@ class QuantizedWeight:
     def stored_scales(self) -> npt.NDArray[Any] | None:
         """Return the stored scales, one for each block; None if the weight's rows are not whole blocks."""
         height, rows = self.scales.block[0], self._rows
-        if rows.start % height or (rows.stop - rows.start) % height:
+        if rows.start % height or self.shape[0] % height:
             return None
-        return self.scales.stored[self.scales.blocks(rows)]
+        stored = self.scales.stored[self.scales.blocks(rows)]
+        if self.row_order is None:
+            return stored
+        blocks = (self.row_order // height).reshape(-1, height)
+        return stored[blocks[:, 0]] if (blocks == blocks[:, :1]).all() else None
 
     def zero_points_of_rows(self) -> npt.NDArray[np.float32] | None:
         """Return the zero points of each row, ``[out, blocks of columns]``, or None if there are none."""
@@ -108,10 +117,14 @@ class QuantizedWeight:
     def _by_row(self, of_blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the values of the blocks for each row."""
         height, rows = self.scales.block[0], self._rows
-        if height == 1:
-            return of_blocks
-        first = rows.start - self.scales.blocks(rows).start * height
-        return np.repeat(of_blocks, height, axis=0)[first : first + rows.stop - rows.start]
+        if height > 1:
+            first = rows.start - self.scales.blocks(rows).start * height
+            of_blocks = np.repeat(of_blocks, height, axis=0)[first : first + rows.stop - rows.start]
+        return self._in_order(of_blocks)
+
+    def _in_order(self, of_rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the values of the stored rows for each row."""
+        return of_rows if self.row_order is None else of_rows[self.row_order]
 
     def _spread(self, of_rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the value of its block for each element."""

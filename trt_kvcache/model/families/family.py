@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,8 +78,28 @@ class Family:
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Names of tensors that hold all parts of the first head (of queries; in a gated delta net of keys), then of the next one.
     head_by_head: frozenset[str] = frozenset()
+    # True if RoPE rotates adjacent elements of a head. Rows of q and k are reordered when they are read, so that it pairs two halves.
+    interleaved_rope: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)  # prefixes of older files and of models that contain this one, and ours
     renamed_in_layers: Mapping[str, str] = field(default_factory=dict)  # the same for prefixes after a layer's index
     ignored: tuple[str, ...] = ()  # prefixes, after renaming, of tensors outside the decoder; transformers ignores them too
     uses: frozenset[str] = frozenset()  # fields of registry's list of refused ones that this family reads
+    older_architectures: frozenset[str] = frozenset()  # class names of custom code that transformers has adopted under the other name
     code: frozenset[str] = frozenset()  # custom code in `auto_map` that transformers has adopted
+    text: tuple[Family, ...] = ()  # families of the `text_config` of a model with a tower, the default one first; see `towers.py`
+    may_be_flat: bool = False  # fields of a `text_config` may be next to those of the tower
+
+    def own_name(self, stored: str) -> str:
+        """Return the name that this family has for a stored tensor."""
+        name = _with_new_prefix(stored, self.renamed)
+        layer = re.fullmatch(rf"({re.escape(self.layers)}\.\d+\.)(.+)", name) if self.renamed_in_layers else None
+        return name if layer is None else layer[1] + _with_new_prefix(layer[2], self.renamed_in_layers)
+
+    def ignores(self, stored: str) -> bool:
+        """Return True for a stored tensor outside the decoder."""
+        return self.own_name(stored).startswith(self.ignored)
+
+
+def _with_new_prefix(name: str, renamed: Mapping[str, str]) -> str:
+    prefix = next((prefix for prefix in renamed if name.startswith(prefix)), "")
+    return renamed.get(prefix, "") + name.removeprefix(prefix)

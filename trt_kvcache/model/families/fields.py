@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trt_kvcache._util.short_repr import short_repr
@@ -20,6 +20,9 @@ from trt_kvcache.model.rope import RopeConfig
 
 #: Activations by their names in configurations.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+
+#: RoPE fields that assign frequencies to the axes of an image (M-RoPE): in a text all axes have the same positions.
+IMAGE_AXES = ("mrope_section", "mrope_interleaved")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -44,6 +47,17 @@ def rope(fields: ConfigFields, **options: Any) -> RopeConfig:
         max_position_embeddings=fields.integer("max_position_embeddings"),
         **options,
     )
+
+
+def rope_of_layer_type(fields: ConfigFields, kind: str, *, theta: str) -> RopeConfig:
+    """Return the RoPE of a layer type. Older files have one theta field per type, ``theta``; their scaling belongs to full attention."""
+    given = fields.get("rope_parameters")
+    if given and not (isinstance(given, Mapping) and set(given) <= {FULL, SLIDING}):
+        raise ConfigError(f"rope_parameters: expected one object for {FULL} and one for {SLIDING}, got others.")
+    config: dict[str, Any] = {"rope_theta": fields.number(theta), "rope_scaling": fields.get("rope_scaling") if kind == FULL else None}
+    if given:
+        config["rope_parameters"] = given.get(kind)
+    return RopeConfig.from_dict(config, max_position_embeddings=fields.integer("max_position_embeddings"))
 
 
 def attention(fields: ConfigFields, **options: Any) -> AttentionConfig:
@@ -160,6 +174,13 @@ def window_of_all(fields: ConfigFields) -> int | None:
     if set(layer_types(fields, [kind] * num_layers(fields))) != {kind}:
         raise ConfigError(f"layer_types: expected {kind} everywhere with sliding_window {window}, got others.")
     return window
+
+
+def window_of_layer_type(fields: ConfigFields, kind: str) -> int | None:
+    """Return the window of a type of layers. Sliding-window layers need one: null is refused."""
+    if kind == SLIDING and "sliding_window" not in fields:
+        raise fields.refusal("sliding_window", f"a positive integer with {SLIDING} in layer_types")
+    return fields.integer("sliding_window") if kind == SLIDING else None
 
 
 def full_attention_only(fields: ConfigFields) -> None:
