@@ -33,7 +33,7 @@ from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 from trt_kvcache.model.families.registry import FAMILIES, read_config, states_dtype
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
-from trt_kvcache.model.weight_parts import exact_tensors
+from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
 
 # Optional files of a model folder, copied with it.
 COMPANION_FILES = (
@@ -298,8 +298,9 @@ class Checkpoint:
         """
         if name in self._quantized:
             return self._quantized[name].nbytes(self._open_files())
-        if name in self._exact:
-            return self._open_files()[name].tensors[name].nbytes
+        files = self._open_files()
+        if name in self._exact and name in files:  # a config.json alone has sizes too
+            return files[name].tensors[name].nbytes
         return math.prod(self._shapes[name]) * itemsize(self.config.dtype)
 
     @property
@@ -336,7 +337,13 @@ class Checkpoint:
         formats = {weight.quantized.title for weight in self._quantized.values()}
         unread = 0 if self.config.tie_word_embeddings else self.nbytes_of(embedding_name(self.config))
         title = " and ".join(sorted(formats)) if formats else self.config.dtype
-        return WeightsSummary(format=title, is_quantized=bool(formats), nbytes=self.nbytes, step_nbytes=self.nbytes - unread)
+        return WeightsSummary(
+            format=title,
+            is_quantized=bool(formats),
+            nbytes=self.nbytes,
+            step_nbytes=self.nbytes - unread,
+            experts_nbytes=sum(map(self.nbytes_of, expert_tensors(self.config))),
+        )
 
     @property
     def files(self) -> tuple[Path, ...]:

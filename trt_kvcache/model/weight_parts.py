@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trt_kvcache.errors import ConfigError
@@ -147,12 +148,19 @@ def _sections(mixer: Mixer | None, role: str) -> tuple[int, ...] | None:
 
 def exact_tensors(config: ModelConfig) -> frozenset[str]:
     """Return the names of the tensors of :data:`EXACT_ROLES`."""
+    return _tensors_of(config, lambda role: role in EXACT_ROLES)
+
+
+def expert_tensors(config: ModelConfig) -> frozenset[str]:
+    """Return the names of the tensors of single experts, of which a token needs some."""
+    return _tensors_of(config, lambda role: bool(split_role(role)[1]))
+
+
+def _tensors_of(config: ModelConfig, wanted: Callable[[str], bool]) -> frozenset[str]:
+    """Return the names of tensors of routed MLPs, by role."""
+    routed = (index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, RoutedMlpConfig))
     return frozenset(
-        part.tensor
-        for index, layer in enumerate(config.layers)
-        if isinstance(layer.mlp, RoutedMlpConfig)
-        for role, part in layer_parts(config, index).items()
-        if role in EXACT_ROLES
+        _tensor_name(config, index, key) for index in routed for key, roles in _stored(config, index)[1].items() if any(map(wanted, roles))
     )
 
 
