@@ -121,7 +121,7 @@ class MemoryLimit:
         Returns
         -------
         int
-            Bytes of the weights (:meth:`step_nbytes`) once per step, and the cache bytes of each slot in each step, including the new token.
+            Bytes of the weights (:meth:`step_nbytes`) once per step, and the cache bytes of each slot in each step, with the new token.
         """
         steps, first = case.generate_tokens, case.depth + case.prompt_length + 1
         cache = sum(traffic.nbytes(tokens) for tokens in range(first, first + steps))
