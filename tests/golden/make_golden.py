@@ -87,8 +87,7 @@ def make_vision(folder, seed):
     """Write the logits of one folder of a model with a vision tower, of text alone."""
     write_vision(folder)
     stored = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    family = FAMILIES[ModelConfig.from_dict(read(folder)).family]
-    check_names(folder, {family.own_name(name): tensor for name, tensor in stored.state_dict().items() if not family.ignores(name)})
+    check_tensors(folder, stored)
     save_logits(folder, stored, seed)
 
 
@@ -119,8 +118,9 @@ def save_logits(folder, stored, seed):
 def check_tensors(folder, stored):
     """Compare the tensors of a model in transformers with those that the package expects; of a model with experts, those that it saves."""
     with Checkpoint.open(folder) as checkpoint:
-        if not FAMILIES[checkpoint.config.family].stacked:
-            check_names(folder, stored.state_dict())
+        family = FAMILIES[checkpoint.config.family]
+        if not family.stacked:
+            check_names(folder, {family.own_name(name): tensor for name, tensor in stored.state_dict().items() if not family.ignores(name)})
             return
         for original in (True, False):
             with tempfile.TemporaryDirectory() as saved:

@@ -36,17 +36,19 @@ EXPERT_DEFAULTS = {
 
 def read(fields: ConfigFields) -> ModelConfig:
     """Return the model of a ``config.json``."""
-    experts = num_experts(fields, 512)
+    count = num_experts(fields, 512)
+    of_layers = mlps(sparse_layers(fields, count), lambda: experts(fields, count, fields.flag("norm_topk_prob", True)), lambda: mlp(fields))
+    return read_hybrid(fields, "qwen3_next", of_layers)
 
-    def routed() -> RoutedMlpConfig:
-        return RoutedMlpConfig(
-            router=router(fields, experts, renormalise=fields.flag("norm_topk_prob", True)),
-            expert=mlp(fields, size_field="moe_intermediate_size"),
-            shared=mlp(fields, size_field="shared_expert_intermediate_size"),
-            shared_gate=True,
-        )
 
-    return read_hybrid(fields, "qwen3_next", mlps(sparse_layers(fields, experts), routed, lambda: mlp(fields)))
+def experts(fields: ConfigFields, count: int, renormalise: bool) -> RoutedMlpConfig:
+    """Return the experts of a layer, and the shared one."""
+    return RoutedMlpConfig(
+        router=router(fields, count, renormalise=renormalise),
+        expert=mlp(fields, size_field="moe_intermediate_size"),
+        shared=mlp(fields, size_field="shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
 
 
 def read_hybrid(fields: ConfigFields, family: str, of_layers: Sequence[Mlp], *, rope_fields: tuple[str, ...] = ()) -> ModelConfig:

@@ -40,6 +40,8 @@ from trt_kvcache.model.families import (
     qwen2_5_vl,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_text,
     qwen3_5_text,
     qwen3_moe,
     qwen3_next,
@@ -77,7 +79,7 @@ FAMILIES: Mapping[str, Family] = {
             hunyuan_v1_dense,
         ),
         *(qwen3_moe, mixtral, olmoe),
-        *(qwen3_next, qwen3_5_text, qwen3_5, lfm2, lfm2_moe, mamba2, bamba, granitemoehybrid, nemotron_h),
+        *(qwen3_next, qwen3_5_text, qwen3_5, qwen3_5_moe_text, qwen3_5_moe, lfm2, lfm2_moe, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
 
