@@ -156,7 +156,11 @@ def test_a_window_that_llama_ignores_gets_a_warning() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type: 'gpt2' is not supported\. Supported: the families in docs/models\.md\."),
+        ({"model_type": "gpt2"}, r"model_type: 'gpt2' is not supported\. docs/models\.md lists"),
+        (
+            {"model_type": "gemma"},
+            r"model_type: 'gemma' is not supported\. Supported and of a similar name: .*gemma2.*\. docs/models\.md lists",
+        ),
         ({"model_type": None, "architectures": ["GPT2LMHeadModel"]}, r"architectures: \['GPT2LMHeadModel'\] is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: expected LlamaForCausalLM for model_type 'llama'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: sliding_attention is not supported"),

@@ -20,7 +20,6 @@ from trt_kvcache.model.parameter_counts import ParameterCounts
         ("mixtral-8x7b-v0.1", 46.7, 12.9),
         ("mixtral-8x22b-v0.1", 141, 39),
         ("olmoe-1b-7b-0924", 6.9, 1.3),
-        ("qwen3.5-35b-a3b", 34.7, 3.5),
         ("lfm2-8b-a1b", 8.3, 1.5),
         ("nemotron-3-nano-30b-a3b", 31.6, 3.6),
         ("nemotron-3-super-120b-a12b", 120.6, 12.7),

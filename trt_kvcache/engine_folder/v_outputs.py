@@ -31,7 +31,7 @@ def v_outputs(model: ModelConfig, dtype: str) -> tuple[TensorSpec, ...]:
 def v_buffer_nbytes(specs: Sequence[TensorSpec], profiles: Sequence[EngineProfile]) -> int:
     """Return the bytes of the buffer that all of them share: the largest one, in the largest enqueue."""
     # One is enough: V of a layer depends on the attention of the layer before, which by then has read its own V. This holds if TensorRT
-    # computes V in the buffer, and if it copies V there, where nobody reads it. A delayed copy of one layer over the V of a later one, which
-    # TensorRT computed there, would break it; no board has shown whether it mixes both.
+    # computes V in the buffer, and if it copies V there, where nobody reads it. A delayed copy of one layer over the V of a later one,
+    # which TensorRT computed there, would break it; no board has shown whether it mixes both.
     shapes = ((shape_at(spec.shape, one.max_batch, one.max_width), spec.dtype) for spec in specs for one in profiles)
     return max((dense_nbytes(*shape) for shape in shapes), default=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from trt_kvcache._util.short_repr import short_repr
@@ -83,7 +84,7 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-SUPPORTED = "Supported: the families in docs/models.md."
+_TABLE = "docs/models.md lists the supported families."
 
 #: Fields that change the computation. A family that reads one of them lists it in ``uses``.
 _REFUSED_FIELDS = {
@@ -165,13 +166,19 @@ def _family(fields: ConfigFields) -> Family:
         for family in FAMILIES.values():
             if _is_of(family, architectures):
                 return family
-        raise ConfigError(f"architectures: {short_repr(architectures)} is not supported, and there is no model_type. {SUPPORTED}")
+        raise ConfigError(f"architectures: {short_repr(architectures)} is not supported, and there is no model_type. {_TABLE}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type: {short_repr(model_type)} is not supported. {SUPPORTED}")
+        raise ConfigError(f"model_type: {short_repr(model_type)} is not supported.{_nearest(model_type)} {_TABLE}")
     family = FAMILIES[model_type]
     if architectures and not _is_of(family, architectures):
         raise ConfigError(f"architectures: expected {family.architecture} for model_type {model_type!r}, got {short_repr(architectures)}.")
     return family
+
+
+def _nearest(model_type: Any) -> str:
+    """Return a sentence with the families of similar names."""
+    found = get_close_matches(model_type, FAMILIES) if isinstance(model_type, str) else []
+    return f" Supported and of a similar name: {', '.join(found)}." if found else ""
 
 
 def _is_of(family: Family, architectures: list[Any]) -> bool:
