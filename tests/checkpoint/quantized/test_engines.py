@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.quantized.conftest import Folder
-from tests.helpers.quantized_models import ALL_CASES, write_values
+from tests.helpers.quantized_models import ALL_CASES, CASES, write_quantized, write_values
 from trt_kvcache import InferenceSession, estimate_build
 from trt_kvcache.builder import resolved_options
 
@@ -19,9 +19,9 @@ Made = Callable[..., Folder]
 pytestmark = pytest.mark.filterwarnings("ignore:(?s).*are not")
 
 
-def logits(folder: Path, dtype: str) -> np.ndarray[Any, Any]:
+def logits(folder: Path, dtype: str, engine: str = "reference") -> np.ndarray[Any, Any]:
     """Return the logits after a prompt."""
-    with InferenceSession.from_model(folder, engine="reference", dtype=dtype, max_sequence_length=16) as session:  # type: ignore[arg-type]
+    with InferenceSession.from_model(folder, engine=engine, dtype=dtype, max_sequence_length=16) as session:  # type: ignore[arg-type]
         return session.prefill([[5, 6, 7, 9, 3, 11]])
 
 
@@ -31,6 +31,19 @@ def test_the_numpy_engine(made: Made, tmp_path: Path, case: str, dtype: str) -> 
     folder = made(case)
     plain = write_values(tmp_path / "plain", folder.path, folder.values)
     np.testing.assert_array_equal(logits(folder.path, dtype), logits(plain, dtype))
+
+
+@pytest.mark.parametrize("engine", ["numpy", "torch"])
+@pytest.mark.parametrize("case", ["gptq", "awq", "fp8-blocks", "compressed-int8"])
+def test_experts_are_quantized_one_by_one(tmp_path: Path, case: str, engine: str) -> None:
+    if engine == "torch":
+        pytest.importorskip("torch")
+    quantize, config = CASES[case]
+    values = write_quantized(tmp_path / "quantized", "qwen3_moe", quantize, config)
+    plain = write_values(tmp_path / "plain", tmp_path / "quantized", values)
+    for dtype in ("float32", "bfloat16"):
+        found, expected = (logits(folder, dtype, engine) for folder in (tmp_path / "quantized", plain))
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_session_says_how_weights_are_stored(made: Made) -> None:
