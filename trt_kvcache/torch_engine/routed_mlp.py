@@ -27,9 +27,9 @@ class RoutedMlp:
 
     @property
     def outputs(self) -> int:
-        """Outputs of the widest products with the experts of a token."""
+        """Outputs of the widest products of one token: with all experts, as steps of few tokens may compute them."""
         widths: list[int] = [*self.experts.inputs.shape[1:]]
-        return self.config.router.experts_per_token * max(widths)
+        return self.config.router.num_experts * max(widths)
 
     @classmethod
     def of(cls, config: RoutedMlpConfig, stored: StoredWeights) -> RoutedMlp:

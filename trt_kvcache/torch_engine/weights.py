@@ -48,7 +48,7 @@ class TorchWeights:
 
     @property
     def widest(self) -> int:
-        """Outputs of the widest projection of a layer: of routed MLPs, all outputs of a token's experts."""
+        """Outputs of the widest projection of a layer, of which experts count as one."""
         parts = (value for block in self.blocks for value in vars(block.part).values())
         experts = (block.part.outputs for block in self.blocks if isinstance(block.part, RoutedMlp))
         return max((*(part.outputs for part in parts if isinstance(part, TorchProjection)), *experts), default=0)
