@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.checkpoint.quantized.test_engines import EXPERTS, check_experts
 from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN
 from tests.reference.rig import Rig, golden
@@ -158,3 +160,9 @@ def test_a_choice_bias_stays_in_float32(dtype: str) -> None:
     router = next(block.part.router for block in Rig("lfm2_moe", dtype=dtype).engine._weights.blocks if isinstance(block.part, RoutedMlp))
     assert router.weight.dtype == torch.float32
     np.testing.assert_array_equal(router.choice_bias.numpy(), stored)
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*are not")
+@pytest.mark.parametrize("case", EXPERTS)
+def test_quantized_experts_have_the_values_of_their_format(tmp_path: Path, case: str) -> None:
+    check_experts(tmp_path, case, "torch")

@@ -19,6 +19,10 @@ Made = Callable[..., Folder]
 pytestmark = pytest.mark.filterwarnings("ignore:(?s).*are not")
 
 
+#: Formats in which models with experts are published.
+EXPERTS = ("gptq", "awq", "fp8-blocks", "compressed-int8")
+
+
 def logits(folder: Path, dtype: str, engine: str = "reference") -> np.ndarray[Any, Any]:
     """Return the logits after a prompt."""
     with InferenceSession.from_model(folder, engine=engine, dtype=dtype, max_sequence_length=16) as session:  # type: ignore[arg-type]
@@ -33,17 +37,19 @@ def test_the_numpy_engine(made: Made, tmp_path: Path, case: str, dtype: str) -> 
     np.testing.assert_array_equal(logits(folder.path, dtype), logits(plain, dtype))
 
 
-@pytest.mark.parametrize("engine", ["numpy", "torch"])
-@pytest.mark.parametrize("case", ["gptq", "awq", "fp8-blocks", "compressed-int8"])
-def test_experts_are_quantized_one_by_one(tmp_path: Path, case: str, engine: str) -> None:
-    if engine == "torch":
-        pytest.importorskip("torch")
+def check_experts(folder: Path, case: str, engine: str) -> None:
+    """Compare the logits of a model with quantized experts with those of its values in float32."""
     quantize, config = CASES[case]
-    values = write_quantized(tmp_path / "quantized", "qwen3_moe", quantize, config)
-    plain = write_values(tmp_path / "plain", tmp_path / "quantized", values)
+    values = write_quantized(folder / "quantized", "qwen3_moe", quantize, config)
+    plain = write_values(folder / "plain", folder / "quantized", values)
     for dtype in ("float32", "bfloat16"):
-        found, expected = (logits(folder, dtype, engine) for folder in (tmp_path / "quantized", plain))
+        found, expected = (logits(path, dtype, engine) for path in (folder / "quantized", plain))
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_are_quantized_one_by_one(tmp_path: Path, case: str) -> None:
+    check_experts(tmp_path, case, "reference")
 
 
 def test_a_session_says_how_weights_are_stored(made: Made) -> None:
