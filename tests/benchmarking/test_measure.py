@@ -139,6 +139,16 @@ class TestLimit:
         by_hand = sum(1000 + 2 * held * 10 for held in (14, 15, 16))
         assert self.limit.generation_nbytes(case, CacheTraffic(rows=((10, None),), states_nbytes=0)) == by_hand
 
+    def test_experts_that_no_token_chooses_are_not_read(self):
+        """One token reads a quarter of the experts; of two, the second reads a quarter of what the first one has left."""
+        limit = MemoryLimit(
+            weights_nbytes=9999, step_weights_nbytes=1000, copy_bytes_per_second=1.0, experts_nbytes=800, num_experts=8, experts_per_token=2
+        )
+        assert [limit.step_nbytes(batch_size) for batch_size in (1, 2, 400)] == [400, 550, 1000]
+        assert [self.limit.step_nbytes(batch_size) for batch_size in (1, 7)] == [1000, 1000]
+        case = BenchmarkCase(generate_tokens=3, batch_size=2)
+        assert limit.generation_nbytes(case, CacheTraffic(rows=(), states_nbytes=0)) == 3 * 550
+
     def test_rows_outside_a_window_are_not_read_and_states_are_read_and_written(self):
         case = BenchmarkCase(prompt_tokens=6, generate_tokens=3, batch_size=2, depth=7)
         by_hand = sum(1000 + 2 * (held * 10 + min(held, 15) * 4 + 100) for held in (14, 15, 16))

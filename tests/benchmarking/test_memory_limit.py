@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.helpers.recording import kv_config
-from tests.paths import ROOT
-from trt_kvcache import HostMemory, InferenceSession, KVCacheManager
+from tests.paths import GOLDEN, ROOT
+from trt_kvcache import Checkpoint, HostMemory, InferenceSession, KVCacheManager
 from trt_kvcache.benchmarking import MemoryLimit, copy_bytes_per_second, copy_speed, describe_environment
 from trt_kvcache.benchmarking.memory_use import memory_use
 from trt_kvcache.model import ModelConfig
@@ -35,6 +35,16 @@ class TestWeights:
     def test_an_embedding_of_its_own_is_not_read(self):
         limit = MemoryLimit.measured(replace(MODEL, tie_word_embeddings=False), "float32", HostMemory())
         assert limit.weights_nbytes - limit.step_weights_nbytes == MODEL.vocab_size * MODEL.hidden_size * 4
+
+    def test_weights_of_experts_are_counted_apart(self):
+        """The rounded ones, and those in the dtype of the engine, of 7 experts in 3 layers."""
+        with Checkpoint.open(GOLDEN / "qwen3_moe", quantize="int8") as checkpoint:
+            model, weights = checkpoint.config, checkpoint.weights
+        plain, rounded = (MemoryLimit.measured(model, "float16", HostMemory(), given) for given in (None, weights))
+        assert (plain.num_experts, plain.experts_per_token) == (rounded.num_experts, rounded.experts_per_token) == (7, 2)
+        values, scales = 3 * 7 * 3 * 24 * 40, 3 * 7 * (2 * 24 + 40)
+        assert (plain.experts_nbytes, rounded.experts_nbytes) == (2 * values, values + 2 * scales)
+        assert plain.step_nbytes(1) == plain.step_weights_nbytes - 2 * values * 5 // 7
 
 
 @pytest.mark.usefixtures("small_copies")

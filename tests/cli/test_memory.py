@@ -319,3 +319,22 @@ def test_rows_that_are_not_what_their_names_let_expect_have_a_footnote(run: Run,
     assert "│ int8 (1) " in done.out
     assert "│ float16 │" in done.out.replace("  ", "")
     assert "\n(1) not even one token, or one slot, fits\n" in run("memory", SHIPPED, "--fit", "1000B").out
+
+
+def test_parameters_of_a_model_with_experts(run: Run):
+    done = run("memory", GOLDEN / "mixtral")
+    assert done.code == 0, done.err
+    document = json.loads(run("memory", GOLDEN / "mixtral", "--json").out)
+    total, active = (document["parameters"][name] for name in ("total", "active"))
+    assert done.out.splitlines()[-1] == f"parameters:   {total} (0.0 billion), {active} (0.0 billion) of them for each token"
+    assert total - active == 2 * 3 * (3 * 36 * 48)
+    assert "parameters" not in json.loads(run("memory", GOLDEN / "llama", "--json").out)
+
+
+@pytest.mark.parametrize("option", [("--engine",), ("--fit", "8GB")])
+def test_engines_of_models_with_experts_are_refused_by_name(run: Run, tmp_path: Path, option: tuple[str, ...]):
+    (tmp_path / "config.json").write_bytes((GOLDEN / "mixtral" / "config.json").read_bytes())
+    for folder in (GOLDEN / "mixtral", tmp_path):
+        done = run("memory", folder, *option)
+        assert (done.code, "TensorRT's network does not support mixture of experts (MoE) yet (mixtral)" in done.err) == (1, True)
+        assert 'engine="torch" and engine="numpy" do.' in done.err

@@ -15,6 +15,7 @@ The sizes are all different, so that a swapped axis shows; norm weights are not 
 
 import dataclasses
 import json
+import tempfile
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from safetensors.numpy import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.golden.weights import HERE, SEEDS, VISION, VISION_SEEDS, write, write_vision
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.tensor_shapes import tensor_shapes
@@ -81,7 +83,7 @@ def make(folder, seed):
     """Write the logits of one folder."""
     write(folder)
     stored = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    check_names(folder, stored.state_dict())
+    check_tensors(folder, stored)
     save_logits(folder, stored, seed)
 
 
@@ -90,8 +92,7 @@ def make_vision(folder, seed):
     write_vision(folder)
     torch.manual_seed(seed)  # the tower is not stored: it is random
     stored = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    family = FAMILIES[ModelConfig.from_dict(read(folder)).family]
-    check_names(folder, {family.own_name(name): tensor for name, tensor in stored.state_dict().items() if not family.ignores(name)})
+    check_tensors(folder, stored)
     save_logits(folder, stored, seed)
     if folder.name in IMAGES:
         save_image(folder, stored, seed)
@@ -137,6 +138,21 @@ def save_logits(folder, stored, seed):
     print(f"{folder.name}: logits {logits.shape}, standard deviation {logits.std():.2f}")
 
 
+def check_tensors(folder, stored):
+    """Compare the tensors of a model in transformers with those that the package expects; of a model with experts, those that it saves."""
+    with Checkpoint.open(folder) as checkpoint:
+        family = FAMILIES[checkpoint.config.family]
+        if not family.stacked:
+            check_names(folder, {family.own_name(name): tensor for name, tensor in stored.state_dict().items() if not family.ignores(name)})
+            return
+        for original in (True, False):
+            with tempfile.TemporaryDirectory() as saved:
+                stored.save_pretrained(saved, save_original_format=original)
+                with Checkpoint.open(saved) as written:
+                    for name in checkpoint.tensor_names:
+                        np.testing.assert_array_equal(written.tensor(name), checkpoint.tensor(name))
+
+
 def rope(parameters, length):
     """Return the frequencies of RoPE and the factor of cosine and sine, for a sequence of ``length`` tokens."""
     parameters = {"rope_theta": 50.0, **parameters}
@@ -166,6 +182,9 @@ FIELDS = (
     ),
     *("attn_logit_softcapping", "final_logit_softcapping", "no_rope_layer_interval", "embedding_multiplier", "logits_scaling"),
     *("residual_multiplier", "attention_multiplier", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
+    *("num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "moe_intermediate_size", "routed_scaling_factor", "n_group"),
+    *("topk_group", "n_shared_experts", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "num_dense_layers"),
+    *("use_expert_bias", "moe_latent_size"),
 )
 
 

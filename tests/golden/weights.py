@@ -54,6 +54,20 @@ SEEDS = {
     "granitemoehybrid-bias": 34,
     "nemotron_h": 35,
     "nemotron_h-bias": 36,
+    "qwen3_moe": 41,
+    "qwen3_moe-dense-window": 42,
+    "mixtral": 47,
+    "mixtral-window": 44,
+    "olmoe": 45,
+    "olmoe-bias": 46,
+    "granitemoehybrid-experts": 53,
+    "qwen3_next-experts": 54,
+    "lfm2_moe": 61,
+    "lfm2_moe-bias": 56,
+    "nemotron_h-experts": 72,
+    "nemotron_h-latent": 58,
+    "qwen3_5_moe": 59,
+    "qwen3_5_moe-bias": 60,
     "olmo3": 40,
     "olmo3-bias-yarn": 41,
     "ernie4_5": 42,
@@ -75,6 +89,7 @@ VISION_SEEDS = {
     "mistral3-ministral": 44,
     "qwen3_5": 45,
     "qwen3_5-bias": 46,
+    "qwen3_5_moe": 51,
     "qwen3_vl": 47,
     "qwen3_vl-bias": 48,
     "qwen2_5_vl": 49,
@@ -92,6 +107,7 @@ STORED = {
     "mistral3-ministral": _LLAVA_5,
     "qwen3_5": _QWEN,
     "qwen3_5-bias": _QWEN,
+    "qwen3_5_moe": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl-bias": _QWEN,
     "qwen2_5_vl": ("model.", "lm_head.", ("visual.",)),
@@ -150,8 +166,31 @@ def random_weights(config, seed):
         values = random_values(seed, name, shape)
         if "norm" in name:
             values -= config.final_norm.weight_offset
-        weights[name] = values.astype(np.float32).astype(numpy_dtype(config.dtype))
+        weights[name] = values.astype(np.float32).astype(np.float32 if is_choice_bias(name) else numpy_dtype(config.dtype))
     return weights
+
+
+def is_choice_bias(name):
+    """Return True for the bias of a router's choice, which published files have in float32."""
+    return name.endswith(("expert_bias", "e_score_correction_bias"))
+
+
+def stacked(family, tensors):
+    """Return tensors as transformers reads them: with the experts of each layer in the first two of the family's stacked tensors."""
+    if family != "granitemoehybrid":
+        return tensors
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name in tensors:
+        prefix, _, rest = name.partition("block_sparse_moe.experts.")
+        if rest == "0.down_proj.weight":
+            experts = range(sum(other.startswith(prefix) and other.endswith(".down_proj.weight") for other in tensors))
+            parts = [
+                [tensors[f"{prefix}block_sparse_moe.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+                for expert in experts
+            ]
+            found[f"{prefix}block_sparse_moe.input_linear.weight"] = np.stack([np.concatenate(part[:2]) for part in parts])
+            found[f"{prefix}block_sparse_moe.output_linear.weight"] = np.stack([part[2] for part in parts])
+    return found
 
 
 def random_values(seed, name, shape):
@@ -160,6 +199,8 @@ def random_values(seed, name, shape):
     uniform = (raw >> np.uint64(11)).astype(np.float64).reshape(shape) / 2.0**53  # [0, 1)
     if "norm" in name:
         return 0.5 + uniform
+    if is_choice_bias(name):
+        return 0.2 * uniform
     deviation = 0.5 if name.endswith(".bias") or "embed" in name else 1.0 / np.sqrt(np.prod(shape[1:]))
     if "q_proj.weight" in name or "k_proj.weight" in name:
         deviation *= 1.5

@@ -240,7 +240,7 @@ def modelopt_int4(group_size: int, *, factors: bool = True) -> Quantize:
 
 
 def write_quantized(folder: Path, model: str, quantize: Quantize, config: dict[str, Any], *, field: str = "quantization_config") -> Tensors:
-    """Write a golden model whose linear layers, but for the head, are quantized. Return the values of all its tensors."""
+    """Write a golden model whose linear layers, but for the head and routers, are quantized. Return the values of all its tensors."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(7)
     source = GOLDEN / model
@@ -254,7 +254,7 @@ def write_quantized(folder: Path, model: str, quantize: Quantize, config: dict[s
     values: Tensors = load_file(source / "model.safetensors")
     stored: Tensors = {}
     for name, array in list(values.items()):
-        if array.ndim == 2 and "layers" in name:
+        if array.ndim == 2 and "layers" in name and not name.endswith("mlp.gate.weight"):
             parts, values[name] = quantize(array.astype(np.float32), random)
             stored |= {f"{name.removesuffix('.weight')}.{part}": tensor.copy(order="C") for part, tensor in parts.items()}
         else:

@@ -19,6 +19,7 @@ NEXT_TO_TEXT: dict[str, dict[str, Any]] = {
     "mistral3-ministral": {"eos_token_id": 9},
     "qwen3_5": {},
     "qwen3_5-bias": {"dtype": "bfloat16", "tie_word_embeddings": False},
+    "qwen3_5_moe": {},
     "qwen3_vl": {"model_type": "qwen3", "rope_scaling": None},
     "qwen3_vl-bias": {"model_type": "qwen3", "dtype": "float16", "rope_theta": 90.0, "rope_parameters": None},
     "qwen2_5_vl": {"model_type": "qwen2", "rope_scaling": None, "vision_config": None, "architectures": None},

@@ -10,7 +10,7 @@ import pytest
 
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig, QueryScaling, RopeConfig
+from trt_kvcache.model import ModelConfig, QueryScaling, RopeConfig, RoutedMlpConfig
 from trt_kvcache.model.families.registry import FAMILIES
 
 DEFAULTS = json.loads((GOLDEN / "defaults.json").read_text(encoding="utf-8"))
@@ -104,6 +104,29 @@ def test_a_model_without_positions_has_no_limit_of_them() -> None:
 def test_code_that_transformers_has_taken_over_is_no_custom_code() -> None:
     code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
     assert golden("phi3-long", auto_map=code) == golden("phi3-long")
+
+
+def test_layers_with_experts_of_qwen3_moe() -> None:
+    assert [isinstance(layer.mlp, RoutedMlpConfig) for layer in golden("qwen3_moe-dense-window", mlp_only_layers=None).layers] == [
+        *(False, True, False, True),
+    ]
+    assert not any(isinstance(layer.mlp, RoutedMlpConfig) for layer in golden("qwen3_moe", num_experts=0, num_experts_per_tok=99).layers)
+    assert golden("qwen3_moe", num_experts=None, num_local_experts=7) == golden("qwen3_moe", num_local_experts=7)
+    assert {layer.mlp.router.num_experts for layer in golden("qwen3_moe", num_experts=None).layers} == {128}
+    assert {layer.mlp.router.num_experts for layer in golden("mixtral", num_local_experts=None).layers} == {8}
+
+
+def test_experts_of_the_hybrids() -> None:
+    assert [isinstance(layer.mlp, RoutedMlpConfig) for layer in golden("lfm2_moe").layers] == [False, False, True, True]
+    assert [isinstance(layer.mlp, RoutedMlpConfig) for layer in golden("lfm2_moe", num_dense_layers=9).layers] == [False] * 4
+    assert [isinstance(layer.mlp, RoutedMlpConfig) for layer in golden("qwen3_next-experts").layers] == [True, False, True]
+    granite = golden("granitemoehybrid-experts").layers[0].mlp
+    assert (granite.expert.intermediate_size, granite.shared.intermediate_size, granite.shared_gate) == (20, 44, False)
+    assert golden("granitemoehybrid", num_local_experts=0).layers[0].mlp == granite.shared
+    nano, latent = golden("nemotron_h-experts").layers[1].mlp, golden("nemotron_h-latent").layers[1].mlp
+    assert (nano.router.factor, nano.router.sum_epsilon, nano.latent_size) == (2.5, 1e-20, None)
+    assert (latent.router.num_groups, latent.router.sum_epsilon, latent.latent_size, latent.latent_bias) == (4, 0, 16, True)
+    assert (latent.expert.bias, latent.shared.bias, latent.expert.gated) == (False, True, False)
 
 
 def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
@@ -218,9 +241,20 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("bamba", {"mamba_n_groups": 3}, "Mamba2Config.num_groups: expected a divisor of num_heads=4, got 3"),
         ("bamba", {"time_step_limit": [1.0, 0.5]}, "time_step_limit: expected two numbers, 0 <= smallest <= largest"),
         ("bamba", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: expected silu, the activation of the convolutions"),
-        ("qwen3_next", {"num_experts": 4}, r"num_experts: .* has a mixture of experts \(MoE\) in layer 0, which is"),
-        ("qwen3_next", {"num_experts": None}, r"num_experts: .* has a mixture of experts \(MoE\) in layer 0, which is"),
-        ("qwen3_next-bias", {"mlp_only_layers": [1]}, r"num_experts: .* has a mixture of experts \(MoE\) in layer 3, which is"),
+        ("qwen3_next", {"num_experts": 4}, "num_experts_per_tok: expected at most the number of experts, 4, got 10"),
+        (
+            "qwen3_next-experts",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size: expected a positive integer, got 0",
+        ),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob: expected True or null, got False"),
+        ("qwen3_5_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers: expected \[\] or null, got \[1\]"),
+        ("qwen3_5_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: expected 1 or null, got 2"),
+        ("qwen3_5_moe", {"num_experts": 0}, "num_experts_per_tok: expected at most the number of experts, 0, got 2"),
+        ("lfm2_moe", {"layer_types": None}, "layer_types: expected a list of names, got None"),
+        ("lfm2_moe", {"num_dense_layers": -1}, "num_dense_layers: expected a number of layers >= 0, got -1"),
+        ("lfm2_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor: expected a finite number > 0, got 0"),
+        ("lfm2_moe", {"use_expert_bias": "yes"}, "use_expert_bias: expected true or false, got 'yes'"),
         ("qwen3_next", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: expected silu, the activation of the convolutions"),
         ("qwen3_next", {"linear_num_value_heads": 3}, "GatedDeltaNetConfig.num_value_heads: expected a multiple of num_key_heads=2, got 3"),
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate: expected true, got False"),
@@ -228,21 +262,55 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("qwen3_5", {"layer_types": ["mamba"] * 4}, "layer_types: mamba is not supported"),
         ("mamba2", {"expand": 3}, "expand: expected expand . hidden_size = num_heads . head_dim = 64, got 96"),
         ("mamba2", {"hidden_act": "relu2"}, "hidden_act: expected silu"),
-        ("granitemoehybrid", {"num_local_experts": 8}, r"num_local_experts: .* has a mixture of experts \(MoE\), which is"),
+        ("granitemoehybrid", {"num_local_experts": 8}, "num_experts_per_tok: expected a positive integer, got 0"),
+        ("granitemoehybrid-experts", {"num_local_experts": 1}, "num_experts_per_tok: expected at most the number of experts, 1, got 2"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type: expected rope, nope or null, got 'alibi'"),
+        ("nemotron_h-experts", {"n_shared_experts": 2}, "n_shared_experts: expected 1, got 2"),
+        ("nemotron_h-experts", {"n_group": 4}, "RouterConfig.num_groups: expected groups of 2 or more of 6 experts, got 4"),
         (
-            "nemotron_h",
-            {"hybrid_override_pattern": "M-E-M"},
-            r"hybrid_override_pattern: .* has a mixture of experts \(MoE\) in layer 2",
+            "nemotron_h-experts",
+            {"num_local_experts": 8},
+            "n_routed_experts: expected one number of experts, got n_routed_experts 6 and num_loc",
         ),
+        ("nemotron_h-latent", {"topk_group": 1}, "experts_per_token: expected at most the 2 experts of groups_per_token=1, got 3"),
+        ("nemotron_h-latent", {"moe_latent_size": 0}, "moe_latent_size: expected a positive integer, got 0"),
         ("nemotron_h", {"hybrid_override_pattern": "M-?-M"}, "hybrid_override_pattern: '?.'? is not supported, got it in layer 2"),
         ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "num_hidden_layers: expected 3 as hybrid_override_pattern says, got 5"),
         ("nemotron_h", {"hybrid_override_pattern": ""}, "hybrid_override_pattern: expected from 1 to 10000 kinds of layers"),
-        ("nemotron_h-bias", {"layers_block_type": ["moe"]}, r"layers_block_type: .* has a mixture of experts \(MoE\) in layer 0"),
+        ("nemotron_h-bias", {"layers_block_type": ["moe"], "n_routed_experts": 0}, "expected at most the number of experts, 0, got 2"),
         ("nemotron_h", {"sliding_window": 8}, "sliding_window: expected null, got 8"),
         ("nemotron_h", {"rms_norm_eps": 1e-6}, "rms_norm_eps: expected layer_norm_epsilon=1e-05, got 1e-06"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier: expected a finite number > 0, got 0"),
         ("granite", {"num_local_experts": 8}, r"num_local_experts: .* has a mixture of experts"),
+        ("qwen3_moe", {"num_experts": "7"}, "num_experts: expected an integer, got '7'"),
+        ("qwen3_moe", {"num_experts": -1}, "num_experts: expected a number of experts >= 0, got -1"),
+        ("qwen3_moe", {"num_local_experts": 8}, "num_experts: expected one number of experts, got num_experts 7 and num_local_experts 8"),
+        (
+            "qwen3_moe",
+            {"num_experts": 2**31 - 1},
+            "ModelConfig.layers: expected at most 131072 experts of all layers together, got 6442450941",
+        ),
+        ("qwen3_moe", {"num_experts_per_tok": 8}, "num_experts_per_tok: expected at most the number of experts, 7, got 8"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok: expected a positive integer, got 0"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size: expected a positive integer, got 0"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob: expected true or false, got 1"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: expected a positive integer, got 0"),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers: expected a list of indices of layers, from 0 to 2, got \[3\]"),
+        ("qwen3_moe", {"hidden_act": "relu"}, "hidden_act: 'relu' is not supported"),
+        (
+            "qwen3_moe",
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types: expected full_attention everywhere with sliding_window None",
+        ),
+        (
+            "qwen3_moe-dense-window",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types: expected sliding_attention everywhere with sliding_window 7",
+        ),
+        ("mixtral", {"num_local_experts": 0}, "num_experts_per_tok: expected at most the number of experts, 0, got 2"),
+        ("mixtral", {"num_experts": 6}, "num_experts: expected one number of experts, got num_experts 6 and num_local_experts 5"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: expected null, got 8.0"),
+        ("olmoe", {"head_dim": 16}, "head_dim: expected hidden_size / num_attention_heads, or null, got 16"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(name: str, changes: dict[str, Any], message: str) -> None:

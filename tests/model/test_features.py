@@ -9,12 +9,23 @@ import pytest
 
 from tests.helpers.models import SMALL, features_of, with_mixer
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import GatedDeltaNetConfig, ModelConfig, NormConfig, QkNormConfig, QueryScaling, RopeConfig
+from trt_kvcache.model import (
+    GatedDeltaNetConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    QkNormConfig,
+    QueryScaling,
+    RopeConfig,
+    RoutedMlpConfig,
+    RouterConfig,
+)
 from trt_kvcache.model.features import FEATURES, check_features, features
 
 MODEL = ModelConfig.from_dict({**SMALL, "num_hidden_layers": 2})
 NORM = NormConfig(epsilon=1e-5)
 DELTA_NET = GatedDeltaNetConfig(num_key_heads=2, key_head_dim=8, num_value_heads=4, value_head_dim=16, kernel=3, norm=NORM)
+EXPERTS = RoutedMlpConfig(router=RouterConfig(num_experts=6, experts_per_token=2), expert=MlpConfig(intermediate_size=28))
 ROPE = RopeConfig(kind="default", theta=10000.0)
 
 
@@ -55,6 +66,7 @@ CASES = {
     "ungated_mlp": (in_every_layer(mlp=replace(MODEL.layers[1].mlp, gated=False)), "layers[0].mlp.gated = False"),
     "output_gate": (with_mixer(MODEL, output_gate=True), "layers[0].mixer.output_gate = True"),
     "gated_delta_net": (in_last_layer(mixer=DELTA_NET), "layers[1].mixer = GatedDeltaNetConfig("),
+    "experts": (in_every_layer(mlp=EXPERTS), "layers[0].mlp.router.num_experts = 6"),
     "no_mlp": (in_last_layer(mlp=None, mlp_norm=None), "layers[1].mlp = None"),
     "no_mixer": (in_last_layer(mixer=None, input_norm=None), "layers[1].mixer = None"),
     "residual_multiplier": (in_last_layer(residual_multiplier=0.5), "layers[1].residual_multiplier = 0.5"),
@@ -73,6 +85,7 @@ def test_llama_needs_none() -> None:
     [
         ("phi3-long", {"partial_rotary", "fused_tensors"}),
         ("smollm3", {"no_rope"}),
+        ("qwen3_moe-dense-window", {"window", "several_shapes", "experts"}),
         ("olmo2", {"full_qk_norm", "norm_rounding", "norm_places"}),
         ("olmo3", {"window", "several_ropes", "full_qk_norm", "norm_rounding", "norm_places"}),
         ("ernie4_5", {"interleaved_rope"}),

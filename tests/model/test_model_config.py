@@ -211,7 +211,7 @@ def test_windows_of_qwen_that_are_switched_on(changes: dict[str, Any], windows: 
     ("changes", "message"),
     [
         ({"vision_config": {"depth": 2}}, "vision_config: .* is a vision model, which is not supported"),
-        ({"model_type": "qwen3_moe", "num_experts": 8}, r"num_experts: .* \(model_type qwen3_moe\) has a mixture of experts \(MoE\)"),
+        ({"model_type": "qwen2_moe", "num_experts": 8}, r"num_experts: .* \(model_type qwen2_moe\) has a mixture of experts \(MoE\)"),
         ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, r"kv_lora_rank: .* has multi-head latent attention \(MLA\), which is not"),
         ({"model_type": "mllama", "cross_attention_layers": [3]}, "cross_attention_layers: .* has cross attention, which is not supported"),
         ({"model_type": "llava", "text_config": {}, "vision_config": {"x": 1}}, "vision_config: .* is a vision model"),

@@ -8,13 +8,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.helpers.models import SMALL, with_mixer
+from tests.helpers.models import SMALL, model_of, with_mixer
 from tests.paths import GOLDEN
 from trt_kvcache.checkpoint.decoder_weights import decoder_weights
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig, RopeConfig
 from trt_kvcache.model.tensor_shapes import tensor_shapes
-from trt_kvcache.model.weight_parts import WeightPart, layer_parts
+from trt_kvcache.model.weight_parts import WeightPart, layer_parts, stacked_experts
 
 #: 3 query heads over one K/V head of 32, 96 hidden elements, 52 inside the MLP.
 PHI = ModelConfig.from_dict(json.loads((GOLDEN / "phi3-long" / "config.json").read_text(encoding="utf-8")))
@@ -47,6 +47,22 @@ def test_weights_that_are_stored_head_by_head() -> None:
     assert delta["delta_qkv.weight"].rows == (*q, *k, *v)
     assert attention["q.weight"].rows == (slice(0, 32), slice(64, 96))
     assert attention["output_gate.weight"].rows == (slice(32, 64), slice(96, 128))
+
+
+def test_each_expert_has_tensors_of_its_own() -> None:
+    model = model_of("mixtral-window")
+    parts = layer_parts(model, 2)
+    moe = "model.layers.2.block_sparse_moe"
+    assert parts["router.weight"] == WeightPart(tensor=f"{moe}.gate.weight", shape=(4, 40), rows=(slice(0, 4),), tensor_rows=4)
+    assert [role for role in parts if parts[role].tensor.startswith(f"{moe}.experts.3.")] == [
+        f"expert_{name}.3.weight" for name in ("gate", "up", "down")
+    ]
+    down = WeightPart(tensor=f"{moe}.experts.3.w2.weight", shape=(40, 44), rows=(slice(0, 40),), tensor_rows=40)
+    assert parts["expert_down.3.weight"] == down
+    assert stacked_experts(model, 2, "block_sparse_moe.experts.gate_up_proj") == [
+        {f"{moe}.experts.{expert}.{name}.weight": (44, 40) for name in ("w1", "w3")} for expert in range(4)
+    ]
+    assert stacked_experts(model_of("qwen3_moe-dense-window"), 0, "mlp.experts.down_proj") == []
 
 
 #: 4 query heads over 2 K/V heads of 24, of which RoPE rotates all elements.

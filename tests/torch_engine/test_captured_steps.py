@@ -204,6 +204,17 @@ def test_a_step_that_fails_is_not_captured_and_changes_nothing(cuda, monkeypatch
         assert_close(session.decode([3]), exact.decode([3]))
 
 
+def test_steps_whose_rows_are_sorted_by_expert_are_not_captured(cuda, monkeypatch):
+    with captured(cuda, monkeypatch, "qwen3_moe")[0] as session:
+        ids = golden("qwen3_moe")[0].tolist()
+        for _ in range(3):
+            session.prefill([ids[:WIDTH]] * 3)
+        assert cuda.captures == 0, f"{3 * WIDTH} rows"
+        for _ in range(3):
+            session.prefill([ids[:17]] * 3)
+        assert cuda.captures == 1
+
+
 def test_wide_and_large_steps_are_not_captured(cuda, monkeypatch):
     with captured(cuda, monkeypatch, "llama", slots=2)[0] as session:
         rows = session.engine._row_nbytes

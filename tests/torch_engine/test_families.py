@@ -45,6 +45,7 @@ FAMILIES = [
     "olmo2",
     "olmo3",
     "phi3-short-window",
+    "qwen3_moe-dense-window",
     "qwen3_next",
     "smollm3-bias-window",
 ]

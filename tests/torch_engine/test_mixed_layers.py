@@ -49,6 +49,9 @@ def expected(dtype, attention):
 def test_the_model_has_all_features_of_attention():
     """But two: weights that share a stored tensor or are reordered, which families have, as they have the other parts of layers."""
     others = {
+        "experts",
+        "shared_expert",
+        "latent_experts",
         "fused_tensors",
         "interleaved_rope",
         "no_mixer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from trt_kvcache.benchmarking.cache_traffic import CacheTraffic
 from trt_kvcache.benchmarking.cases import BenchmarkCase
@@ -12,8 +13,9 @@ from trt_kvcache.benchmarking.measure import BenchmarkRow
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
+from trt_kvcache.model.weight_parts import expert_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,10 @@ class MemoryLimit:
         tensor.
     copy_bytes_per_second : float
         Speed of a plain copy in the memory where the model runs, bytes read plus bytes written.
+    experts_nbytes : int
+        Bytes of the experts among ``step_weights_nbytes``, of which each token needs ``experts_per_token`` of ``num_experts``.
+    num_experts, experts_per_token : int
+        Experts of a layer, and those of a token; 1 for a model without experts.
 
     Examples
     --------
@@ -43,6 +49,9 @@ class MemoryLimit:
     weights_nbytes: int
     step_weights_nbytes: int
     copy_bytes_per_second: float
+    experts_nbytes: int = 0
+    num_experts: int = 1
+    experts_per_token: int = 1
 
     @classmethod
     def measured(cls, model: ModelConfig, dtype: str, memory: Memory, weights: WeightsSummary | None = None) -> MemoryLimit:
@@ -67,12 +76,37 @@ class MemoryLimit:
         """
         speed = copy_bytes_per_second(memory)
         if weights is not None and weights.is_quantized:
-            return cls(weights_nbytes=weights.nbytes, step_weights_nbytes=weights.step_nbytes, copy_bytes_per_second=speed)
+            sizes = (weights.nbytes, weights.step_nbytes, weights.experts_nbytes)
+            return cls._of(model, *sizes, copy_bytes_per_second=speed)
         elements = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
         total = sum(elements.values())
         unread = 0 if model.tie_word_embeddings else elements[embedding_name(model)]
         size = itemsize(dtype)
-        return cls(weights_nbytes=total * size, step_weights_nbytes=(total - unread) * size, copy_bytes_per_second=speed)
+        experts = sum(elements[name] for name in expert_tensors(model))
+        return cls._of(model, total * size, (total - unread) * size, experts * size, copy_bytes_per_second=speed)
+
+    @classmethod
+    def _of(cls, model: ModelConfig, nbytes: int, step_nbytes: int, experts_nbytes: int, **options: Any) -> MemoryLimit:
+        """Return the limit for weights of these sizes, with the first router of the model."""
+        routers = [layer.mlp.router for layer in model.layers if isinstance(layer.mlp, RoutedMlpConfig)]
+        choice = {"num_experts": routers[0].num_experts, "experts_per_token": routers[0].experts_per_token} if routers else {}
+        return cls(weights_nbytes=nbytes, step_weights_nbytes=step_nbytes, experts_nbytes=experts_nbytes, **choice, **options)
+
+    def step_nbytes(self, batch_size: int) -> int:
+        """Return the bytes of the weights that a decode step reads.
+
+        Parameters
+        ----------
+        batch_size : int
+            Slots of the step, with one token each.
+
+        Returns
+        -------
+        int
+            ``step_weights_nbytes`` without experts that no token chooses, on average: each token chooses on its own.
+        """
+        unread = (1 - self.experts_per_token / self.num_experts) ** batch_size
+        return self.step_weights_nbytes - round(self.experts_nbytes * unread)
 
     def generation_nbytes(self, case: BenchmarkCase, traffic: CacheTraffic) -> int:
         """Return the bytes that the decode steps of a case read and write.
@@ -87,11 +121,11 @@ class MemoryLimit:
         Returns
         -------
         int
-            Bytes of the weights once per step, and the cache bytes of each slot in each step, including the new token.
+            Bytes of the weights (:meth:`step_nbytes`) once per step, and the cache bytes of each slot in each step, with the new token.
         """
         steps, first = case.generate_tokens, case.depth + case.prompt_length + 1
         cache = sum(traffic.nbytes(tokens) for tokens in range(first, first + steps))
-        return steps * self.step_weights_nbytes + case.batch_size * cache
+        return steps * self.step_nbytes(case.batch_size) + case.batch_size * cache
 
     def token_nbytes(self, row: BenchmarkRow) -> int | None:
         """Return the bytes that decode steps of a row read and write for each token, on average.

@@ -23,7 +23,7 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.v_outputs import v_buffer_nbytes, v_outputs
 from trt_kvcache.memory.shapes import dense_nbytes
-from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
+from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
 from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
 
@@ -207,7 +207,8 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions
     """Return the bytes of activations at the widest point of a layer, for the largest enqueue, and of the logits."""
     tokens = options.max_batch_size * options.max_prefill_length
     mixers = max(map(_mixer_width, model.layers))
-    mlps = max((3 * layer.mlp.intermediate_size for layer in model.layers if layer.mlp is not None), default=0)  # gate, up, their product
+    widths = (layer.mlp.intermediate_size for layer in model.layers if isinstance(layer.mlp, MlpConfig))  # experts were refused
+    mlps = 3 * max(widths, default=0)  # gate, up, their product
     widest = 2 * model.hidden_size + max(mixers, mlps)  # the residual, and its norm
     capped = max((mixer.num_heads for mixer in model.attention_layers if mixer.softcap is not None), default=0)
     before_and_after_softmax = 2 * capped * options.max_sequence_length * itemsize("float32")

@@ -140,7 +140,7 @@ class ResolvedOptions(BuildOptions):
 
     def cache_for(self, model: ModelConfig, quantized: QuantizedKV | None = None) -> DecoderCacheConfig:
         """Return the configuration of the engine's cache, after checking that the model can be built with these options."""
-        check_features(model, COMPUTED_FEATURES, "TensorRT's network")
+        check_features(model, COMPUTED_FEATURES, "TensorRT's network", way_out='engine="torch" and engine="numpy" do.')
         for head_dim in sorted({mixer.head_dim for mixer in model.attention_layers}):
             if head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
                 raise ConfigError(

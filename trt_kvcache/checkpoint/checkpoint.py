@@ -24,6 +24,7 @@ from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import RoundedWeight, rounded_weights
 from trt_kvcache.checkpoint.quantized.stored_weight import StoredWeight, stored_weight
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.checkpoint.stacked_experts import split_experts
 from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, family_names, open_weight_files
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
@@ -32,6 +33,7 @@ from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 from trt_kvcache.model.families.registry import FAMILIES, read_config, states_dtype
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
+from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
 
 # Optional files of a model folder, copied with it.
 COMPANION_FILES = (
@@ -101,6 +103,7 @@ class Checkpoint:
         self.kv_dtype = kv_dtype
         self.config = config
         self._shapes = tensor_shapes(config)
+        self._exact = exact_tensors(config)
         self._quantized = quantized or {}
         self._files: Mapping[str, WeightFile] | None = files
 
@@ -142,7 +145,7 @@ class Checkpoint:
         folder = Path(path)
         config, data, format_, source = _read_config(folder)
         family = FAMILIES[config.family]
-        files = family_names(open_weight_files(folder, family), family, folder)
+        files = split_experts(config, family_names(open_weight_files(folder, family), family, folder), folder)
         gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
         if gguf is not None:
             format_ = GGUF((tensor.dtype for tensor in gguf.tensors.values()), gguf.dequantized.values())
@@ -153,7 +156,9 @@ class Checkpoint:
         rounded = {} if rounding is None else rounded_weights(config, rounding, quantized)
         checkpoint = cls(folder, config, files, {**quantized, **rounded}, None if format_ is None else format_.kv_dtype)
         if source.name == CONFIG_FILE:  # config.json states a dtype; the metadata of GGUF does not
-            _warn_of_conversion(config, files, [name for name in checkpoint.tensor_names if name not in quantized], folder)
+            kept = quantized.keys() | exact_tensors(config)
+            converted = [name for name in checkpoint.tensor_names if name not in kept]
+            _warn_of_conversion(config, files, converted, folder)
         if format_ is not None and quantized and format_.notes:
             warn_caller(f"{folder}: weights are {format_.title}: {'; '.join(format_.notes)}.", UserWarning)
         if gguf is not None and gguf.dequantized:
@@ -198,7 +203,7 @@ class Checkpoint:
         -------
         ndarray
             Read-only, in host memory, in the dtype of the model (bfloat16 through ml_dtypes); values of a quantized weight in float32,
-            so that an engine rounds them once.
+            so that an engine rounds them once; those of routers of experts in their stored dtype.
 
         Raises
         ------
@@ -221,7 +226,8 @@ class Checkpoint:
 
     def _value_dtype(self, name: str, files: Mapping[str, WeightFile]) -> str:
         """Return the dtype in which :meth:`tensor` returns a tensor that is not quantized."""
-        return files[name].tensors[name].dtype if files[name].keeps_stored_dtype else self.config.dtype
+        keeps_stored = files[name].keeps_stored_dtype or name in self._exact
+        return files[name].tensors[name].dtype if keeps_stored else self.config.dtype
 
     def quantized_weight(self, name: str) -> QuantizedWeight | None:
         """Return a quantized weight as it is stored, over the memory of the files.
@@ -292,6 +298,9 @@ class Checkpoint:
         """
         if name in self._quantized:
             return self._quantized[name].nbytes(self._open_files())
+        files = self._open_files()
+        if name in self._exact and name in files:  # a config.json alone has sizes too
+            return files[name].tensors[name].nbytes
         return math.prod(self._shapes[name]) * itemsize(self.config.dtype)
 
     @property
@@ -328,7 +337,13 @@ class Checkpoint:
         formats = {weight.quantized.title for weight in self._quantized.values()}
         unread = 0 if self.config.tie_word_embeddings else self.nbytes_of(embedding_name(self.config))
         title = " and ".join(sorted(formats)) if formats else self.config.dtype
-        return WeightsSummary(format=title, is_quantized=bool(formats), nbytes=self.nbytes, step_nbytes=self.nbytes - unread)
+        return WeightsSummary(
+            format=title,
+            is_quantized=bool(formats),
+            nbytes=self.nbytes,
+            step_nbytes=self.nbytes - unread,
+            experts_nbytes=sum(map(self.nbytes_of, expert_tensors(self.config))),
+        )
 
     @property
     def files(self) -> tuple[Path, ...]:

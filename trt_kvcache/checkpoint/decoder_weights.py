@@ -16,7 +16,7 @@ from trt_kvcache.errors import CheckpointError
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD
-from trt_kvcache.model.weight_parts import WeightPart, layer_parts
+from trt_kvcache.model.weight_parts import WeightPart, exact_tensors, layer_parts
 
 ArrayT = TypeVar("ArrayT")
 
@@ -154,11 +154,15 @@ def layer_weights(
 
 
 class RoundedTensors:
-    """Reads the tensors of a checkpoint, rounded to ``dtype``. ``progress(done_bytes, total_bytes)`` is called with each tensor."""
+    """Reads the tensors of a checkpoint, rounded to ``dtype`` except for those in ``exact``.
+
+    ``progress(done_bytes, total_bytes)`` is called with each tensor.
+    """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, progress: Callable[[int, int], object] | None = None) -> None:
         self._checkpoint = checkpoint
         self.dtype = numpy_dtype(dtype)
+        self.exact = exact_tensors(checkpoint.config)
         self._progress = progress
         self._done, self._total = 0, checkpoint.nbytes
         self._counted: set[str] = set()
@@ -180,7 +184,7 @@ class RoundedTensors:
             self._progress(self._done, self._total)
 
     def _rounded(self, name: str, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if np.can_cast(stored.dtype, self.dtype):
+        if name in self.exact or np.can_cast(stored.dtype, self.dtype):
             return stored
         with np.errstate(over="ignore"):
             rounded = stored.astype(self.dtype)

@@ -1,6 +1,7 @@
 """``SafetensorsFile``: a memory-mapped safetensors file, and the buffers of a new one."""
 
 import json
+import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,6 +94,17 @@ class SafetensorsFile:
     def rename(self, names: Mapping[str, str]) -> None:
         """See :meth:`WeightFile.rename <trt_kvcache.checkpoint.weight_file.WeightFile.rename>`."""
         self.tensors = {names[name]: stored for name, stored in self.tensors.items()}
+
+    def split(self, names: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
+        """Replace tensors by others: for each, the names and shapes of the tensors that its elements are, one after the other."""
+        tensors = {name: stored for name, stored in self.tensors.items() if name not in names}
+        for name, shapes in names.items():
+            whole = self.tensors[name]
+            element, offset = whole.nbytes // math.prod(whole.shape), whole.offset
+            for part, shape in shapes.items():
+                tensors[part] = StoredTensor(dtype=whole.dtype, shape=shape, offset=offset, nbytes=math.prod(shape) * element)
+                offset += tensors[part].nbytes
+        self.tensors = tensors
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """See :meth:`WeightFile.array <trt_kvcache.checkpoint.weight_file.WeightFile.array>`."""

@@ -10,4 +10,5 @@ class WeightsSummary:
     format: str  # the dtype, or the quantized format with its bits and groups
     is_quantized: bool
     nbytes: int  # quantized weights with scales and zero points, as stored; others in the dtype of the model
-    step_nbytes: int  # bytes that a step reads: nbytes without an embedding that is not the head too
+    step_nbytes: int  # bytes that a step reads at most: nbytes without an embedding that is not the head too
+    experts_nbytes: int = 0  # of these, the experts, of which a token needs some

@@ -30,7 +30,8 @@ from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
+from trt_kvcache.model.parameter_counts import ParameterCounts
 from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
 
 _GIB = 2**30
@@ -138,6 +139,7 @@ def memory(
     model = _model_of(folder)
     packed = None if folder is None else weights_format(located(folder, _FILES))
     positions = None if model is None else model.max_position_embeddings
+    parameters = _parameters(model)
     asked = {"dtype": computed, "max_logits_per_slot": max_logits_per_slot or 1, "quantize": quantize}
     gpus = {"compute_capabilities": compute_capability or None}
     build = _build_estimate(folder, config, **asked, **gpus, kv_dtype=stored, kv_scales=kv_scales) if engine else None
@@ -146,6 +148,7 @@ def memory(
         extra = {} if build is None else {"build": as_json(build)}
         fits = {} if gib is None else _what_fits(config, gib, positions)
         weights = {} if packed is None else {"weights_format": packed}
+        weights |= {} if parameters is None else {"parameters": as_json(parameters)}
         formats = {} if fitting is None else {"fits": as_json(fitting)}
         put_json({"config": as_json(config), "estimate": as_json(estimate), **weights, **extra, **fits, **formats})
         return
@@ -154,12 +157,22 @@ def memory(
     _print_estimate(config, estimate, model)
     if packed is not None:
         say(f"weights:      {packed}")
+    if parameters is not None:
+        total, active = (f"{number} ({number / 1e9:.1f} billion)" for number in (parameters.total, parameters.active))
+        say(f"parameters:   {total}, {active} of them for each token")
     if build is not None:
         print_build_sizes(build)
     if gib is not None:
         _print_what_fits(config, gib, positions)
     if fitting is not None and memory_nbytes is not None:
         _print_fits(fitting, memory_nbytes, config, max_sequence_length)
+
+
+def _parameters(model: ModelConfig | None) -> ParameterCounts | None:
+    """Return the parameters of a model with experts, of which a token uses some; None for others."""
+    if model is None or not any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers):
+        return None
+    return ParameterCounts.of(model)
 
 
 def _check_formats(quantize: str | None, dtype: str | None, kv_dtype: str | None, *, with_engine: bool, with_fit: bool) -> None:

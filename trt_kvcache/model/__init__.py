@@ -1,6 +1,7 @@
 """Descriptions of decoders as plain data: layers, norms, RoPE, and the Hugging Face families that they are read from."""
 
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, QkNormConfig, QueryScaling
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, QkNormConfig, QueryScaling
+from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig, RouterConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
@@ -18,6 +19,8 @@ __all__ = [
     "QkNormConfig",
     "QueryScaling",
     "RopeConfig",
+    "RoutedMlpConfig",
+    "RouterConfig",
     "ShortConvConfig",
     "rope_table",
 ]

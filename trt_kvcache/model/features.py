@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
+from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.weight_parts import has_fused_tensors, has_interleaved_rope
@@ -15,6 +16,9 @@ FEATURES = {
     "short_conv": "short convolutions",
     "mamba2": "Mamba-2",
     "gated_delta_net": "Gated DeltaNet",
+    "experts": "mixture of experts (MoE)",
+    "shared_expert": "a shared expert",
+    "latent_experts": "experts of another width",
     "no_mlp": "layers without an MLP",
     "no_mixer": "MLP-only layers",
     "window": "sliding window",
@@ -55,11 +59,11 @@ def features(model: ModelConfig) -> dict[str, str]:
     return found
 
 
-def check_features(model: ModelConfig, computed: Collection[str], engine: str) -> None:
+def check_features(model: ModelConfig, computed: Collection[str], engine: str, *, way_out: str = 'engine="numpy" does.') -> None:
     """Raise ConfigError if a model needs a feature that is not in ``computed``. ``engine``: its name in the message."""
     for name, place in features(model).items():
         if name not in computed:
-            raise ConfigError(f'{place}: {engine} does not support {FEATURES[name]} yet ({model.family}). engine="numpy" does.')
+            raise ConfigError(f"{place}: {engine} does not support {FEATURES[name]} yet ({model.family}). {way_out}")
 
 
 def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -74,13 +78,7 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield "several_shapes", f"layers[{index}] = {_sizes(layer)}"
         if _has_norms_elsewhere(layer):
             yield "norm_places", f"layers[{index}] norms"
-        if layer.mlp is None:
-            yield "no_mlp", f"layers[{index}].mlp = None"
-        else:
-            if layer.mlp.activation in _ACTIVATIONS:
-                yield _ACTIVATIONS[layer.mlp.activation], f"layers[{index}].mlp.activation = {layer.mlp.activation}"
-            if not layer.mlp.gated:
-                yield "ungated_mlp", f"layers[{index}].mlp.gated = False"
+        yield from _mlp_places(layer.mlp, f"layers[{index}].mlp")
         if layer.residual_multiplier != 1:
             yield "residual_multiplier", f"layers[{index}].residual_multiplier = {layer.residual_multiplier}"
     for place, norm in _norms(model):
@@ -98,6 +96,24 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "interleaved_rope", "rows of q and k"
     if has_fused_tensors(model):
         yield "fused_tensors", "names of weights"
+
+
+def _mlp_places(mlp: MlpConfig | RoutedMlpConfig | None, place: str) -> Iterator[tuple[str, str]]:
+    if mlp is None:
+        yield "no_mlp", f"{place} = None"
+    elif isinstance(mlp, RoutedMlpConfig):
+        yield "experts", f"{place}.router.num_experts = {mlp.router.num_experts}"
+        if mlp.latent_size is not None:
+            yield "latent_experts", f"{place}.latent_size = {mlp.latent_size}"
+        yield from _mlp_places(mlp.expert, f"{place}.expert")
+        if mlp.shared is not None:
+            yield "shared_expert", f"{place}.shared"
+            yield from _mlp_places(mlp.shared, f"{place}.shared")
+    else:
+        if mlp.activation in _ACTIVATIONS:
+            yield _ACTIVATIONS[mlp.activation], f"{place}.activation = {mlp.activation}"
+        if not mlp.gated:
+            yield "ungated_mlp", f"{place}.gated = False"
 
 
 def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -148,5 +164,13 @@ def _sizes(layer: LayerConfig) -> tuple[int | bool, ...]:
     mixer, mlp = layer.mixer, layer.mlp
     if not isinstance(mixer, AttentionConfig) or mlp is None:
         return ()
-    presence = (mixer.qkv_bias, mixer.o_bias, mlp.bias, mixer.qk_norm is not None, mixer.output_gate, mlp.gated)
-    return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mlp.intermediate_size, *presence)
+    presence = (mixer.qkv_bias, mixer.o_bias, mixer.qk_norm is not None, mixer.output_gate)
+    return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, *_mlp_sizes(mlp), *presence)
+
+
+def _mlp_sizes(mlp: MlpConfig | RoutedMlpConfig) -> tuple[int | bool, ...]:
+    if isinstance(mlp, MlpConfig):
+        return (mlp.intermediate_size, mlp.bias, mlp.gated)
+    router, shared = mlp.router, () if mlp.shared is None else _mlp_sizes(mlp.shared)
+    own = (router.num_experts, router.bias, router.choice_bias, mlp.shared_gate, mlp.latent_size or 0, mlp.latent_bias)
+    return (*own, *_mlp_sizes(mlp.expert), *shared)

@@ -16,12 +16,10 @@ from typing import ClassVar
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
 from trt_kvcache.model.rope import RopeConfig
-
-#: Activations of MLPs: ``x * sigmoid(x)``, GELU in its tanh approximation, and ``max(x, 0) ** 2``.
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 #: Span of the RMSNorm of q and k: each head alone, or all heads of a token together.
 QK_NORM_SPANS = ("head", "full")
@@ -179,37 +177,6 @@ Mixer = AttentionConfig | RecurrentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpConfig:
-    """``down(activation(gate(x)) * up(x))``, or without a gate ``down(activation(up(x)))``.
-
-    Parameters
-    ----------
-    intermediate_size : int
-        Width inside.
-    activation : {"silu", "gelu_tanh", "relu2"}
-        Activation of the gate; without a gate, of ``up(x)``.
-    bias : bool
-        True if the projections have biases.
-    gated : bool
-        True if there is a gate.
-
-    Raises
-    ------
-    ConfigError
-        A value is out of range.
-    """
-
-    intermediate_size: int
-    activation: str = "silu"
-    bias: bool = False
-    gated: bool = True
-
-    def __post_init__(self) -> None:
-        int_in_range("MlpConfig.intermediate_size", self.intermediate_size, 1, MAX_DIMENSION, error=ConfigError)
-        one_of("MlpConfig.activation", self.activation, ACTIVATIONS)
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """One decoder layer.
 
@@ -217,8 +184,8 @@ class LayerConfig:
     ----------
     mixer : AttentionConfig, ShortConvConfig, Mamba2Config, GatedDeltaNetConfig or None
         Token mixer.
-    mlp : MlpConfig or None
-        MLP, after the mixer.
+    mlp : MlpConfig, RoutedMlpConfig or None
+        MLP, after the mixer: a single one, or experts and their router.
     input_norm, mixer_output_norm : NormConfig or None
         Norms of the mixer's input (pre-norm) and output (post-norm).
     mlp_norm, mlp_output_norm : NormConfig or None
@@ -233,7 +200,7 @@ class LayerConfig:
     """
 
     mixer: Mixer | None
-    mlp: MlpConfig | None
+    mlp: MlpConfig | RoutedMlpConfig | None
     input_norm: NormConfig | None = None
     mixer_output_norm: NormConfig | None = None
     mlp_norm: NormConfig | None = None

@@ -15,8 +15,12 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.description import from_plain, to_plain
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
+from trt_kvcache.model.mlp_config import RoutedMlpConfig
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
+
+#: Experts of all layers together: a limit of the tensors that a damaged description names.
+MAX_EXPERTS = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,9 @@ class ModelConfig:
             int_in_range(f"ModelConfig.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
         if not 1 <= len(self.layers) <= MAX_LAYERS:
             raise ConfigError(f"ModelConfig.layers: expected from 1 to {MAX_LAYERS}, got {len(self.layers)}.")
+        experts = sum(layer.mlp.router.num_experts for layer in self.layers if isinstance(layer.mlp, RoutedMlpConfig))
+        if experts > MAX_EXPERTS:
+            raise ConfigError(f"ModelConfig.layers: expected at most {MAX_EXPERTS} experts of all layers together, got {experts}.")
         for name in ("embedding_multiplier", "logits_divisor"):
             positive_number(f"ModelConfig.{name}", getattr(self, name))
         if self.final_softcap is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer
+from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 
+#: Weights that no engine rounds or packs, as that would change the choice of experts.
+EXACT_ROLES = frozenset({"router.weight", "router.bias", "choice_bias"})
 #: Weights whose rows are elements of q or k.
 _ROTATED = ("q", "k", "q_norm", "k_norm")
 
@@ -74,17 +78,37 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
     return {role: parts[role] for role in shapes}
 
 
+def stacked_experts(config: ModelConfig, index: int, stacked: str) -> list[dict[str, tuple[int, ...]]]:
+    """Return the shapes of the matrices in a tensor of all experts of a layer, by name: for each expert, in the order of their rows.
+
+    ``stacked``: a name in the family's ``stacked``. Empty for a layer that does not have these experts.
+    """
+    family, (shapes, stored) = FAMILIES[config.family], _stored(config, index)
+    names = {role: _tensor_name(config, index, key) for key, roles in stored.items() for role in roles}
+    mlp = config.layers[index].mlp
+    experts = range(mlp.router.num_experts) if isinstance(mlp, RoutedMlpConfig) else ()
+    roles = [[f"{role}.{expert}.weight" for role in family.stacked[stacked]] for expert in experts]
+    return [{names[role]: shapes[role] for role in of_expert} for of_expert in roles]
+
+
 def _stored(config: ModelConfig, index: int) -> tuple[dict[str, tuple[int, ...]], dict[tuple[str, str], list[str]]]:
     """Return the shapes of one layer's weights by role, and the roles that share a tensor, by its name in the family and its suffix."""
     family = FAMILIES[config.family]
     shapes = _layer_shapes(config.layers[index], config.hidden_size)
     stored: dict[tuple[str, str], list[str]] = {}
     for role in shapes:
-        weight, dot, kind = role.partition(".")
+        weight, expert, suffix = split_role(role)
         if weight not in family.names:
             raise ConfigError(f"layers[{index}]: a {config.family} model has no weight {weight}.")
-        stored.setdefault((family.names[weight], dot + kind), []).append(role)
+        stored.setdefault((family.names[weight].format(expert=expert), suffix), []).append(role)
     return shapes, stored
+
+
+def split_role(role: str) -> tuple[str, str, str]:
+    """Return the parts of a role such as ``expert_up.3.weight``: name, number of the expert or nothing, suffix or nothing."""
+    name, _, rest = role.partition(".")
+    expert, _, kind = rest.rpartition(".")
+    return name, expert, f".{kind}" if kind else ""
 
 
 def _tensor_name(config: ModelConfig, index: int, key: tuple[str, str]) -> str:
@@ -122,6 +146,24 @@ def _sections(mixer: Mixer | None, role: str) -> tuple[int, ...] | None:
     return None
 
 
+def exact_tensors(config: ModelConfig) -> frozenset[str]:
+    """Return the names of the tensors of :data:`EXACT_ROLES`."""
+    return _tensors_of(config, lambda role: role in EXACT_ROLES)
+
+
+def expert_tensors(config: ModelConfig) -> frozenset[str]:
+    """Return the names of the tensors of single experts, of which a token needs some."""
+    return _tensors_of(config, lambda role: bool(split_role(role)[1]))
+
+
+def _tensors_of(config: ModelConfig, wanted: Callable[[str], bool]) -> frozenset[str]:
+    """Return the names of tensors of routed MLPs, by role."""
+    routed = (index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, RoutedMlpConfig))
+    return frozenset(
+        _tensor_name(config, index, key) for index in routed for key, roles in _stored(config, index)[1].items() if any(map(wanted, roles))
+    )
+
+
 def _interleaved(mixer: Mixer | None, role: str) -> tuple[int, int] | None:
     """Return the rows of a head and the rotated ones of a weight of q or k; None for other weights, and without RoPE."""
     if not isinstance(mixer, AttentionConfig) or mixer.rope is None or role.partition(".")[0] not in _ROTATED:
@@ -138,9 +180,8 @@ def has_fused_tensors(config: ModelConfig) -> bool:
     """Return True if a tensor holds more than one weight."""
     names = FAMILIES[config.family].names
     for layer in set(config.layers):
-        stored = [
-            names.get(weight, weight) for weight, _, kind in (role.partition(".") for role in _layer_shapes(layer, 1)) if kind == "weight"
-        ]
+        roles = (split_role(role) for role in _layer_shapes(layer, 1))
+        stored = [names.get(weight, weight + expert).format(expert=expert) for weight, expert, suffix in roles if suffix == ".weight"]
         if len(set(stored)) < len(stored):
             return True
     return False
@@ -159,15 +200,40 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         shapes |= _mamba2_shapes(layer.mixer, hidden)
     elif isinstance(layer.mixer, GatedDeltaNetConfig):
         shapes |= _gated_delta_net_shapes(layer.mixer, hidden)
-    if layer.mlp is not None:
-        inner = layer.mlp.intermediate_size
-        for name in ("gate", "up") if layer.mlp.gated else ("up",):
-            shapes |= _projection(name, inner, hidden, bias=layer.mlp.bias)
-        shapes |= _projection("down", hidden, inner, bias=layer.mlp.bias)
+    if isinstance(layer.mlp, RoutedMlpConfig):
+        shapes |= _routed_mlp_shapes(layer.mlp, hidden)
+    elif layer.mlp is not None:
+        shapes |= _mlp_shapes(layer.mlp, hidden)
     for name in ("mixer_output_norm", "mlp_norm", "mlp_output_norm"):
         if getattr(layer, name) is not None:
             shapes[f"{name}.weight"] = (hidden,)
     return shapes
+
+
+def _mlp_shapes(mlp: MlpConfig, hidden: int, role: str = "{}") -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an MLP. ``role``: the name of a projection in it, with a place for ``gate``, ``up`` or ``down``."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in ("gate", "up") if mlp.gated else ("up",):
+        shapes |= _projection(role.format(name), mlp.intermediate_size, hidden, bias=mlp.bias)
+    return shapes | _projection(role.format("down"), hidden, mlp.intermediate_size, bias=mlp.bias)
+
+
+def _routed_mlp_shapes(mlp: RoutedMlpConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a router, of each expert in turn with the projections around them, and of a shared expert."""
+    experts = mlp.router.num_experts
+    shapes = _projection("router", experts, hidden, bias=mlp.router.bias)
+    if mlp.router.choice_bias:
+        shapes["choice_bias"] = (experts,)
+    width = hidden if mlp.latent_size is None else mlp.latent_size
+    if mlp.latent_size is not None:
+        shapes |= _projection("latent_in", width, hidden, bias=mlp.latent_bias)
+    for expert in range(experts):
+        shapes |= _mlp_shapes(mlp.expert, width, f"expert_{{}}.{expert}")
+    if mlp.latent_size is not None:
+        shapes |= _projection("latent_out", hidden, width, bias=mlp.latent_bias)
+    if mlp.shared is not None:
+        shapes |= _mlp_shapes(mlp.shared, hidden, "shared_{}")
+    return shapes | _projection("shared_expert_gate", 1, hidden, bias=False) if mlp.shared_gate else shapes
 
 
 def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:

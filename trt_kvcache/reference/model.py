@@ -4,16 +4,17 @@ Everything is accumulated in float32, whatever the dtype of weights and cache. S
 Hq query heads, H key-value heads, D head_dim.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig
+from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RoutedMlpConfig
+from trt_kvcache.reference.activations import ACTIVATIONS, sigmoid
 from trt_kvcache.reference.attention import LayerAttention, RotatedBeforeNorms, softcapped
 from trt_kvcache.reference.blas_threads import one_blas_thread
+from trt_kvcache.reference.router import route
 from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, Float32, Projection
 
 #: Function of the weights of a recurrent layer and its normalised input ``[A, s, hidden]``; returns ``[A, s, hidden]``.
@@ -78,7 +79,8 @@ def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: Laye
         hidden = hidden + scaled(mixed, config.residual_multiplier)
     if config.mlp is not None:
         normed = optional_norm(hidden, weights.mlp_norm, config.mlp_norm)
-        changed = optional_norm(mlp(config.mlp, weights, normed), weights.mlp_output_norm, config.mlp_output_norm)
+        changed = routed_mlp(config.mlp, weights, normed) if isinstance(config.mlp, RoutedMlpConfig) else mlp(config.mlp, weights, normed)
+        changed = optional_norm(changed, weights.mlp_output_norm, config.mlp_output_norm)
         hidden = hidden + scaled(changed, config.residual_multiplier)
     return hidden
 
@@ -108,39 +110,31 @@ def qk_norm(config: AttentionConfig, layer: DecoderLayerWeights, q: Float32, k: 
     return optional_norm(q, layer.q_norm, norm), optional_norm(k, layer.k_norm, norm)
 
 
-def mlp(config: MlpConfig, layer: DecoderLayerWeights, hidden: Float32) -> Float32:
-    """Apply the MLP to ``hidden`` ``[..., hidden]``; the result has the same shape."""
-    activation, up = _ACTIVATIONS[config.activation], project(layer.up, hidden)
-    return project(layer.down, activation(project(layer.gate, hidden)) * up if config.gated else activation(up))
+def mlp(config: MlpConfig, layer: DecoderLayerWeights, hidden: Float32, role: str = "{}") -> Float32:
+    """Apply an MLP to ``hidden`` ``[..., hidden]``; the result has the same shape. ``role``: names of its projections in the layer."""
+
+    def product(name: str, x: Float32) -> Float32:
+        return project(layer.projection(role.format(name)), x)
+
+    activation, up = ACTIVATIONS[config.activation], product("up", hidden)
+    return product("down", activation(product("gate", hidden)) * up if config.gated else activation(up))
 
 
-def sigmoid(x: Float32) -> Float32:
-    """Return ``1 / (1 + exp(-x))``."""
-    activated: Float32 = np.float32(1) / (np.float32(1) + np.exp(-x))
-    return activated
-
-
-def silu(x: Float32) -> Float32:
-    """Return ``x * sigmoid(x)``."""
-    activated: Float32 = x / (np.float32(1) + np.exp(-x))
-    return activated
-
-
-def relu2(x: Float32) -> Float32:
-    """Return the square of ``x`` where that is positive, else 0."""
-    activated: Float32 = np.square(np.maximum(x, 0))
-    return activated
-
-
-def gelu_tanh(x: Float32) -> Float32:
-    """Return GELU in its tanh approximation."""
-    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
-    activated: Float32 = np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
-    return activated
-
-
-#: Activations by their names in configurations.
-_ACTIVATIONS: dict[str, Callable[[Float32], Float32]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+def routed_mlp(config: RoutedMlpConfig, layer: DecoderLayerWeights, hidden: Float32) -> Float32:
+    """Apply the chosen experts of each token, and the shared one, to ``hidden`` ``[..., hidden]``; the result has the same shape."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    experts, weights = route(config.router, project(layer.projection("router"), rows), layer.get("choice_bias"))
+    taken = rows if config.latent_size is None else project(layer.projection("latent_in"), rows)
+    result = np.zeros_like(taken)
+    for expert in np.unique(experts).tolist():
+        tokens, places = np.nonzero(experts == expert)  # a token has an expert once, so no row is added twice
+        result[tokens] += weights[tokens, places, None] * mlp(config.expert, layer, taken[tokens], f"expert_{{}}.{expert}")
+    if config.latent_size is not None:
+        result = project(layer.projection("latent_out"), result)
+    if config.shared is not None:
+        shared = mlp(config.shared, layer, rows, "shared_{}")
+        result += shared * sigmoid(project(layer.projection("shared_expert_gate"), rows)) if config.shared_gate else shared
+    return result.reshape(hidden.shape)
 
 
 def scaled(x: Float32, factor: float) -> Float32:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
@@ -31,9 +32,10 @@ class CheckpointTensors:
         self._last: tuple[str, QuantizedWeight | None] = ("", None)
 
     def load(self, name: str) -> torch.Tensor:
-        """Return a tensor. Its values are rounded once."""
+        """Return a tensor. Its values are rounded once, or not at all: tensors of routers are float32."""
         values = self._rounded(name)
-        return on_device(values.astype(self._rounded.dtype, copy=False), self._device)
+        dtype = np.float32 if name in self._rounded.exact else self._rounded.dtype
+        return on_device(values.astype(dtype, copy=False), self._device)
 
     def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:
         """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""

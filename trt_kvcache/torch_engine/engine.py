@@ -19,12 +19,13 @@ from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import CapacityError, ConfigError, EngineError, KVCacheError
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.features import check_features
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, RotationBeforeNorms, ScaledQueries
 from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
 from trt_kvcache.torch_engine.device_views import DeviceViews
+from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS, FixedProducts, SortedProducts
 from trt_kvcache.torch_engine.kernel_projections import KernelProjections
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import decoder_step
@@ -45,7 +46,17 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         *("window", "softcap", "scale", "query_scaling", "no_rope", "partial_rotary", "several_ropes", "full_qk_norm", "several_shapes"),
         *("norm_offset", "norm_rounding", "norm_places", "activation", "residual_multiplier", "embedding_multiplier"),
         *("final_softcap", "logits_divisor", "fused_tensors", "no_mixer", "no_mlp", "short_conv", "mamba2"),
-        *("gated_delta_net", "output_gate", "relu2", "ungated_mlp", "interleaved_rope", "norm_after_rope"),
+        *(
+            "gated_delta_net",
+            "output_gate",
+            "relu2",
+            "ungated_mlp",
+            "experts",
+            "shared_expert",
+            "latent_experts",
+            "interleaved_rope",
+            "norm_after_rope",
+        ),
     }
 )
 
@@ -92,6 +103,7 @@ class TorchEngine(DecoderEngine):
         self._views = DeviceViews(memory)
         self._steps: OrderedDict[StepTensors, TorchStep] = OrderedDict()
         self._mixers = tuple(mixer.after_norms for mixer in model.attention_layers)
+        self._has_experts = any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers)
         self._positions = PositionFactors(self._mixers, kv.max_sequence_length, self._device.torch_device)
         rotated = [mixer if mixer.rotates_before_norm else replace(mixer, rope=None) for mixer in model.attention_layers]
         self._positions_before_norms = PositionFactors(rotated, kv.max_sequence_length, self._device.torch_device)
@@ -199,6 +211,8 @@ class TorchEngine(DecoderEngine):
         width, graphs = step.input_ids.shape[1], self._device.graphs
         if graphs is None:
             return True  # a device without graphs ignores keys
+        if self._has_experts and step.input_ids.numel() > MAX_FIXED_ROWS:
+            return False  # the host waits for the number of rows of each expert
         return bool(width <= MAX_CAPTURED_WIDTH and 2 * step.input_ids.numel() * self._row_nbytes <= graphs.max_nbytes)
 
     def _run(self, step: TorchStep, stream: Any) -> None:
@@ -221,6 +235,7 @@ class TorchEngine(DecoderEngine):
             states=KernelStates(step, self._views, stream) if self._has_state_kernels else TorchStates(step),
             elementwise=elementwise,
             projections=projections,
+            experts=SortedProducts(projections) if self._device.graphs is None else FixedProducts(projections, elementwise),
         )
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:

@@ -74,6 +74,24 @@ class DeltaGates:
     dt_bias: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The weights of all experts of a layer: ``inputs`` ``[E, width, hidden]``, with the rows of gate, if there is one, then of up, and
+    ``down`` ``[E, hidden, intermediate]``; biases ``[E, out]`` or None.
+    """
+
+    config: MlpConfig
+    inputs: torch.Tensor
+    inputs_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+    def of(self, expert: int) -> tuple[TorchProjection, TorchProjection]:
+        """Return the projections of one expert: into it, and out of it."""
+        inputs_bias, down_bias = (None if bias is None else bias[expert] for bias in (self.inputs_bias, self.down_bias))
+        return TorchProjection(self.inputs[expert], inputs_bias), TorchProjection(self.down[expert], down_bias)
+
+
 class HeadCounts(NamedTuple):
     """Query heads and K/V heads of a layer."""
 
@@ -167,6 +185,13 @@ class StateOperations(Protocol):
         """Return the norm of column groups of ``x`` ``[A, s, columns]``, times the SiLU of a gate before or after it."""
 
 
+class ExpertProducts(Protocol):
+    """Products of rows with the experts that a router has chosen for them."""
+
+    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+        """Return the outputs ``[n, k, hidden]`` of the experts ``chosen`` int64 ``[n, k]`` for ``rows`` ``[n, hidden]``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operations:
     """All operations of a decoder's layers in one step."""
@@ -176,6 +201,7 @@ class Operations:
     states: StateOperations
     elementwise: Elementwise
     projections: Projections
+    experts: ExpertProducts
 
 
 def dense(matrix: TorchMatrix) -> torch.Tensor:

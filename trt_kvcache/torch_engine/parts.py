@@ -1,4 +1,4 @@
-"""The mixers and the MLP of a decoder layer, with their weights. Projections of the same input are fused into one matrix.
+"""The mixers of a decoder layer, with their weights. Projections of the same input are fused into one matrix.
 
 Each maps its normalised input ``[A, s, hidden]`` to that shape. Shapes: A slots, s new tokens per slot.
 """
@@ -6,46 +6,18 @@ Each maps its normalised input ``[A, s, hidden]`` to that shape. Shapes: A slots
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from trt_kvcache.model import AttentionConfig, MlpConfig
+from trt_kvcache.model import AttentionConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
+from trt_kvcache.torch_engine.fused_projections import fused
+from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.operations import (
-    Convolution,
-    DeltaGates,
-    HeadCounts,
-    Operations,
-    StateSpace,
-    TorchMatrix,
-    TorchProjection,
-    dense,
-)
-from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined
+from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, HeadCounts, Operations, StateSpace, TorchProjection
+from trt_kvcache.torch_engine.routed_mlp import RoutedMlp
 from trt_kvcache.torch_engine.stored_weights import StoredWeights
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mlp:
-    """An MLP. ``inputs``: the rows of gate, if there is one, then of up."""
-
-    config: MlpConfig
-    inputs: TorchProjection
-    down: TorchProjection
-
-    @classmethod
-    def of(cls, config: MlpConfig, stored: StoredWeights) -> Mlp:
-        """Return the MLP with stored weights."""
-        inputs = fused(stored, "gate", "up") if config.gated else fused(stored, "up")
-        return cls(config=config, inputs=inputs, down=fused(stored, "down"))
-
-    def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
-        """Return the output."""
-        projections = operations.projections
-        return projections.project(self.down, projections.activated(self.inputs, normed, self.config))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,34 +152,7 @@ class GatedDeltaNet:
 
 
 #: A mixer or an MLP: the part between two sums of the residual stream.
-Part = Mlp | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
-
-
-def fused(stored: StoredWeights, *names: str) -> TorchProjection:
-    """Return projections of the same input fused into one, with concatenated outputs."""
-    parts = [stored.matrix(name) for name in names]
-    biases = [part.bias for part in parts if part.bias is not None]
-    return TorchProjection(_concatenated([part.weight for part in parts]), torch.cat(biases) if biases else None)
-
-
-def _concatenated(matrices: Sequence[TorchMatrix]) -> TorchMatrix:
-    """Return the rows of several matrices as one: packed if all are, in the same format."""
-    packed = [matrix for matrix in matrices if isinstance(matrix, PackedWeight)]
-    whole = joined(packed) if len(packed) == len(matrices) else None
-    if whole is not None:
-        return whole
-    parts = [dense(matrix) for matrix in matrices]
-    return arranged(parts[0] if len(parts) == 1 else torch.cat(parts))
-
-
-def arranged(weight: torch.Tensor) -> torch.Tensor:
-    """Return a matrix ``[out, in]`` in the memory order in which the device multiplies it fastest with a single row.
-
-    For float32 on a CPU that is column by column: ``benchmarks/torch_engine.py`` measures both.
-    """
-    if weight.device.type == "cpu" and weight.dtype == torch.float32:
-        return weight.t().contiguous().t()
-    return weight
+Part = Mlp | RoutedMlp | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
 
 
 def _convolution(stored: StoredWeights) -> Convolution:

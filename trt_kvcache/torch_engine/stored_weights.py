@@ -9,7 +9,7 @@ import torch
 
 from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, layer_weights
 from trt_kvcache.model import ModelConfig
-from trt_kvcache.model.weight_parts import layer_parts
+from trt_kvcache.model.weight_parts import EXACT_ROLES, WeightPart, layer_parts, split_role
 from trt_kvcache.torch_engine.operations import TorchProjection
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
@@ -23,21 +23,62 @@ LoadPacked = Callable[[str, Sequence[slice | list[int]]], PackedWeight | None]
 
 @dataclass(frozen=True)
 class StoredWeights(DecoderLayerWeights[torch.Tensor]):
-    """Weights of one layer by role: matrices of ``packed`` are in no other mapping."""
+    """Weights of one layer by role. Matrices of ``packed`` are in no other mapping, nor are weights of experts, which ``load`` reads."""
 
     packed: Mapping[str, PackedWeight]
+    experts: Mapping[str, WeightPart]
+    load: LoadTensor
 
     def matrix(self, name: str) -> TorchProjection:
         """Return a linear map that the layer has."""
         weight, bias = f"{name}.weight", self.parts.get(f"{name}.bias")
         return TorchProjection(self.packed[weight] if weight in self.packed else self.parts[weight], bias)
 
+    def stacked(self, *names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return maps of all experts, with concatenated outputs of these names: weights ``[E, out, in]``, and biases ``[E, out]``."""
+        weights = self._of_experts(names, ".weight")
+        assert weights is not None
+        return arranged(weights), self._of_experts(names, ".bias")
+
+    def _of_experts(self, names: Sequence[str], suffix: str) -> torch.Tensor | None:
+        """Return a weight of all experts, read one by one into one tensor; None if they do not have it."""
+        roles = [role for role in self.experts if split_role(role)[0] in names and split_role(role)[2] == suffix]
+        if not roles:
+            return None
+        parts = [self.experts[role] for role in roles]
+        experts, rows = len(parts) // len(names), sum(part.shape[0] for part in parts[: len(names)])
+        whole: torch.Tensor | None = None
+        first = 0
+        for part in parts:
+            values = self.load(part.tensor)[part.index]
+            if whole is None:
+                whole = values.new_empty((experts * rows, *values.shape[1:]))
+            whole[first : first + len(values)] = values
+            first += len(values)
+        assert whole is not None
+        return whole.unflatten(0, (experts, rows))
+
 
 def stored_weights(config: ModelConfig, index: int, load: LoadTensor, load_packed: LoadPacked) -> StoredWeights:
     """Return the weights of a layer."""
+    parts = layer_parts(config, index)
+    experts = {role: part for role, part in parts.items() if split_role(role)[1]}
     packed = {}
-    for role, part in layer_parts(config, index).items():
-        found = load_packed(part.tensor, part.selections) if len(part.shape) == 2 else None
+    for role, part in parts.items():
+        found = (
+            load_packed(part.tensor, part.selections) if len(part.shape) == 2 and role not in experts and role not in EXACT_ROLES else None
+        )
         if found is not None:
             packed[role] = found
-    return StoredWeights(layer_weights(config, index, load, without=packed).parts, packed)
+    others = layer_weights(config, index, load, without=packed.keys() | experts.keys())
+    return StoredWeights(others.parts, packed, experts, load)
+
+
+def arranged(weight: torch.Tensor) -> torch.Tensor:
+    """Return matrices ``[..., out, in]`` in the memory order in which the device multiplies them fastest with a single row.
+
+    For float32 on a CPU that is column by column: ``benchmarks/torch_engine.py`` measures both.
+    """
+    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        return weight.mT.contiguous().mT
+    return weight

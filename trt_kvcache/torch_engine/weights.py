@@ -8,16 +8,18 @@ from dataclasses import dataclass
 import torch
 
 from trt_kvcache.engine.decoder_tensors import indices_in_kind
-from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig
+from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig, RoutedMlpConfig
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
+from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
-from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Mlp, Part, SelfAttention, ShortConvolution, arranged
-from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, StoredWeights, stored_weights
+from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Part, SelfAttention, ShortConvolution
+from trt_kvcache.torch_engine.routed_mlp import RoutedMlp
+from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, StoredWeights, arranged, stored_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,10 @@ class TorchWeights:
 
     @property
     def widest(self) -> int:
-        """Outputs of the widest projection of a layer."""
+        """Outputs of the widest projection of a layer, of which experts count as one."""
         parts = (value for block in self.blocks for value in vars(block.part).values())
-        return max((part.outputs for part in parts if isinstance(part, TorchProjection)), default=0)
+        experts = (block.part.outputs for block in self.blocks if isinstance(block.part, RoutedMlp))
+        return max((*(part.outputs for part in parts if isinstance(part, TorchProjection)), *experts), default=0)
 
 
 def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed: LoadPacked) -> TorchWeights:
@@ -80,7 +83,8 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
             yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier)
         if layer.mlp is not None:
             norms = (_norm(layer.mlp_norm, stored.mlp_norm), _norm(layer.mlp_output_norm, stored.mlp_output_norm))
-            yield Block(norm=norms[0], part=Mlp.of(layer.mlp, stored), output_norm=norms[1], factor=layer.residual_multiplier)
+            mlp = RoutedMlp.of(layer.mlp, stored) if isinstance(layer.mlp, RoutedMlpConfig) else Mlp.of(layer.mlp, stored)
+            yield Block(norm=norms[0], part=mlp, output_norm=norms[1], factor=layer.residual_multiplier)
 
 
 def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.quantized.conftest import Folder
-from tests.helpers.quantized_models import ALL_CASES, write_values
+from tests.helpers.quantized_models import ALL_CASES, CASES, write_quantized, write_values
 from trt_kvcache import InferenceSession, estimate_build
 from trt_kvcache.builder import resolved_options
 
@@ -19,9 +19,13 @@ Made = Callable[..., Folder]
 pytestmark = pytest.mark.filterwarnings("ignore:(?s).*are not")
 
 
-def logits(folder: Path, dtype: str) -> np.ndarray[Any, Any]:
+#: Formats in which models with experts are published.
+EXPERTS = ("gptq", "awq", "fp8-blocks", "compressed-int8")
+
+
+def logits(folder: Path, dtype: str, engine: str = "reference") -> np.ndarray[Any, Any]:
     """Return the logits after a prompt."""
-    with InferenceSession.from_model(folder, engine="reference", dtype=dtype, max_sequence_length=16) as session:  # type: ignore[arg-type]
+    with InferenceSession.from_model(folder, engine=engine, dtype=dtype, max_sequence_length=16) as session:  # type: ignore[arg-type]
         return session.prefill([[5, 6, 7, 9, 3, 11]])
 
 
@@ -31,6 +35,21 @@ def test_the_numpy_engine(made: Made, tmp_path: Path, case: str, dtype: str) -> 
     folder = made(case)
     plain = write_values(tmp_path / "plain", folder.path, folder.values)
     np.testing.assert_array_equal(logits(folder.path, dtype), logits(plain, dtype))
+
+
+def check_experts(folder: Path, case: str, engine: str) -> None:
+    """Compare the logits of a model with quantized experts with those of its values in float32."""
+    quantize, config = CASES[case]
+    values = write_quantized(folder / "quantized", "qwen3_moe", quantize, config)
+    plain = write_values(folder / "plain", folder / "quantized", values)
+    for dtype in ("float32", "bfloat16"):
+        found, expected = (logits(path, dtype, engine) for path in (folder / "quantized", plain))
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_are_quantized_one_by_one(tmp_path: Path, case: str) -> None:
+    check_experts(tmp_path, case, "reference")
 
 
 def test_a_session_says_how_weights_are_stored(made: Made) -> None:

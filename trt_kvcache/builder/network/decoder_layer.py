@@ -12,7 +12,7 @@ from trt_kvcache.builder.network.scalar_multiply import multiplied
 from trt_kvcache.builder.network.self_attention import self_attention
 from trt_kvcache.builder.network.short_convolution import short_convolution
 from trt_kvcache.builder.network.weights import LayerWeights, Weights
-from trt_kvcache.model import AttentionConfig
+from trt_kvcache.model import AttentionConfig, MlpConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 
 
@@ -27,6 +27,7 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
         mixed = multiplied(graph, f"{module}/scale_mixer", mixed, layer.residual_multiplier)
         x = graph.elementwise(f"{module}/add_mixer", x, "SUM", mixed)
     if layer.mlp is not None:
+        assert isinstance(layer.mlp, MlpConfig), "experts were refused"
         normed = layer_norm(graph, x, own, "mlp_norm", layer.mlp_norm)
         changed = layer_norm(graph, mlp(graph, normed, own, f"{module}.mlp", layer.mlp), own, "mlp_output_norm", layer.mlp_output_norm)
         changed = multiplied(graph, f"{module}/scale_mlp", changed, layer.residual_multiplier)

@@ -16,7 +16,10 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import CheckpointError, ConfigError
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
-from trt_kvcache.model.weight_parts import layer_parts
+from trt_kvcache.model.weight_parts import EXACT_ROLES, layer_parts
+
+#: Matrices that stay as they are: routers, and the gate of a shared expert, which is a single row.
+_NOT_ROUNDED = EXACT_ROLES | {"shared_expert_gate.weight"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,12 @@ def rounded_nbytes(shape: tuple[int, int], scheme: str, dtype: str) -> int:
 
 def rounding_schemes(config: ModelConfig, quantization: Quantization) -> dict[str, str]:
     """Return the scheme of each weight to round, by name. Raises ConfigError for ``head=...`` if the head is tied to the embedding."""
-    parts = (part for index in range(config.num_layers) for role, part in layer_parts(config, index).items() if role.endswith(".weight"))
+    parts = (
+        part
+        for index in range(config.num_layers)
+        for role, part in layer_parts(config, index).items()
+        if role.endswith(".weight") and role not in _NOT_ROUNDED
+    )
     schemes = {part.tensor: quantization.weights for part in parts if len(part.shape) == 2}
     if quantization.embedding is not None:
         schemes[embedding_name(config)] = quantization.embedding

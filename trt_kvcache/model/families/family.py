@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,19 @@ LLAMA_NAMES: Mapping[str, str] = {
     "mlp_norm": "post_attention_layernorm",
 }
 
+#: Names of the weights of experts in layers whose MLP is called ``mlp``; each expert has tensors of its own.
+EXPERT_NAMES: Mapping[str, str] = {
+    "router": "mlp.gate",
+    "expert_gate": "mlp.experts.{expert}.gate_proj",
+    "expert_up": "mlp.experts.{expert}.up_proj",
+    "expert_down": "mlp.experts.{expert}.down_proj",
+}
+
+#: Tensors of all experts of a layer as transformers 5 has them in memory, by name: the roles of their rows, in order.
+STACKED_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "mlp.experts.gate_up_proj": ("expert_gate", "expert_up"),
+    "mlp.experts.down_proj": ("expert_down",),
+}
 
 #: Names of the weights of Mamba-2 in layers that have a module ``mamba``.
 MAMBA_NAMES: Mapping[str, str] = {
@@ -59,11 +73,15 @@ class Family:
     layers: str = "model.layers"  # prefix of a layer's index
     # Names of a layer's weights by role, like LLAMA_NAMES. Roles of equal name are the rows of one tensor, in the order of layer_parts.
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    # Names of tensors [experts, rows, columns] of all experts of a layer, with the roles of their rows. They are read as one matrix for
+    # each expert and role, under the names of `names`, in which {expert} is its number.
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Names of tensors that hold all parts of the first head (of queries; in a gated delta net of keys), then of the next one.
     head_by_head: frozenset[str] = frozenset()
     # True if RoPE rotates adjacent elements of a head. Rows of q and k are reordered when they are read, so that it pairs two halves.
     interleaved_rope: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)  # prefixes of older files and of models that contain this one, and ours
+    renamed_in_layers: Mapping[str, str] = field(default_factory=dict)  # the same for prefixes after a layer's index
     ignored: tuple[str, ...] = ()  # prefixes, after renaming, of tensors outside the decoder; transformers ignores them too
     uses: frozenset[str] = frozenset()  # fields of registry's list of refused ones that this family reads
     older_architectures: frozenset[str] = frozenset()  # class names of custom code that transformers has adopted under the other name
@@ -74,9 +92,15 @@ class Family:
 
     def own_name(self, stored: str) -> str:
         """Return the name that this family has for a stored tensor."""
-        prefix = next((prefix for prefix in self.renamed if stored.startswith(prefix)), "")
-        return self.renamed.get(prefix, "") + stored.removeprefix(prefix)
+        name = _with_new_prefix(stored, self.renamed)
+        layer = re.fullmatch(rf"({re.escape(self.layers)}\.\d+\.)(.+)", name) if self.renamed_in_layers else None
+        return name if layer is None else layer[1] + _with_new_prefix(layer[2], self.renamed_in_layers)
 
     def ignores(self, stored: str) -> bool:
         """Return True for a stored tensor outside the decoder."""
         return self.own_name(stored).startswith(self.ignored)
+
+
+def _with_new_prefix(name: str, renamed: Mapping[str, str]) -> str:
+    prefix = next((prefix for prefix in renamed if name.startswith(prefix)), "")
+    return renamed.get(prefix, "") + name.removeprefix(prefix)

@@ -11,7 +11,8 @@ from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer, MlpConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer
+from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import Mamba2Config
@@ -188,7 +189,9 @@ def full_attention_only(fields: ConfigFields) -> None:
         raise ConfigError(f"layer_types: {SLIDING} is not supported for model_type {fields.get('model_type')!r}.")
 
 
-def pre_norm_layer(fields: ConfigFields, mixer: Mixer, mlp: MlpConfig, *, before: NormConfig | None = None, **options: Any) -> LayerConfig:
+def pre_norm_layer(
+    fields: ConfigFields, mixer: Mixer, mlp: MlpConfig | RoutedMlpConfig, *, before: NormConfig | None = None, **options: Any
+) -> LayerConfig:
     """Return a layer with pre-norms of mixer and MLP: :func:`norm`, unless ``before`` is another one."""
     before = before or norm(fields)
     return LayerConfig(mixer=mixer, mlp=mlp, input_norm=before, mlp_norm=before, **options)

@@ -1,10 +1,14 @@
 """LFM2: gated short convolutions in most layers, attention with norms of q and k in the others."""
 
+from collections.abc import Sequence
+
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
+from trt_kvcache.model.families.expert_fields import Mlp
 from trt_kvcache.model.families.family import LLAMA_NAMES, Family
 from trt_kvcache.model.families.fields import FULL, attention, layer_indices, layer_types, model, norm, num_layers, pre_norm_layer, rope
-from trt_kvcache.model.layer_config import Mixer, MlpConfig, QkNormConfig
+from trt_kvcache.model.layer_config import Mixer, QkNormConfig
+from trt_kvcache.model.mlp_config import MlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.recurrent_config import ShortConvConfig
 
@@ -13,8 +17,12 @@ CONV = "conv"
 
 def read(fields: ConfigFields) -> ModelConfig:
     """Return the model of a ``config.json``."""
+    return read_hybrid(fields, "lfm2", [MlpConfig(intermediate_size=_intermediate_size(fields))] * num_layers(fields))
+
+
+def read_hybrid(fields: ConfigFields, family: str, of_layers: Sequence[Mlp]) -> ModelConfig:
+    """Return a model of short convolutions and attention. ``of_layers``: the MLP of each layer."""
     norms = norm(fields, field="norm_eps")
-    mlp = MlpConfig(intermediate_size=_intermediate_size(fields))
     convolution = ShortConvConfig(
         channels=fields.integer("hidden_size"), kernel=fields.integer("conv_L_cache"), bias=fields.flag("conv_bias", False)
     )
@@ -22,9 +30,9 @@ def read(fields: ConfigFields) -> ModelConfig:
     mixers: dict[str, Mixer] = {CONV: convolution}
     if FULL in kinds:
         mixers[FULL] = attention(fields, rope=rope(fields), qk_norm=QkNormConfig(norm=norms))
-    layers = [pre_norm_layer(fields, mixers[kind], mlp, before=norms) for kind in kinds]
+    layers = [pre_norm_layer(fields, mixers[kind], one, before=norms) for kind, one in zip(kinds, of_layers, strict=True)]
     tied = fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
-    return model(fields, "lfm2", layers, final_norm=norms, tied=tied)
+    return model(fields, family, layers, final_norm=norms, tied=tied)
 
 
 def _layers_of_indices(fields: ConfigFields) -> list[str]:

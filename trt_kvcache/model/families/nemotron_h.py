@@ -1,14 +1,17 @@
-"""Nemotron-H: each layer is only Mamba-2, attention without RoPE, or an MLP with squared ReLU and no gate."""
+"""Nemotron-H: each layer is only Mamba-2, attention without RoPE, an MLP with squared ReLU and no gate, or experts that are such MLPs."""
+
+from typing import Any
 
 from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_LAYERS
 from trt_kvcache.model.config_fields import ConfigFields
+from trt_kvcache.model.families.expert_fields import num_experts, router
 from trt_kvcache.model.families.family import DRAFT_HEADS, Family
 from trt_kvcache.model.families.fields import attention, mlp, model, norm, silu_convolution
 from trt_kvcache.model.families.mamba2 import MIXER_NAMES
-from trt_kvcache.model.families.refusals import EXPERTS, unsupported
 from trt_kvcache.model.layer_config import LayerConfig
+from trt_kvcache.model.mlp_config import RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.recurrent_config import Mamba2Config
 
@@ -16,6 +19,9 @@ _MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp"
 
 #: Layer types by pattern letters, and by names in older files.
 _KINDS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _EXPERTS, "mamba": _MAMBA, "attention": _ATTENTION}
+
+#: Addend of the sum that scores of experts are divided by, in transformers.
+_SUM_EPSILON = 1e-20
 
 #: Names of fields in older files; these take precedence.
 _OLDER_NAMES = {
@@ -43,6 +49,8 @@ def read(fields: ConfigFields) -> ModelConfig:
     if _MLP in kinds:
         feed_forward = mlp(fields, activation_field="mlp_hidden_act", bias=fields.flag("mlp_bias", False), gated=False)
         layers[_MLP] = LayerConfig(mixer=None, mlp=feed_forward, mlp_norm=norms)
+    if _EXPERTS in kinds:
+        layers[_EXPERTS] = LayerConfig(mixer=None, mlp=_experts(fields), mlp_norm=norms)
     return model(fields, "nemotron_h", [layers[kind] for kind in kinds], final_norm=norms)
 
 
@@ -59,11 +67,37 @@ def _kinds(fields: ConfigFields) -> list[str]:
         raise fields.refusal("num_hidden_layers", f"{len(given)} as {name} says")
     kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in given]
     for index, kind in enumerate(kinds):
-        if kind == _EXPERTS:
-            raise unsupported(fields, {name: EXPERTS}, where=f" in layer {index}")
-        if kind not in (_MAMBA, _ATTENTION, _MLP):
+        if kind not in (_MAMBA, _ATTENTION, _MLP, _EXPERTS):
             raise ConfigError(f"{name}: {short_repr(given[index])} is not supported, got it in layer {index}.")
     return kinds
+
+
+def _experts(fields: ConfigFields) -> RoutedMlpConfig:
+    """Return the experts of all layers that have some."""
+    if fields.integer("n_shared_experts") != 1:
+        raise fields.refusal("n_shared_experts", "1")
+    names = ("n_routed_experts", "num_local_experts")
+    renormalise, bias = fields.flag("norm_topk_prob", True), fields.flag("mlp_bias", False)
+    choice = router(
+        fields,
+        num_experts(fields, 8, names=names),
+        scores="sigmoid",
+        renormalise=renormalise,
+        sum_epsilon=_SUM_EPSILON if renormalise else 0.0,
+        factor=fields.number("routed_scaling_factor"),
+        choice_bias=True,
+        num_groups=fields.integer("n_group"),
+        groups_per_token=fields.integer("topk_group"),
+    )
+    latent = fields.integer("moe_latent_size") if "moe_latent_size" in fields else None
+    parts: dict[str, Any] = {"activation_field": "mlp_hidden_act", "gated": False}
+    return RoutedMlpConfig(
+        router=choice,
+        expert=mlp(fields, size_field="moe_intermediate_size", **parts),
+        shared=mlp(fields, size_field="moe_shared_expert_intermediate_size", bias=bias, **parts),
+        latent_size=latent,
+        latent_bias=bias and latent is not None,
+    )
 
 
 def _mamba(fields: ConfigFields) -> Mamba2Config:
@@ -93,6 +127,14 @@ FAMILY = Family(
         "max_position_embeddings": 4096,
         "intermediate_size": 21504,
         "mlp_hidden_act": "relu2",
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
         "ssm_state_size": 128,
         "mamba_num_heads": 128,
         "mamba_head_dim": 64,
@@ -112,7 +154,14 @@ FAMILY = Family(
         "mlp_norm": "norm",
         **{name: f"mixer.{name}_proj" for name in ("q", "k", "v", "o", "up", "down")},
         **MIXER_NAMES,
+        "router": "mixer.gate",
+        "choice_bias": "mixer.gate.e_score_correction_bias",
+        "latent_in": "mixer.fc1_latent_proj",
+        "latent_out": "mixer.fc2_latent_proj",
+        **{f"expert_{name}": f"mixer.experts.{{expert}}.{name}_proj" for name in ("up", "down")},
+        **{f"shared_{name}": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")},
     },
+    stacked={f"mixer.experts.{name}_proj": (f"expert_{name}",) for name in ("up", "down")},
     renamed={"backbone.": "model."},
     ignored=(DRAFT_HEADS,),
     uses=frozenset({"n_routed_experts", "num_local_experts"}),

@@ -1,11 +1,13 @@
-"""Qwen3-Next: gated delta nets in most layers, attention with an output gate in the others. Layers with experts are refused."""
+"""Qwen3-Next: gated delta nets in most layers, attention with an output gate in the others. Experts have a gated shared one."""
+
+from collections.abc import Sequence
 
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.families.family import DRAFT_HEADS, LLAMA_NAMES, Family
+from trt_kvcache.model.families.expert_fields import NUM_EXPERTS, Mlp, mlps, num_experts, router, sparse_layers
+from trt_kvcache.model.families.family import DRAFT_HEADS, EXPERT_NAMES, LLAMA_NAMES, STACKED_EXPERTS, Family
 from trt_kvcache.model.families.fields import (
     FULL,
     attention,
-    layer_indices,
     layer_types,
     mlp,
     model,
@@ -15,26 +17,45 @@ from trt_kvcache.model.families.fields import (
     rope,
     silu_convolution,
 )
-from trt_kvcache.model.families.refusals import EXPERTS, unsupported
 from trt_kvcache.model.layer_config import Mixer, QkNormConfig
+from trt_kvcache.model.mlp_config import RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig
 
 LINEAR = "linear_attention"
 
+#: Defaults of the fields about experts.
+EXPERT_DEFAULTS = {
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+}
+
 
 def read(fields: ConfigFields) -> ModelConfig:
     """Return the model of a ``config.json``."""
-    dense = layer_indices(fields, "mlp_only_layers") or ()
-    step = fields.integer("decoder_sparse_step")
-    for index in range(num_layers(fields)):
-        if fields.count("num_experts", FAMILY.defaults["num_experts"]) > 0 and index not in dense and (index + 1) % step == 0:
-            raise unsupported(fields, {"num_experts": EXPERTS}, where=f" in layer {index}")
-    return read_hybrid(fields, "qwen3_next")
+    count = num_experts(fields, 512)
+    of_layers = mlps(sparse_layers(fields, count), lambda: experts(fields, count, fields.flag("norm_topk_prob", True)), lambda: mlp(fields))
+    return read_hybrid(fields, "qwen3_next", of_layers)
 
 
-def read_hybrid(fields: ConfigFields, family: str, *, rope_fields: tuple[str, ...] = ()) -> ModelConfig:
-    """Return a model of gated delta nets and attention with an output gate. ``rope_fields``: RoPE fields without effect on text."""
+def experts(fields: ConfigFields, count: int, renormalise: bool) -> RoutedMlpConfig:
+    """Return the experts of a layer, and the shared one."""
+    return RoutedMlpConfig(
+        router=router(fields, count, renormalise=renormalise),
+        expert=mlp(fields, size_field="moe_intermediate_size"),
+        shared=mlp(fields, size_field="shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
+def read_hybrid(fields: ConfigFields, family: str, of_layers: Sequence[Mlp], *, rope_fields: tuple[str, ...] = ()) -> ModelConfig:
+    """Return a model of gated delta nets and attention with an output gate. ``rope_fields``: RoPE fields without effect on text.
+
+    ``of_layers``: the MLP of each layer.
+    """
     norms = norm(fields, weight_offset=1.0, rounds_before_weight=False)
     interval = fields.integer("full_attention_interval")
     default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers(fields))]
@@ -47,7 +68,7 @@ def read_hybrid(fields: ConfigFields, family: str, *, rope_fields: tuple[str, ..
         parts = {"qkv_bias": bias, "o_bias": bias, "qk_norm": QkNormConfig(norm=norms)}
         rotation = rope(fields, may_be_partial=True, other_fields=rope_fields)
         mixers[FULL] = attention(fields, rope=rotation, output_gate=True, **parts)
-    layers = [pre_norm_layer(fields, mixers[kind], mlp(fields), before=norms) for kind in kinds]
+    layers = [pre_norm_layer(fields, mixers[kind], one, before=norms) for kind, one in zip(kinds, of_layers, strict=True)]
     return model(fields, family, layers, final_norm=norms)
 
 
@@ -81,12 +102,16 @@ FAMILY = Family(
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
-        "decoder_sparse_step": 1,
-        "num_experts": 512,
+        **EXPERT_DEFAULTS,
     },
     read=read,
     names={
         **LLAMA_NAMES,
+        **EXPERT_NAMES,
+        "shared_gate": "mlp.shared_expert.gate_proj",
+        "shared_up": "mlp.shared_expert.up_proj",
+        "shared_down": "mlp.shared_expert.down_proj",
+        "shared_expert_gate": "mlp.shared_expert_gate",
         "output_gate": "self_attn.q_proj",
         "delta_qkv": "linear_attn.in_proj_qkvz",
         "delta_z": "linear_attn.in_proj_qkvz",
@@ -100,5 +125,6 @@ FAMILY = Family(
     },
     head_by_head=frozenset({"self_attn.q_proj", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"}),
     ignored=(DRAFT_HEADS,),
-    uses=frozenset({"num_experts"}),
+    stacked=STACKED_EXPERTS,
+    uses=frozenset(NUM_EXPERTS),
 )

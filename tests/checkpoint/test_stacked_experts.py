@@ -1,0 +1,106 @@
+"""Checkpoints whose experts are one tensor of a layer, as transformers 5 has them in memory, beside those with a tensor for each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.paths import GOLDEN
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.errors import CheckpointError
+
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+NAMES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
+
+
+def stack(model: str, tensors: Tensors) -> Tensors:
+    """Return tensors with the experts of each layer stacked, under the names that transformers 5 has for them."""
+    gate, up, down = NAMES[model]
+    renamed = {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in tensors.items()}
+    found = {name: tensor for name, tensor in renamed.items() if ".experts." not in name}
+    for layer in {match[1] for match in map(re.compile(r"(.+\.experts)\.").match, renamed) if match}:
+        experts = range(sum(name.startswith(layer) and name.endswith(f".{down}.weight") for name in renamed))
+        gates_and_ups = [[renamed[f"{layer}.{expert}.{name}.weight"] for name in (gate, up)] for expert in experts]
+        found[f"{layer}.gate_up_proj"] = np.stack([np.concatenate(pair) for pair in gates_and_ups])
+        found[f"{layer}.down_proj"] = np.stack([renamed[f"{layer}.{expert}.{down}.weight"] for expert in experts])
+    return found
+
+
+def write(folder: Path, model: str, change: Callable[[Tensors], Any] = lambda tensors: None, **fields: Any) -> Path:
+    """Write a golden model with stacked experts, changed."""
+    tensors = stack(model, load_file(GOLDEN / model / "model.safetensors"))
+    change(tensors)
+    folder.mkdir()
+    config = json.loads((GOLDEN / model / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_stacked_experts_are_the_same_model(model: str, tmp_path: Path) -> None:
+    with Checkpoint.open(GOLDEN / model) as split, Checkpoint.open(write(tmp_path / "stacked", model)) as stacked:
+        assert stacked.tensor_names == split.tensor_names
+        for name in split.tensor_names:
+            np.testing.assert_array_equal(stacked.tensor(name), split.tensor(name))
+            assert not stacked.tensor(name).flags.owndata, "a view of the file"
+            stacked.release(name)
+        assert stacked.fingerprint() == split.fingerprint()
+        assert stacked.nbytes == split.nbytes
+
+
+def test_stacked_experts_are_rounded_as_single_ones(tmp_path: Path) -> None:
+    folder = write(tmp_path / "stacked", "qwen3_moe")
+    with Checkpoint.open(GOLDEN / "qwen3_moe", quantize="int8") as split, Checkpoint.open(folder, quantize="int8") as stacked:
+        name = "model.layers.1.mlp.experts.5.up_proj.weight"
+        assert name in split.quantized_names
+        np.testing.assert_array_equal(stacked.tensor(name), split.tensor(name))
+
+
+GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors: tensors.update({GATE_UP: tensors[GATE_UP][1:]}),
+            r"gate_up_proj of shape \(7, 48, 40\) by config.json, got \(6, 48, 40\)",
+        ),
+        (
+            lambda tensors: tensors.update({DOWN: np.swapaxes(tensors[DOWN], 1, 2).copy()}),
+            r"shape \(7, 40, 24\) by config.json, got \(7, 24, 40\)",
+        ),
+        (lambda tensors: tensors.update({DOWN: tensors[DOWN][0]}), r"of shape \(7, 40, 24\) by config.json, got \(40, 24\)"),
+        (
+            lambda tensors: tensors.pop(DOWN),
+            r"7 tensor\(s\) of a qwen3_moe model are missing: model.layers.1.mlp.experts.0.down_proj.weight, ",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.1.mlp.experts.2.down_proj.weight": tensors[DOWN][2]}),
+            r"expected each expert of a qwen3_moe model once, got .*\.experts\.down_proj and .*\.experts\.2\.down_proj\.weight",
+        ),
+        (
+            lambda tensors: tensors.update({DOWN.replace("1", "3"): tensors[DOWN]}),
+            r"1 tensor\(s\) that a qwen3_moe model by config.json does not use: model.layers.3.mlp.experts.down_proj",
+        ),
+        (lambda tensors: tensors.update({DOWN: tensors[DOWN].astype(np.int8)}), "experts.0.down_proj.weight in I8"),
+    ],
+)
+def test_damaged_stacks(change: Callable[[Tensors], Any], message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "damaged", "qwen3_moe", change)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(folder)
+
+
+def test_a_stack_in_a_layer_without_experts_is_not_used(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tensor\(s\) .* are missing: model.layers.1.mlp.gate_proj.weight"):
+        Checkpoint.open(write(tmp_path / "dense", "qwen3_moe", mlp_only_layers=[1]))

@@ -1,0 +1,168 @@
+"""Description of the MLP of a decoder layer: a single one, or experts and the router that chooses some of them for each token.
+
+With ``chosen`` for the experts of a token and ``w`` for their weights, a routed MLP is::
+
+    sum(w[e] * expert[e](x) for e in chosen) + sigmoid(shared_gate(x)) * shared(x)
+
+The second term is there with a shared expert only, and its sigmoid only with a gate. Latent experts take a projection of ``x`` to another
+width in its place, and their sum is projected back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trt_kvcache._util.checks import int_in_range, one_of, positive_number
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_DIMENSION
+
+#: Activations of MLPs: ``x * sigmoid(x)``, GELU in its tanh approximation, and ``max(x, 0) ** 2``.
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+
+#: Functions of the router's logits: over all experts, or of each expert alone.
+SCORES = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpConfig:
+    """``down(activation(gate(x)) * up(x))``, or without a gate ``down(activation(up(x)))``.
+
+    Parameters
+    ----------
+    intermediate_size : int
+        Width inside.
+    activation : {"silu", "gelu_tanh", "relu2"}
+        Activation of the gate; without a gate, of ``up(x)``.
+    bias : bool
+        True if the projections have biases.
+    gated : bool
+        True if there is a gate.
+
+    Raises
+    ------
+    ConfigError
+        A value is out of range.
+    """
+
+    intermediate_size: int
+    activation: str = "silu"
+    bias: bool = False
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        int_in_range("MlpConfig.intermediate_size", self.intermediate_size, 1, MAX_DIMENSION, error=ConfigError)
+        one_of("MlpConfig.activation", self.activation, ACTIVATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Choice of the experts of a token: those with the highest scores, which are also their weights.
+
+    Parameters
+    ----------
+    num_experts : int
+        Experts.
+    experts_per_token : int
+        Experts that are chosen for each token (top-k).
+    scores : {"softmax", "sigmoid"}
+        Function of the router's logits, in float32.
+    renormalise : bool
+        True if the scores of the chosen experts are divided by their sum.
+    sum_epsilon : float
+        Addend of that sum.
+    factor : float
+        Factor of the weights, after that division.
+    bias : bool
+        True if the projection to the logits has a bias.
+    choice_bias : bool
+        True if experts are chosen by score plus a bias of each expert; the weights are the scores without it.
+    num_groups, groups_per_token : int
+        Experts are divided into groups of equal size. The groups with the highest sums of their two highest scores are chosen first, and
+        then experts of these groups only.
+
+    Raises
+    ------
+    ConfigError
+        A value is out of range, or values contradict each other.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    scores: str = "softmax"
+    renormalise: bool = False
+    sum_epsilon: float = 0.0
+    factor: float = 1.0
+    bias: bool = False
+    choice_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+
+    def __post_init__(self) -> None:
+        int_in_range("RouterConfig.num_experts", self.num_experts, 1, MAX_DIMENSION, error=ConfigError)
+        int_in_range("RouterConfig.experts_per_token", self.experts_per_token, 1, self.num_experts, error=ConfigError)
+        one_of("RouterConfig.scores", self.scores, SCORES)
+        if self.sum_epsilon != 0:
+            positive_number("RouterConfig.sum_epsilon", self.sum_epsilon)
+        positive_number("RouterConfig.factor", self.factor)
+        int_in_range("RouterConfig.num_groups", self.num_groups, 1, self.num_experts, error=ConfigError)
+        int_in_range("RouterConfig.groups_per_token", self.groups_per_token, 1, self.num_groups, error=ConfigError)
+        if self.num_groups == 1:
+            return
+        if self.num_experts % self.num_groups or self.group_size == 1:
+            raise ConfigError(
+                f"RouterConfig.num_groups: expected groups of 2 or more of {self.num_experts} experts, got {self.num_groups}."
+            )
+        if self.experts_per_token > self.groups_per_token * self.group_size:
+            raise ConfigError(
+                f"RouterConfig.experts_per_token: expected at most the {self.groups_per_token * self.group_size} experts of "
+                f"groups_per_token={self.groups_per_token}, got {self.experts_per_token}."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.num_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedMlpConfig:
+    """Experts, the router that chooses some of them for each token, and a shared expert.
+
+    Parameters
+    ----------
+    router : RouterConfig
+        Choice of the experts.
+    expert : MlpConfig
+        Each expert.
+    shared : MlpConfig or None
+        Another expert, of all tokens.
+    latent_size : int or None
+        Width of the input and output of the experts (not of the shared one); None for the width of the hidden state, without projections.
+    latent_bias : bool
+        True if the projections to that width and back have biases.
+    shared_gate : bool
+        True if the shared expert's output is multiplied by the sigmoid of a projection of the MLP's input to one number.
+
+    Raises
+    ------
+    ConfigError
+        A size is out of range, or there is a gate without a shared expert, or a bias without a latent size.
+    """
+
+    kind: ClassVar[str] = "routed"
+
+    router: RouterConfig
+    expert: MlpConfig
+    shared: MlpConfig | None = None
+    shared_gate: bool = False
+    latent_size: int | None = None
+    latent_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.latent_size is not None:
+            int_in_range("RoutedMlpConfig.latent_size", self.latent_size, 1, MAX_DIMENSION, error=ConfigError)
+        elif self.latent_bias:
+            raise ConfigError("RoutedMlpConfig.latent_bias: expected False without a latent size, got True.")
+        if self.shared_gate and self.shared is None:
+            raise ConfigError("RoutedMlpConfig.shared_gate: expected False without a shared expert, got True.")

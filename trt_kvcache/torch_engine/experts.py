@@ -1,0 +1,86 @@
+"""Products of rows with the experts that a router has chosen for them.
+
+Shapes: n rows, k experts of each, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trt_kvcache.model import MlpConfig
+from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections
+
+#: Rows up to which products have fixed shapes on a GPU, so that a step can be captured. All experts together then take the time to read
+#: their weights, not to multiply them.
+MAX_FIXED_ROWS = 64
+
+#: Reads and writes of a weight that is gathered before it is multiplied, which reads it once more.
+_GATHER_ACCESSES = 3
+
+
+class SortedProducts:
+    """Products of any number of rows, sorted by expert: each chosen expert is read once, the others are not.
+
+    The host waits for the number of rows of each expert.
+    """
+
+    def __init__(self, projections: Projections) -> None:
+        self._projections = projections
+
+    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+        """See :class:`ExpertProducts`."""
+        count = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)
+        sorted_rows = rows[order // count][None]  # as one slot: [1, n * k, hidden]
+        results = torch.empty_like(sorted_rows)
+        first = 0
+        for expert, size in enumerate(chosen.flatten().bincount(minlength=len(experts.inputs)).tolist()):
+            if size:
+                inputs, down = experts.of(expert)
+                some = slice(first, first + size)
+                inner = self._projections.activated(inputs, sorted_rows[:, some], experts.config)
+                results[:, order[some]] = self._projections.project(down, inner)
+                first += size
+        return results.view(len(rows), count, -1)
+
+
+class FixedProducts:
+    """Products of few rows by operations of fixed shapes, for which no host waits; more rows are left to :class:`SortedProducts`.
+
+    The weights of the chosen experts are gathered, or all experts are multiplied if that reads and writes less.
+    """
+
+    def __init__(self, projections: Projections, elementwise: Elementwise) -> None:
+        self._sorted, self._elementwise = SortedProducts(projections), elementwise
+
+    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+        """See :class:`ExpertProducts`."""
+        if len(rows) > MAX_FIXED_ROWS:
+            return self._sorted(rows, chosen, experts)
+        if _GATHER_ACCESSES * chosen.numel() <= len(experts.inputs):
+            return self._gathered(rows, chosen, experts)
+        return self._of_all(rows, chosen, experts)
+
+    def _gathered(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+        indices = chosen.flatten()
+
+        def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            out = torch.bmm(x, weight[indices].mT)
+            return out if bias is None else out + bias[indices, None]
+
+        repeated = rows[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)[:, None]
+        inner = self._activated(product(repeated, experts.inputs, experts.inputs_bias), experts.config)
+        return product(inner, experts.down, experts.down_bias).view(*chosen.shape, -1)
+
+    def _of_all(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+        def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            out = torch.bmm(x, weight.mT)
+            return out if bias is None else out + bias[:, None]
+
+        repeated = rows.expand(len(experts.inputs), -1, -1)
+        inner = self._activated(product(repeated, experts.inputs, experts.inputs_bias), experts.config)
+        out = product(inner, experts.down, experts.down_bias)
+        return out[chosen, torch.arange(len(rows), device=rows.device)[:, None]]
+
+    def _activated(self, inputs: torch.Tensor, config: MlpConfig) -> torch.Tensor:
+        return (self._elementwise.gated if config.gated else self._elementwise.activated)(inputs, config.activation)
