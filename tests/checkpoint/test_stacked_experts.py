@@ -1,4 +1,4 @@
-"""Checkpoints whose experts are one tensor of a layer, as transformers 5 has them in memory, beside those with a tensor for each."""
+"""Checkpoints with one stacked tensor for all experts of a layer, the form of transformers 5, beside those with one tensor per expert."""
 
 from __future__ import annotations
 

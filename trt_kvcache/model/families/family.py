@@ -36,7 +36,7 @@ EXPERT_NAMES: Mapping[str, str] = {
     "expert_down": "mlp.experts.{expert}.down_proj",
 }
 
-#: Tensors of all experts of a layer as transformers 5 has them in memory, by name: the roles of their rows, in order.
+#: Stacked expert tensors of a layer, the form of transformers 5: for each tensor name, the roles of its rows in order.
 STACKED_EXPERTS: Mapping[str, tuple[str, ...]] = {
     "mlp.experts.gate_up_proj": ("expert_gate", "expert_up"),
     "mlp.experts.down_proj": ("expert_down",),
