@@ -58,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {"hidden_size": 256, "partial_rotary_factor": 0.75},
+    "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window": 7},
     "smollm3": {"no_rope_layers": [1, 0]},
 }
 

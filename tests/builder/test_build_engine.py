@@ -59,6 +59,8 @@ OTHER_FAMILIES = {
     "olmo3": ("olmo3", "mask"),
     "phi3": ("phi3-long", "native"),
     "smollm3": ("smollm3", "native"),
+    "stablelm": ("stablelm", "native"),
+    "starcoder2": ("starcoder2", "native"),
 }
 DTYPES = ("float16", "bfloat16", "float32")
 SIZES: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11, "flavour": "tensorrt_rtx"}

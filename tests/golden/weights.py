@@ -64,6 +64,10 @@ SEEDS = {
     "glm4-bias": 47,
     "hunyuan": 48,
     "hunyuan-bias": 49,
+    "starcoder2": 50,
+    "starcoder2-window": 51,
+    "stablelm": 52,
+    "stablelm-bias": 53,
 }
 
 

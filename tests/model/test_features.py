@@ -49,6 +49,7 @@ CASES = {
         replace(MODEL, final_norm=replace(NORM, rounds_before_weight=False)),
         "final_norm.rounds_before_weight = False",
     ),
+    "layer_norm": (in_last_layer(mlp_norm=replace(NORM, centered=True, rounds_before_weight=False)), "layers[1].mlp_norm.centered = True"),
     "norm_places": (in_last_layer(mlp_output_norm=NORM), "layers[1] norms"),
     "activation": (in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation="gelu_tanh")), "layers[1].mlp.activation = gelu_tanh"),
     "relu2": (in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation="relu2")), "layers[1].mlp.activation = relu2"),
@@ -79,6 +80,8 @@ def test_llama_needs_none() -> None:
         ("exaone4", {"window", "no_rope", "norm_places"}),
         ("glm4", {"interleaved_rope", "partial_rotary", "norm_places", "fused_tensors"}),
         ("hunyuan", {"norm_after_rope"}),
+        ("starcoder2", {"layer_norm", "ungated_mlp", "activation"}),
+        ("stablelm", {"layer_norm", "partial_rotary"}),
         ("gemma3", {"window", "scale", "several_ropes", "norm_offset", "norm_rounding", "norm_places", "activation"}
                    | {"embedding_multiplier", "final_softcap"}),
     ],

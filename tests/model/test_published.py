@@ -13,7 +13,7 @@ import pytest
 
 from tests.paths import ROOT
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
+from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig, NormConfig
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
@@ -35,7 +35,7 @@ def in_words(model: ModelConfig) -> list[str]:
         *([f"embedding * {model.embedding_multiplier:g}"] if model.embedding_multiplier != 1 else []),
         *([f"logits / {model.logits_divisor:g}"] if model.logits_divisor != 1 else []),
         *([f"logits capped at {model.final_softcap:g}"] if model.final_softcap else []),
-        f"epsilon {model.final_norm.epsilon:g}" + (", 1 + weight" if model.final_norm.weight_offset else ""),
+        f"epsilon {model.final_norm.epsilon:g}{norm_in_words(model.final_norm)}",
         f"{model.dtype}, begins with {model.bos_token_id}, ends with {', '.join(map(str, model.eos_token_ids)) or 'nothing'}",
     ]
     runs = [(kind, len(list(layers))) for kind, layers in groupby(map(layer_in_words, model.layers))]
@@ -43,6 +43,12 @@ def in_words(model: ModelConfig) -> list[str]:
     if len(runs) > 4:  # a pattern
         return [", ".join(whole), *(f"{count} x {kind}" for kind, count in kinds.items()), "pattern " + pattern(runs)]
     return [", ".join(whole), *(f"{count} x {kind}" for kind, count in runs)]
+
+
+def norm_in_words(norm: NormConfig) -> str:
+    """Return the differences from Llama's norm."""
+    centered = f", LayerNorm with{'' if norm.bias else 'out'} bias" if norm.centered else ""
+    return (", 1 + weight" if norm.weight_offset else "") + centered
 
 
 def pattern(runs: list[tuple[str, int]]) -> str:

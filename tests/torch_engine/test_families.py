@@ -47,6 +47,8 @@ FAMILIES = [
     "phi3-short-window",
     "qwen3_next",
     "smollm3-bias-window",
+    "stablelm",
+    "starcoder2",
 ]
 
 

@@ -51,6 +51,7 @@ def test_the_model_has_all_features_of_attention():
     others = {
         "fused_tensors",
         "interleaved_rope",
+        "layer_norm",
         "no_mixer",
         "no_mlp",
         "short_conv",

@@ -36,6 +36,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "fused_tensors",
         "gated_delta_net",
         "interleaved_rope",
+        "layer_norm",
         "logits_divisor",
         "mamba2",
         "no_mixer",

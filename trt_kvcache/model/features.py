@@ -31,6 +31,7 @@ FEATURES = {
     "several_shapes": "layers of different sizes",
     "norm_offset": "RMSNorm with 1 + weight",
     "norm_rounding": "RMSNorm weight in float32",
+    "layer_norm": "LayerNorm",
     "norm_places": "post-norm",
     "activation": "GELU",
     "relu2": "squared ReLU",
@@ -86,7 +87,9 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
     for place, norm in _norms(model):
         if norm.weight_offset:
             yield "norm_offset", f"{place}.weight_offset = {norm.weight_offset}"
-        if not norm.rounds_before_weight:
+        if norm.centered:
+            yield "layer_norm", f"{place}.centered = True"
+        elif not norm.rounds_before_weight:
             yield "norm_rounding", f"{place}.rounds_before_weight = False"
     if model.embedding_multiplier != 1:
         yield "embedding_multiplier", f"embedding_multiplier = {model.embedding_multiplier}"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig
 from trt_kvcache.reference.attention import LayerAttention, RotatedBeforeNorms, softcapped
 from trt_kvcache.reference.blas_threads import one_blas_thread
-from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, Float32, Projection
+from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, Float32, NormWeights, Projection
 
 #: Function of the weights of a recurrent layer and its normalised input ``[A, s, hidden]``; returns ``[A, s, hidden]``.
 LayerRecurrence = Callable[[DecoderLayerWeights, Float32], Float32]
@@ -41,7 +41,7 @@ def decoder_step(
             hidden = decoder_layer(layer, layer_weights, cache, hidden)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
     with one_blas_thread(len(wanted), weights.head.size):
-        logits: Float32 = rms_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
+        logits: Float32 = optional_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
     logits = logits if config.logits_divisor == 1 else logits / np.float32(config.logits_divisor)
     return logits if config.final_softcap is None else softcapped(logits, config.final_softcap)
 
@@ -142,9 +142,17 @@ def project(projection: Projection, x: Float32) -> Float32:
     return rows.reshape(*x.shape[:-1], -1)
 
 
-def optional_norm(x: Float32, weight: Float32 | None, norm: NormConfig | None) -> Float32:
-    """Return :func:`rms_norm`, or ``x`` itself without a norm."""
-    return x if norm is None or weight is None else rms_norm(x, weight, norm)
+def optional_norm(x: Float32, weights: NormWeights | None, norm: NormConfig | None) -> Float32:
+    """Return :func:`rms_norm` or :func:`layer_norm`, or ``x`` itself without a norm."""
+    if norm is None or weights is None:
+        return x
+    return layer_norm(x, weights, norm) if norm.centered else rms_norm(x, weights.weight, norm)
+
+
+def layer_norm(x: Float32, weights: NormWeights, norm: NormConfig) -> Float32:
+    """Subtract the mean of the last axis, divide by the standard deviation, and apply weight and bias."""
+    normed = rms_norm(x - np.mean(x, axis=-1, keepdims=True), weights.weight, norm)
+    return normed if weights.bias is None else normed + weights.bias
 
 
 def rms_norm(x: Float32, weight: Float32, norm: NormConfig) -> Float32:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from trt_kvcache.checkpoint.decoder_weights import NormWeights
 from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig
-from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
-from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, final_norm_bias_name, final_norm_name
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
@@ -55,7 +55,8 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
     """Return the weights of a model, layer by layer. ``load`` is called once for each tensor of which ``load_packed`` has no rows."""
     embedding = arranged(load(embedding_name(config)))
     blocks = tuple(_blocks(config, load, load_packed))
-    final_norm = TorchNorm.of(config.final_norm, load(FAMILIES[config.family].final_norm))
+    bias = final_norm_bias_name(config)
+    final_norm = TorchNorm.of(config.final_norm, NormWeights(load(final_norm_name(config)), None if bias is None else load(bias)))
     head: TorchMatrix = embedding
     if not config.tie_word_embeddings:
         head = load_packed(HEAD, (slice(None),)) or arranged(load(HEAD))
@@ -92,5 +93,5 @@ def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:
     return Mamba2.of(index, config, stored) if isinstance(config, Mamba2Config) else GatedDeltaNet.of(index, config, stored)
 
 
-def _norm(config: NormConfig | None, weight: torch.Tensor | None) -> TorchNorm | None:
-    return None if config is None or weight is None else TorchNorm.of(config, weight)
+def _norm(config: NormConfig | None, stored: NormWeights[torch.Tensor] | None) -> TorchNorm | None:
+    return None if config is None or stored is None else TorchNorm.of(config, stored)

@@ -36,6 +36,11 @@ def norm(fields: ConfigFields, *, field: str = "rms_norm_eps", **options: Any) -
     return NormConfig(epsilon=fields.number(field), **options)
 
 
+def layer_norm(fields: ConfigFields, *, field: str, bias: bool) -> NormConfig:
+    """Return the LayerNorm of all layers."""
+    return norm(fields, field=field, centered=True, rounds_before_weight=False, bias=bias)
+
+
 def rope(fields: ConfigFields, **options: Any) -> RopeConfig:
     """Return the RoPE of all layers."""
     return RopeConfig.from_dict(

@@ -35,6 +35,8 @@ from trt_kvcache.model.families import (
     qwen3_5_text,
     qwen3_next,
     smollm3,
+    stablelm,
+    starcoder2,
 )
 from trt_kvcache.model.families.family import Family
 from trt_kvcache.model.families.refusals import EXPERTS, NO_WAY_OUT, unsupported
@@ -43,24 +45,8 @@ from trt_kvcache.model.model_config import ModelConfig
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        *(
-            llama,
-            mistral,
-            ministral3,
-            qwen2,
-            qwen3,
-            phi3,
-            gemma2,
-            gemma3_text,
-            smollm3,
-            olmo2,
-            olmo3,
-            granite,
-            ernie4_5,
-            exaone4,
-            glm4,
-            hunyuan_v1_dense,
-        ),
+        *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, olmo3, granite),
+        *(ernie4_5, exaone4, glm4, hunyuan_v1_dense, starcoder2, stablelm),
         *(qwen3_next, qwen3_5_text, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
