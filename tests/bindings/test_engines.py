@@ -46,6 +46,7 @@ _YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, 
 
 #: ``config.json`` of one model of each family that differs from Llama in layers.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": {"hidden_size": 256, "sliding_window": 7, "sliding_window_pattern": 2},
     "ernie4_5": {"use_bias": True},
     "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2},
     "gemma2": {"sliding_window": 7},

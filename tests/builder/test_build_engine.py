@@ -40,6 +40,7 @@ FAMILIES = {"llama": "llama", "llama, biases, llama3 RoPE": "llama-llama3-bias",
 #: Families that are built with the attention that is chosen for them: windows and soft caps need a mask.
 OTHER_FAMILIES = {
     "bamba": ("bamba", "native"),
+    "cohere2": ("cohere2", "mask"),
     "ernie4_5": ("ernie4_5", "native"),
     "exaone4": ("exaone4", "mask"),
     "gemma2": ("gemma2", "mask"),

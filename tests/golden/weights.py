@@ -68,6 +68,8 @@ SEEDS = {
     "starcoder2-window": 51,
     "stablelm": 52,
     "stablelm-bias": 53,
+    "cohere2": 54,
+    "cohere2-bias": 55,
 }
 
 

@@ -80,6 +80,14 @@ def test_alpha_of_hunyuan_raises_the_base_of_rope() -> None:
     assert (dynamic.kind, dynamic.factor) == ("dynamic", 2.0)
 
 
+def test_only_layers_of_command_with_a_window_have_rope() -> None:
+    layers = [(layer.attention.window, layer.attention.rope is not None) for layer in golden("cohere2").layers]
+    assert layers == [(7, True), (7, True), (None, False), (7, True)]
+    full = golden("cohere2", layer_types=["full_attention"] * 4, layer_switch=9, sliding_window=None)
+    assert {(layer.attention.window, layer.attention.rope) for layer in full.layers} == {(None, None)}
+    assert golden("cohere2", logit_scale=0.25).logits_divisor == 4
+
+
 def test_rope_of_ministral_3_is_as_in_transformers_where_nothing_is_said() -> None:
     (mixer,) = {layer.mixer for layer in golden("ministral3", rope_parameters=None, max_position_embeddings=262144).layers}
     rope = mixer.rope
@@ -214,12 +222,23 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("starcoder2", {"norm_epsilon": 0}, "norm_epsilon: expected a finite number > 0, got 0"),
         ("starcoder2-window", {"layer_types": ["full_attention"] * 3}, "layer_types: expected sliding_attention everywhere"),
         ("stablelm", {"qk_layernorm": True}, r"qk_layernorm: .* has a LayerNorm for each head of q and k, which is not supported"),
-        (
-            "stablelm",
-            {"use_parallel_residual": True, "qk_layernorm": True},
-            "qk_layernorm, use_parallel_residual: .* and has parallel attention and MLP, which are",
-        ),
         ("stablelm", {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supported"),
+        ("cohere2", {"position_embedding_type": "rope"}, "position_embedding_type: expected rope_gptj, got 'rope'"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block: expected true, got False"),
+        ("cohere2", {"use_gated_activation": False}, "use_gated_activation: expected true, got False"),
+        ("cohere2", {"order_of_interleaved_layers": "global_attn_first"}, "order_of_interleaved_layers: expected local_attn_first, got"),
+        ("cohere2", {"rotary_pct": 0.5}, "rotary_pct: expected 1, got 0.5"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm: expected false, got True"),
+        ("cohere2", {"layer_switch": 4}, "layer_switch: expected sliding_window_pattern=3, got 4"),
+        ("cohere2", {"head_dim": 24}, "head_dim: expected hidden_size / num_attention_heads=4, got 24"),
+        ("cohere2", {"tie_word_embeddings": False}, "use_embedding_sharing: expected tie_word_embeddings=False, got True"),
+        ("cohere2", {"logit_scale": 0}, "logit_scale: expected a finite number > 0, got 0"),
+        ("cohere2", {"logit_scale": 1e-310}, "ModelConfig.logits_divisor: expected a finite number"),
+        (
+            "cohere2",
+            {"sliding_window": None},
+            "sliding_window: expected a positive integer with sliding_attention in layer_types, got None",
+        ),
         ("lfm2-bias", {"full_attn_idxs": [4]}, r"full_attn_idxs: expected a list of indices of layers, from 0 to 3, got \[4\]"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types: mamba is not supported"),
         ("lfm2", {"num_experts": 4}, r"num_experts: .* has a mixture of experts"),

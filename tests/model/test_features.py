@@ -51,6 +51,7 @@ CASES = {
     ),
     "layer_norm": (in_last_layer(mlp_norm=replace(NORM, centered=True, rounds_before_weight=False)), "layers[1].mlp_norm.centered = True"),
     "norm_places": (in_last_layer(mlp_output_norm=NORM), "layers[1] norms"),
+    "parallel": (in_last_layer(parallel=True, mlp_norm=None), "layers[1].parallel = True"),
     "activation": (in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation="gelu_tanh")), "layers[1].mlp.activation = gelu_tanh"),
     "relu2": (in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation="relu2")), "layers[1].mlp.activation = relu2"),
     "ungated_mlp": (in_every_layer(mlp=replace(MODEL.layers[1].mlp, gated=False)), "layers[0].mlp.gated = False"),
@@ -82,6 +83,8 @@ def test_llama_needs_none() -> None:
         ("hunyuan", {"norm_after_rope"}),
         ("starcoder2", {"layer_norm", "ungated_mlp", "activation"}),
         ("stablelm", {"layer_norm", "partial_rotary"}),
+        ("stablelm-bias", {"layer_norm", "partial_rotary", "parallel"}),
+        ("cohere2", {"layer_norm", "parallel", "interleaved_rope", "no_rope", "window", "logits_divisor"}),
         ("gemma3", {"window", "scale", "several_ropes", "norm_offset", "norm_rounding", "norm_places", "activation"}
                    | {"embedding_multiplier", "final_softcap"}),
     ],

@@ -65,6 +65,7 @@ def layer_in_words(layer: LayerConfig) -> str:
     if mlp is not None:
         parts.append(f"{'' if mlp.gated else 'ungated '}{mlp.activation} {mlp.intermediate_size}{' with bias' if mlp.bias else ''}")
     parts.append(f"norms {' '.join(norms)}")
+    parts += ["parallel"] if layer.parallel else []
     parts += [f"residual * {layer.residual_multiplier:g}"] if layer.residual_multiplier != 1 else []
     return ", ".join(parts)
 

@@ -92,6 +92,19 @@ def test_fields_of_layer_norm_that_contradict_each_other(fields: dict[str, Any],
         NormConfig(epsilon=1e-5, **fields)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected", "got"),
+    [
+        ({"mlp": None, "mlp_norm": None}, "a mixer and an MLP", "one of them"),
+        ({}, ("an input_norm", "no mlp_norm"), "other norms"),
+        ({"input_norm": None, "mlp_norm": None}, ("an input_norm", "no mlp_norm"), "other norms"),
+    ],
+)
+def test_parallel_layers_share_one_norm(changes: dict[str, Any], expected: Any, got: str) -> None:
+    with raises(ConfigError, "LayerConfig.parallel", expected, got):
+        replace(MODEL.layers[0], parallel=True, **changes)
+
+
 def test_states_have_no_layer_norm() -> None:
     norm = NormConfig(epsilon=1e-5, centered=True, rounds_before_weight=False)
     for name, layer in (("mamba2", 0), ("qwen3_next", 0)):

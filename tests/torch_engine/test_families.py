@@ -31,6 +31,7 @@ S = 24
 
 FAMILIES = [
     "bamba",
+    "cohere2",
     "ernie4_5",
     "exaone4",
     "gemma2",

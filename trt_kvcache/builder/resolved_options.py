@@ -47,6 +47,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "norm_places",
         "norm_rounding",
         "output_gate",
+        "parallel",
         "partial_rotary",
         "query_scaling",
         "relu2",

@@ -33,6 +33,7 @@ FEATURES = {
     "norm_rounding": "RMSNorm weight in float32",
     "layer_norm": "LayerNorm",
     "norm_places": "post-norm",
+    "parallel": "parallel attention and MLP",
     "activation": "GELU",
     "relu2": "squared ReLU",
     "ungated_mlp": "MLP without a gate",
@@ -75,6 +76,8 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield "several_shapes", f"layers[{index}] = {_sizes(layer)}"
         if _has_norms_elsewhere(layer):
             yield "norm_places", f"layers[{index}] norms"
+        if layer.parallel:
+            yield "parallel", f"layers[{index}].parallel = True"
         if layer.mlp is None:
             yield "no_mlp", f"layers[{index}].mlp = None"
         else:
@@ -141,7 +144,7 @@ def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
 
 def _has_norms_elsewhere(layer: LayerConfig) -> bool:
     """Return True for a layer with a post-norm, or without the pre-norm of one of its parts."""
-    before_parts = [(layer.mixer, layer.input_norm), (layer.mlp, layer.mlp_norm)]
+    before_parts = [(layer.mixer, layer.input_norm), (layer.mlp, layer.input_norm if layer.parallel else layer.mlp_norm)]
     lacks_one = any(part is not None and norm is None for part, norm in before_parts)
     return lacks_one or layer.mixer_output_norm is not None or layer.mlp_output_norm is not None
 

@@ -53,9 +53,9 @@ def _largest_weight(weights: DecoderWeights) -> int:
 
 def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
     """Apply one decoder layer to ``hidden [A, s, hidden]``, which is not changed."""
+    normed = optional_norm(hidden, weights.input_norm, config.input_norm)
     if config.mixer is not None:
         assert cache is not None
-        normed = optional_norm(hidden, weights.input_norm, config.input_norm)
         if isinstance(config.mixer, AttentionConfig):
             mixed = self_attention(config.mixer, weights, cast(LayerAttention, cache), normed)
         else:
@@ -63,7 +63,7 @@ def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: Laye
         mixed = optional_norm(mixed, weights.mixer_output_norm, config.mixer_output_norm)
         hidden = hidden + scaled(mixed, config.residual_multiplier)
     if config.mlp is not None:
-        normed = optional_norm(hidden, weights.mlp_norm, config.mlp_norm)
+        normed = normed if config.parallel else optional_norm(hidden, weights.mlp_norm, config.mlp_norm)
         changed = optional_norm(mlp(config.mlp, weights, normed), weights.mlp_output_norm, config.mlp_output_norm)
         hidden = hidden + scaled(changed, config.residual_multiplier)
     return hidden

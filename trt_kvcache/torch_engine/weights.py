@@ -22,12 +22,16 @@ from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, Stor
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A mixer or an MLP in the residual stream: ``x + factor * output_norm(part(norm(x)))``."""
+    """A mixer or an MLP in the residual stream: ``x + factor * output_norm(part(norm(x)))``.
+
+    ``shares_input``: the part has the input of the block before, and the block has no ``norm``.
+    """
 
     norm: TorchNorm | None
     part: Part
     output_norm: TorchNorm | None
     factor: float
+    shares_input: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,8 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
             yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier)
         if layer.mlp is not None:
             norms = (_norm(layer.mlp_norm, stored.mlp_norm), _norm(layer.mlp_output_norm, stored.mlp_output_norm))
-            yield Block(norm=norms[0], part=Mlp.of(layer.mlp, stored), output_norm=norms[1], factor=layer.residual_multiplier)
+            part = Mlp.of(layer.mlp, stored)
+            yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier, shares_input=layer.parallel)
 
 
 def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:

@@ -191,9 +191,9 @@ def full_attention_only(fields: ConfigFields) -> None:
 
 
 def pre_norm_layer(fields: ConfigFields, mixer: Mixer, mlp: MlpConfig, *, before: NormConfig | None = None, **options: Any) -> LayerConfig:
-    """Return a layer with pre-norms of mixer and MLP: :func:`norm`, unless ``before`` is another one."""
+    """Return a layer with pre-norms of mixer and MLP, one for both in a parallel layer: :func:`norm`, unless ``before`` is another one."""
     before = before or norm(fields)
-    return LayerConfig(mixer=mixer, mlp=mlp, input_norm=before, mlp_norm=before, **options)
+    return LayerConfig(mixer=mixer, mlp=mlp, input_norm=before, mlp_norm=None if options.get("parallel") else before, **options)
 
 
 def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], *, tied: bool | None = None, **options: Any) -> ModelConfig:

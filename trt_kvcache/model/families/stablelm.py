@@ -1,4 +1,4 @@
-"""StableLM: Llama with LayerNorm, RoPE of a part of a head, and biases of q, k and v in some models."""
+"""StableLM: Llama with LayerNorm and partial RoPE, and in some models biases of q, k and v, or attention and MLP in parallel."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import Family
@@ -6,18 +6,15 @@ from trt_kvcache.model.families.fields import attention, full_attention_only, la
 from trt_kvcache.model.families.refusals import unsupported
 from trt_kvcache.model.model_config import ModelConfig
 
-_REFUSED = {"qk_layernorm": "has a LayerNorm for each head of q and k", "use_parallel_residual": "has parallel attention and MLP"}
-
 
 def read(fields: ConfigFields) -> ModelConfig:
     """Return the model of a ``config.json``."""
     full_attention_only(fields)
-    found = {name: text for name, text in _REFUSED.items() if fields.flag(name, False)}
-    if found:
-        raise unsupported(fields, found)
+    if fields.flag("qk_layernorm", False):
+        raise unsupported(fields, {"qk_layernorm": "has a LayerNorm for each head of q and k"})
     norms = layer_norm(fields, field="layer_norm_eps", bias=True)
     mixer = attention(fields, rope=rope(fields, may_be_partial=True), qkv_bias=fields.flag("use_qkv_bias", False))
-    layer = pre_norm_layer(fields, mixer, mlp(fields), before=norms)
+    layer = pre_norm_layer(fields, mixer, mlp(fields), before=norms, parallel=fields.flag("use_parallel_residual", False))
     return model(fields, "stablelm", [layer] * num_layers(fields), final_norm=norms)
 
 
