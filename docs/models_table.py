@@ -42,7 +42,7 @@ def checkpoints_table() -> str:
     for path in sorted(PUBLISHED.glob("*.json"), key=lambda path: path.stem):
         config = json.loads(path.read_text(encoding="utf-8"))["config"]
         try:
-            opens[ModelConfig.from_dict(config).family] += name_of(path.stem, config)
+            opens[ModelConfig.from_dict(config).family] += name_of(path.stem)
         except ConfigError as error:
             refused[family_of(config)].setdefault(reason(error), []).append(path.stem)
     lines = [
@@ -55,12 +55,9 @@ def checkpoints_table() -> str:
     return "\n".join([*lines, f"| others | none | {grouped(refused[''])} |{' |' * len(ENGINES)}"])
 
 
-def name_of(stem: str, config: dict[str, Any]) -> list[str]:
-    """Return the name of a checkpoint that opens; for a ``text_config`` alone only if the checkpoint's weights open with it."""
-    if not stem.endswith("-text"):
-        return [stem]
-    opens = any("language_model" in prefix for prefix in FAMILIES[config["model_type"]].renamed)
-    return [f"{stem.removesuffix('-text')} (by its text_config)"] if opens else []
+def name_of(stem: str) -> list[str]:
+    """Return the name of a checkpoint that opens; nothing for a ``text_config`` alone, which is no published checkpoint."""
+    return [] if stem.endswith("-text") else [stem]
 
 
 def grouped(names: dict[str, list[str]]) -> str:
@@ -116,7 +113,8 @@ def verdicts(family: str) -> list[str]:
 
 def golden_models(family: str) -> list[ModelConfig]:
     """Return the golden models of a family."""
-    paths = sorted((ROOT / "tests" / "golden").glob("*/config.json"))
+    golden = ROOT / "tests" / "golden"
+    paths = sorted([*golden.glob("*/config.json"), *golden.glob("vision/*/config.json")])
     models = [ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
     return [model for model in models if model.family == family]
 

@@ -146,11 +146,20 @@ private:
     // The shape of a tensor with one slot and `width` new tokens: free sizes are slots, then tokens.
     nvinfer1::Dims shape_of(std::string const& name, int64_t width) const {
         nvinfer1::Dims shape = engine_->getTensorShape(name.c_str());
-        int64_t const sizes[] = {1, name == config_.input_ids ? width : 1};
+        bool const is_by_token = name == config_.input_ids || config_.v_outputs.count(name);
+        int64_t const sizes[] = {1, is_by_token ? width : 1};
         for (int32_t axis = 0, free = 0; axis < shape.nbDims; axis++) {
             if (shape.d[axis] < 0) shape.d[axis] = sizes[free++];
         }
         return shape;
+    }
+
+    // Bytes of a tensor with one slot and `width` new tokens.
+    size_t nbytes_in_step(std::string const& name, int64_t width) const {
+        nvinfer1::Dims const shape = shape_of(name, width);
+        size_t nbytes = nbytes_of(engine_->getTensorDataType(name.c_str()));
+        for (int32_t axis = 0; axis < shape.nbDims; axis++) nbytes *= static_cast<size_t>(shape.d[axis]);
+        return nbytes;
     }
 
     // Gives each tensor memory, and binds it in every context. Outputs of the cache are at the address of their input:
@@ -167,10 +176,7 @@ private:
                 address = addresses_.at(tensor.alias);  // config.json lists inputs first
                 updated.insert(tensor.alias);
             } else {
-                nvinfer1::Dims const shape = shape_of(tensor.name, longest);
-                size_t nbytes = nbytes_of(engine_->getTensorDataType(tensor.name.c_str()));
-                for (int32_t axis = 0; axis < shape.nbDims; axis++) nbytes *= static_cast<size_t>(shape.d[axis]);
-                address = allocate(tensor.name, nbytes);
+                address = allocate(tensor.name, nbytes_in_step(tensor.name, longest));
             }
             if (!tensor.state_before.empty()) {
                 states_.push_back({tensor.state_before, tensor.name, {addresses_.at(tensor.state_before), address}});
@@ -178,8 +184,20 @@ private:
             }
             for (size_t i = 0; i < contexts_.size(); i++) set_address(i, tensor.name, address);
         }
+        bind_v_outputs(longest);
         for (EngineConfig::Tensor const& tensor : config_.tensors)
             check(!tensor.is_input || updated.count(tensor.name), "finding values for the input " + tensor.name);
+    }
+
+    // V of all plugin layers has one buffer: a layer's V depends on the attention of the layer before, which by then has
+    // read its own.
+    void bind_v_outputs(int64_t longest) {
+        size_t nbytes = 0;
+        for (std::string const& name : config_.v_outputs) nbytes = std::max(nbytes, nbytes_in_step(name, longest));
+        void* const buffer = nbytes ? allocate("v_outputs", nbytes) : nullptr;
+        for (std::string const& name : config_.v_outputs) {
+            for (size_t i = 0; i < contexts_.size(); i++) set_address(i, name, buffer);
+        }
     }
 
     void set_address(size_t context, std::string const& name, void* address) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <fstream>
 #include <map>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -92,6 +93,7 @@ struct EngineConfig {
 
     std::string input_ids, kvcache_start_index, last_token_ids, new_lengths, logits;  // names of tensors
     std::vector<Tensor> tensors;
+    std::set<std::string> v_outputs;  // further outputs, which nobody reads
     std::vector<Profile> profiles;
     int64_t max_sequence_length, vocab_size;
     bool in_one_piece;         // or in segments, between which Python runs operations
@@ -117,6 +119,9 @@ struct EngineConfig {
             bool const may_be_state = !is_input && alias.empty() && name != logits;
             tensors.push_back({name, alias, is_input, may_be_state ? state_before(names, name) : ""});
             if (one["name"].text == logits) vocab_size = one["shape"].items.back().integer();
+        }
+        if (json.members.count("v_outputs")) {  // not in folders of before
+            for (Json const& one : json["v_outputs"].items) v_outputs.insert(one["name"].text);
         }
         for (Json const& one : json["profiles"].items) {
             profiles.push_back({one["max_batch"].integer(), one["min_width"].integer(), one["max_width"].integer()});

@@ -27,6 +27,7 @@ from trt_kvcache.builder.attention_choice import UNSAFE_NATIVE
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
 from trt_kvcache.engine.bindings import BindingPlan
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, BuildError, ConfigError, EngineError, ShapeError
 from trt_kvcache.ops.int32_packing import packed_as_int32
@@ -83,6 +84,12 @@ def is_built(full: TensorRT, name: str) -> bool:
     return full.supports(attention_variant(name)) and not (name == "native" and first <= full.release < end)
 
 
+def recorded_tensors(full: TensorRT, config: EngineFolderConfig) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return shape and type, by name, of all that ``config.json`` says a network has."""
+    specs = (*map(packed_as_int32, config.tensors), *config.v_outputs)
+    return {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in specs}
+
+
 @pytest.fixture
 def built(stand_in: Any, full: TensorRT, model: Path, tmp_path: Path, variant: str) -> Path:
     """An engine folder with an engine in one piece."""
@@ -114,8 +121,7 @@ def test_auto_is_plugin_attention_in_every_release(full: TensorRT, model: Path, 
 
 def test_the_network_has_the_tensors_of_the_engine_folder(stand_in: Any, full: TensorRT, built: Path) -> None:
     config, network = EngineFolder.open(built).config, stand_in.networks[-1]
-    expected = {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in config.tensors}
-    assert network.tensors() == expected
+    assert network.tensors() == recorded_tensors(full, config)
     names = [layer.name for layer in network.layers]
     assert len(set(names)) == len(names)
     assert all(names)
@@ -135,7 +141,7 @@ def test_networks_of_other_families(stand_in: Any, full: TensorRT, tmp_path: Pat
             build()
         return
     config, network = EngineFolder.open(build()).config, stand_in.networks[-1]
-    assert network.tensors() == {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in config.tensors}
+    assert network.tensors() == recorded_tensors(full, config)
     names = [layer.name for layer in network.layers]
     assert len(set(names)) == len(names)
 
@@ -179,7 +185,7 @@ def stateful(request: pytest.FixtureRequest, full: TensorRT, tmp_path: Path, mon
 
 def test_networks_with_states(stand_in: Any, full: TensorRT, stateful: Path) -> None:
     config, network = EngineFolder.open(stateful).config, stand_in.networks[-1]
-    assert network.tensors() == {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in config.tensors}
+    assert network.tensors() == recorded_tensors(full, config)
     names = [layer.name for layer in network.layers]
     assert len(set(names)) == len(names)
     assert all(names)
@@ -248,7 +254,8 @@ def test_an_engine_is_opened_and_enqueued(
         prefill, decode = stand_in.enqueues[enqueues:]
         assert (prefill.profile, prefill.shapes["input_ids"], decode.profile, decode.shapes["input_ids"]) == (0, (3, 5), 1, (2, 1))
         assert prefill.memory == decode.memory
-        assert prefill.addresses == decode.addresses == {name: tensor.ptr for name, tensor in bound.items()}
+        v_buffers = {name: prefill.addresses[name] for name in (spec.name for spec in folder.v_outputs)}
+        assert prefill.addresses == decode.addresses == {name: tensor.ptr for name, tensor in bound.items()} | v_buffers
         assert prefill.stream == 0x77
         if folder.attention_variant == "plugin":
             caches = [bound[f"past_key_values_{layer}"].ptr for layer in range(LAYERS)]
@@ -317,8 +324,7 @@ class TestQuantizedKV:
     def test_the_network_has_codes_in_words(self, stand_in: Any, full: TensorRT, built: Path, form: KVForm) -> None:
         config, network = EngineFolder.open(built).config, stand_in.networks[-1]
         assert (config.attention_variant, config.segments, config.dtype) == ("plugin", None, "float16")
-        specs = [packed_as_int32(spec) for spec in config.tensors]
-        assert network.tensors() == {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in specs}
+        assert network.tensors() == recorded_tensors(full, config)
         words, scales = (network.tensors()[f"{name}_0"] for name in ("past_key_values", "kv_scales"))
         assert words == ((-1, 2, 2, 38, 16), INT32)
         assert scales == ((2, 2) if form[1] else (-1, 2, 2, 40), FLOAT)
@@ -399,6 +405,43 @@ class TestQuantizedKV:
         assert not (tmp_path / "engine").exists()
 
 
+class TestVOutputs:
+    """V of each plugin layer as an output: by default of 10.13 and 10.14, and wherever it is asked for."""
+
+    @pytest.mark.parametrize("asked", [None, True, False])
+    def test_v_is_an_output(self, stand_in: Any, full: TensorRT, model: Path, tmp_path: Path, asked: bool | None) -> None:
+        path = build_engine(model, tmp_path / "engine", **SIZES, attention="plugin", flavour="tensorrt", v_outputs=asked).path
+        config, network = EngineFolder.open(path).config, stand_in.networks[-1]
+        expected = full.release in ((10, 13), (10, 14)) if asked is None else asked
+        names = [f"v_{layer}" for layer in range(LAYERS)] if expected else []
+        assert [spec.name for spec in config.v_outputs] == names
+        assert [one.name for one in network.outputs if one.name.startswith("v_")] == names
+        assert network.tensors() == recorded_tensors(full, config)
+        read = [layer.values.inputs[2].name for layer in network.layers if layer.values.kind == "plugin_v3"]
+        assert len(read) == LAYERS
+        assert not names or read == names
+
+    def test_plugins_read_v_in_the_buffer_that_is_bound(
+        self, full: TensorRT, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runs = record_plugin_runs(monkeypatch)
+        allocated = []
+        for marked in (False, True):
+            options = {**SIZES, "attention": "plugin", "flavour": "tensorrt", "v_outputs": marked}
+            path, memory = build_engine(model, tmp_path / f"engine {marked}", **options).path, FakeGpuMemory()
+            runs.clear()
+            with TensorRTEngine.open(path, memory=memory) as engine:
+                allocated.append(memory.live_nbytes)
+                make_ready(engine, memory, batch=3, width=11)
+                enqueue(engine)
+        assert allocated[1] - allocated[0] == 3 * 11 * 2 * 64 * 2
+        buffers = {inputs[2] for _, inputs, _ in runs}
+        assert (len(runs), len(buffers)) == (LAYERS, 1)
+        assert buffers.pop() > 0x1000  # which stands for what lies inside of the engine
+        del engine
+        gc.collect()
+
+
 class TestPluginErrors:
     @pytest.fixture
     def variant(self) -> str:
@@ -434,7 +477,8 @@ class TestPluginErrors:
         first_time = cache(creator_module.register_version.__wrapped__)  # as in a process that has built nothing
         monkeypatch.setattr(creator_module, "register_version", first_time)
         found = inspect_plan(EngineFolder.open(built).plan_path, "tensorrt")
-        assert {spec.name for spec in found.tensors} == {spec.name for spec in EngineFolder.open(built).config.tensors}
+        config = EngineFolder.open(built).config
+        assert {spec.name for spec in found.tensors} == {spec.name for spec in (*config.tensors, *config.v_outputs)}
 
 
 def record_plugin_runs(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[Any]:

@@ -478,6 +478,7 @@ def test_what_is_copied_beside_the_plan(tmp_path: Path) -> None:
         "tokenizer.json": TOKENIZER,
         "tokenizer_config.json": '{"a": 1}',
         "chat_template.jinja": "{{ x }}",
+        "chat_template.json": "{}",
         "generation_config.json": "{}",
     }
     for name, text in {**companions, "README.md": "not copied"}.items():

@@ -12,12 +12,15 @@ from numpydoc.docscrape import FunctionDoc
 from tests.helpers.errors import raises
 from tests.helpers.fake_tensorrt import fake_module
 from tests.helpers.models import SMALL, with_layers, with_mixer
+from tests.paths import GOLDEN
 from trt_kvcache import NetworkScript, build_engine, estimate_build
 from trt_kvcache.builder import resolved_options
+from trt_kvcache.builder.attention_choice import BuildTarget
 from trt_kvcache.builder.options import BuildKeywords, BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.cache.config import KVCacheConfig, KVLayout
 from trt_kvcache.cache.kv_layer_config import KVLayerConfig
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.build import BuildFlags
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
@@ -57,6 +60,7 @@ def full_tensorrt(version: str) -> TensorRT:
         ({"attention": "causal"}, "attention: expected one of auto, native, mask, plugin, got 'causal'."),
         ({"attention": ["native", "mask"]}, "attention: expected one of auto, native, mask, plugin, got ['native', 'mask']."),
         ({"flavour": "rtx"}, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'rtx'."),
+        ({"v_outputs": "auto"}, "v_outputs: expected True or False, got 'auto'."),
         ({"compute_capabilities": ()}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got ().'),
         ({"compute_capabilities": (8.6,)}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got (8.6,).'),
         ({"compute_capabilities": ("8.6", "8.6")}, "compute_capabilities: expected each one once, got 8.6, 8.6."),
@@ -164,3 +168,57 @@ def test_compute_capabilities_that_rtx_supports() -> None:
 
 def test_a_window_that_no_sequence_exceeds_is_none() -> None:
     resolve(with_mixer(MODEL, window=40)).cache_for(with_mixer(MODEL, window=40))
+
+
+#: Of a model that the attention kernels run.
+PLUGIN_MODEL = with_mixer(MODEL, head_dim=64)
+STATES_ALONE = Checkpoint.read_config(GOLDEN / "mamba2")
+
+
+def v_outputs(
+    model: ModelConfig = PLUGIN_MODEL, release: tuple[int, ...] | None = (10, 13), *, is_rtx: bool = False, **options: Any
+) -> bool:
+    """Return whether V is an output of an engine of this TensorRT."""
+    target = BuildTarget(tensorrt="this TensorRT", is_rtx=is_rtx, release=release)
+    return ResolvedOptions.of_model(BuildOptions(**{**GOOD, **options}), model, target).v_outputs
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [((10, 3), False), ((10, 12), False), ((10, 13), True), ((10, 14), True), ((10, 15), False), ((11, 4), False), (None, False)],
+)
+def test_v_is_an_output_of_engines_with_plugin_layers_of_two_releases(release: tuple[int, ...] | None, expected: bool) -> None:
+    assert v_outputs(release=release) is expected
+    assert v_outputs(release=release, v_outputs=True)
+    assert not v_outputs(release=release, v_outputs=False)
+    assert v_outputs(release=release, kv_dtype="int8") is expected
+    assert v_outputs(release=release, operations={"attention": "attention"}) is expected
+
+
+def test_v_is_no_output_where_no_plugin_layer_reads_it() -> None:
+    assert not v_outputs(release=(10, 15), attention="mask")
+    assert not v_outputs(release=(10, 13), is_rtx=True, attention="plugin")
+    assert not v_outputs(STATES_ALONE)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "got"),
+    [
+        (PLUGIN_MODEL, {"attention": "mask", "release": (10, 15)}, "mask attention with this TensorRT"),
+        (PLUGIN_MODEL, {"attention": "plugin", "is_rtx": True}, "plugin attention with this TensorRT"),
+        (PLUGIN_MODEL, {"attention": "plugin", "plugin_layers": "segments"}, "plugin attention with this TensorRT"),
+        (MODEL, {"release": (10, 15)}, "mask attention with this TensorRT"),  # of a head_dim that our kernels do not have
+        (STATES_ALONE, {}, "mamba2, which has no attention layers with this TensorRT"),
+    ],
+)
+def test_v_as_an_output_needs_plugin_layers_of_full_tensorrt(model: ModelConfig, change: dict[str, Any], got: str) -> None:
+    with raises(ConfigError, "v_outputs", expected="plugin layers of full TensorRT", got=got):
+        v_outputs(model, **change, v_outputs=True)
+
+
+def test_the_next_variant_has_no_v_outputs() -> None:
+    target = BuildTarget(tensorrt="this TensorRT", is_rtx=False, release=(10, 15))
+    options = ResolvedOptions.of_model(BuildOptions(**GOOD, v_outputs=True), PLUGIN_MODEL, target)
+    following = options.next_attention()
+    assert following is not None
+    assert (options.attention, options.v_outputs, following.attention, following.v_outputs) == ("plugin", True, "mask", False)

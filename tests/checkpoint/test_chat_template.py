@@ -40,6 +40,18 @@ def test_template_file_wins(tmp_path: Path) -> None:
     assert opened(folder).apply_chat_template(MESSAGES) == "from the file"
 
 
+def test_the_template_of_a_processor_is_the_last_choice(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path / "own", chat_template="from the config")
+    (folder / "chat_template.json").write_text('{"chat_template": "from the processor"}')
+    assert opened(folder).apply_chat_template(MESSAGES) == "from the config"
+    folder = byte_level_folder(tmp_path / "none")
+    (folder / "chat_template.json").write_text('{"chat_template": "from the processor"}')
+    assert opened(folder).apply_chat_template(MESSAGES) == "from the processor"
+    (folder / "chat_template.json").write_text('{"chat_template": 3}')
+    with pytest.raises(CheckpointError, match=r"chat_template\.json: chat_template: expected a text or a list of named texts, got int"):
+        Tokenizer.open(folder)
+
+
 def test_what_templates_may_use(tmp_path: Path) -> None:
     template = (
         "{% for message in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"

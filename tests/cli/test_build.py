@@ -51,6 +51,7 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "attention": "auto",
         "plugin_layers": "one-plan",
         "plugin_library": None,
+        "v_outputs": None,
         "operations": None,
         "flavour": "auto",
         "device": 0,
@@ -73,6 +74,9 @@ def test_options_reach_the_builder(run: Run, asked: dict[str, Any], tmp_path: Pa
     assert (asked["builder_optimization_level"], asked["timing_cache"], asked["device"]) == (0, tmp_path / "timings", 1)
     run("build", SHIPPED, "-o", tmp_path, "--plugin-library", tmp_path / "plugins.so")
     assert asked["plugin_library"] == tmp_path / "plugins.so"
+    for flag, expected in (("--v-outputs", True), ("--no-v-outputs", False)):
+        run("build", SHIPPED, "-o", tmp_path, flag)
+        assert asked["v_outputs"] is expected
     for given, expected in (("all", "all"), ("17", 17)):
         run("build", SHIPPED, "-o", tmp_path, "--max-logits-per-slot", given)
         assert asked["max_logits_per_slot"] == expected

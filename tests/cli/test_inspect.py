@@ -12,6 +12,7 @@ from trt_kvcache.cli.console import size
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import FileRecord
+from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.trt import plan_inspection
 
 from .conftest import CACHE_NBYTES, CONFIG, GOLDEN, MIXER, SHIPPED, TOKEN_NBYTES, Run
@@ -60,6 +61,17 @@ def test_a_plugin_library_is_shown(run: Run, engine: Path, tmp_path: Path):
     assert line in run("inspect", carrying).out
     assert "plugin library" not in run("inspect", engine).out
     assert json.loads(run("inspect", carrying, "--json").out)["plugin_library"] == {"nbytes": 7, "sha256": library.sha256}
+
+
+def test_v_outputs_are_shown(run: Run, engine: Path, tmp_path: Path):
+    changes = {"attention_variant": "plugin", "tensorrt_flavour": "tensorrt", "v_outputs": v_outputs(CONFIG, "float16")}
+    marked = make_engine_folder(SHIPPED, tmp_path / "marked", **changes).path
+    shape = f"[?, ?, {MIXER.num_kv_heads}, {MIXER.head_dim}]"
+    assert rows(run("inspect", marked).out, "Tensors")[-1] == ["v_{0..1}", "output", "float16", shape, ""]
+    nbytes = 3 * 11 * MIXER.num_kv_heads * MIXER.head_dim * 2
+    assert ["V outputs, one buffer for all", str(nbytes)] in [row[:2] for row in rows(run("inspect", marked).out, "Sizes")]
+    assert "V outputs" not in run("inspect", engine).out
+    assert [one["name"] for one in json.loads(run("inspect", marked, "--json").out)["v_outputs"]] == ["v_0", "v_1"]
 
 
 def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):

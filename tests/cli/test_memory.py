@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden.weights import VISION
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.models import write_model
+from tests.helpers.vision_models import write_text_decoder
 from trt_kvcache import what_fits
 
 from .conftest import CONFIG, GOLDEN, SHIPPED, TOKEN_NBYTES, Run
@@ -80,6 +82,13 @@ def test_windows_are_listed_and_save_nothing(run: Run):
     assert len({row[4] for row in rows}) == 1
     short = run("memory", GOLDEN / "gemma3", "--max-sequence-length", 6).out  # no longer than the window
     assert "window" not in short
+
+
+def test_a_vision_model_is_its_text_decoder(run: Run, tmp_path: Path):
+    text = write_text_decoder(tmp_path / "text", "gemma3")
+    found, expected = (run("memory", folder, "--gib", 0.5, "--json") for folder in (VISION / "gemma3", text))
+    assert found.code == 0
+    assert json.loads(found.out) == json.loads(expected.out)
 
 
 def test_states_are_listed_with_their_shapes(run: Run):

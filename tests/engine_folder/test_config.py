@@ -12,12 +12,15 @@ import pytest
 
 from tests.helpers.engine_files import make_config, make_engine_folder
 from tests.helpers.errors import raises
+from tests.helpers.models import write_model
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.config_reader import read_config
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import FileRecord
+from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import EngineError
 
 #: What nothing else in a config.json depends on: any value of the right kind may stand there.
@@ -68,6 +71,64 @@ def test_a_plugin_library_without_plugin_layers_is_refused(model: Path, changes:
     with Checkpoint.open(model) as checkpoint:
         data = make_config(checkpoint, plugin_library=FileRecord.of([b"library"]), **changes).to_dict()
     with raises(EngineError, "plugin_library", expected="none without plugin layers"):
+        read_config(data)
+
+
+#: Changes of an engine folder that make it one with V outputs.
+WITH_V_OUTPUTS: dict[str, Any] = {"attention_variant": "plugin", "tensorrt_flavour": "tensorrt"}
+
+
+def config_with_v_outputs(model: Path, **changes: Any) -> EngineFolderConfig:
+    with Checkpoint.open(model) as checkpoint:
+        return make_config(checkpoint, **WITH_V_OUTPUTS | {"v_outputs": v_outputs(checkpoint.config, "float16")} | changes)
+
+
+def test_v_outputs_are_recorded(model: Path) -> None:
+    config = config_with_v_outputs(model)
+    data = json.loads(json.dumps(config.to_dict()))
+    assert read_config(data) == config
+    assert data["v_outputs"] == [
+        {"name": f"v_{layer}", "shape": [-1, -1, 2, 24], "dtype": "float16", "mode": "output", "alias": None} for layer in (0, 1)
+    ]
+    del data["v_outputs"]  # folders of before
+    assert read_config(data) == config_with_v_outputs(model, v_outputs=())
+
+
+def test_v_outputs_are_in_the_dtype_of_computation(tmp_path: Path) -> None:
+    config = config_with_v_outputs(write_model(tmp_path / "wide", head_dim=64), quantized=QuantizedKV("int8"))
+    assert read_config(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"attention_variant": "mask"}, {"tensorrt_flavour": "tensorrt_rtx"}, {"segmented": True, "tensorrt_flavour": "tensorrt_rtx"}],
+)
+def test_v_outputs_without_plugin_layers_of_full_tensorrt_are_refused(model: Path, changes: dict[str, Any]) -> None:
+    data = config_with_v_outputs(model, **changes).to_dict()
+    with raises(EngineError, "v_outputs", expected="none of", got="some"):
+        read_config(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda specs: specs.pop(), r"v_outputs: expected output `v_0` float16 \(-1, -1, 2, 24\), output `v_1` .* for this model, got"),
+        (lambda specs: specs.reverse(), r"v_outputs: expected .* for this model, got output `v_1`"),
+        (lambda specs: specs[0].update(shape=[-1, -1, 2, 32]), r"v_outputs: expected .*24\).*, got .*32\)"),
+        (lambda specs: specs[1].update(dtype="bfloat16"), r"v_outputs: expected .*, got .*`v_1` bfloat16"),
+        (
+            lambda specs: specs[1].update(alias="past_key_values_1"),
+            r"v_outputs: expected .*, got .*sharing memory with `past_key_values_1`",
+        ),
+        (lambda specs: specs[0].update(mode="input"), r"v_outputs: expected .*, got input `v_0`"),
+        (lambda specs: specs[0].update(size=3), "unknown or of the wrong kind"),
+        (lambda specs: specs.insert(0, None), "unknown or of the wrong kind"),
+    ],
+)
+def test_v_outputs_of_another_model_are_refused(model: Path, change: Callable[[Any], object], message: str) -> None:
+    data = json.loads(json.dumps(config_with_v_outputs(model).to_dict()))
+    change(data["v_outputs"])
+    with pytest.raises(EngineError, match=message):
         read_config(data)
 
 
@@ -158,6 +219,8 @@ def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> No
         ("tensorrt/flavour", 5, r"tensorrt\.flavour: expected a str, got 5"),
         ("tensorrt/version", 1.7, r"tensorrt\.version: expected a str, got 1\.7"),
         ("producer/version", None, r"producer\.version: expected a str, got None"),
+        ("v_outputs", None, r"v_outputs: expected a list, got None"),
+        ("v_outputs", {"v_0": 1}, r"v_outputs: expected a list, got \{'v_0': 1\}"),
         ("compute_capabilities", "8.6", r"compute_capabilities: expected a list, got '8\.6'"),
         ("compute_capabilities", [8.6], r"compute_capabilities\[0\]: expected a str, got 8\.6"),
     ],

@@ -67,7 +67,7 @@ def test_the_stored_form_of_an_operation() -> None:
 def test_the_stored_form_of_a_segment() -> None:
     stored = record(10, 20).to_dict()["steps"][1]
     assert stored["plan_nbytes"] == 10
-    assert stored["tensors"][1] == {"name": "next", "shape": (-1, 8), "dtype": "float16", "mode": "output", "alias": "hidden"}
+    assert stored["tensors"][1] == {"name": "next", "shape": [-1, 8], "dtype": "float16", "mode": "output", "alias": "hidden"}
 
 
 @pytest.mark.parametrize("spec", FIRST.tensors)

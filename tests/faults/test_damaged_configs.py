@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.mutations import damage_value
 from tests.faults.watch import Findings
-from tests.golden.weights import SEEDS
+from tests.golden.weights import SEEDS, VISION_SEEDS
 from tests.paths import GOLDEN
 from trt_kvcache.model import ModelConfig, rope_table
 from trt_kvcache.model.features import features
@@ -50,12 +50,16 @@ def check(name: str, seeds: range) -> None:
     assert findings.accepted
 
 
-@pytest.mark.parametrize("name", SEEDS)
+#: Golden models, with the folders of vision models.
+NAMES = [*SEEDS, *(f"vision/{name}" for name in VISION_SEEDS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_damaged_fields(name: str) -> None:
     check(name, range(80))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SEEDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_thousands_of_damaged_fields(name: str) -> None:
     check(name, range(100, 3000))

@@ -48,7 +48,15 @@ def test_arguments_of_tool_calls_become_objects():
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: expected a text, got 5."),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            'messages[0].content[0]: expected {"type": "text", "text": ...}, got {\'type\': \'image_url\'}. Only text is supported.',
+            "messages[0].content[0]: expected text, got a part of type 'image_url'. The text decoder alone runs, without image input.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio", "text": "b"}]}]},
+            "messages[0].content[1]: expected text, got a part of type 'input_audio'. The text decoder alone runs, without audio input.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "refusal"}]}]},
+            'messages[0].content[0]: expected {"type": "text", "text": ...}, got {\'type\': \'refusal\'}. Only text is supported.',
         ),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls: expected a list of tool calls, got 3."),
         ({"messages": [USER], "tools": "clock"}, "tools: expected a list of JSON descriptions of functions, got 'clock'."),

@@ -22,7 +22,7 @@ import transformers
 from safetensors.numpy import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.golden.weights import HERE, SEEDS, write
+from tests.golden.weights import HERE, SEEDS, VISION, VISION_SEEDS, write, write_vision
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.tensor_shapes import tensor_shapes
@@ -76,12 +76,37 @@ ROPES = {
 def make(folder, seed):
     """Write the logits of one folder."""
     write(folder)
-    config = json.loads((folder / "config.json").read_text())
     stored = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    tied = {"lm_head.weight"} if ModelConfig.from_dict(config).tie_word_embeddings else set()
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.state_dict().items() if name not in tied}
-    assert tensor_shapes(ModelConfig.from_dict(config)) == shapes, f"{folder.name}: transformers has other tensors"
-    input_ids = np.random.default_rng(seed).integers(0, config["vocab_size"], LENGTHS[-1])
+    check_names(folder, stored.state_dict())
+    save_logits(folder, stored, seed)
+
+
+def make_vision(folder, seed):
+    """Write the logits of one folder of a model with a vision tower, of text alone."""
+    write_vision(folder)
+    stored = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    family = FAMILIES[ModelConfig.from_dict(read(folder)).family]
+    check_names(folder, {family.own_name(name): tensor for name, tensor in stored.state_dict().items() if not family.ignores(name)})
+    save_logits(folder, stored, seed)
+
+
+def read(folder):
+    """Return the ``config.json`` of a folder."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def check_names(folder, tensors):
+    """Compare the tensors of a model in transformers with those that the package expects."""
+    config = ModelConfig.from_dict(read(folder))
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in tied}
+    assert tensor_shapes(config) == shapes, f"{folder.name}: transformers has other tensors"
+
+
+def save_logits(folder, stored, seed):
+    """Write the logits of a model for random token ids."""
+    vocab_size = ModelConfig.from_dict(read(folder)).vocab_size
+    input_ids = np.random.default_rng(seed).integers(0, vocab_size, LENGTHS[-1])
     with torch.no_grad():
         logits = stored(input_ids=torch.from_numpy(input_ids)[None], use_cache=False).logits[0, LENGTHS - 1].numpy()
     small = {"input_ids": input_ids.astype(np.uint8), "lengths": LENGTHS.astype(np.uint8)}
@@ -123,7 +148,8 @@ FIELDS = (
 
 def defaults(family):
     """Return the defaults of a family for the fields that it has."""
-    fields = {field.name: field.default for field in dataclasses.fields(type(transformers.AutoConfig.for_model(family)))}
+    config = transformers.AutoConfig.for_model(family).get_text_config()
+    fields = {field.name: field.default for field in dataclasses.fields(type(config))}
     return {name: fields[name] for name in FIELDS if name in fields}
 
 
@@ -133,5 +159,7 @@ if __name__ == "__main__":
     (HERE / "rope.json").write_text(json.dumps(found, indent=1) + "\n")
     for name, seed in SEEDS.items():
         make(HERE / name, seed)
+    for name, seed in VISION_SEEDS.items():
+        make_vision(VISION / name, seed)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     (HERE / "versions.json").write_text(json.dumps(versions) + "\n")

@@ -72,34 +72,92 @@ SEEDS = {
     "cohere2-bias": 55,
 }
 
+#: Models with a vision tower, whose text decoders are computed like the models above: in the folder ``vision``.
+VISION = HERE / "vision"
+VISION_SEEDS = {
+    "gemma3": 41,
+    "gemma3-bias": 42,
+    "mistral3": 43,
+    "mistral3-ministral": 44,
+    "qwen3_5": 45,
+    "qwen3_5-bias": 46,
+    "qwen3_vl": 47,
+    "qwen3_vl-bias": 48,
+    "qwen2_5_vl": 49,
+    "qwen2_5_vl-window": 50,
+}
+
+#: Prefixes under which their tensors are stored, in place of ``model.`` and ``lm_head.``, and the prefixes of their towers.
+_LLAVA_4 = ("language_model.model.", "language_model.lm_head.", ("vision_tower.", "multi_modal_projector."))
+_LLAVA_5 = ("model.language_model.", "lm_head.", ("model.vision_tower.", "model.multi_modal_projector."))
+_QWEN = ("model.language_model.", "lm_head.", ("model.visual.",))
+STORED = {
+    "gemma3": _LLAVA_4,
+    "gemma3-bias": _LLAVA_5,
+    "mistral3": _LLAVA_4,
+    "mistral3-ministral": _LLAVA_5,
+    "qwen3_5": _QWEN,
+    "qwen3_5-bias": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl-bias": _QWEN,
+    "qwen2_5_vl": ("model.", "lm_head.", ("visual.",)),
+    "qwen2_5_vl-window": _QWEN,
+}
+
 
 def write_all():
     """Write the weights of every golden model beside its ``config.json``."""
     for name in SEEDS:
         write(HERE / name)
+    for name in VISION_SEEDS:
+        write_vision(VISION / name)
+
+
+def write_vision(folder):
+    """Write the weights of one model with a tower. The tensors of the tower are NaN: nobody reads them."""
+    config = ModelConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    model, head, towers = STORED[folder.name]
+    tensors = {f"{tower}layers.0.weight": np.full((2, 3), np.nan, numpy_dtype(config.dtype)) for tower in towers}
+    for name, values in random_weights(config, VISION_SEEDS[folder.name]).items():
+        prefix, rest = name.split(".", 1)
+        tensors[{"model": model, "lm_head": head}[prefix] + rest] = values
+    replace_file(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
 
 
 def write(folder):
     """Write the weights of one model: one file, or three and their index. Each appears complete or not at all."""
     config = ModelConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    shapes, dtype = tensor_shapes(config), numpy_dtype(config.dtype)
+    tensors = random_weights(config, SEEDS[folder.name])
     names = [f"model-{number}-of-00003.safetensors" for number in ("00001", "00002", "00003")]
     if "sharded" not in folder.name:
         names = ["model.safetensors"]
     files = {name: {} for name in names}
-    for place, (name, shape) in enumerate(shapes.items()):
-        values = random_values(SEEDS[folder.name], name, shape)
-        if "norm" in name:
-            values -= config.final_norm.weight_offset
-        files[names[place * len(names) // len(shapes)]][name] = values.astype(np.float32).astype(dtype)
+    for place, (name, values) in enumerate(tensors.items()):
+        files[names[place * len(names) // len(tensors)]][name] = values
     contents = {file: save(tensors, metadata={"format": "pt"}) for file, tensors in files.items()}
     if len(names) > 1:
         index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
         contents["model.safetensors.index.json"] = json.dumps(index).encode()
     for file, content in contents.items():
-        temporary = folder / f"{file}.{os.getpid()}"
-        temporary.write_bytes(content)
-        os.replace(temporary, folder / file)
+        replace_file(folder / file, content)
+
+
+def replace_file(path, content):
+    """Write a file that appears complete or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def random_weights(config, seed):
+    """Return the weights of a model by name, in its dtype."""
+    weights = {}
+    for name, shape in tensor_shapes(config).items():
+        values = random_values(seed, name, shape)
+        if "norm" in name:
+            values -= config.final_norm.weight_offset
+        weights[name] = values.astype(np.float32).astype(numpy_dtype(config.dtype))
+    return weights
 
 
 def random_values(seed, name, shape):

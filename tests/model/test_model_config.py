@@ -156,7 +156,11 @@ def test_a_window_that_llama_ignores_gets_a_warning() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type: 'gpt2' is not supported\. Supported: the \d+ families that docs/models.md lists\."),
+        ({"model_type": "gpt2"}, r"model_type: 'gpt2' is not supported\. docs/models\.md lists"),
+        (
+            {"model_type": "gemma"},
+            r"model_type: 'gemma' is not supported\. Supported and of a similar name: .*gemma2.*\. docs/models\.md lists",
+        ),
         ({"model_type": None, "architectures": ["GPT2LMHeadModel"]}, r"architectures: \['GPT2LMHeadModel'\] is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: expected LlamaForCausalLM for model_type 'llama'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: sliding_attention is not supported"),
@@ -210,7 +214,7 @@ def test_windows_of_qwen_that_are_switched_on(changes: dict[str, Any], windows: 
         ({"model_type": "qwen3_moe", "num_experts": 8}, r"num_experts: .* \(model_type qwen3_moe\) has a mixture of experts \(MoE\)"),
         ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, r"kv_lora_rank: .* has multi-head latent attention \(MLA\), which is not"),
         ({"model_type": "mllama", "cross_attention_layers": [3]}, "cross_attention_layers: .* has cross attention, which is not supported"),
-        ({"model_type": "gemma3", "text_config": {}, "vision_config": {"x": 1}}, "vision_config: .* is a vision model"),
+        ({"model_type": "llava", "text_config": {}, "vision_config": {"x": 1}}, "vision_config: .* is a vision model"),
     ],
 )
 def test_a_feature_that_no_family_has_is_named_before_the_family(changes: dict[str, Any], message: str) -> None:

@@ -138,7 +138,6 @@ def test_both_features_of_deepseek_are_named() -> None:
 @pytest.mark.parametrize(
     ("text_config", "way_out"),
     [
-        ({"model_type": "qwen3_5_text"}, "opens with the text_config alone as config.json: see docs/models.md"),
         ({"model_type": "gemma3_text"}, "cannot be opened from this checkpoint yet"),
         ({"model_type": "unknown"}, "There is no way around that yet"),
         (None, "There is no way around that yet"),

@@ -15,6 +15,7 @@ int main(int, char** arguments) try {
     }
     for (EngineConfig::Tensor const& one : config.tensors)
         std::printf("%s %d %s/%s\n", one.name.c_str(), one.is_input, one.alias.c_str(), one.state_before.c_str());
+    for (std::string const& name : config.v_outputs) std::printf("%s\n", name.c_str());
     return 0;
 } catch (std::exception const& error) {
     std::fprintf(stderr, "%s\n", error.what());

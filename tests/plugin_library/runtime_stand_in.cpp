@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@ std::map<std::string, Tensor> tensors;
 int32_t const kProfiles = 2;
 bool host_code = false;
 int32_t steps = 0, contexts = 0;
+std::map<void*, size_t> allocations;  // and their bytes
 
 struct Context final : IExecutionContext {
     int32_t number = contexts++, profile = -1;
@@ -87,14 +89,28 @@ bool IExecutionContext::setTensorAddress(char const* name, void* address) noexce
     return tensors.count(name);
 }
 
+// Whether a tensor is V of a layer: "v_0", not "v_cache_0".
+static bool is_v_output(std::string const& name) {
+    return name.compare(0, 2, "v_") == 0 && name.find_first_not_of("0123456789", 2) == std::string::npos;
+}
+
 bool IExecutionContext::enqueueV3(cudaStream_t) noexcept {
     auto& context = *static_cast<Context*>(this);
     std::string const after = "present_";
     auto const first = [&](std::string const& name) { return static_cast<int32_t*>(context.addresses.at(name)); };
     std::printf("profile %d:", context.profile);
+    std::set<void*> v_buffers;
     for (std::string const& name : names) {
         Dims const& shape = context.shapes[name];
-        if (name == "input_ids") {
+        if (is_v_output(name)) {  // all of it is written, for as many tokens as the step has
+            Dims const& size = tensors[name].shape;
+            auto const tokens = static_cast<size_t>(context.shapes["input_ids"].d[1]);
+            size_t const nbytes = tokens * static_cast<size_t>(size.d[2] * size.d[3]) * sizeof(int16_t);
+            void* const buffer = context.addresses.at(name);
+            if (allocations.at(buffer) < nbytes) std::abort();
+            std::memset(buffer, 0x55, nbytes);
+            v_buffers.insert(buffer);
+        } else if (name == "input_ids") {
             for (int64_t i = 0; i < shape.d[1]; i++) std::printf(" %d", first(name)[i]);
         } else if (name.compare(0, after.size(), after) == 0) {
             std::string const rest = name.substr(after.size());
@@ -106,6 +122,7 @@ bool IExecutionContext::enqueueV3(cudaStream_t) noexcept {
             std::printf(" %s=%d", name.c_str(), *first(name));
         }
     }
+    if (!v_buffers.empty()) std::printf(" v_outputs in %zu", v_buffers.size());
     std::printf("\n");
     auto* const logits = static_cast<float*>(context.addresses.at("logits"));
     std::memset(logits, 0, static_cast<size_t>(tensors["logits"].shape.d[1]) * sizeof(float));
@@ -120,6 +137,7 @@ char const* cudaGetErrorString(cudaError_t) { return "error"; }
 
 cudaError_t cudaMalloc(void** address, size_t nbytes) {
     *address = std::malloc(nbytes);
+    allocations[*address] = nbytes;
     std::memset(*address, 0x7f, nbytes);  // what is not zeroed is seen
     return cudaSuccess;
 }

@@ -14,6 +14,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import FileRecord
+from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.ops.int32_packing import packed_as_int32
 
 need_cmake()
@@ -36,7 +37,8 @@ def decode():
 def make_engine(folder, model, **changes):
     """Return an engine folder whose plan the stand-in reads."""
     with Checkpoint.open(model) as checkpoint:
-        tensors = map(packed_as_int32, make_config(checkpoint, **changes).tensors)
+        config = make_config(checkpoint, **changes)
+        tensors = [*map(packed_as_int32, config.tensors), *config.v_outputs]
         lines = [f"{one.name} {DATA_TYPES[one.dtype]} {' '.join(map(str, one.shape))}" for one in tensors]
     return make_engine_folder(model, folder, plan="\n".join(lines).encode(), **changes)
 
@@ -44,6 +46,7 @@ def make_engine(folder, model, **changes):
 _PLUGIN = {"attention_variant": "plugin", "tensorrt_flavour": "tensorrt"}
 _LIBRARY = {"plugin_library": FileRecord.of([b"library"])}
 _HYBRID = GOLDEN / "qwen3_next"
+_V_OUTPUTS, _HYBRID_V_OUTPUTS = ({"v_outputs": v_outputs(Checkpoint.read_config(model), "float16")} for model in (SHIPPED, _HYBRID))
 
 
 @pytest.mark.parametrize(
@@ -52,26 +55,31 @@ _HYBRID = GOLDEN / "qwen3_next"
         (SHIPPED, {}),
         (SHIPPED, _PLUGIN | _LIBRARY),
         (SHIPPED, _PLUGIN | {"quantized": QuantizedKV("int8")}),
+        (SHIPPED, _PLUGIN | _V_OUTPUTS),
         (_HYBRID, _PLUGIN),
+        (_HYBRID, _PLUGIN | _HYBRID_V_OUTPUTS),
         (GOLDEN / "mamba2", {}),
     ],
 )
 def test_steps_are_those_of_a_session(decode, tmp_path, model, changes):
-    """Profiles, tokens, lengths; caches in place, states from one buffer into the other."""
+    """Profiles, tokens, lengths; caches in place, states from one buffer into the other, V outputs in one buffer."""
     config = make_engine(tmp_path / "engine", model, **changes).config
-    shown = subprocess.run([decode, tmp_path / "engine", "3", "1", "15", "27"], capture_output=True, text=True, check=True).stdout
+    prompt = (1, 15, 27, 3, 4, 6, 7, 8, 9)
+    arguments = [decode, tmp_path / "engine", "3", *map(str, prompt)]
+    shown = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
     lines = shown.splitlines()
     assert lines[0] == f"host code {int('plugin_library' in changes)}"
     assert lines[2::2] == ["5", "6", "7"]
     has_states = config.cache.mamba is not None
     expected = []
-    for step, (profile, tokens, start) in enumerate(((0, (1, 15, 27), 0), (1, (5,), 3), (1, (6,), 4))):
+    for step, (profile, tokens, start) in enumerate(((0, prompt, 0), (1, (5,), 9), (1, (6,), 10))):
         words = [f"profile {profile}:", *map(str, tokens), f"kvcache_start_index={start}", f"last_token_ids={len(tokens) - 1}"]
         words += [f"new_lengths={len(tokens)}"] if has_states else []
         for one in config.tensors:
             if one.name.startswith("present_"):
                 past = one.alias or one.name.removeprefix("present_")
                 words.append(f"{past}={step}" + (" in place" if one.alias else ""))
+        words += ["v_outputs in 1"] if "v_outputs" in changes else []
         expected.append(" ".join(words))
     assert lines[1::2] == expected
 
@@ -84,7 +92,8 @@ def test_static_scales_have_no_values_here(decode, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "changes"), [(SHIPPED, {}), (SHIPPED, _PLUGIN | _LIBRARY), (SHIPPED, {"segmented": True}), (_HYBRID, _PLUGIN)]
+    ("model", "changes"),
+    [(SHIPPED, {}), (SHIPPED, _PLUGIN | _LIBRARY | _V_OUTPUTS), (SHIPPED, {"segmented": True}), (_HYBRID, _PLUGIN)],
 )
 def test_the_reader_reads_what_a_build_writes(reader, tmp_path, model, changes):
     make_engine_folder(model, tmp_path / "engine", **changes)
@@ -100,7 +109,16 @@ def test_the_reader_reads_what_a_build_writes(reader, tmp_path, model, changes):
         f"{one.name} {int(one.mode.value == 'input')} {one.alias or ''}/"
         + (one.name.removeprefix("present_") if "state" in one.name and one.mode.value == "output" and not one.alias else "")
         for one in config.tensors
-    ]
+    ] + [one.name for one in config.v_outputs]
+
+
+def test_a_folder_of_before_has_no_v_outputs(reader, tmp_path):
+    path = make_engine_folder(SHIPPED, tmp_path / "engine").path / "config.json"
+    data = json.loads(path.read_text())
+    del data["v_outputs"]
+    before = subprocess.run([reader, tmp_path / "engine"], capture_output=True, text=True, check=True).stdout
+    path.write_text(json.dumps(data))
+    assert subprocess.run([reader, tmp_path / "engine"], capture_output=True, text=True, check=True).stdout == before
 
 
 def test_an_output_that_is_neither_cache_nor_states_is_refused(reader, tmp_path):

@@ -37,10 +37,15 @@ from tests.helpers.fake_tensorrt import (
 )
 from tests.helpers.models import write_model
 from tests.paths import ROOT
+from tests.trt.decoding import Decoding
+from trt_kvcache import KVCacheManager
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import FileRecord
+from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, LayoutError, PlaceError
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -209,6 +214,83 @@ def test_the_plugin_is_registered_before_an_engine_that_has_it_is_read(
         with raises(BindingError, "`present_key_values_0`", expected="address of `past_key_values_0`"):
             enqueue(engine)
         elsewhere.allocation.close()
+
+
+class TestVOutputs:
+    """V of plugin layers as outputs: the engine binds one buffer to all of them."""
+
+    NBYTES = BATCH * PREFILL * H * 64 * 2  # of one layer, in the largest enqueue
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> EngineFolder:
+        model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=3)
+        specs = v_outputs(Checkpoint.read_config(model), "float16")
+        return make_engine_folder(model, tmp_path / "engine", attention_variant="plugin", tensorrt_flavour="tensorrt", v_outputs=specs)
+
+    @pytest.fixture
+    def fake(self, folder: EngineFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTensorRT:
+        config = folder.config
+        module = FakeTensorRT([*config.tensors, *config.v_outputs], config.profiles, plan=PLAN)
+        module.alias_of = lambda name: None
+        install(module, monkeypatch, tmp_path / "caches", "tensorrt")
+        monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: None)
+        return module
+
+    def test_callers_do_not_see_them(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+        with TensorRTEngine.open(folder, memory=memory) as engine:
+            assert dict(engine.tensors) == {spec.name: spec for spec in folder.config.tensors}
+            cache = KVCacheManager(folder.config.cache, memory=memory)
+            assert BindingPlan(engine, cache).max_width == PREFILL
+            cache.close()
+            with raises(BindingError, "`v_0`", says="has no such tensor"):
+                engine.bind("v_0", tensor(memory, (BATCH, PREFILL, H, 64), "float16"))
+
+    def test_one_buffer_is_bound_in_every_context(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+        with TensorRTEngine.open(folder, memory=memory):
+            addresses = {context.addresses[f"v_{layer}"] for context in fake.contexts for layer in range(3)}
+            assert len(fake.contexts) == 2
+            assert len(addresses) == 1
+            assert addresses.pop() % 256 == 0
+            assert memory.live_nbytes == 5000 + self.NBYTES
+        assert memory.live_nbytes == 0
+
+    def test_steps_neither_bind_nor_allocate(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+        with TensorRTEngine.open(folder, memory=memory) as engine:
+            make_ready(engine, memory, width=PREFILL)
+            nbytes = memory.live_nbytes
+            fake.calls.clear()
+            enqueue(engine)
+            enqueue(engine)
+            assert [call[0] for call in fake.calls] == ["execute_async_v3"] * 2
+            assert memory.live_nbytes == nbytes
+
+    def test_graphs_write_into_the_same_buffer(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+        with TensorRTEngine.open(folder, memory=memory) as engine:
+            assert Decoding(engine, fake, memory).run(4)[-1] == "graph 1"
+            _, working, own = fake.contexts
+            assert own.addresses == working.addresses
+            assert {"v_0", "v_1", "v_2"} < own.addresses.keys()
+
+    def test_a_plan_without_them_is_refused(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+        del fake.specs["v_1"]
+        with pytest.raises(EngineError, match=r"not the tensors of its config\.json: `v_1` is only in one of them"):
+            TensorRTEngine.open(folder, memory=memory)
+        assert memory.live_nbytes == 0
+
+    def test_a_plan_with_others_is_refused(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+        fake.specs["v_1"] = replace(fake.specs["v_1"], dtype="float32")
+        with pytest.raises(EngineError, match=r"expected output `v_1` float16 .*, got output `v_1` float32"):
+            TensorRTEngine.open(folder, memory=memory)
+
+    def test_an_address_that_tensorrt_refuses(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+        fake.refuse.add("set_tensor_address")
+        with raises(EngineError, "the address of `v_0` was refused"):
+            TensorRTEngine.open(folder, memory=memory)
+        assert memory.live_nbytes == 0
+
+    def test_a_plan_without_its_folder_shows_them(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+        with TensorRTEngine.open(folder.plan_path, memory=memory, flavour="tensorrt") as engine:
+            assert engine.tensors["v_2"].shape == (-1, -1, H, 64)
 
 
 def test_a_gpu_that_is_too_old_for_the_plugin_is_refused(

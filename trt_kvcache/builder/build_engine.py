@@ -23,6 +23,7 @@ from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
+from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import BuildError
 from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt.log import Messages
@@ -242,6 +243,7 @@ def _config(
             weights=checkpoint.weights.format,
             quantize=options.quantize or "",
         ),
+        v_outputs=v_outputs(checkpoint.config, options.dtype) if options.v_outputs else (),
         computed_dtype=options.dtype if cache.kv is not None and cache.kv.has_scales else None,
         plugin_library=library,
     )

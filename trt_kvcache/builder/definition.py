@@ -19,6 +19,7 @@ from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, decoder_stages
+from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.tensor_shapes import embedding_name
@@ -68,13 +69,14 @@ def define_decoder(
         cache=cache,
         names=names,
     )
+    tensors = decoder_tensors(model, cache, names, max_logits_per_slot=options.max_logits_per_slot)
     return DecoderDefinition(
         builder=builder,
         network=network,
         graph=graph,
         cache=cache,
         names=names,
-        tensors=tuple(map(packed_as_int32, decoder_tensors(model, cache, names, max_logits_per_slot=options.max_logits_per_slot))),
+        tensors=(*map(packed_as_int32, tensors), *(v_outputs(model, options.dtype) if options.v_outputs else ())),
         profiles=options.profiles,
         attention=attention,
     )

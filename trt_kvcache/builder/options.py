@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
+from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO
@@ -58,6 +59,7 @@ class BuildKeywords(TypedDict, total=False):
     attention: str
     plugin_layers: str
     plugin_library: str | os.PathLike[str] | None
+    v_outputs: bool | None
     operations: Mapping[str, str] | None
     flavour: str
     device: int
@@ -97,6 +99,9 @@ class BuildOptions:
     plugin_library : path, optional
         With plugin attention in one plan, a plugin library in C++ whose plugin is used in place of the one in Python, and that the engine
         carries: see ``docs/plugin-library.md``. It stays loaded, and serves this process, until the process ends.
+    v_outputs : bool, optional
+        With plugin layers in full TensorRT, whether the V that goes into each of them is an output of the engine too, which nobody reads.
+        If left out, True for TensorRT 10.13 and 10.14, which may corrupt it otherwise: see ``docs/jetson.md``.
     operations : mapping of str to str, optional
         With plugin attention, names of registered operations in place of those of this package, such as ``{"attention": "windowed"}``:
         see ``docs/operations.md``. ``"attention"`` and ``"embedding"`` can be replaced.
@@ -147,6 +152,7 @@ class BuildOptions:
     attention: str = AUTO
     plugin_layers: str = ONE_PLAN
     plugin_library: str | os.PathLike[str] | None = None
+    v_outputs: bool | None = None
     operations: Mapping[str, str] | None = None
     flavour: str = "auto"
     device: int = 0
@@ -169,6 +175,8 @@ class BuildOptions:
         one_of("plugin_layers", self.plugin_layers, PLUGIN_LAYERS)
         self._normalize("plugin_library", Path)
         self._check_plugin_library()
+        if not isinstance(self.v_outputs, bool | None):
+            raise ConfigError(f"v_outputs: expected True or False, got {short_repr(self.v_outputs)}.")
         self._normalize("operations", _as_operations)
         one_of("flavour", self.flavour, FLAVOURS)
         int_in_range("device", self.device, 0, error=ConfigError)

@@ -26,6 +26,9 @@ from trt_kvcache.trt.plugin.versions import check_plugins
 #: Head dimensions that TensorRT has attention kernels for: multiples of the step.
 HEAD_DIM_STEP, HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 16, 256
 
+#: Releases of full TensorRT that may corrupt the V that goes into a plugin layer: from the first, before the second.
+CORRUPT_V = ((10, 13), (10, 15))
+
 #: Names of :data:`~trt_kvcache.model.features.FEATURES` that the networks of this package compute.
 COMPUTED_FEATURES: frozenset[str] = frozenset(
     {
@@ -75,6 +78,7 @@ class ResolvedOptions(BuildOptions):
     compute_capabilities: tuple[str, ...] | None
     timing_cache: Path | None
     plugin_library: Path | None
+    v_outputs: bool
     choice: AttentionChoice  # of ``attention``
 
     @classmethod
@@ -110,6 +114,7 @@ class ResolvedOptions(BuildOptions):
             "max_logits_per_slot": logits_per_slot(options.max_logits_per_slot, max_prefill_length=width),
             "dtype": options.dtype or model.dtype,
             "attention": choice.variant,
+            "v_outputs": _v_outputs(options, model, choice, target),
             "choice": choice,
         }
         return cls(**{**vars(options), **chosen})
@@ -117,7 +122,9 @@ class ResolvedOptions(BuildOptions):
     def next_attention(self) -> ResolvedOptions | None:
         """Return the options of the next variant of ``auto``; None if there is no other."""
         choice = next_choice(self.choice)
-        return None if choice is None else replace(self, attention=choice.variant, choice=choice)
+        if choice is None:
+            return None
+        return replace(self, attention=choice.variant, v_outputs=self.v_outputs and choice.variant == "plugin", choice=choice)
 
     @property
     def in_segments(self) -> bool:
@@ -174,6 +181,19 @@ class ResolvedOptions(BuildOptions):
         if self.timing_cache is not None and tensorrt.is_rtx:
             raise ConfigError("timing_cache: expected with full TensorRT only; TensorRT for RTX measures no kernels when it builds.")
         check_capabilities(self, tensorrt)
+
+
+def _v_outputs(options: BuildOptions, model: ModelConfig, choice: AttentionChoice, target: BuildTarget) -> bool:
+    """Return whether the V of plugin layers is an output, after checking that there are such layers if the caller wants it."""
+    has_plugin_layers = choice.variant == "plugin" and bool(model.attention_layers) and options.plugin_layers == ONE_PLAN
+    is_possible = has_plugin_layers and not target.is_rtx
+    if options.v_outputs and not is_possible:
+        got = f"{choice.variant} attention" if model.attention_layers else f"{model.family}, which has no attention layers"
+        raise ConfigError(f"v_outputs: expected plugin layers of full TensorRT with it, got {got} with {target.tensorrt}.")
+    if options.v_outputs is not None:
+        return options.v_outputs
+    first, end = CORRUPT_V
+    return is_possible and target.release is not None and first <= target.release < end
 
 
 def check_capabilities(options: BuildOptions, tensorrt: TensorRT) -> None:

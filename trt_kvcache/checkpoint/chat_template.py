@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache._util.extras import naming_the_extra
-from trt_kvcache.checkpoint.json_file import read_text
+from trt_kvcache.checkpoint.json_file import read_json_if_present, read_text
 from trt_kvcache.checkpoint.template_process import TemplateFailure
 from trt_kvcache.checkpoint.template_processes import TemplateProcesses
 from trt_kvcache.checkpoint.template_worker import make_environment
 from trt_kvcache.errors import CheckpointError, ConfigError
 
 TEMPLATE_FILE = "chat_template.jinja"
+
+#: File of a processor (of a vision model), from versions of transformers before ``chat_template.jinja``.
+PROCESSOR_FILE = "chat_template.json"
 
 # Limit of a template in bytes: 20 times the longest one in use.
 _MAX_NBYTES = 1 << 20
@@ -71,12 +74,15 @@ class ChatTemplate:
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config_file: Path) -> ChatTemplate | None:
     """Return the chat template of a model folder, or None.
 
-    ``chat_template.jinja`` comes before the text, or the named text ``default``, in ``tokenizer_config.json``.
+    Order: ``chat_template.jinja``, the text or the named text ``default`` in ``tokenizer_config.json``, ``chat_template.json``.
     """
     file = folder / TEMPLATE_FILE
     if file.exists():
         return ChatTemplate(read_text(file, _MAX_NBYTES), file)
     given = tokenizer_config.get("chat_template")
+    if given is None:
+        config_file = folder / PROCESSOR_FILE
+        given = read_json_if_present(config_file).get("chat_template")
     if isinstance(given, list):
         named = [item for item in given if isinstance(item, dict) and item.get("name") == "default" and "template" in item]
         given = named[-1]["template"] if named else None

@@ -29,7 +29,7 @@ from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, family_
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
-from trt_kvcache.model.families.registry import FAMILIES, read_config
+from trt_kvcache.model.families.registry import FAMILIES, read_config, states_dtype
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 
@@ -41,6 +41,7 @@ COMPANION_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 
 # Older exports stored these buffers. They are computed from the configuration instead.
@@ -140,11 +141,12 @@ class Checkpoint:
         rounding = None if quantize is None else Quantization.parse(quantize)
         folder = Path(path)
         config, data, format_, source = _read_config(folder)
-        files = family_names(open_weight_files(folder), FAMILIES[config.family], folder)
+        family = FAMILIES[config.family]
+        files = family_names(open_weight_files(folder, family), family, folder)
         gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
         if gguf is not None:
             format_ = GGUF((tensor.dtype for tensor in gguf.tensors.values()), gguf.dequantized.values())
-        if data.get("dtype") is None and data.get("torch_dtype") is None and embedding_name(config) in files:
+        if not states_dtype(data) and embedding_name(config) in files:
             config = _with_stored_dtype(config, files[embedding_name(config)])
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
         _check(config, files, folder, format_, quantized, source.name)

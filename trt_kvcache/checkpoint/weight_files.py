@@ -31,10 +31,10 @@ def is_weight_file(path: Path) -> bool:
     return path.name.endswith(_ENDINGS)
 
 
-def open_weight_files(folder: Path) -> dict[str, WeightFile]:
-    """Map all weight files of a model into memory, and return the file of each tensor.
+def open_weight_files(folder: Path, family: Family | None = None) -> dict[str, WeightFile]:
+    """Map the weight files of a model into memory, and return the file of each tensor.
 
-    Raises CheckpointError; warns of GGUF files next to safetensors, which are not read.
+    Shards that hold only what the family ignores stay closed. Raises CheckpointError; warns of GGUF files that are not read.
     """
     if folder.is_file():
         return _open_gguf(folder)
@@ -46,7 +46,7 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
         return dict.fromkeys(file.tensors, file)
     index = folder / INDEX_FILE
     if index.is_file():
-        return _open_shards(index)
+        return _open_shards(index, family)
     gguf = gguf_path(folder)
     if gguf is not None:
         return _open_gguf(gguf)
@@ -79,16 +79,15 @@ def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) 
     """Rename the tensors in ``files`` to the names of the family, and return them without those that the family ignores."""
     names: dict[str, str] = {}
     for stored in files:
-        prefix = next((prefix for prefix in family.renamed if stored.startswith(prefix)), "")
-        name = family.renamed.get(prefix, "") + stored.removeprefix(prefix)
+        name = family.own_name(stored)
         if name in names:
             raise CheckpointError(f"{folder}: expected one tensor {name} of a {family.name} model, got {names[name]} and {stored}.")
         names[name] = stored
-    found = {name: files[stored] for name, stored in names.items()}
     new_names = {stored: name for name, stored in names.items()}
+    kept = {name: files[stored] for name, stored in names.items() if not family.ignores(stored)}
     for file in dict.fromkeys(files.values()):
         file.rename(new_names)
-    return {name: file for name, file in found.items() if not name.startswith(family.ignored)}
+    return kept
 
 
 def _open_gguf(path: Path) -> dict[str, WeightFile]:
@@ -103,12 +102,12 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _open_shards(index: Path) -> dict[str, WeightFile]:
+def _open_shards(index: Path, family: Family | None) -> dict[str, WeightFile]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{index}: expected an object `weight_map` from tensor names to file names, got {type(weight_map).__name__}.")
     files: dict[str, SafetensorsFile] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard in sorted({shard for name, shard in weight_map.items() if family is None or not family.ignores(name)}):
         path = index.parent / shard
         if Path(shard).name != shard:
             raise CheckpointError(f"{index}: expected shards next to the index, got {shard!r}.")
@@ -120,7 +119,8 @@ def _open_shards(index: Path) -> dict[str, WeightFile]:
             raise CheckpointError(
                 f"{path}: holds {stray[0]!r}, which {INDEX_FILE} does not place there. The files are of different checkpoints."
             )
-    for name, shard in weight_map.items():
+    found = {name: shard for name, shard in weight_map.items() if shard in files}
+    for name, shard in found.items():
         if name not in files[shard].tensors:
             raise CheckpointError(f"{files[shard].path}: {INDEX_FILE} places {name!r} there, but the file has no such tensor.")
-    return {name: files[shard] for name, shard in weight_map.items()}
+    return {name: files[shard] for name, shard in found.items()}

@@ -70,6 +70,14 @@ class BuildFlags:
             help="With plugin attention: a plugin library in C++, whose plugin the engine uses, and carries. The engine runs code of it.",
         ),
     ] = None
+    v_outputs: Annotated[
+        bool | None,
+        typer.Option(
+            "--v-outputs/--no-v-outputs",
+            help="With plugin layers in full TensorRT: make V an output too, which nobody reads. Default: with 10.13 and 10.14, which may "
+            "corrupt V.",
+        ),
+    ] = None
     flavour: Annotated[
         FlavourName,
         choice(

@@ -48,7 +48,7 @@ def inspect(
         put_json({**as_json(found), "doctor": None if verdict is None else verdict._asdict()})
         return
     _print_head(found)
-    _print_tensors(found.tensors, every_tensor=tensors)
+    _print_tensors((*found.tensors, *found.v_outputs), every_tensor=tensors)
     _print_profiles(found)
     _print_attention(found)
     if found.segments is not None:
@@ -176,6 +176,8 @@ def _print_sizes(found: EngineInspection) -> None:
     constants = {} if found.segments is None else {"constants.safetensors": found.segments.constants.nbytes}
     states = 0 if cache.mamba is None else cache.mamba.slot_nbytes
     sizes = {"engine.plan": found.plan_nbytes, **constants, "weights of the checkpoint": found.checkpoint.nbytes}
+    if found.v_outputs:
+        sizes["V outputs, one buffer for all"] = found.v_buffer_nbytes
     if cache.kv is not None:
         sizes["K and V of one token"] = memory.bytes_per_token
         sizes[f"K and V of one sequence of {cache.max_sequence_length}"] = memory.bytes_per_sequence - states

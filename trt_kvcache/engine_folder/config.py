@@ -10,7 +10,7 @@ from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
+from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_to_dict
 from trt_kvcache.model import ModelConfig
 
 #: The format of ``config.json`` that this package writes and reads.
@@ -37,6 +37,7 @@ class EngineFolderConfig:
     attention_reason: str = ""  # of attention_variant: chosen by which rule, or named
     computed_dtype: str | None = None  # dtype of computation if K and V are quantized, else None
     plugin_library: FileRecord | None = None  # that the plan carries
+    v_outputs: tuple[TensorSpec, ...] = ()  # further outputs, which nobody reads
     package_version: str = __version__  # at the build
 
     @property
@@ -81,5 +82,6 @@ class EngineFolderConfig:
             "attention_reason": self.attention_reason,
             "attention": [asdict(layer) for layer in self.attention],
             "model": self.model.to_description(),
-            "tensors": [{**asdict(spec), "shape": list(spec.shape), "mode": spec.mode.value} for spec in self.tensors],
+            "tensors": list(map(tensor_to_dict, self.tensors)),
+            "v_outputs": list(map(tensor_to_dict, self.v_outputs)),
         }

@@ -26,6 +26,7 @@ def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
     _check_format(data)
     try:
         capabilities, library = data["compute_capabilities"], data.get("plugin_library")  # folders of before carry no library
+        v_outputs = _typed("v_outputs", data.get("v_outputs", []), list)  # and have no such outputs
         config = EngineFolderConfig(
             model=ModelConfig.from_description(data["model"]),
             cache=decoder_cache_from_dict(data["kv_cache"]),
@@ -43,6 +44,7 @@ def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
             segments=_segments(data["segments"]),
             computed_dtype=None if data["computed_dtype"] is None else _typed("computed_dtype", data["computed_dtype"], str),
             plugin_library=None if library is None else _record(FileRecord, "plugin_library", library),
+            v_outputs=tuple(map(tensor_from_dict, v_outputs)),
             package_version=_typed("producer.version", data["producer"]["version"], str),
         )
         check_consistency(config)

@@ -16,6 +16,7 @@ from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
+from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.segments import can_replace
 
@@ -56,6 +57,7 @@ def check_consistency(config: EngineFolderConfig) -> None:
                 f"tensor `{spec.name}`: expected {wanted_spec.describe()} for this model and kv_cache, got {spec.describe():.300}."
             )
     _check_segments(config)
+    _check_v_outputs(config)
 
 
 def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
@@ -66,6 +68,18 @@ def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
                 place, *values = _difference(value, got[name])
                 return f".{name}{place}", *values
     return "", expected, got
+
+
+def _check_v_outputs(config: EngineFolderConfig) -> None:
+    """Check that V of each plugin layer is an output, or of none."""
+    if not config.v_outputs:
+        return
+    if (config.attention_variant, config.tensorrt_flavour) != ("plugin", "tensorrt"):
+        raise EngineError(f"v_outputs: expected none of {config.tensorrt_flavour} and {config.attention_variant} attention, got some.")
+    expected = v_outputs(config.model, config.dtype)
+    if config.v_outputs != expected:
+        wanted, got = (", ".join(spec.describe() for spec in specs) for specs in (expected, config.v_outputs))
+        raise EngineError(f"v_outputs: expected {wanted:.300} for this model, got {got:.300}.")
 
 
 def _check_segments(config: EngineFolderConfig) -> None:

@@ -12,6 +12,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
+from trt_kvcache.engine_folder.v_outputs import v_buffer_nbytes
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.plot import INK, Plot, draw, paint_sizes, size_text
@@ -59,6 +60,8 @@ class EngineInspection:
         For an engine in segments: its segments and operations, in order.
     plugin_library : FileRecord or None
         For an engine that carries a plugin library: size and hash of the library.
+    v_outputs : tuple of TensorSpec
+        Further outputs, which nobody reads: V of each plugin layer, of an engine that was built with ``v_outputs``.
     """
 
     path: Path
@@ -78,6 +81,12 @@ class EngineInspection:
     engines: tuple[str, ...]
     segments: SegmentsRecord | None
     plugin_library: FileRecord | None
+    v_outputs: tuple[TensorSpec, ...]
+
+    @property
+    def v_buffer_nbytes(self) -> int:
+        """Bytes of the buffer that all ``v_outputs`` share; 0 without them."""
+        return v_buffer_nbytes(self.v_outputs, self.profiles)
 
     @property
     def decomposable_layers(self) -> tuple[AttentionLayerConfig, ...]:
@@ -100,6 +109,8 @@ class EngineInspection:
         sizes = {"plan": self.plan_nbytes}
         if self.segments is not None:
             sizes["constants"] = self.segments.constants.nbytes
+        if self.v_outputs:
+            sizes["V outputs"] = self.v_buffer_nbytes
         if self.cache.kv is not None:
             sizes["K and V"] = self.memory.nbytes - self.memory.states_nbytes
         if self.memory.states_nbytes:
@@ -197,4 +208,5 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         engines=("tensorrt",) if folder.find_checkpoint() is None else ("tensorrt", "torch", "numpy"),
         segments=config.segments,
         plugin_library=config.plugin_library,
+        v_outputs=config.v_outputs,
     )

@@ -65,7 +65,7 @@ class SegmentsRecord:
         """Return plain JSON values that :meth:`from_dict` reads back. The format calls the stages ``steps``."""
         plans = iter(self.plans)
         steps = [
-            {"plan_nbytes": next(plans), "tensors": [{**asdict(spec), "mode": spec.mode.value} for spec in stage.tensors]}
+            {"plan_nbytes": next(plans), "tensors": list(map(tensor_to_dict, stage.tensors))}
             if isinstance(stage, Segment)
             else {**asdict(stage), "attributes": dict(stage.attributes)}
             for stage in self.stages
@@ -81,6 +81,11 @@ class SegmentsRecord:
             plans=tuple(segment["plan_nbytes"] for segment in segments),
             constants=FileRecord(**data["constants"]),
         )
+
+
+def tensor_to_dict(spec: TensorSpec) -> dict[str, Any]:
+    """Return plain JSON values of one tensor."""
+    return {**asdict(spec), "shape": list(spec.shape), "mode": spec.mode.value}
 
 
 def tensor_from_dict(data: Mapping[str, Any]) -> TensorSpec:

@@ -11,6 +11,9 @@ from trt_kvcache.errors import ConfigError
 
 _SEQUENCE = (list, tuple)
 
+#: Words in the types of parts that are no text, such as ``image_url`` and ``input_audio``.
+_MEDIA = ("image", "video", "audio")
+
 
 @dataclass(frozen=True)
 class ChatPrompt:
@@ -32,7 +35,7 @@ class ChatPrompt:
     Raises
     ------
     ConfigError
-        A message has no role, or a content that is not text.
+        A message has no role, or a content that is not text, such as an image.
 
     Examples
     --------
@@ -83,6 +86,10 @@ def _message(what: str, message: Any) -> dict[str, Any]:
 def _part(what: str, part: Any) -> str:
     if isinstance(part, Mapping) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
         return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    medium = next((medium for medium in _MEDIA if isinstance(kind, str) and medium in kind), None)
+    if medium is not None:
+        raise ConfigError(f"{what}: expected text, got a part of type {_shown(kind)}. The text decoder alone runs, without {medium} input.")
     raise ConfigError(f'{what}: expected {{"type": "text", "text": ...}}, got {_shown(part)}. Only text is supported.')
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,18 @@ class SampledToken:
     token: int
     error: KVCacheError | None = None
     logprobs: TokenLogprobs | None = None
+
+
+class Positions(NamedTuple):
+    """Consecutive positions of one request, at which tokens are chosen at once."""
+
+    #: ``ROW_PARAMS`` of the request. No penalties, which count the tokens before a position, and no bias.
+    row: Any
+    #: Counter of the first one.
+    counter: int
+    #: Most likely tokens to report at each; None for no log-probabilities.
+    logprobs: int | None
+    num_positions: int
 
 
 class SampledTokens:
@@ -102,6 +114,7 @@ class DeviceSampler(Uncopyable):
             for _ in range(_PAGES)
         ]
         self._page = 0
+        self._position_page: Any = None
         # For each slot the number of most likely tokens to report: -1 for none at all, None if it is not active.
         self._tops: list[int | None] = [None] * max_batch_size
 
@@ -146,7 +159,7 @@ class DeviceSampler(Uncopyable):
         self.check(params)
         params.check_vocabulary(self._vocab_size)
         used = [self._token_ids(name, tokens) for name, tokens in (("prompt", prompt), ("generated", generated))]
-        row = _row_of(params, seed, counter)
+        row = sampling_row(params, seed, counter)
         flags = int(row["flags"])
         self._make_room(flags, stream)
         if flags & PENALISED:
@@ -164,6 +177,25 @@ class DeviceSampler(Uncopyable):
             set_bias_kernel(bias, ids, values, stream)
         self._set_row(index, row, stream)
         self._tops[index] = -1 if params.logprobs is None else params.logprobs
+
+    def set_positions(self, requests: Sequence[Positions | None], width: int, *, stream: Any) -> None:
+        """Have slot ``i * width + p`` choose at position p of request i, stream-ordered; the slots past its positions are idle.
+
+        The tokens of the last positions must have been read: the parameters are in one page of pinned memory.
+        """
+        if self._position_page is None:
+            self._position_page = self._memory.staging((len(self._tops), ROW_PARAMS.itemsize), "uint8")
+        page = self._position_page[: len(requests) * width]
+        page[...] = 0
+        rows = page.view(ROW_PARAMS)[:, 0]
+        self._tops = [None] * len(self._tops)
+        for first, one in zip(range(0, len(rows), width), requests, strict=True):
+            if one is not None:
+                of_one = slice(first, first + one.num_positions)
+                rows[of_one] = one.row
+                rows["counter"][of_one] = np.arange(one.counter, one.counter + one.num_positions, dtype=np.uint64)
+                self._tops[of_one] = [-1 if one.logprobs is None else one.logprobs] * one.num_positions
+        self._memory.upload(self._rows.params[: len(rows)], page, stream=stream)
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
         """Make a slot idle until :meth:`set_slot`, stream-ordered."""
@@ -254,8 +286,8 @@ class DeviceSampler(Uncopyable):
             count_tokens_kernel(uses, ids, in_prompt, 1, stream)
 
 
-def _row_of(params: SamplingParams, seed: int, counter: int) -> Any:
-    """Return the sampling parameters of a request as a row of the device's table."""
+def sampling_row(params: SamplingParams, seed: int, counter: int) -> Any:
+    """Return the parameters of a request as a ``ROW_PARAMS``."""
     row = np.zeros((), ROW_PARAMS)
     penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
     asked = (

@@ -1,6 +1,6 @@
 """``Request``: the generation for one prompt: choice of tokens, text, and end conditions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, KVCacheError, ProcessorError
-from trt_kvcache.generation.device_sampler import DeviceSampler, SampledToken
+from trt_kvcache.generation.device_sampler import DeviceSampler, Positions, SampledToken, sampling_row
 from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.generation.logits_edits import LogitsEdits
 from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams
@@ -127,6 +127,7 @@ class Request:
         # Tokens past `progress.num_tokens` do not count.
         self._tokens: list[int] = []
         self._sampler = Sampler(params)
+        self._row: Any = None  # for its positions on the device
         self._edits = LogitsEdits(params, self.prompt, generated=generated)
         self._text = None if tokenizer is None else TextStream(tokenizer, params.stop)
         #: Progress so far. To go back to it, keep it and call :meth:`restore`.
@@ -218,11 +219,18 @@ class Request:
         ``logits``: float32 ``(n + 1, vocab)``. ``room``: tokens of the draft that the slot can hold. ``waits``: for logits processors.
         """
         choose = self.choose if waits else self.choose_or_keep
+        return self._verified(draft, lambda place: choose(logits[place], full=place >= room))
+
+    def receive_verified(self, sampled: Sequence[SampledToken], draft: Sequence[int], *, room: int) -> list[Choice]:
+        """Return the choices of the device at the positions of a draft, as :meth:`choose_verified` would."""
+        return self._verified(draft, lambda place: self.receive(sampled[place], full=place >= room))
+
+    def _verified(self, draft: Sequence[int], choose: Callable[[int], Choice]) -> list[Choice]:
         before, found = self.progress, list[Choice]()
         try:
-            for place, row in enumerate(logits):
+            for place in range(len(draft) + 1):
                 try:
-                    choice = choose(row, full=place >= room)
+                    choice = choose(place)
                 except KVCacheError:
                     if not found:
                         raise
@@ -283,6 +291,18 @@ class Request:
     def fits_device(self) -> bool:
         """True if a :class:`~trt_kvcache.generation.device_sampler.DeviceSampler` can choose its tokens."""
         return DeviceSampler.accepts(self._params)
+
+    @property
+    def fits_positions(self) -> bool:
+        """True if :meth:`positions` can choose its tokens: nothing depends on the tokens before a position but the logits."""
+        return self.fits_device and not self._edits.active
+
+    def positions(self, count: int) -> Positions:
+        """Return its next positions, for :meth:`DeviceSampler.set_positions`."""
+        seed, counter = self.sampler
+        if self._row is None:
+            self._row = sampling_row(self._params, seed, counter)
+        return Positions(self._row, counter, self._params.logprobs, count)
 
     def enter(self, sampler: DeviceSampler, slot: int, *, stream: Any) -> None:
         """Have a sampler on the device choose the tokens after the current ones."""

@@ -308,10 +308,10 @@ def _rope_object(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _kind(rope: Mapping[str, Any], spelling: str, other_kinds: Mapping[str, str]) -> str:
     kinds = [rope[name] for name in ("rope_type", "type") if rope.get(name) is not None]
+    kinds = [other_kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     if len(kinds) > 1 and kinds[0] != kinds[1]:
         raise ConfigError(f"{spelling}: expected `rope_type` and `type` to agree, got {short_repr(kinds[0])} and {short_repr(kinds[1])}.")
     kind = kinds[0] if kinds else "default"
-    kind = other_kinds.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_KINDS:
         raise ConfigError(f"{spelling}: RoPE scaling {short_repr(kind)} is not supported. Supported: {', '.join(ROPE_KINDS)}.")
     return str(kind)

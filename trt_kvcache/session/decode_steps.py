@@ -1,6 +1,6 @@
 """``DecodeSteps``: run one token of each request and choose the next one, on the host, or on the device and one step ahead.
 
-Drafts (speculative decoding) run in the same enqueue, after these tokens. A step that has any chooses on the host.
+Drafts (speculative decoding) run in the same enqueue, after these tokens. The tokens at their positions are chosen at once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.errors import KVCacheError
-from trt_kvcache.generation.device_sampler import DeviceSampler, SampledTokens
+from trt_kvcache.generation.device_sampler import DeviceSampler, SampledToken, SampledTokens
 from trt_kvcache.generation.request import Choice, Request
+from trt_kvcache.generation.verify_sampler import VerifySampler
 from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.session.batch import Batch, Logits
+from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.draft_plan import DraftPlan, plan_drafts
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
@@ -79,6 +81,7 @@ class DecodeSteps:
         # The requests whose history the sampler has, by slot; the step ahead included.
         self._sampled: Mapping[int, Cursor | None] = {}
         self._ahead: _StepAhead | None = None
+        self._verify_sampler: VerifySampler | None = None
         #: True if tokens are chosen on the device. Tests set it over host memory.
         self.on_device = not runner.cache.memory.is_host and self.can_be_on_device
 
@@ -121,24 +124,47 @@ class DecodeSteps:
 
     @nvtx_range("verify")
     def _verify(self, slots: Sequence[Slot], requests: Sequence[Request], drafts: DraftPlan, *, waits: bool) -> DecodeStep:
-        """Run tokens and drafts in one enqueue, choose on the host, and accept the first tokens of a draft that equal the chosen ones."""
+        """Run tokens and drafts in one enqueue, choose, and accept the first tokens of a draft that equal the chosen ones."""
         started = time.perf_counter()
         plan, chunk = drafts
         self._runner.run(chunk, plan.rows[chunk.first : chunk.end], every_logit=True)
-        logits = self._runner.every_logit(chunk)
+        if self.on_device and all(request.fits_positions for request in compress(requests, plan.rows)):
+            sampled = self._sample_positions(requests, plan, chunk)
+            logits = None
+        else:
+            logits = self._runner.every_logit(chunk)
         seconds = time.perf_counter() - started
         choices: dict[int, Sequence[Choice]] = {}
         counts = [0] * len(slots)
         for slot in plan.running():
-            draft, room = drafts.draft(slot), self._batch.max_sequence_length - slots[slot].length - 1
-            rows = logits[slot - chunk.first, : len(draft) + 1]
-            choices[slot] = requests[slot].choose_verified(rows, draft, room=room, waits=waits)
+            request, draft, place = requests[slot], drafts.draft(slot), slot - chunk.first
+            room = self._batch.max_sequence_length - slots[slot].length - 1
+            if logits is None:
+                choices[slot] = request.receive_verified(sampled[place], draft, room=room)
+            else:
+                choices[slot] = request.choose_verified(logits[place, : len(draft) + 1], draft, room=room, waits=waits)
             counts[slot] = len(choices[slot])
         self._batch.count_step(sum(counts), seconds)
         self._record(requests, drafts, choices)
         verified = VerifiedRows(plan, counts)
         self._runner.uncommitted = verified
         return DecodeStep(slots, choices, verified)
+
+    def _sample_positions(self, requests: Sequence[Request], plan: StepPlan, chunk: Chunk) -> list[Sequence[SampledToken]]:
+        """Choose on the device at each position of the rows of a chunk: only tokens come to the host."""
+        runner = self._runner
+        num_rows = chunk.count * chunk.width
+        if self._verify_sampler is None or self._verify_sampler.max_rows < num_rows:
+            if self._verify_sampler is not None:
+                self._verify_sampler.close()
+                self._verify_sampler = None
+            max_rows, vocab_size = runner.cache.max_batch_size * chunk.width, runner.plan.vocab_size
+            self._verify_sampler = VerifySampler(runner.cache.memory, max_rows=max_rows, vocab_size=vocab_size, stream=runner.stream)
+        rows = plan.rows[chunk.first : chunk.end]
+        of_chunk = requests[chunk.first : chunk.end]
+        positions = [request.positions(len(row)) if row else None for request, row in zip(of_chunk, rows, strict=True)]
+        _, logits = runner.device_views(num_rows)
+        return self._verify_sampler.choose(logits, positions, chunk.width, stream=runner.stream)
 
     def _record(self, requests: Sequence[Request], drafts: DraftPlan, choices: Mapping[int, Sequence[Choice]]) -> None:
         """Count the drafts of a step, and set the length of the next one of each request."""
@@ -240,5 +266,6 @@ class DecodeSteps:
     def close(self) -> None:
         """Release the sampler. Idempotent."""
         self._ahead, self._sampled = None, {}
-        if self._sampler is not None:
-            self._sampler.close()
+        for sampler in (self._sampler, self._verify_sampler):
+            if sampler is not None:
+                sampler.close()

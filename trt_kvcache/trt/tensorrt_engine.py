@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.engine_folder.v_outputs import v_buffer_nbytes
 from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.ops.int32_packing import packed_as_int32
@@ -55,7 +58,7 @@ class TensorRTEngine(GraphEngine):
     Attributes
     ----------
     tensors : mapping of str to TensorSpec
-        Inputs and outputs by name, inputs first; of the whole engine.
+        Inputs and outputs by name, inputs first; of the whole engine, but for V outputs (``config.v_outputs``), which the engine binds.
     profiles : sequence of EngineProfile
         The optimisation profiles, by index.
     memory : Memory
@@ -94,19 +97,22 @@ class TensorRTEngine(GraphEngine):
                 built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
                 if config.attention_variant == "plugin" and config.plugin_library is None:
                     register(tensorrt)
+            v_outputs = () if config is None else config.v_outputs
             has_library = config is not None and config.plugin_library is not None
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by, has_library=has_library)
             self.profiles = read_profiles(self._plan.ranges, names)
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
-                self._plan.tensors = compare_tensors(self._plan.tensors, [packed_as_int32(spec) for spec in config.tensors])
+                self._plan.tensors = compare_tensors(self._plan.tensors, [*map(packed_as_int32, config.tensors), *v_outputs])
                 compare_profiles(self.profiles, config.profiles)
                 self.profiles = config.profiles  # with their names
             unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
-            self.tensors = unpacked.tensors
+            not_for_callers = {spec.name for spec in v_outputs}
+            self.tensors = {name: spec for name, spec in unpacked.tensors.items() if name not in not_for_callers}
             num_sets = count_binding_sets(self.tensors, names)
             self._create_contexts([self._plan], num_sets=num_sets, stream=stream)
+            self._bind_v_outputs(v_outputs, num_contexts=num_sets * len(self.profiles), stream=stream)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,
@@ -200,6 +206,15 @@ class TensorRTEngine(GraphEngine):
         digest = hashlib.sha256(plan).hexdigest()
         names = names or DEFAULT_NAMES
         return cls(load(flavour), plan, memory=memory, names=names, config=None, plan_sha256=digest, cuda_graphs=cuda_graphs)
+
+    def _bind_v_outputs(self, v_outputs: Sequence[TensorSpec], *, num_contexts: int, stream: Any) -> None:
+        """Allocate the buffer that all V outputs share, and bind it in every context. Contexts of CUDA graphs copy its address."""
+        if not v_outputs:
+            return
+        buffer = self._resources.allocate(v_buffer_nbytes(v_outputs, self.profiles), stream=stream)
+        for context in range(num_contexts):
+            for spec in v_outputs:
+                self._plan.set_tensor_address(context, spec.name, buffer.ptr)
 
     def _step(self, active: ProfileBindings) -> Enqueue:
         return partial(_enqueue_plan, self._plan)

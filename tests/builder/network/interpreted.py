@@ -108,7 +108,8 @@ def interpreter_of(tensorrt, definition, constants, plugins=()):
         }
         feed = {spec.name: arrays[spec.name] for spec in definition.tensors if spec.mode is TensorMode.INPUT}
         assert {name: array.shape for name, array in feed.items()}.items() >= context.shapes.items()
-        for name, output in interpret(tensorrt, definition.network, constants, feed, plugins).items():
+        v_outputs = {spec.name: arrays[spec.name] for spec in definition.tensors if spec.name.startswith("v_") and spec.name not in feed}
+        for name, output in interpret(tensorrt, definition.network, constants, feed, plugins, v_outputs).items():
             arrays[name][...] = output
 
     return run

@@ -9,21 +9,23 @@ from trt_kvcache.trt.module import CONSTANT_DTYPES
 from .plugin_layer import PluginLayer
 
 
-def interpret(tensorrt, network, constants, feed, plugins=()):
+def interpret(tensorrt, network, constants, feed, plugins=(), buffers=()):
     """Return the network's outputs by name. ``constants`` are by layer name: TensorRT does not give back bfloat16.
 
-    Plugin layers run their plugins. ``plugins`` are those of full TensorRT; what stands for them in the network is not run.
+    Plugin layers run their plugins. ``plugins`` are those of full TensorRT; what stands for them in the network is not run. A tensor of
+    ``buffers``, arrays by name, is written there as soon as it is computed, and plugins read it there.
     """
     layers = [_typed(tensorrt, network.get_layer(index)) for index in range(network.num_layers)]
     producer = {layer.get_output(0).name: layer for layer in layers}
     plugins = [*plugins, *plugin_layers_of(tensorrt, network)]
     plugin_of = {output.name: plugin for plugin in plugins for output in plugin.outputs}
-    values = dict(feed)
+    values, buffers = dict(feed), dict(buffers)
 
     def value(tensor):
         if tensor.name not in values and tensor.name in plugin_of:
             plugin = plugin_of[tensor.name]
-            results = plugin.run([value(each) for each in plugin.inputs])
+            arrays = {each.name: value(each) for each in plugin.inputs}
+            results = plugin.run([{**arrays, **buffers}[each.name] for each in plugin.inputs])
             values.update({each.name: _rounded(tensorrt, each, result) for each, result in zip(plugin.outputs, results, strict=True)})
         if tensor.name not in values:
             layer = producer[tensor.name]
@@ -34,6 +36,8 @@ def interpret(tensorrt, network, constants, feed, plugins=()):
                 inputs = [layer.get_input(index) for index in range(layer.num_inputs)]
                 result = _LAYERS[kind](layer, [None if each is None else value(each) for each in inputs])
             values[tensor.name] = _rounded(tensorrt, tensor, result)
+            if tensor.name in buffers:
+                buffers[tensor.name][...] = values[tensor.name]
         return values[tensor.name]
 
     return {network.get_output(index).name: value(network.get_output(index)) for index in range(network.num_outputs)}

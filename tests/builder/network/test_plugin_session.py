@@ -23,6 +23,7 @@ from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.consistency import check_consistency
+from trt_kvcache.engine_folder.v_outputs import v_buffer_nbytes, v_outputs
 from trt_kvcache.errors import BindingError, EngineError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.reference import ReferenceEngine
@@ -30,8 +31,9 @@ from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.trt import graph_engine, tensorrt_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
-from . import conftest
+from . import conftest, interpreted
 from .interpreted import AddressedMemory, CapturingMemory, interpreter_of, serve
+from .interpreter import interpret
 from .plugin_networks import define_with_plugin_layers
 
 pytestmark = pytest.mark.trt
@@ -98,15 +100,16 @@ class Made:
 
 @pytest.fixture
 def make(rtx, monkeypatch, tmp_path):
-    """Return ``make(model, form, logits=1, flavour="tensorrt_rtx")``."""
+    """Return ``make(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False)``."""
 
-    def make_model(model, form, logits=1, flavour="tensorrt_rtx"):
+    def make_model(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False):
         checkpoint = Opened(MODELS[model])
         monkeypatch.setattr(conftest, "Checkpoint", SimpleNamespace(open=lambda folder: nullcontext(checkpoint)))
         run_plugins_on_host(monkeypatch)
         quantized = quantized_of(checkpoint.config, form)
-        network = define_with_plugin_layers(rtx, model, quantized=quantized, logits=logits, flavour=flavour)
+        network = define_with_plugin_layers(rtx, model, quantized=quantized, logits=logits, flavour=flavour, v_outputs=has_v_outputs)
         built_by = {"attention_variant": "plugin", "tensorrt_flavour": flavour}
+        built_by["v_outputs"] = v_outputs(checkpoint.config, "float16") if has_v_outputs else ()
         config = make_config(checkpoint, quantized=quantized, max_logits_per_slot=logits, **built_by)
         check_consistency(config)
         fake = FakeTensorRT(network.definition.tensors, config.profiles, plan=PLAN)
@@ -282,3 +285,56 @@ def test_a_plan_of_another_form_is_refused(make, form, other):
     config, made = make(EQUAL, other).config, make(EQUAL, form)
     with pytest.raises(EngineError, match=r"^the engine('s tensors are| is) not "):
         open_engine(made, config)
+
+
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [(EQUAL, "16 bits"), pytest.param(MIXED, "16 bits", marks=pytest.mark.slow), (MIXED, "int8 by token"), (EQUAL, "fp8 by head")],
+)
+def test_v_outputs_are_the_rows_that_the_reference_appends(make, monkeypatch, model, form):
+    """As projected, in 16 bits: RoPE and quantization are for later."""
+    found = {}
+    monkeypatch.setattr(interpreted, "interpret", lambda *network: found.update(interpret(*network)) or found)
+    made, exact = make(model, form, flavour="tensorrt", has_v_outputs=True), make(model, "16 bits").config
+    prompts = [[5, 9, 3, 30, 11], [8], [21, 22, 4]]
+    reference = ReferenceEngine(
+        made.checkpoint, kv=exact.cache, dtype="float16", max_prefill_length=11, attention="plugin", memory=HostMemory()
+    )
+    with session_over(open_engine(made), made.config) as ours, session_over(reference, exact) as other:
+        for session in (ours, other):
+            session.prefill(prompts)
+        for layer, view in enumerate(other.cache.kv_layers.combined):
+            rows = other.cache.memory.array(view)[:, 1].transpose(0, 2, 1, 3)
+            for slot, prompt in enumerate(prompts):
+                assert_close(found[f"v_{layer}"][slot, : len(prompt)], rows[slot, : len(prompt)], tolerance_of(form))
+
+
+@pytest.mark.parametrize("form", ["16 bits", pytest.param("int8 by token", marks=pytest.mark.slow)])
+def test_v_outputs_change_nothing(make, form):
+    """Bit for bit, in eager steps and replayed ones, although all layers write V into one buffer."""
+    found = []
+    for has_v_outputs, capturing in ((False, False), (True, False), (True, True)):
+        made = make(MIXED, form, logits=8, flavour="tensorrt", has_v_outputs=has_v_outputs)
+        with open_sessions(made, capturing=capturing) as (ours, _):
+            tokens = [ours.prefill(PROMPTS).tobytes()]
+            for _ in range(4):
+                tokens += [logits.tobytes() for logits in ours.verify([[3, 4], [7, 2], [8, 9]])]
+                ours.accept([1, 0, 1])
+                tokens.append(ours.decode([3, 4, 5]).tobytes())
+            replayed = sum(ours.cache.memory.replayed.values()) if capturing else None
+        found.append(tokens)
+    assert found[0] == found[1] == found[2]
+    assert replayed >= 2
+
+
+def test_v_outputs_have_one_buffer_of_the_engine(make):
+    made = make(MIXED, "16 bits", flavour="tensorrt", has_v_outputs=True)
+    without = make(MIXED, "16 bits", flavour="tensorrt")
+    sizes = []
+    for one in (made, without):
+        engine = open_engine(one)
+        assert dict(engine.tensors) == {spec.name: spec for spec in one.config.tensors}
+        sizes.append(engine.memory.live_nbytes)
+        engine.close()
+        assert engine.memory.live_nbytes == 0
+    assert sizes[0] - sizes[1] == v_buffer_nbytes(made.config.v_outputs, made.config.profiles) == 3 * 11 * 3 * 256 * 2

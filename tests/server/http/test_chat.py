@@ -166,7 +166,10 @@ def test_an_answer_in_json(client):
     [
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "Only text is supported"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "got a part of type 'image_url'. The te",
+        ),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs: expected logprobs to be true"),
         ({"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens: expected max_completion_tokens only"),
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice: expected tools"),

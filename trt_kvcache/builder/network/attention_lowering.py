@@ -10,6 +10,7 @@ from trt_kvcache.builder.network.rope import RopeTables, split_table
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine_folder.decoder_segments import RopeKind, attention_tensor_names, cos_sin_names, rope_kind
+from trt_kvcache.engine_folder.v_outputs import v_output_name
 from trt_kvcache.model import ModelConfig, QueryScaling
 
 
@@ -91,12 +92,14 @@ class PluginLayerLowering:
         max_sequence_length: int,
         start_index: Any,
         cos_sin: Mapping[RopeKind, Any],
+        v_outputs: bool,
     ) -> None:
         self._model = model
         self._layers = layers
         self._max_sequence_length = max_sequence_length
         self._start_index = start_index
         self._cos_sin = cos_sin
+        self._v_outputs = v_outputs
         self._positions: Any = None
         self._query_factors: dict[QueryScaling, Any] = {}
         self._rope_tables: dict[RopeKind, RopeTables] = {}
@@ -122,6 +125,9 @@ class PluginLayerLowering:
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
+        if self._v_outputs:
+            *_, v = qkv
+            graph.output(v, v_output_name(layer))
         node = self._layers.attention[layer]
         cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in node.past]
         kind = rope_kind(self._model.layers[layer].attention.after_norms)

@@ -59,7 +59,7 @@ def add_decoder(
     )
     context = _context(model, names, cache, options.max_prefill_length, configs)
     if plugin_layers is not None:
-        lowering = _plugin_lowering(graph, model, plugin_layers, max_sequence_length=max_sequence_length, start_index=start_index)
+        lowering = _plugin_lowering(graph, model, plugin_layers, options, start_index=start_index)
         context = replace(context, lowering=lowering)
     elif attention != "plugin":
         lengths = step_lengths(graph, tokens=input_ids, start_index=start_index)
@@ -123,11 +123,14 @@ def _add_head(graph: Graph, x: Any, last_token_ids: Any, weights: Weights, model
 
 
 def _plugin_lowering(
-    graph: Graph, model: ModelConfig, layers: DecoderPluginLayers, *, max_sequence_length: int, start_index: Any
+    graph: Graph, model: ModelConfig, layers: DecoderPluginLayers, options: ResolvedOptions, *, start_index: Any
 ) -> PluginLayerLowering:
     """Return the lowering to plugin layers, after adding the RoPE tables that they read."""
-    tables = {kind: graph.constant(name, cos_sin(kind, length=max_sequence_length)) for kind, name in cos_sin_names(model).items()}
-    return PluginLayerLowering(model, layers, max_sequence_length=max_sequence_length, start_index=start_index, cos_sin=tables)
+    length = options.max_sequence_length
+    tables = {kind: graph.constant(name, cos_sin(kind, length=length)) for kind, name in cos_sin_names(model).items()}
+    return PluginLayerLowering(
+        model, layers, max_sequence_length=length, start_index=start_index, cos_sin=tables, v_outputs=options.v_outputs
+    )
 
 
 def add_segments(

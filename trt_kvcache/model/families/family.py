@@ -68,3 +68,14 @@ class Family:
     uses: frozenset[str] = frozenset()  # fields of registry's list of refused ones that this family reads
     older_architectures: frozenset[str] = frozenset()  # class names of custom code that transformers has adopted under the other name
     code: frozenset[str] = frozenset()  # custom code in `auto_map` that transformers has adopted
+    text: tuple[Family, ...] = ()  # families of the `text_config` of a model with a tower, the default one first; see `towers.py`
+    may_be_flat: bool = False  # fields of a `text_config` may be next to those of the tower
+
+    def own_name(self, stored: str) -> str:
+        """Return the name that this family has for a stored tensor."""
+        prefix = next((prefix for prefix in self.renamed if stored.startswith(prefix)), "")
+        return self.renamed.get(prefix, "") + stored.removeprefix(prefix)
+
+    def ignores(self, stored: str) -> bool:
+        """Return True for a stored tensor outside the decoder."""
+        return self.own_name(stored).startswith(self.ignored)

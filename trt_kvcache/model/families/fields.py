@@ -20,6 +20,9 @@ from trt_kvcache.model.rope import RopeConfig
 #: Activations by their names in configurations.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
+#: RoPE fields that assign frequencies to the axes of an image (M-RoPE): in a text all axes have the same positions.
+IMAGE_AXES = ("mrope_section", "mrope_interleaved")
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

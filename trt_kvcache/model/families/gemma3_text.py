@@ -28,6 +28,8 @@ FAMILY = Family(
     title="Gemma 3",
     defaults={
         **gemma2.FAMILY.defaults,
+        "vocab_size": 262208,  # published files with a tower leave out these two sizes
+        "num_attention_heads": 8,
         "max_position_embeddings": 131072,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,

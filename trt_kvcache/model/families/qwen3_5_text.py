@@ -3,10 +3,8 @@
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import qwen3_next
 from trt_kvcache.model.families.family import DRAFT_HEADS, Family
+from trt_kvcache.model.families.fields import IMAGE_AXES
 from trt_kvcache.model.model_config import ModelConfig
-
-#: RoPE fields that assign frequencies to the axes of an image: in a text all axes have the same positions.
-_IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
 
 
 def read(fields: ConfigFields) -> ModelConfig:
@@ -15,7 +13,7 @@ def read(fields: ConfigFields) -> ModelConfig:
         raise fields.refusal("attn_output_gate", "true")
     if fields.get("output_gate_type") not in (None, "silu", "swish"):
         raise fields.refusal("output_gate_type", "silu")
-    return qwen3_next.read_hybrid(fields, "qwen3_5_text", rope_fields=_IMAGE_FIELDS)
+    return qwen3_next.read_hybrid(fields, "qwen3_5_text", rope_fields=IMAGE_AXES)
 
 
 FAMILY = Family(

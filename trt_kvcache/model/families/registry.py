@@ -6,6 +6,8 @@ Anything unsupported is an error that names the field: a model is never run as i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from trt_kvcache._util.short_repr import short_repr
@@ -17,6 +19,7 @@ from trt_kvcache.model.families import (
     ernie4_5,
     exaone4,
     gemma2,
+    gemma3,
     gemma3_text,
     glm4,
     granite,
@@ -27,32 +30,37 @@ from trt_kvcache.model.families import (
     mamba2,
     ministral3,
     mistral,
+    mistral3,
     nemotron_h,
     olmo2,
     olmo3,
     phi3,
     qwen2,
+    qwen2_5_vl,
     qwen3,
+    qwen3_5,
     qwen3_5_text,
     qwen3_next,
+    qwen3_vl,
     smollm3,
     stablelm,
     starcoder2,
 )
 from trt_kvcache.model.families.family import Family
 from trt_kvcache.model.families.refusals import EXPERTS, NO_WAY_OUT, unsupported
+from trt_kvcache.model.families.towers import text_config
 from trt_kvcache.model.model_config import ModelConfig
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, olmo3, granite),
-        *(ernie4_5, exaone4, glm4, hunyuan_v1_dense, starcoder2, stablelm, cohere2),
-        *(qwen3_next, qwen3_5_text, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
+        *(llama, mistral, ministral3, mistral3, qwen2, qwen2_5_vl, qwen3, qwen3_vl, phi3, gemma2, gemma3_text, gemma3, smollm3),
+        *(olmo2, olmo3, granite, ernie4_5, exaone4, glm4, hunyuan_v1_dense, starcoder2, stablelm, cohere2),
+        *(qwen3_next, qwen3_5_text, qwen3_5, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
 }
 
-SUPPORTED = f"Supported: the {len(FAMILIES)} families that docs/models.md lists."
+_TABLE = "docs/models.md lists the supported families."
 
 #: Fields that change the computation. A family that reads one of them lists it in ``uses``.
 _REFUSED_FIELDS = {
@@ -77,16 +85,37 @@ _TEXT_CONFIG = {"text_config": "is more than a text decoder"}
 def read_config(data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
     """Return the model of a parsed ``config.json``. Raises ConfigError for an unsupported or incomplete one."""
     fields = ConfigFields(data)
-    known = _known(fields.data)
-    for features in (_REFUSED_FIELDS, _TEXT_CONFIG):
-        found = {name: text for name, text in features.items() if fields.get(name) and not (known and name in known.uses)}
-        if found:
-            raise unsupported(fields, found, way_out=_way_out(fields))
+    _check_fields(fields, _known(fields.data))
     family = _family(fields)
     _check_code(fields, family)
-    has_dtype = any(name in fields for name in ("dtype", "torch_dtype"))
-    dtype = {} if has_dtype else {"dtype": default_dtype}
+    if not family.text:
+        return _read(data, family, default_dtype)
+    text, text_data = text_config(fields, family)
+    text_fields = ConfigFields(text_data)
+    _check_fields(text_fields, text)
+    _check_code(text_fields, text)
+    return replace(_read(text_data, text, default_dtype), family=family.name)
+
+
+def states_dtype(data: Mapping[str, Any]) -> bool:
+    """Return True if a ``config.json`` states the dtype of its decoder."""
+    text = data.get("text_config")
+    places = (data, text) if isinstance(text, Mapping) else (data,)
+    return any(place.get(name) is not None for place in places for name in ("dtype", "torch_dtype"))
+
+
+def _read(data: Mapping[str, Any], family: Family, default_dtype: str | None) -> ModelConfig:
+    """Return the model of the fields of a decoder."""
+    dtype = {} if states_dtype(data) else {"dtype": default_dtype}
     return family.read(ConfigFields({**data, "model_type": family.name, **dtype}, defaults=family.defaults))
+
+
+def _check_fields(fields: ConfigFields, family: Family | None) -> None:
+    """Refuse fields that change the computation, unless the family reads them."""
+    for features in (_REFUSED_FIELDS, _TEXT_CONFIG):
+        found = {name: text for name, text in features.items() if fields.get(name) and not (family and name in family.uses)}
+        if found:
+            raise unsupported(fields, found, way_out=_way_out(fields))
 
 
 def _known(data: Mapping[str, Any]) -> Family | None:
@@ -95,13 +124,11 @@ def _known(data: Mapping[str, Any]) -> Family | None:
 
 
 def _way_out(fields: ConfigFields) -> str:
-    """Return the way to open only the text decoder of a model."""
+    """Return the reason why the text decoder of a model does not open either."""
     text = fields.get("text_config")
     family = _known(text) if isinstance(text, Mapping) else None
     if family is None:
         return NO_WAY_OUT
-    if any("language_model" in prefix for prefix in family.renamed):
-        return f"Its text decoder ({family.name}) opens with the text_config alone as config.json: see docs/models.md."
     return f"Its text decoder ({family.name}) cannot be opened from this checkpoint yet; docs/models.md lists the checkpoints that open."
 
 
@@ -115,13 +142,19 @@ def _family(fields: ConfigFields) -> Family:
         for family in FAMILIES.values():
             if _is_of(family, architectures):
                 return family
-        raise ConfigError(f"architectures: {short_repr(architectures)} is not supported, and there is no model_type. {SUPPORTED}")
+        raise ConfigError(f"architectures: {short_repr(architectures)} is not supported, and there is no model_type. {_TABLE}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type: {short_repr(model_type)} is not supported. {SUPPORTED}")
+        raise ConfigError(f"model_type: {short_repr(model_type)} is not supported.{_nearest(model_type)} {_TABLE}")
     family = FAMILIES[model_type]
     if architectures and not _is_of(family, architectures):
         raise ConfigError(f"architectures: expected {family.architecture} for model_type {model_type!r}, got {short_repr(architectures)}.")
     return family
+
+
+def _nearest(model_type: Any) -> str:
+    """Return a sentence with the families of similar names."""
+    found = get_close_matches(model_type, FAMILIES) if isinstance(model_type, str) else []
+    return f" Supported and of a similar name: {', '.join(found)}." if found else ""
 
 
 def _is_of(family: Family, architectures: list[Any]) -> bool:

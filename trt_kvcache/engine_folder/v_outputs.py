@@ -1,0 +1,37 @@
+"""``v_outputs``: the V of each attention plugin layer as an output of the engine, which nobody reads.
+
+On Thor, with TensorRT 10.13, TensorRT Edge-LLM saw a right projection of V, and wrong rows of V after its plugin. With V marked as an
+output the rows were right (TensorRT-Edge-LLM, issue 151).
+"""
+
+from collections.abc import Sequence
+
+from trt_kvcache.engine.decoder_tensors import shape_at
+from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine_folder.decoder_segments import attention_tensor_names
+from trt_kvcache.memory.shapes import dense_nbytes
+from trt_kvcache.model import AttentionConfig, ModelConfig
+
+
+def v_output_name(layer: int) -> str:
+    """Return the name of a layer's V ``[B, s, heads, D]``, as between segments."""
+    return attention_tensor_names(layer)[2]
+
+
+def v_outputs(model: ModelConfig, dtype: str) -> tuple[TensorSpec, ...]:
+    """Return the V of each layer with attention, in the dtype of computation."""
+    mixers = ((index, layer.mixer) for index, layer in enumerate(model.layers))
+    return tuple(
+        TensorSpec.output(v_output_name(index), (-1, -1, mixer.num_kv_heads, mixer.head_dim), dtype)
+        for index, mixer in mixers
+        if isinstance(mixer, AttentionConfig)
+    )
+
+
+def v_buffer_nbytes(specs: Sequence[TensorSpec], profiles: Sequence[EngineProfile]) -> int:
+    """Return the bytes of the buffer that all of them share: the largest one, in the largest enqueue."""
+    # One is enough: V of a layer depends on the attention of the layer before, which by then has read its own V. This holds if TensorRT
+    # computes V in the buffer, and if it copies V there, where nobody reads it. A delayed copy of one layer over the V of a later one,
+    # which TensorRT computed there, would break it; no board has shown whether it mixes both.
+    shapes = ((shape_at(spec.shape, one.max_batch, one.max_width), spec.dtype) for spec in specs for one in profiles)
+    return max((dense_nbytes(*shape) for shape in shapes), default=0)
