@@ -71,9 +71,9 @@ def test_defaults_of_glm_4_that_transformers_sets_itself() -> None:
 def test_alpha_of_hunyuan_raises_the_base_of_rope() -> None:
     scaling = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
     (mixer,) = {layer.attention for layer in golden("hunyuan", rope_scaling=scaling, rope_theta=10000.0).layers}
-    assert mixer.rope == RopeConfig(kind="default", theta=10000.0 * 1000.0 ** (24 / 22))
+    assert mixer.rope == RopeConfig(kind="default", theta=10000.0 * 1000.0 ** (32 / 30))
     assert golden("hunyuan", rope_scaling={**scaling, "rope_theta": 7.0}).layers[0].attention.rope == replace(
-        mixer.rope, theta=7.0 * 1000.0 ** (24 / 22)
+        mixer.rope, theta=7.0 * 1000.0 ** (32 / 30)
     )
     (dynamic,) = {layer.attention.rope for layer in golden("hunyuan", rope_scaling={"type": "dynamic", "factor": 2.0}).layers}
     assert dynamic is not None
@@ -192,7 +192,7 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("hunyuan", {"use_cla": True}, "use_cla: expected false, got True"),
         ("hunyuan", {"mlp_bias": 1}, "mlp_bias: expected false, got 1"),
         ("hunyuan", {"norm_type": "layer_norm"}, "norm_type: expected rms, got 'layer_norm'"),
-        ("hunyuan", {"attention_head_dim": 16}, "attention_head_dim: expected head_dim=24, got 16"),
+        ("hunyuan", {"attention_head_dim": 16}, "attention_head_dim: expected head_dim=32, got 16"),
         (
             "hunyuan",
             {"rope_scaling": {"type": "linear", "factor": 1.0, "alpha": 5.0}},
