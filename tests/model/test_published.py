@@ -149,6 +149,15 @@ def test_a_vision_model_is_refused_with_the_way_out(text_config, way_out) -> Non
         ModelConfig.from_dict(config)
 
 
+def test_attention_and_mamba_in_one_layer_are_named() -> None:
+    """By a field that only Falcon-H1 has."""
+    config = {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 1536, "mamba_n_heads": 24}
+    with pytest.raises(
+        ConfigError, match=r"^mamba_d_ssm: FalconH1 \(model_type falcon_h1\) has attention and Mamba-2 side by side in each"
+    ):
+        ModelConfig.from_dict(config)
+
+
 @pytest.mark.parametrize(
     "value", ["x" * 10_000, "a\nb", {"a": ["b"] * 999}, ["c"] * 9999, 10**5000], ids=str.split("long newline object list huge")
 )

@@ -70,6 +70,7 @@ _REFUSED_FIELDS = {
     "num_local_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
     "kv_lora_rank": "has multi-head latent attention (MLA)",
+    "mamba_d_ssm": "has attention and Mamba-2 side by side in each layer",
     "is_encoder_decoder": "has an encoder",
     "add_cross_attention": "has cross attention",
     "cross_attention_layers": "has cross attention",
