@@ -47,6 +47,7 @@ _YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, 
 
 #: ``config.json`` of one model of each family that differs from Llama in layers.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": {"hidden_size": 256, "sliding_window": 7, "sliding_window_pattern": 2},
     "ernie4_5": {"use_bias": True},
     "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2},
     "gemma2": {"sliding_window": 7},
@@ -59,6 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {"hidden_size": 256, "partial_rotary_factor": 0.75},
+    "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window": 7},
     "smollm3": {"no_rope_layers": [1, 0]},
 }
 

@@ -40,6 +40,7 @@ FAMILIES = {"llama": "llama", "llama, biases, llama3 RoPE": "llama-llama3-bias",
 #: Families that are built with the attention that is chosen for them: windows and soft caps need a mask.
 OTHER_FAMILIES = {
     "bamba": ("bamba", "native"),
+    "cohere2": ("cohere2", "mask"),
     "ernie4_5": ("ernie4_5", "native"),
     "exaone4": ("exaone4", "mask"),
     "gemma2": ("gemma2", "mask"),
@@ -59,6 +60,8 @@ OTHER_FAMILIES = {
     "olmo3": ("olmo3", "mask"),
     "phi3": ("phi3-long", "native"),
     "smollm3": ("smollm3", "native"),
+    "stablelm": ("stablelm", "native"),
+    "starcoder2": ("starcoder2", "native"),
 }
 DTYPES = ("float16", "bfloat16", "float32")
 SIZES: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11, "flavour": "tensorrt_rtx"}

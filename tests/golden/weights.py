@@ -78,6 +78,12 @@ SEEDS = {
     "glm4-bias": 47,
     "hunyuan": 48,
     "hunyuan-bias": 49,
+    "starcoder2": 50,
+    "starcoder2-window": 51,
+    "stablelm": 52,
+    "stablelm-bias": 53,
+    "cohere2": 54,
+    "cohere2-bias": 55,
 }
 
 #: Models with a vision tower, whose text decoders are computed like the models above: in the folder ``vision``.

@@ -52,7 +52,7 @@ def mixed_model(*head_dims: int) -> ModelConfig:
             mixer=replace(plain[3], qk_norm=QkNormConfig(norm=NORM, after_rope=True)),
             mlp=MlpConfig(intermediate_size=36),
             input_norm=NORM,
-            mlp_norm=NORM,
+            parallel=True,
         ),
     )
     return ModelConfig(
@@ -132,11 +132,12 @@ def without(model: ModelConfig) -> dict[str, ModelConfig]:
         "partial_rotary": changed(2, rope=replace(HALF, partial_rotary_factor=1.0)),
         "which part is rotated": changed(2, rope=replace(HALF, partial_rotary_factor=0.25)),
         "several_ropes": changed(3, rope=replace(ROPE, kind="linear", factor=2.0)),
+        "parallel": changed(3, parallel=False),
         "norm_after_rope": changed(3, qk_norm=QkNormConfig(norm=NORM)),
         "norm_offset": changed(0, mixer_output_norm=no_offset),
         "the offset of the norm of heads": changed(2, qk_norm=QkNormConfig(norm=no_offset)),
         "the offset of the final norm": replace(model, final_norm=no_offset),
-        "an epsilon": changed(3, mlp_norm=replace(NORM, epsilon=0.1)),
+        "an epsilon": changed(3, input_norm=replace(NORM, epsilon=0.1)),
         "activation": changed(0, mlp=replace(first.mlp, activation="silu")),
         "residual_multiplier": changed(1, residual_multiplier=1.0),
         "embedding_multiplier": replace(model, embedding_multiplier=1.0),

@@ -71,13 +71,21 @@ def test_defaults_of_glm_4_that_transformers_sets_itself() -> None:
 def test_alpha_of_hunyuan_raises_the_base_of_rope() -> None:
     scaling = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
     (mixer,) = {layer.attention for layer in golden("hunyuan", rope_scaling=scaling, rope_theta=10000.0).layers}
-    assert mixer.rope == RopeConfig(kind="default", theta=10000.0 * 1000.0 ** (24 / 22))
+    assert mixer.rope == RopeConfig(kind="default", theta=10000.0 * 1000.0 ** (32 / 30))
     assert golden("hunyuan", rope_scaling={**scaling, "rope_theta": 7.0}).layers[0].attention.rope == replace(
-        mixer.rope, theta=7.0 * 1000.0 ** (24 / 22)
+        mixer.rope, theta=7.0 * 1000.0 ** (32 / 30)
     )
     (dynamic,) = {layer.attention.rope for layer in golden("hunyuan", rope_scaling={"type": "dynamic", "factor": 2.0}).layers}
     assert dynamic is not None
     assert (dynamic.kind, dynamic.factor) == ("dynamic", 2.0)
+
+
+def test_only_layers_of_command_with_a_window_have_rope() -> None:
+    layers = [(layer.attention.window, layer.attention.rope is not None) for layer in golden("cohere2").layers]
+    assert layers == [(7, True), (7, True), (None, False), (7, True)]
+    full = golden("cohere2", layer_types=["full_attention"] * 4, layer_switch=9, sliding_window=None)
+    assert {(layer.attention.window, layer.attention.rope) for layer in full.layers} == {(None, None)}
+    assert golden("cohere2", logit_scale=0.25).logits_divisor == 4
 
 
 def test_rope_of_ministral_3_is_as_in_transformers_where_nothing_is_said() -> None:
@@ -207,7 +215,7 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("hunyuan", {"use_cla": True}, "use_cla: expected false, got True"),
         ("hunyuan", {"mlp_bias": 1}, "mlp_bias: expected false, got 1"),
         ("hunyuan", {"norm_type": "layer_norm"}, "norm_type: expected rms, got 'layer_norm'"),
-        ("hunyuan", {"attention_head_dim": 16}, "attention_head_dim: expected head_dim=24, got 16"),
+        ("hunyuan", {"attention_head_dim": 16}, "attention_head_dim: expected head_dim=32, got 16"),
         (
             "hunyuan",
             {"rope_scaling": {"type": "linear", "factor": 1.0, "alpha": 5.0}},
@@ -231,6 +239,29 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ),
         ("hunyuan", {"head_dim": 2, "attention_head_dim": 2}, "partial_rotary_factor: expected an even number of 4 or more"),
         ("olmo3", {"num_experts": 4}, "num_experts: .* has a mixture of experts"),
+        ("starcoder2", {"norm_type": "rms_norm"}, "norm_type: expected layer_norm, got 'rms_norm'"),
+        ("starcoder2", {"mlp_type": "gated"}, "mlp_type: expected default, got 'gated'"),
+        ("starcoder2", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        ("starcoder2", {"norm_epsilon": 0}, "norm_epsilon: expected a finite number > 0, got 0"),
+        ("starcoder2-window", {"layer_types": ["full_attention"] * 3}, "layer_types: expected sliding_attention everywhere"),
+        ("stablelm", {"qk_layernorm": True}, r"qk_layernorm: .* has a LayerNorm for each head of q and k, which is not supported"),
+        ("stablelm", {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supported"),
+        ("cohere2", {"position_embedding_type": "rope"}, "position_embedding_type: expected rope_gptj, got 'rope'"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block: expected true, got False"),
+        ("cohere2", {"use_gated_activation": False}, "use_gated_activation: expected true, got False"),
+        ("cohere2", {"order_of_interleaved_layers": "global_attn_first"}, "order_of_interleaved_layers: expected local_attn_first, got"),
+        ("cohere2", {"rotary_pct": 0.5}, "rotary_pct: expected 1, got 0.5"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm: expected false, got True"),
+        ("cohere2", {"layer_switch": 4}, "layer_switch: expected sliding_window_pattern=3, got 4"),
+        ("cohere2", {"head_dim": 24}, "head_dim: expected hidden_size / num_attention_heads=4, got 24"),
+        ("cohere2", {"tie_word_embeddings": False}, "use_embedding_sharing: expected tie_word_embeddings=False, got True"),
+        ("cohere2", {"logit_scale": 0}, "logit_scale: expected a finite number > 0, got 0"),
+        ("cohere2", {"logit_scale": 1e-310}, "ModelConfig.logits_divisor: expected a finite number"),
+        (
+            "cohere2",
+            {"sliding_window": None},
+            "sliding_window: expected a positive integer with sliding_attention in layer_types, got None",
+        ),
         ("lfm2-bias", {"full_attn_idxs": [4]}, r"full_attn_idxs: expected a list of indices of layers, from 0 to 3, got \[4\]"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types: mamba is not supported"),
         ("lfm2", {"num_experts": 4}, r"num_experts: .* has a mixture of experts"),

@@ -13,7 +13,7 @@ import pytest
 
 from tests.paths import ROOT
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RoutedMlpConfig
+from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RoutedMlpConfig
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
@@ -35,7 +35,7 @@ def in_words(model: ModelConfig) -> list[str]:
         *([f"embedding * {model.embedding_multiplier:g}"] if model.embedding_multiplier != 1 else []),
         *([f"logits / {model.logits_divisor:g}"] if model.logits_divisor != 1 else []),
         *([f"logits capped at {model.final_softcap:g}"] if model.final_softcap else []),
-        f"epsilon {model.final_norm.epsilon:g}" + (", 1 + weight" if model.final_norm.weight_offset else ""),
+        f"epsilon {model.final_norm.epsilon:g}{norm_in_words(model.final_norm)}",
         f"{model.dtype}, begins with {model.bos_token_id}, ends with {', '.join(map(str, model.eos_token_ids)) or 'nothing'}",
     ]
     runs = [(kind, len(list(layers))) for kind, layers in groupby(map(layer_in_words, model.layers))]
@@ -43,6 +43,12 @@ def in_words(model: ModelConfig) -> list[str]:
     if len(runs) > 4:  # a pattern
         return [", ".join(whole), *(f"{count} x {kind}" for kind, count in kinds.items()), "pattern " + pattern(runs)]
     return [", ".join(whole), *(f"{count} x {kind}" for kind, count in runs)]
+
+
+def norm_in_words(norm: NormConfig) -> str:
+    """Return the differences from Llama's norm."""
+    centered = f", LayerNorm with{'' if norm.bias else 'out'} bias" if norm.centered else ""
+    return (", 1 + weight" if norm.weight_offset else "") + centered
 
 
 def pattern(runs: list[tuple[str, int]]) -> str:
@@ -61,6 +67,7 @@ def layer_in_words(layer: LayerConfig) -> str:
     elif mlp is not None:
         parts.append(mlp_in_words(mlp))
     parts.append(f"norms {' '.join(norms)}")
+    parts += ["parallel"] if layer.parallel else []
     parts += [f"residual * {layer.residual_multiplier:g}"] if layer.residual_multiplier != 1 else []
     return ", ".join(parts)
 
@@ -158,6 +165,15 @@ def test_both_features_of_deepseek_are_named() -> None:
 def test_a_vision_model_is_refused_with_the_way_out(text_config, way_out) -> None:
     config = {"model_type": "any", "vision_config": {"depth": 2}, "text_config": text_config}
     with pytest.raises(ConfigError, match=rf"^vision_config: this model \(model_type any\) is a vision model, which .*{way_out}"):
+        ModelConfig.from_dict(config)
+
+
+def test_attention_and_mamba_in_one_layer_are_named() -> None:
+    """By a field that only Falcon-H1 has."""
+    config = {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 1536, "mamba_n_heads": 24}
+    with pytest.raises(
+        ConfigError, match=r"^mamba_d_ssm: FalconH1 \(model_type falcon_h1\) has attention and Mamba-2 side by side in each"
+    ):
         ModelConfig.from_dict(config)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from tests.helpers.errors import raises
-from tests.helpers.models import SMALL, with_layers, with_mixer
+from tests.helpers.models import SMALL, model_of, with_layers, with_mixer
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig
@@ -62,6 +65,52 @@ def test_biases_of_the_mlp() -> None:
 def test_norms_of_q_and_k() -> None:
     norm = QkNormConfig(norm=NormConfig(epsilon=1e-5))
     assert added(with_mixer(MODEL, qk_norm=norm)) == {f"{LAYER}self_attn.{name}_norm.weight": (24,) for name in "qk"}
+
+
+def test_biases_of_layer_norms() -> None:
+    norm = NormConfig(epsilon=1e-5, centered=True, bias=True, rounds_before_weight=False)
+    layer = replace(MODEL.layers[0], mlp_norm=norm)
+    assert added(replace(MODEL, layers=(layer,), final_norm=norm)) == {
+        f"{LAYER}post_attention_layernorm.bias": (40,),
+        "model.norm.bias": (40,),
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"centered": True}, "NormConfig.rounds_before_weight: expected False with centered, got True"),
+        (
+            {"centered": True, "rounds_before_weight": False, "weight_offset": 1.0},
+            "NormConfig.weight_offset: expected 0 with centered, got 1",
+        ),
+        ({"bias": True}, "NormConfig.bias: expected False without centered, got True"),
+    ],
+)
+def test_fields_of_layer_norm_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        NormConfig(epsilon=1e-5, **fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "got"),
+    [
+        ({"mlp": None, "mlp_norm": None}, "a mixer and an MLP", "one of them"),
+        ({}, ("an input_norm", "no mlp_norm"), "other norms"),
+        ({"input_norm": None, "mlp_norm": None}, ("an input_norm", "no mlp_norm"), "other norms"),
+    ],
+)
+def test_parallel_layers_share_one_norm(changes: dict[str, Any], expected: Any, got: str) -> None:
+    with raises(ConfigError, "LayerConfig.parallel", expected, got):
+        replace(MODEL.layers[0], parallel=True, **changes)
+
+
+def test_states_have_no_layer_norm() -> None:
+    norm = NormConfig(epsilon=1e-5, centered=True, rounds_before_weight=False)
+    for name, layer in (("mamba2", 0), ("qwen3_next", 0)):
+        mixer = model_of(name).layers[layer].mixer
+        with raises(ConfigError, f"{type(mixer).__name__}.norm.centered", "False", "True"):
+            replace(mixer, norm=norm)
 
 
 def test_norms_of_all_heads_come_before_rope() -> None:

@@ -38,8 +38,8 @@ def test_every_part_is_where_it_belongs() -> None:
         prefix = "model.layers.1."
         layer = weights.layers[1]
         for array, name in (
-            (layer.input_norm, "input_layernorm.weight"),
-            (layer.mlp_norm, "post_attention_layernorm.weight"),
+            (layer.input_norm.weight, "input_layernorm.weight"),
+            (layer.mlp_norm.weight, "post_attention_layernorm.weight"),
             (layer.q.bias, "self_attn.q_proj.bias"),
             (layer.o.weight, "self_attn.o_proj.weight"),
             (layer.down.bias, "mlp.down_proj.bias"),

@@ -31,6 +31,7 @@ S = 24
 
 FAMILIES = [
     "bamba",
+    "cohere2",
     "ernie4_5",
     "exaone4",
     "gemma2",
@@ -48,6 +49,8 @@ FAMILIES = [
     "qwen3_moe-dense-window",
     "qwen3_next",
     "smollm3-bias-window",
+    "stablelm",
+    "starcoder2",
 ]
 
 

@@ -160,6 +160,21 @@ def test_so_do_layers_with_states_and_attention_of_published_sizes(memory, calls
     assert (calls["qk_rms_norm"] == calls["attend"]) == (name != "nemotron_h"), "which has no norms of q and k"
 
 
+def test_layer_norm_agrees_with_the_reference_engine(memory, calls, tmp_path):
+    changes = {"model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh", "use_bias": True, "head_dim": 64, "num_hidden_layers": 2}
+    folder = write_model(tmp_path / "model", **changes, torch_dtype="float16")
+    with Checkpoint.open(folder) as checkpoint:
+        kv = cache_config(checkpoint.config, **SIZES, dtype="float16")
+        ours = TorchEngine.open(checkpoint, kv=kv, max_prefill_length=7, memory=memory)
+    with (
+        InferenceSession(ours, KVCacheManager(kv, memory=memory)) as session,
+        InferenceSession.from_model(folder, engine="reference", dtype="float16", **SIZES) as reference,
+    ):
+        check_agreement(session, reference, TOLERANCES["float16"])
+    assert calls["attend"] > 0
+    assert calls["add_rms_norm"] == 0, "which does not subtract the mean"
+
+
 PACKED_SIZES = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
 
 

@@ -54,6 +54,7 @@ def test_the_model_has_all_features_of_attention():
         "latent_experts",
         "fused_tensors",
         "interleaved_rope",
+        "layer_norm",
         "no_mixer",
         "no_mlp",
         "short_conv",

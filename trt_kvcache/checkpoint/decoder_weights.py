@@ -15,7 +15,7 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.tensor_shapes import HEAD
+from trt_kvcache.model.tensor_shapes import HEAD, final_norm_bias_name
 from trt_kvcache.model.weight_parts import WeightPart, exact_tensors, layer_parts
 
 ArrayT = TypeVar("ArrayT")
@@ -24,6 +24,14 @@ ArrayT = TypeVar("ArrayT")
 @dataclass(frozen=True)
 class Projection(Generic[ArrayT]):
     """A linear map: ``weight [out, in]``, and ``bias [out]`` or None."""
+
+    weight: ArrayT
+    bias: ArrayT | None
+
+
+@dataclass(frozen=True)
+class NormWeights(Generic[ArrayT]):
+    """A norm: ``weight``, and ``bias`` of the same shape or None."""
 
     weight: ArrayT
     bias: ArrayT | None
@@ -50,10 +58,15 @@ class DecoderLayerWeights(Generic[ArrayT]):
         """Return a linear map that the layer has."""
         return Projection(self.parts[f"{name}.weight"], self.parts.get(f"{name}.bias"))
 
+    def norm(self, name: str) -> NormWeights[ArrayT] | None:
+        """Return a norm, or None if the layer does not have it."""
+        weight = self.get(f"{name}.weight")
+        return None if weight is None else NormWeights(weight, self.get(f"{name}.bias"))
+
     @cached_property
-    def input_norm(self) -> ArrayT | None:
+    def input_norm(self) -> NormWeights[ArrayT] | None:
         """Norm of the mixer's input."""
-        return self.get("input_norm.weight")
+        return self.norm("input_norm")
 
     @cached_property
     def q(self) -> Projection[ArrayT]:
@@ -76,24 +89,24 @@ class DecoderLayerWeights(Generic[ArrayT]):
         return self.projection("o")
 
     @cached_property
-    def q_norm(self) -> ArrayT | None:
+    def q_norm(self) -> NormWeights[ArrayT] | None:
         """Norm of q."""
-        return self.get("q_norm.weight")
+        return self.norm("q_norm")
 
     @cached_property
-    def k_norm(self) -> ArrayT | None:
+    def k_norm(self) -> NormWeights[ArrayT] | None:
         """Norm of k."""
-        return self.get("k_norm.weight")
+        return self.norm("k_norm")
 
     @cached_property
-    def mixer_output_norm(self) -> ArrayT | None:
+    def mixer_output_norm(self) -> NormWeights[ArrayT] | None:
         """Norm of the mixer's output (post-norm)."""
-        return self.get("mixer_output_norm.weight")
+        return self.norm("mixer_output_norm")
 
     @cached_property
-    def mlp_norm(self) -> ArrayT | None:
+    def mlp_norm(self) -> NormWeights[ArrayT] | None:
         """Norm of the MLP's input."""
-        return self.get("mlp_norm.weight")
+        return self.norm("mlp_norm")
 
     @cached_property
     def gate(self) -> Projection[ArrayT]:
@@ -111,9 +124,9 @@ class DecoderLayerWeights(Generic[ArrayT]):
         return self.projection("down")
 
     @cached_property
-    def mlp_output_norm(self) -> ArrayT | None:
+    def mlp_output_norm(self) -> NormWeights[ArrayT] | None:
         """Norm of the MLP's output (post-norm)."""
-        return self.get("mlp_output_norm.weight")
+        return self.norm("mlp_output_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +135,7 @@ class DecoderWeights(Generic[ArrayT]):
 
     embedding: ArrayT
     layers: tuple[DecoderLayerWeights[ArrayT], ...]
-    final_norm: ArrayT
+    final_norm: NormWeights[ArrayT]
     head: ArrayT
 
 
@@ -134,7 +147,8 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     family = FAMILIES[config.family]
     embedding = tensor(family.embedding)
     layers = tuple(layer_weights(config, index, tensor) for index in range(config.num_layers))
-    final_norm = tensor(family.final_norm)
+    bias = final_norm_bias_name(config)
+    final_norm = NormWeights(tensor(family.final_norm), None if bias is None else tensor(bias))
     head = embedding if config.tie_word_embeddings else tensor(HEAD)
     return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
 

@@ -35,7 +35,9 @@ FEATURES = {
     "several_shapes": "layers of different sizes",
     "norm_offset": "RMSNorm with 1 + weight",
     "norm_rounding": "RMSNorm weight in float32",
+    "layer_norm": "LayerNorm",
     "norm_places": "post-norm",
+    "parallel": "parallel attention and MLP",
     "activation": "GELU",
     "relu2": "squared ReLU",
     "ungated_mlp": "MLP without a gate",
@@ -78,13 +80,17 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield "several_shapes", f"layers[{index}] = {_sizes(layer)}"
         if _has_norms_elsewhere(layer):
             yield "norm_places", f"layers[{index}] norms"
+        if layer.parallel:
+            yield "parallel", f"layers[{index}].parallel = True"
         yield from _mlp_places(layer.mlp, f"layers[{index}].mlp")
         if layer.residual_multiplier != 1:
             yield "residual_multiplier", f"layers[{index}].residual_multiplier = {layer.residual_multiplier}"
     for place, norm in _norms(model):
         if norm.weight_offset:
             yield "norm_offset", f"{place}.weight_offset = {norm.weight_offset}"
-        if not norm.rounds_before_weight:
+        if norm.centered:
+            yield "layer_norm", f"{place}.centered = True"
+        elif not norm.rounds_before_weight:
             yield "norm_rounding", f"{place}.rounds_before_weight = False"
     if model.embedding_multiplier != 1:
         yield "embedding_multiplier", f"embedding_multiplier = {model.embedding_multiplier}"
@@ -154,7 +160,7 @@ def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
 
 def _has_norms_elsewhere(layer: LayerConfig) -> bool:
     """Return True for a layer with a post-norm, or without the pre-norm of one of its parts."""
-    before_parts = [(layer.mixer, layer.input_norm), (layer.mlp, layer.mlp_norm)]
+    before_parts = [(layer.mixer, layer.input_norm), (layer.mlp, layer.input_norm if layer.parallel else layer.mlp_norm)]
     lacks_one = any(part is not None and norm is None for part, norm in before_parts)
     return lacks_one or layer.mixer_output_norm is not None or layer.mlp_output_norm is not None
 

@@ -5,7 +5,9 @@ With ``n`` for norms that may be absent, ``m`` for ``residual_multiplier`` and `
     x = x + m * n_mixer_output(mixer(n_input(x)))
     x = x + m * n_mlp_output(mlp(n_mlp(x)))
 
-A layer without a mixer, or without an MLP, has only the other line.
+A layer without a mixer, or without an MLP, has only the other line. In a parallel layer the MLP has the input of the mixer::
+
+    x = x + m * n_mixer_output(mixer(n_input(x))) + m * n_mlp_output(mlp(n_input(x)))
 """
 
 from __future__ import annotations
@@ -192,11 +194,14 @@ class LayerConfig:
         Norms of the MLP's input (pre-norm) and output (post-norm).
     residual_multiplier : float
         Factor of the outputs of mixer and MLP before they are added to the residual stream.
+    parallel : bool
+        True if the MLP has the normalised input of the mixer; then there is an ``input_norm`` and no ``mlp_norm``.
 
     Raises
     ------
     ConfigError
-        The multiplier is not a finite number > 0, or the layer has neither a mixer nor an MLP.
+        The multiplier is not a finite number > 0, the layer has neither a mixer nor an MLP, or it is parallel without one of them or with
+        other norms.
     """
 
     mixer: Mixer | None
@@ -206,11 +211,16 @@ class LayerConfig:
     mlp_norm: NormConfig | None = None
     mlp_output_norm: NormConfig | None = None
     residual_multiplier: float = 1.0
+    parallel: bool = False
 
     def __post_init__(self) -> None:
         positive_number("LayerConfig.residual_multiplier", self.residual_multiplier)
         if self.mixer is None and self.mlp is None:
             raise ConfigError("LayerConfig: expected a mixer or an MLP, got neither.")
+        if self.parallel and (self.mixer is None or self.mlp is None):
+            raise ConfigError("LayerConfig.parallel: expected a mixer and an MLP, got one of them.")
+        if self.parallel and (self.input_norm is None or self.mlp_norm is not None):
+            raise ConfigError("LayerConfig.parallel: expected an input_norm and no mlp_norm, got other norms.")
 
     @property
     def attention(self) -> AttentionConfig:

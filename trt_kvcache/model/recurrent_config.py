@@ -96,6 +96,7 @@ class Mamba2Config:
     dt_max: float | None = None
 
     def __post_init__(self) -> None:
+        _rms_norm("Mamba2Config.norm", self.norm)
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "kernel"):
             int_in_range(f"Mamba2Config.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
         if self.num_heads % self.num_groups:
@@ -160,6 +161,7 @@ class GatedDeltaNetConfig:
     norm: NormConfig
 
     def __post_init__(self) -> None:
+        _rms_norm("GatedDeltaNetConfig.norm", self.norm)
         for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "kernel"):
             int_in_range(f"GatedDeltaNetConfig.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
         if self.num_value_heads % self.num_key_heads:
@@ -191,3 +193,9 @@ class GatedDeltaNetConfig:
 
 #: Recurrent mixers.
 RecurrentConfig = ShortConvConfig | Mamba2Config | GatedDeltaNetConfig
+
+
+def _rms_norm(name: str, norm: NormConfig) -> None:
+    """Refuse LayerNorm, which no engine computes in these mixers."""
+    if norm.centered:
+        raise ConfigError(f"{name}.centered: expected False, got True.")

@@ -5,7 +5,7 @@ from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.weight_parts import layer_tensors
 
-__all__ = ["EMBEDDING", "FINAL_NORM", "HEAD", "embedding_name", "final_norm_name", "tensor_shapes"]
+__all__ = ["EMBEDDING", "FINAL_NORM", "HEAD", "embedding_name", "final_norm_bias_name", "final_norm_name", "tensor_shapes"]
 
 HEAD = "lm_head.weight"
 
@@ -20,6 +20,11 @@ def final_norm_name(config: ModelConfig) -> str:
     return FAMILIES[config.family].final_norm
 
 
+def final_norm_bias_name(config: ModelConfig) -> str | None:
+    """Return the name of the bias of the final norm; None without one."""
+    return f"{final_norm_name(config).removesuffix('.weight')}.bias" if config.final_norm.bias else None
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor by name, from the embedding to the head; projections are ``[out, in]``.
 
@@ -28,7 +33,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {embedding_name(config): (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shapes |= layer_tensors(config, index)
-    shapes[final_norm_name(config)] = (config.hidden_size,)
+    names = (final_norm_name(config), final_norm_bias_name(config))
+    shapes |= {name: (config.hidden_size,) for name in names if name is not None}
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes

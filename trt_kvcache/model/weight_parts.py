@@ -10,6 +10,7 @@ from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer
 from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 
 #: Weights that no engine rounds or packs, as that would change the choice of experts.
@@ -190,8 +191,7 @@ def has_fused_tensors(config: ModelConfig) -> bool:
 def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's weights, in storage order."""
     shapes: dict[str, tuple[int, ...]] = {}
-    if layer.input_norm is not None:
-        shapes["input_norm.weight"] = (hidden,)
+    shapes |= _norm_shapes("input_norm", layer.input_norm, hidden)
     if isinstance(layer.mixer, AttentionConfig):
         shapes |= _attention_shapes(layer.mixer, hidden)
     elif isinstance(layer.mixer, ShortConvConfig):
@@ -205,8 +205,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     elif layer.mlp is not None:
         shapes |= _mlp_shapes(layer.mlp, hidden)
     for name in ("mixer_output_norm", "mlp_norm", "mlp_output_norm"):
-        if getattr(layer, name) is not None:
-            shapes[f"{name}.weight"] = (hidden,)
+        shapes |= _norm_shapes(name, getattr(layer, name), hidden)
     return shapes
 
 
@@ -236,6 +235,13 @@ def _routed_mlp_shapes(mlp: RoutedMlpConfig, hidden: int) -> dict[str, tuple[int
     return shapes | _projection("shared_expert_gate", 1, hidden, bias=False) if mlp.shared_gate else shapes
 
 
+def _norm_shapes(name: str, norm: NormConfig | None, width: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of a norm: none without one."""
+    if norm is None:
+        return {}
+    return {f"{name}.weight": (width,), **({f"{name}.bias": (width,)} if norm.bias else {})}
+
+
 def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     q_width, kv_width = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     shapes = _projection("q", q_width, hidden, bias=mixer.qkv_bias)
@@ -245,9 +251,8 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
         shapes |= _projection(name, kv_width, hidden, bias=mixer.qkv_bias)
     shapes |= _projection("o", hidden, q_width, bias=mixer.o_bias)
     if mixer.qk_norm is not None:
-        is_full = mixer.qk_norm.over == "full"
-        shapes["q_norm.weight"] = (q_width if is_full else mixer.head_dim,)
-        shapes["k_norm.weight"] = (kv_width if is_full else mixer.head_dim,)
+        for name, width in (("q_norm", q_width), ("k_norm", kv_width)):
+            shapes |= _norm_shapes(name, mixer.qk_norm.norm, width if mixer.qk_norm.over == "full" else mixer.head_dim)
     return shapes
 
 

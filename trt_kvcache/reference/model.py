@@ -15,7 +15,7 @@ from trt_kvcache.reference.activations import ACTIVATIONS, sigmoid
 from trt_kvcache.reference.attention import LayerAttention, RotatedBeforeNorms, softcapped
 from trt_kvcache.reference.blas_threads import one_blas_thread
 from trt_kvcache.reference.router import route
-from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, Float32, Projection
+from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, Float32, NormWeights, Projection
 
 #: Function of the weights of a recurrent layer and its normalised input ``[A, s, hidden]``; returns ``[A, s, hidden]``.
 LayerRecurrence = Callable[[DecoderLayerWeights, Float32], Float32]
@@ -43,7 +43,7 @@ def decoder_step(
             hidden = decoder_layer(layer, layer_weights, cache, hidden)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
     with one_blas_thread(len(wanted), weights.head.size):
-        logits: Float32 = rms_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
+        logits: Float32 = optional_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
     logits = logits if config.logits_divisor == 1 else logits / np.float32(config.logits_divisor)
     return logits if config.final_softcap is None else softcapped(logits, config.final_softcap)
 
@@ -68,9 +68,9 @@ def _largest_weight(weights: DecoderWeights) -> int:
 
 def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
     """Apply one decoder layer to ``hidden [A, s, hidden]``, which is not changed."""
+    normed = optional_norm(hidden, weights.input_norm, config.input_norm)
     if config.mixer is not None:
         assert cache is not None
-        normed = optional_norm(hidden, weights.input_norm, config.input_norm)
         if isinstance(config.mixer, AttentionConfig):
             mixed = self_attention(config.mixer, weights, cast(LayerAttention, cache), normed)
         else:
@@ -78,7 +78,7 @@ def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: Laye
         mixed = optional_norm(mixed, weights.mixer_output_norm, config.mixer_output_norm)
         hidden = hidden + scaled(mixed, config.residual_multiplier)
     if config.mlp is not None:
-        normed = optional_norm(hidden, weights.mlp_norm, config.mlp_norm)
+        normed = normed if config.parallel else optional_norm(hidden, weights.mlp_norm, config.mlp_norm)
         changed = routed_mlp(config.mlp, weights, normed) if isinstance(config.mlp, RoutedMlpConfig) else mlp(config.mlp, weights, normed)
         changed = optional_norm(changed, weights.mlp_output_norm, config.mlp_output_norm)
         hidden = hidden + scaled(changed, config.residual_multiplier)
@@ -150,9 +150,17 @@ def project(projection: Projection, x: Float32) -> Float32:
     return rows.reshape(*x.shape[:-1], -1)
 
 
-def optional_norm(x: Float32, weight: Float32 | None, norm: NormConfig | None) -> Float32:
-    """Return :func:`rms_norm`, or ``x`` itself without a norm."""
-    return x if norm is None or weight is None else rms_norm(x, weight, norm)
+def optional_norm(x: Float32, weights: NormWeights | None, norm: NormConfig | None) -> Float32:
+    """Return :func:`rms_norm` or :func:`layer_norm`, or ``x`` itself without a norm."""
+    if norm is None or weights is None:
+        return x
+    return layer_norm(x, weights, norm) if norm.centered else rms_norm(x, weights.weight, norm)
+
+
+def layer_norm(x: Float32, weights: NormWeights, norm: NormConfig) -> Float32:
+    """Subtract the mean of the last axis, divide by the standard deviation, and apply weight and bias."""
+    normed = rms_norm(x - np.mean(x, axis=-1, keepdims=True), weights.weight, norm)
+    return normed if weights.bias is None else normed + weights.bias
 
 
 def rms_norm(x: Float32, weight: Float32, norm: NormConfig) -> Float32:

@@ -13,6 +13,7 @@ from trt_kvcache.checkpoint.decoder_weights import RoundedTensors, decoder_weigh
 
 Float32 = npt.NDArray[np.float32]
 Projection = generic.Projection[Float32]
+NormWeights = generic.NormWeights[Float32]
 DecoderLayerWeights = generic.DecoderLayerWeights[Float32]
 DecoderWeights = generic.DecoderWeights[Float32]
 

@@ -123,7 +123,7 @@ class KernelElementwise(Elementwise):
         slots, width, columns = hidden.shape
         norms = [one for one in (norm, change_norm) if one is not None]
         kinds = {(one.epsilon, one.offset) for one in norms} or {(0.0, 0.0)}
-        if slots * width > MAX_ROWS or columns % 2 or len(kinds) > 1:
+        if slots * width > MAX_ROWS or columns % 2 or len(kinds) > 1 or not all(one.has_kernel for one in norms):
             return super().add_norm(hidden, change, norm, change_norm, factor)
         out, rows = hidden if norm is None else torch.empty_like(hidden), self._views.rows_of
         weight, change_weight = (None if one is None else self._views.of(one.weight) for one in (norm, change_norm))
@@ -144,7 +144,8 @@ class KernelElementwise(Elementwise):
     def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm) -> torch.Tensor:
         """See :meth:`Elementwise.norm_qk`. Overwrites ``qkv``."""
         slots, width = qkv.shape[:2]
-        if slots * width > MAX_ROWS or qkv.shape[3] % 2 or (q_norm.epsilon, q_norm.offset) != (k_norm.epsilon, k_norm.offset):
+        differ = (q_norm.epsilon, q_norm.offset) != (k_norm.epsilon, k_norm.offset)
+        if slots * width > MAX_ROWS or qkv.shape[3] % 2 or differ or not (q_norm.has_kernel and k_norm.has_kernel):
             return super().norm_qk(qkv, heads, q_norm, k_norm)
         q_weight, k_weight = (self._views.of(norm.weight) for norm in (q_norm, k_norm))
         qk_rms_norm_kernel(self._views.rows_of(qkv), q_weight, k_weight, heads.query, heads.kv, q_norm.epsilon, q_norm.offset, self._stream)

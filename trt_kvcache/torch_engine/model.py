@@ -16,10 +16,11 @@ def decoder_step(weights: TorchWeights, operations: Operations, input_ids: torch
     """
     hidden = embedded(weights, input_ids) if rows is None else embedded_with(rows, weights, input_ids)
     normed = normalised(hidden, weights.blocks[0].norm)
-    next_norms = [*(block.norm for block in weights.blocks[1:]), weights.final_norm]
-    for block, next_norm in zip(weights.blocks, next_norms, strict=True):
+    next_norms = [*((block.norm, block.shares_input) for block in weights.blocks[1:]), (weights.final_norm, False)]
+    for block, (next_norm, is_shared) in zip(weights.blocks, next_norms, strict=True):
         change = block.part(normed, operations)
-        hidden, normed = operations.elementwise.add_norm(hidden, change, next_norm, block.output_norm, block.factor)
+        hidden, next_normed = operations.elementwise.add_norm(hidden, change, next_norm, block.output_norm, block.factor)
+        normed = normed if is_shared else next_normed
     return normed
 
 

@@ -35,8 +35,8 @@ class SelfAttention:
     def of(cls, index: int, config: AttentionConfig, stored: StoredWeights) -> SelfAttention:
         """Return attention layer ``index`` with stored weights."""
         q_norm, k_norm = (
-            None if config.qk_norm is None or weight is None else TorchNorm.of(config.qk_norm.norm, weight)
-            for weight in (stored.q_norm, stored.k_norm)
+            None if config.qk_norm is None or norm is None else TorchNorm.of(config.qk_norm.norm, norm)
+            for norm in (stored.q_norm, stored.k_norm)
         )
         inputs = fused(stored, "q", "k", "v", *(("output_gate",) if config.output_gate else ()))
         return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, o=fused(stored, "o"))

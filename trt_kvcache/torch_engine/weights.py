@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from trt_kvcache.checkpoint.decoder_weights import NormWeights
 from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig, RoutedMlpConfig
-from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
-from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, final_norm_bias_name, final_norm_name
 from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection
@@ -24,12 +24,16 @@ from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, Stor
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A mixer or an MLP in the residual stream: ``x + factor * output_norm(part(norm(x)))``."""
+    """A mixer or an MLP in the residual stream: ``x + factor * output_norm(part(norm(x)))``.
+
+    ``shares_input``: the part has the input of the block before, and the block has no ``norm``.
+    """
 
     norm: TorchNorm | None
     part: Part
     output_norm: TorchNorm | None
     factor: float
+    shares_input: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,8 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
     """Return the weights of a model, layer by layer. ``load`` is called once for each tensor of which ``load_packed`` has no rows."""
     embedding = arranged(load(embedding_name(config)))
     blocks = tuple(_blocks(config, load, load_packed))
-    final_norm = TorchNorm.of(config.final_norm, load(FAMILIES[config.family].final_norm))
+    bias = final_norm_bias_name(config)
+    final_norm = TorchNorm.of(config.final_norm, NormWeights(load(final_norm_name(config)), None if bias is None else load(bias)))
     head: TorchMatrix = embedding
     if not config.tie_word_embeddings:
         head = load_packed(HEAD, (slice(None),)) or arranged(load(HEAD))
@@ -84,7 +89,7 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
         if layer.mlp is not None:
             norms = (_norm(layer.mlp_norm, stored.mlp_norm), _norm(layer.mlp_output_norm, stored.mlp_output_norm))
             mlp = RoutedMlp.of(layer.mlp, stored) if isinstance(layer.mlp, RoutedMlpConfig) else Mlp.of(layer.mlp, stored)
-            yield Block(norm=norms[0], part=mlp, output_norm=norms[1], factor=layer.residual_multiplier)
+            yield Block(norm=norms[0], part=mlp, output_norm=norms[1], factor=layer.residual_multiplier, shares_input=layer.parallel)
 
 
 def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:
@@ -96,5 +101,5 @@ def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:
     return Mamba2.of(index, config, stored) if isinstance(config, Mamba2Config) else GatedDeltaNet.of(index, config, stored)
 
 
-def _norm(config: NormConfig | None, weight: torch.Tensor | None) -> TorchNorm | None:
-    return None if config is None or weight is None else TorchNorm.of(config, weight)
+def _norm(config: NormConfig | None, stored: NormWeights[torch.Tensor] | None) -> TorchNorm | None:
+    return None if config is None or stored is None else TorchNorm.of(config, stored)

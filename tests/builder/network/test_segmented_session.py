@@ -47,7 +47,7 @@ def open_sessions(rtx, tmp_path, monkeypatch, model, *, logits=1):
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen2-tied", "llama-linear", "gemma2", "ministral3-window", "hunyuan", "lfm2", "bamba", "qwen3_next", "mamba2"]
+    "model", ["qwen2-tied", "llama-linear", "gemma2", "ministral3-window", "hunyuan", "cohere2", "lfm2", "bamba", "qwen3_next", "mamba2"]
 )
 def test_a_session_over_segments_gives_the_same_logits(rtx, tmp_path, monkeypatch, model):
     sampling = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 9, 3)]

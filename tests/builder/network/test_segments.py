@@ -126,6 +126,7 @@ def test_segments_over_quantized_k_and_v(rtx, tmp_path, model, kv_dtype):
         ("gemma3", "bfloat16"),
         ("granite", "bfloat16"),
         ("hunyuan", "float16"),
+        ("cohere2", "bfloat16"),
         ("lfm2", "float16"),
         ("bamba", "bfloat16"),
         ("ministral3", "float16"),

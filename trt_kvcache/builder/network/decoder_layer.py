@@ -7,7 +7,7 @@ from trt_kvcache.builder.network.gated_delta_net import gated_delta_net
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.mamba2 import mamba2
 from trt_kvcache.builder.network.mlp import mlp
-from trt_kvcache.builder.network.rms_norm import layer_norm
+from trt_kvcache.builder.network.norm import optional_norm
 from trt_kvcache.builder.network.scalar_multiply import multiplied
 from trt_kvcache.builder.network.self_attention import self_attention
 from trt_kvcache.builder.network.short_convolution import short_convolution
@@ -20,16 +20,19 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
     """Apply one decoder layer to the hidden state ``[B, s, hidden]``."""
     module, layer = f"model.layers.{index}", context.model.layers[index]
     own = LayerWeights(weights, context.model, index)
+    normed, network = None, graph.network
     if layer.mixer is not None:
-        normed = layer_norm(graph, x, own, "input_norm", layer.input_norm)
+        normed = optional_norm(graph, x, own, "input_norm", layer.input_norm)
         mixed, x = _mix(graph, normed, own, context, index, residual=x)
-        mixed = layer_norm(graph, mixed, own, "mixer_output_norm", layer.mixer_output_norm)
+        if layer.parallel and graph.network is not network:  # a segment of its own, which has the residual
+            normed = optional_norm(graph, x, own, "input_norm", layer.input_norm)
+        mixed = optional_norm(graph, mixed, own, "mixer_output_norm", layer.mixer_output_norm)
         mixed = multiplied(graph, f"{module}/scale_mixer", mixed, layer.residual_multiplier)
         x = graph.elementwise(f"{module}/add_mixer", x, "SUM", mixed)
     if layer.mlp is not None:
         assert isinstance(layer.mlp, MlpConfig), "experts were refused"
-        normed = layer_norm(graph, x, own, "mlp_norm", layer.mlp_norm)
-        changed = layer_norm(graph, mlp(graph, normed, own, f"{module}.mlp", layer.mlp), own, "mlp_output_norm", layer.mlp_output_norm)
+        normed = normed if layer.parallel else optional_norm(graph, x, own, "mlp_norm", layer.mlp_norm)
+        changed = optional_norm(graph, mlp(graph, normed, own, f"{module}.mlp", layer.mlp), own, "mlp_output_norm", layer.mlp_output_norm)
         changed = multiplied(graph, f"{module}/scale_mlp", changed, layer.residual_multiplier)
         x = graph.elementwise(f"{module}/add_mlp", x, "SUM", changed)
     return x

@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.norm import norm
 from trt_kvcache.builder.network.packed_weight import PackedWeight
 from trt_kvcache.builder.network.projection import dequantized, matmul_transposed, projection
-from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.scalar_multiply import multiplied, softcapped
 from trt_kvcache.builder.network.weights import Weights
+from trt_kvcache.checkpoint.decoder_weights import NormWeights
 from trt_kvcache.model import ModelConfig
-from trt_kvcache.model.tensor_shapes import EMBEDDING, HEAD, embedding_name, final_norm_name
+from trt_kvcache.model.tensor_shapes import EMBEDDING, HEAD, embedding_name, final_norm_bias_name, final_norm_name
 
 
 def embedding_table(graph: Graph, weights: Weights, model: ModelConfig) -> Any:
@@ -63,7 +64,9 @@ def by_slot(graph: Graph, rows: Any, last_token_ids: Any, model: ModelConfig) ->
 
 def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: Any) -> Any:
     """Apply the final norm and the LM head to ``[B, hidden]``; the logits are cast to float32, then divided and soft-capped."""
-    normed = rms_norm(graph, x, "model.norm", weights(final_norm_name(model)), model.final_norm)
+    bias = final_norm_bias_name(model)
+    stored = NormWeights(weights(final_norm_name(model)), None if bias is None else weights(bias))
+    normed = norm(graph, x, "model.norm", stored, model.final_norm)
     if model.tie_word_embeddings:
         product = matmul_transposed(graph, "lm_head/matmul", normed, table)
     else:

@@ -7,8 +7,8 @@ from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.kv_update import update_cache
 from trt_kvcache.builder.network.linear import linear
+from trt_kvcache.builder.network.norm import optional_norm
 from trt_kvcache.builder.network.query_scaling import scale_queries
-from trt_kvcache.builder.network.rms_norm import layer_norm
 from trt_kvcache.builder.network.rope import RopeTables, apply_rope
 from trt_kvcache.builder.network.softcapped_attention import softcapped_attention
 from trt_kvcache.builder.network.weights import LayerWeights
@@ -76,14 +76,14 @@ def _project(
     qk_norm, rotation = (None, None) if side == "v" else (mixer.qk_norm, rotation)
     y = linear(graph, x, weights, side, bias=mixer.qkv_bias)
     if qk_norm is not None and qk_norm.over == "full":
-        y = layer_norm(graph, y, weights, f"{side}_norm", qk_norm.norm)
+        y = optional_norm(graph, y, weights, f"{side}_norm", qk_norm.norm)
     module, swapped = weights.module(side), (0, 2, 1, 3)
     transpose = None if context.lowering and rotation is None else swapped
     y = graph.shuffle(f"{module}/split_heads", y, reshape=(0, 0, heads, mixer.head_dim), second_transpose=transpose)
     if rotation is not None:
         y = graph.cast(f"{module}/rotate/round", apply_rope(graph, module, y, *rotation), graph.dtype)
     if qk_norm is not None and qk_norm.over == "head":
-        y = layer_norm(graph, y, weights, f"{side}_norm", qk_norm.norm)
+        y = optional_norm(graph, y, weights, f"{side}_norm", qk_norm.norm)
     if rotation is not None and context.lowering is not None:
         y = graph.shuffle(f"{module}/rotate/tokens_first", y, first_transpose=swapped)
     return y

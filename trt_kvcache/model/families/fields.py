@@ -40,6 +40,11 @@ def norm(fields: ConfigFields, *, field: str = "rms_norm_eps", **options: Any) -
     return NormConfig(epsilon=fields.number(field), **options)
 
 
+def layer_norm(fields: ConfigFields, *, field: str, bias: bool) -> NormConfig:
+    """Return the LayerNorm of all layers."""
+    return norm(fields, field=field, centered=True, rounds_before_weight=False, bias=bias)
+
+
 def rope(fields: ConfigFields, **options: Any) -> RopeConfig:
     """Return the RoPE of all layers."""
     return RopeConfig.from_dict(
@@ -192,9 +197,9 @@ def full_attention_only(fields: ConfigFields) -> None:
 def pre_norm_layer(
     fields: ConfigFields, mixer: Mixer, mlp: MlpConfig | RoutedMlpConfig, *, before: NormConfig | None = None, **options: Any
 ) -> LayerConfig:
-    """Return a layer with pre-norms of mixer and MLP: :func:`norm`, unless ``before`` is another one."""
+    """Return a layer with pre-norms of mixer and MLP, one for both in a parallel layer: :func:`norm`, unless ``before`` is another one."""
     before = before or norm(fields)
-    return LayerConfig(mixer=mixer, mlp=mlp, input_norm=before, mlp_norm=before, **options)
+    return LayerConfig(mixer=mixer, mlp=mlp, input_norm=before, mlp_norm=None if options.get("parallel") else before, **options)
 
 
 def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], *, tied: bool | None = None, **options: Any) -> ModelConfig:

@@ -15,6 +15,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import (
     bamba,
+    cohere2,
     ernie4_5,
     exaone4,
     gemma2,
@@ -48,6 +49,8 @@ from trt_kvcache.model.families import (
     qwen3_next,
     qwen3_vl,
     smollm3,
+    stablelm,
+    starcoder2,
 )
 from trt_kvcache.model.families.family import Family
 from trt_kvcache.model.families.refusals import EXPERTS, NO_WAY_OUT, unsupported
@@ -57,28 +60,8 @@ from trt_kvcache.model.model_config import ModelConfig
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        *(
-            llama,
-            mistral,
-            ministral3,
-            mistral3,
-            qwen2,
-            qwen2_5_vl,
-            qwen3,
-            qwen3_vl,
-            phi3,
-            gemma2,
-            gemma3_text,
-            gemma3,
-            smollm3,
-            olmo2,
-            olmo3,
-            granite,
-            ernie4_5,
-            exaone4,
-            glm4,
-            hunyuan_v1_dense,
-        ),
+        *(llama, mistral, ministral3, mistral3, qwen2, qwen2_5_vl, qwen3, qwen3_vl, phi3, gemma2, gemma3_text, gemma3, smollm3),
+        *(olmo2, olmo3, granite, ernie4_5, exaone4, glm4, hunyuan_v1_dense, starcoder2, stablelm, cohere2),
         *(qwen3_moe, mixtral, olmoe),
         *(qwen3_next, qwen3_5_text, qwen3_5, qwen3_5_moe_text, qwen3_5_moe, lfm2, lfm2_moe, mamba2, bamba, granitemoehybrid, nemotron_h),
     )
@@ -94,6 +77,7 @@ _REFUSED_FIELDS = {
     "num_local_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
     "kv_lora_rank": "has multi-head latent attention (MLA)",
+    "mamba_d_ssm": "has attention and Mamba-2 side by side in each layer",
     "is_encoder_decoder": "has an encoder",
     "add_cross_attention": "has cross attention",
     "cross_attention_layers": "has cross attention",

@@ -1,4 +1,4 @@
-"""RMSNorm: the norm in float32, rounded before or after the multiplication with the weight."""
+"""RMSNorm and LayerNorm: in float32, rounded before or after the multiplication with the weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.builder.network.parts import Part, normal
-from trt_kvcache.builder.network.rms_norm import rms_norm
+from trt_kvcache.builder.network.norm import norm
+from trt_kvcache.checkpoint.decoder_weights import NormWeights
 from trt_kvcache.model import NormConfig
 
 pytestmark = pytest.mark.trt
@@ -17,9 +18,12 @@ pytestmark = pytest.mark.trt
 MakePart = Callable[..., Part]
 
 
-def normed(part: Part, x: np.ndarray, weight: np.ndarray, epsilon: float = 0.5, **options: Any) -> np.ndarray:
+def normed(
+    part: Part, x: np.ndarray, weight: np.ndarray, epsilon: float = 0.5, *, bias: np.ndarray | None = None, **options: Any
+) -> np.ndarray:
     tensor = part.graph.input("x", part.graph.dtype, x.shape)
-    return part.run(rms_norm(part.graph, tensor, "norm", weight, NormConfig(epsilon=epsilon, **options)), x=x)
+    config = NormConfig(epsilon=epsilon, bias=bias is not None, **options)
+    return part.run(norm(part.graph, tensor, "norm", NormWeights(weight, bias), config), x=x)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 4, 5), (3, 5)])
@@ -54,3 +58,20 @@ def test_offset_and_weight_are_added_in_float32(part: MakePart, offset: float, f
 def test_the_mean_is_not_subtracted(part: MakePart) -> None:
     x, weight = np.full((1, 2, 4), 3, np.float32), np.ones(4, np.float32)
     np.testing.assert_allclose(normed(part(), x, weight, epsilon=1e-30), np.ones((1, 2, 4)))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_layer_norm_subtracts_the_mean_and_rounds_once(part: MakePart, dtype: str, has_bias: bool) -> None:
+    x, weight, bias = (
+        normal(2, 3, 64, dtype=dtype) + np.ones((), dtype) * 3,
+        normal(64, dtype=dtype, seed=1),
+        normal(64, dtype=dtype, seed=2),
+    )
+    wide = x.astype(np.float64)
+    centered = wide - wide.mean(axis=-1, keepdims=True)
+    expected = centered / np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + 0.5) * weight.astype(np.float64)
+    expected += bias.astype(np.float64) * has_bias
+    found = normed(part(dtype), x, weight, bias=bias if has_bias else None, centered=True, rounds_before_weight=False)
+    assert found.dtype == np.dtype(dtype)
+    np.testing.assert_allclose(found, expected, rtol={"float32": 1e-5, "float16": 1e-3}[dtype], atol=1e-5)
