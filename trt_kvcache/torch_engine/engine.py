@@ -189,8 +189,9 @@ class TorchEngine(DecoderEngine):
         """Return the step over bound tensors. Views are made once."""
         step = self._steps.get(tensors)
         if step is None:
-            for old in [old for old in self._steps if old.closed]:
-                del self._steps[old]
+            if self._steps and next(reversed(self._steps)).closed:
+                for old in [old for old in self._steps if old.closed]:
+                    del self._steps[old]
             step = self._steps[tensors] = TorchStep.over(tensors, self._device)
             if len(self._steps) > MAX_STEPS:
                 self._steps.popitem(last=False)
