@@ -1,4 +1,4 @@
-"""Compile-time tile sizes of ``plugins/linear.cu`` and ``plugins/linear/packed.cu``, and the blocks of their launches."""
+"""Compile-time tile sizes of ``plugins/linear.cu``, ``plugins/linear/packed.cu`` and ``plugins/linear/experts.cu``, and the blocks of their launches."""
 
 from __future__ import annotations
 
