@@ -15,6 +15,7 @@ from trt_kvcache.kernels.expert_kernels import (
     expert_down_kernel,
     expert_up_kernel,
 )
+from trt_kvcache.kernels.linear_tiles import expert_plan
 from trt_kvcache.memory.tensor import DeviceTensor
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -148,11 +149,26 @@ def test_several_tiles_of_a_block(memory, stream, dtype, large_percent, monkeypa
     chosen = linear_tiles.linear_tiles
     monkeypatch.setattr(linear_tiles, "linear_tiles", lambda *of: chosen(*of)._replace(large_percent=large_percent))
     linear_tiles.linear_plan.cache_clear()
+    linear_tiles.expert_plan.cache_clear()
     check_down(memory, stream, (3, 5, 2, 150, 136), dtype)
     check_down(memory, stream, (8, 12, 3, 99, 1096), dtype, with_bias=True)
     check_up(memory, stream, (3, 5, 2, 70, 1032), dtype, "silu", with_bias=True)
     check_up(memory, stream, (2, 9, 4, 100, 72), dtype, "relu2")
     linear_tiles.linear_plan.cache_clear()
+    linear_tiles.expert_plan.cache_clear()
+
+
+def test_plans():
+    """Every output has a tile, no block is without one, and blocks read about equal amounts."""
+    for outputs in (1, 17, 768, 2880, 14336):
+        for has_gate in (False, True):
+            for experts in (1, 6, 64):
+                plan = expert_plan(outputs, has_gate, experts, "sm_90", 132)
+                assert plan.tile_outputs <= (16 if has_gate else 32)
+                assert (plan.tiles - 1) * plan.tile_outputs < outputs <= plan.tiles * plan.tile_outputs
+                assert 1 <= plan.blocks <= min(132, experts * plan.tiles)
+    sizes = [expert_plan(outputs, outputs != 1856, experts, "sm_90", 132) for outputs, experts in ((768, 8), (2880, 4), (1856, 6))]
+    assert [(plan.tiles, plan.tile_outputs, plan.blocks) for plan in sizes] == [(48, 16, 132), (192, 15, 132), (64, 29, 132)]
 
 
 def test_the_largest_number_of_choices(memory, stream):

@@ -6,14 +6,13 @@ The emulated device runs what is enqueued when it is waited for, torch at once: 
 from __future__ import annotations
 
 import ctypes
-import json
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
-from tests.helpers.models import HYBRID_TOLERANCES, hybrid_model, write_model
+from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, write_model
 from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
@@ -26,7 +25,7 @@ from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCach
 from trt_kvcache.cache.edge_llm import make_cache  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
 from trt_kvcache.engine.decoder_cache import cache_config, decoder_cache_config  # noqa: E402
-from trt_kvcache.model import ModelConfig, RoutedMlpConfig  # noqa: E402
+from trt_kvcache.model import RoutedMlpConfig  # noqa: E402
 from trt_kvcache.torch_engine import (  # noqa: E402
     TorchEngine,
     engine,
@@ -189,9 +188,7 @@ def test_layer_norm_agrees_with_the_reference_engine(memory, calls, tmp_path):
     ],
 )
 def test_experts_agree_with_the_reference_engine(memory, calls, name, changes, activation, dtype, head_dim):
-    fields = json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8"))
-    changes = {**changes, "head_dim": head_dim}
-    checkpoint, host = RandomCheckpoint(ModelConfig.from_dict({**fields, **changes})), HostMemory()
+    checkpoint, host = RandomCheckpoint(changed_model(name, **changes, head_dim=head_dim)), HostMemory()
     config = decoder_cache_config(checkpoint.config, **SIZES, dtype=dtype, attention="plugin")
     options = {"kv": config, "max_prefill_length": 7, "attention": "plugin"}
     ours, reference = TorchEngine.open(checkpoint, **options, memory=memory), ReferenceEngine(checkpoint, **options, memory=host)

@@ -13,7 +13,7 @@ from trt_kvcache.kernels.decoder_layer_kernels import gated
 from trt_kvcache.kernels.host_arrays import Array, array_of
 from trt_kvcache.kernels.kernel import Kernel
 from trt_kvcache.kernels.launch import address, launch, starts_early
-from trt_kvcache.kernels.linear_tiles import LARGE_TILE, SMALL_TILE, TILE_ROWS, linear_plan, linear_tiles
+from trt_kvcache.kernels.linear_tiles import TILE_ROWS, LinearPlan, expert_plan, linear_plan
 from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, variant_name
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -71,11 +71,10 @@ def _up_on_device(
     x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, chosen: DeviceTensor, out: DeviceTensor, activation: str, stream: Any
 ) -> None:
     has_gate = activation in GATED_EXPERT_ACTIVATIONS
-    tile_outputs = SMALL_TILE if has_gate else LARGE_TILE
-    tiles = -(-out.shape[2] // tile_outputs)
-    name = f"experts_{activation}_mul" if has_gate else f"experts_{activation}"
-    units = tiles * min(len(weight), chosen.shape[0] * chosen.shape[1])
-    _launch(name, x, weight, bias, chosen, None, out, (tiles, tile_outputs, units), stream)
+    memory: Any = out.memory
+    experts = min(len(weight), chosen.shape[0] * chosen.shape[1])  # at most, if no two rows have chosen the same ones
+    plan = expert_plan(out.shape[2], has_gate, experts, memory.arch, memory.multiprocessor_count)
+    _launch(f"experts_{activation}{'_mul' if has_gate else ''}", x, weight, bias, chosen, None, out, plan, stream)
 
 
 def _down_on_device(
@@ -89,8 +88,7 @@ def _down_on_device(
 ) -> None:
     memory: Any = out.memory
     plan = linear_plan(len(out), out.shape[1], False, memory.arch, memory.multiprocessor_count)
-    tiles = (plan.tiles, plan.tile_outputs, plan.tiles)
-    _launch(f"experts_down_{plan.tile}", x, weight, bias, chosen, router_weights, out, tiles, stream)
+    _launch(f"experts_down_{plan.tile}", x, weight, bias, chosen, router_weights, out, plan, stream)
 
 
 def _launch(
@@ -101,21 +99,19 @@ def _launch(
     chosen: DeviceTensor,
     router_weights: DeviceTensor | None,
     out: DeviceTensor,
-    tiles: tuple[int, int, int],  # of an expert, outputs of each, and at most for all blocks
+    plan: LinearPlan,
     stream: Any,
 ) -> None:
     memory: Any = out.memory
-    sizes = linear_tiles(TILE_ROWS, memory.arch)
-    count, tile_outputs, units = tiles
     tensors = (x.ptr, weight.ptr, address(bias), out.ptr, chosen.ptr, address(router_weights))
     launch(
         memory,
         variant_name(EXPERT_SOURCE, x.dtype, TILE_ROWS),
         name,
-        (min(units, memory.multiprocessor_count * sizes.blocks_per_sm), 1, 1),
-        (*tensors, *chosen.shape, out.shape[-1], weight.shape[2], count, tile_outputs),
+        (plan.blocks, 1, 1),
+        (*tensors, *chosen.shape, out.shape[-1], weight.shape[2], plan.tiles, plan.tile_outputs),
         stream,
-        threads=_WARP * sizes.warps,
+        threads=_WARP * plan.warps,
         programmatic_dependent_launch=starts_early(memory),
     )
 
