@@ -267,7 +267,7 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
     width, tokens = q.shape[1], cache.shape[3]
     new_lengths = np.full(len(q), width) if params.new_lengths is None else array_of(params.new_lengths)
     table = None if params.cos_sin is None else array_of(params.cos_sin)
-    all_scales = None if params.kv_scales is None else array_of(params.kv_scales)
+    all_scales, sinks = (None if tensor is None else array_of(tensor) for tensor in (params.kv_scales, params.sinks))
     for slot, (past, new) in enumerate(zip(array_of(params.lengths).tolist(), new_lengths.tolist(), strict=True)):
         count = max(min(new, width, tokens - past), 0) if past >= 0 else 0
         end = past + count
@@ -286,8 +286,10 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
             if params.softcap:
                 scores = np.float32(params.softcap) * np.tanh(scores / np.float32(params.softcap))
             scores[masked] = -np.inf
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            result = weights @ values[head // params.group] / weights.sum(axis=1, keepdims=True)
+            peaks = scores.max(axis=1, keepdims=True) if sinks is None else np.maximum(scores.max(axis=1, keepdims=True), sinks[head])
+            weights = np.exp(scores - peaks)
+            sums = weights.sum(axis=1, keepdims=True) + (0 if sinks is None else np.exp(sinks[head] - peaks))
+            result = weights @ values[head // params.group] / sums
             out[slot, :count, head] = result.astype(out.dtype)
 
 
