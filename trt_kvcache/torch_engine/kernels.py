@@ -86,7 +86,6 @@ def _is_supported(mixer: AttentionConfig) -> bool:
     return (
         mixer.head_dim in HEAD_DIMS
         and mixer.group <= MAX_GROUP
-        and not mixer.sinks
         and mixer.rotary_dim % 4 == 0
         and all(MIN_SCORE_FACTOR <= factor <= MAX_SCORE_FACTOR for factor in factors)
     )
@@ -102,7 +101,7 @@ class KernelAttention:
         self._views, self._inputs, self._stream = views, inputs, stream
 
     def __call__(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Write k and v of the new tokens into the cache and return the attention of q over it. There are no ``sinks``."""
+        """Write k and v of the new tokens into the cache and return the attention of q over it."""
         qkv = qkv.contiguous()
         cache = self._caches[layer]
         kv_heads = cache.shape[2]
@@ -111,7 +110,7 @@ class KernelAttention:
         q, k, v = self._views.split_qkv(qkv, heads, kv_heads)
         call = AttentionParams(
             q=q, k=k, v=v, cache=cache, kv_scales=self._scales[layer], lengths=self._start, new_lengths=None,
-            out=self._views.of(out), **self._inputs.options[layer],
+            out=self._views.of(out), sinks=None if sinks is None else self._views.of(sinks), **self._inputs.options[layer],
         )  # fmt: skip
         attend_kernel(call, self._inputs.workspace, self._stream)
         return out
