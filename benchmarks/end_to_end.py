@@ -9,6 +9,7 @@ only what is missing. Exit code 1 if tokens differ or a cell failed.
 
 Ours includes top-p sampling, text and a stop text. Those of transformers include sampling and text; ``greedy_step_ms`` is theirs without
 both. ``compiled`` takes a minute for each shape, so that by default it is measured at the shapes of the limits alone; ``--all`` has all.
+``llama`` is llama.cpp at batch 1, if the environment variable ``LLAMA_BENCH`` names a ``llama-bench`` program.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -48,9 +50,9 @@ COMPARED_DTYPES, COMPARED_PROMPTS = ("float32", "bfloat16"), (37, 1, 12)
 COMPARED_TOKENS, QUICK_TOKENS = 64, 12
 
 BATCHES, PASTS = (1, 8, 32), (1024, 8192)
-STEPS = {"ours": 128, "eager": 16, "compiled": 48}
+STEPS = {"ours": 128, "eager": 16, "compiled": 48, "llama": 128}
 #: Most seconds of one side of one cell.
-SECONDS = {"ours": 60, "eager": 60, "compiled": 200}
+SECONDS = {"ours": 60, "eager": 60, "compiled": 200, "llama": 120}
 #: Where ``compiled`` is measured without ``--all``: model, batch, past.
 COMPILED = {("Llama-3-8B", 1, 1024), ("Llama-3-8B", 8, 1024), ("Qwen2-0.5B", 1, 1024), ("Qwen3-4B", 1, 1024)}
 
@@ -106,6 +108,7 @@ def wanted(options: argparse.Namespace) -> list[Cell]:
         if all(part in cell.name.split() or part in cell.model for part in options.cells)
         and (everything or cell.side != "compiled" or cell[:3] in COMPILED)
         and (everything or cell.side != "eager" or cell.batch * cell.past <= 8 * max(PASTS))
+        and (cell.side != "llama" or cell.batch == 1)
     ]
 
 
@@ -122,6 +125,10 @@ def measure_model(
         steps = 6 if options.quick else STEPS[cell.side]
         if cell.side == "ours":
             return ours(model, memory, limit, cell.batch, cell.past, steps)
+        if cell.side == "llama":
+            from end_to_end_llama import llama
+
+            return llama(model.config, options.weights, cell.past, steps, folder)
         return {"eager": eager, "compiled": compiled}[cell.side](model, cell.batch, cell.past, steps)
 
     for cell in cells:
@@ -240,11 +247,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="every side at every shape")
     parser.add_argument("--continue", dest="continued", action="store_true", help="keep the cells of the file that --out names")
     parser.add_argument("--cells", type=lambda text: text.split(","), default=[], help="only cells with all of these: 8B, b1, p1024")
-    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(STEPS), help="ours, eager, compiled")
+    parser.add_argument("--sides", type=lambda text: text.split(","), help="ours, eager, compiled, llama; default: all that can run")
     parser.add_argument("--weights", choices=SCHEMES, help="packed weights, of which transformers has the values in 16 bits")
     parser.add_argument("--max-seconds", type=float, default=480.0, help="begin no cell after so long")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "end_to_end.json")
     options = parser.parse_args()
+    has_llama = "LLAMA_BENCH" in os.environ
+    if options.sides is None:
+        options.sides = [side for side in STEPS if side != "llama" or has_llama]
+    if "llama" in options.sides and not has_llama:
+        parser.error("--sides llama: expected a path of llama-bench in the environment variable LLAMA_BENCH, which is not set.")
     if (options.quick or options.device == "cpu" or options.weights) and options.out == parser.get_default("out"):
         parser.error("expected --out with --quick, --device cpu and --weights, which measure nothing that belongs into the results.")
     return options

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ MODEL = {
 }
 PROMPT_TOKENS = 16
 
-#: Reads requests from its input, one a line: host, port, bodies. Sends all at once; prints for each the times of its events and its tokens.
+#: Reads lines of host, port and clients, each a list of bodies. A client sends its next body after the end of its last answer. Prints for
+#: each answer the times of its events, that of its end, and how many ends it has.
 CLIENT = """
 import asyncio, json, sys, time
 async def ask(host, port, body):
@@ -68,12 +69,13 @@ async def ask(host, port, body):
     times, parts = [], []
     while part := await reader.read(1 << 20):
         parts.append(part)
-        if b"data: " in part:
-            times.append(time.perf_counter() - begin)
+        times += [time.perf_counter() - begin] * part.count(b'"text":')
     writer.close()
     return [times, time.perf_counter() - begin, b"".join(parts).decode().count('"finish_reason":"length"')]
-async def main(host, port, bodies):
-    return await asyncio.gather(*[ask(host, port, body) for body in bodies])
+async def client(host, port, bodies):
+    return [await ask(host, port, body) for body in bodies]
+async def main(host, port, clients):
+    return sum(await asyncio.gather(*[client(host, port, bodies) for bodies in clients]), [])
 for line in sys.stdin:
     print(json.dumps(asyncio.run(main(*json.loads(line)))), flush=True)
 """
@@ -86,12 +88,12 @@ class Clients:
         self._address = host, port
         self._process = subprocess.Popen([sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, bodies: list[dict[str, Any]]) -> list[Any]:
-        """Send all at once, and return the times of the events of each, and of its end."""
+    def ask(self, clients: list[list[dict[str, Any]]]) -> list[Any]:
+        """Run clients at once, each with its bodies in turn. Return the times of the events of each answer, and of its end."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        stdin.write(json.dumps([*self._address, bodies]) + "\n")
+        stdin.write(json.dumps([*self._address, clients]) + "\n")
         stdin.flush()
         found: list[Any] = json.loads(stdout.readline())
         assert all(ended == 1 for *_, ended in found), "an answer did not end as it should"
@@ -124,23 +126,22 @@ def direct(session: InferenceSession, count: int, tokens: int) -> dict[str, Any]
 def served(clients: Clients, count: int, tokens: int, *, stream: bool) -> dict[str, Any]:
     """Return the same of the server, as its clients see it."""
     options = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": stream}
-    bodies = [{"prompt": prompt, **options} for prompt in prompts(count)]
-    found = clients.ask(bodies)
-    return {"seconds": max(whole for _, whole, _ in found), "first": [times[0] if times else whole for times, whole, _ in found]}
+    found = clients.ask([[{"prompt": prompt, **options}] for prompt in prompts(count)])
+    return {"seconds": max(whole for _, whole, _ in found), "first": [times[0] if stream else whole for times, whole, _ in found]}
 
 
-def check(session: InferenceSession, url: str, tokens: int) -> None:
-    """Check that the server answers with the tokens of the session."""
+def check(expected: Sequence[Sequence[str]], url: str) -> None:
+    """Check that the server answers :func:`prompts` with the tokens of the session, which are given as the server writes them."""
     import urllib.request
 
-    for prompt, found in zip(prompts(2), direct(session, 2, tokens)["tokens"], strict=True):
-        body = json.dumps({"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "logprobs": 0}).encode()
+    for prompt, tokens in zip(prompts(len(expected)), expected, strict=True):
+        body = json.dumps({"prompt": prompt, "max_tokens": len(tokens), "ignore_eos": True, "temperature": 0, "logprobs": 0}).encode()
         asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
         answer = json.load(urllib.request.urlopen(asked))["choices"][0]["logprobs"]["tokens"]
-        assert answer == [f"token_id:{token}" for token in found], "the server answers with other tokens than the session"
+        assert answer == list(tokens), f"the server answers with {answer}, the session with {tokens}"
 
 
-def run_server(source: SessionSource, body: Callable[[str, int, str], None]) -> None:
+def run_server(source: Callable[[], InferenceSession], body: Callable[[str, int, str], None]) -> None:
     """Call a function with host, port and URL of a server that runs."""
     options = ServerOptions()
     engine = AsyncEngine(source, model="model", max_queue=SLOTS)
@@ -190,7 +191,7 @@ def main() -> int:
         def measure(host: str, port: int, url: str) -> None:
             clients = Clients(host, port)
             with source() as session:
-                check(session, url, tokens)
+                check([[f"token_id:{token}" for token in found] for found in direct(session, 2, tokens)["tokens"]], url)
                 for count in (1, SLOTS):
                     runs: dict[str, list[dict[str, Any]]] = {"session": [], "stream": [], "whole": []}
                     for _ in range(arguments.rounds):

@@ -75,8 +75,8 @@ def test_slow_conversations_hold_up_their_own_client_only(tmp_path):
     def chat(address: str, content: str) -> int:
         try:
             return post(server, address, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 1})
-        except httpx.ConnectError:
-            return 0  # a thread that a busy machine starts late finds the server gone
+        except (httpx.ConnectError, httpx.RemoteProtocolError):
+            return 0  # a thread that a busy machine starts late finds the server gone, or sends nothing before the server closes
 
     with ThreadPoolExecutor(9) as threads, serving(2, folder=folder) as server:
         assert chat(OTHER, "Alice was") == 200

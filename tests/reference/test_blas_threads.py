@@ -12,7 +12,9 @@ from trt_kvcache.reference.blas_threads import one_blas_thread
 
 
 def blas_threads():
-    return {found["num_threads"] for found in threadpool_info() if found["user_api"] == "blas"}
+    """Return the threads of the BLAS of NumPy: PyTorch and SciPy bring others."""
+    found = [one for one in threadpool_info() if one["user_api"] == "blas" and "numpy" in one["filepath"]]
+    return {one["num_threads"] for one in found}
 
 
 @pytest.fixture(autouse=True)
