@@ -95,6 +95,10 @@ class SafetensorsFile:
         """See :meth:`WeightFile.rename <trt_kvcache.checkpoint.weight_file.WeightFile.rename>`."""
         self.tensors = {names[name]: stored for name, stored in self.tensors.items()}
 
+    def add_name(self, name: str, other: str) -> None:
+        """Give the tensor ``other`` a second name."""
+        self.tensors = {**self.tensors, name: self.tensors[other]}
+
     def split(self, names: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
         """Replace tensors by others: for each, the names and shapes of the tensors that its elements are, one after the other."""
         tensors = {name: stored for name, stored in self.tensors.items() if name not in names}

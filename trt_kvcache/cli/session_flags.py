@@ -43,6 +43,8 @@ QUANTIZE_HELP = (
     ",embedding=... and ,head=..., which otherwise stay as stored."
 )
 
+ADAPTER_HELP = "A folder of PEFT with a LoRA adapter, which is merged into the weights."
+
 KV_DTYPE_HELP = "Quantize K and V to 8 bits, with plugin attention. Default: --dtype."
 KV_SCALES_HELP = (
     "Scales of quantized K and V: computed for each token and head, or static for each layer or head, from the checkpoint. "
@@ -119,6 +121,7 @@ PluginLayersOption = Annotated[
     choice(PluginLayersChoice, "--plugin-layers", help=f"{PLUGIN_LAYERS_HELP} Default: one-plan.", rich_help_panel=MODEL_PANEL),
 ]
 QuantizeOption = Annotated[str | None, typer.Option("--quantize", metavar="FORMAT", help=QUANTIZE_HELP, rich_help_panel=MODEL_PANEL)]
+AdapterOption = Annotated[str | None, typer.Option("--adapter", metavar="FOLDER", help=ADAPTER_HELP, rich_help_panel=MODEL_PANEL)]
 KVDTypeOption = Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
 KVScalesOption = Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP, rich_help_panel=MODEL_PANEL)]
 
@@ -136,6 +139,7 @@ class SessionFlags:
     attention: AttentionOption = None
     plugin_layers: PluginLayersOption = None
     quantize: QuantizeOption = None
+    adapter: AdapterOption = None
     kv_dtype: KVDTypeOption = None
     kv_scales: KVScalesOption = None
 
@@ -154,6 +158,7 @@ class SessionFlags:
             attention=self.attention,
             plugin_layers=self.plugin_layers,
             quantize=self.quantize,
+            adapter=self.adapter,
             kv_dtype=self.kv_dtype,
             kv_scales=self.kv_scales,
         )
