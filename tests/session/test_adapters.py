@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 
@@ -61,6 +62,22 @@ def test_an_engine_folder_has_its_adapter_from_the_build(base: Path, tmp_path: P
     engine, adapter = make_engine_folder(base, tmp_path / "engine"), write_adapter(tmp_path / "adapter")
     with raises(ConfigError, "adapter", "a Hugging Face folder", says="engine folder"):
         load(engine.path, engine=ENGINE, adapter=adapter)
+
+
+def test_an_adapter_may_be_of_the_hub(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
+    asked = []
+
+    def download(hub_id: str, **options: object) -> str:
+        asked.append((hub_id, options["allow_patterns"]))
+        return str(adapter)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    for place in ("some-org/lora", "adapter", "./adapter", str(adapter)):
+        with load(base, adapter=place, engine=ENGINE) as session, load(base, adapter=adapter, engine=ENGINE) as expected:
+            np.testing.assert_array_equal(session.prefill([[5, 6]]), expected.prefill([[5, 6]]))
+    assert asked == [("some-org/lora", ["adapter_config.json", "adapter_model.safetensors"])]
 
 
 @pytest.mark.parametrize("adapter", [3, ""])

@@ -135,7 +135,7 @@ class SessionOptions:
         ``",embedding=..."`` and ``",head=..."`` to round embedding and head too. See ``docs/quantization.md``.
     adapter : path, optional
         A folder of PEFT with a LoRA adapter, which is merged into the weights when they are read, and before they are rounded with
-        ``quantize``: see ``docs/adapters.md``. For a model in 16 or 32 bits.
+        ``quantize``: see ``docs/adapters.md``. For a model in 16 or 32 bits. ``load`` also takes an id of the Hugging Face Hub.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Dtype of quantized K and V, with plugin attention. The first two are the same. If left out, K and V have ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
