@@ -41,10 +41,10 @@ def test_compare_runs_all_paths_with_the_adapter(run: Run, base: Path, adapter: 
 def test_a_dry_run_of_a_build_checks_the_adapter(run: Run, base: Path, adapter: Path, tmp_path: Path) -> None:
     command = ("build", base, "-o", tmp_path / "engine", "--dry-run", "--adapter")
     assert run(*command, adapter).code == 0
-    write_adapter(adapter, use_dora=True)
+    write_adapter(adapter, lora_bias=True)
     refused = run(*command, adapter)
     assert refused.code != 0
-    assert "use_dora" in refused.complaint
+    assert "lora_bias" in refused.complaint
 
 
 def test_a_folder_that_is_absent_is_named_with_the_flag(run: Run, base: Path, tmp_path: Path) -> None:

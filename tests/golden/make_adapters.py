@@ -27,7 +27,7 @@ ADAPTERS = HERE / "adapters"
 TOKENS = 20
 
 #: Fields of a LoRA configuration by golden model: fused tensors with ranks of their own, a tied embedding and its head, RoPE whose rows are
-#: reordered, layers by number.
+#: reordered, DoRA, layers by number.
 CONFIGS = {
     "phi3-long": {
         "r": 3,
@@ -40,6 +40,7 @@ CONFIGS = {
     "qwen2-tied": {"r": 2, "lora_alpha": 3, "target_modules": ["v_proj", "embed_tokens", "lm_head"]},
     "ernie4_5": {"r": 2, "lora_alpha": 7, "target_modules": r".*\.self_attn\.[qk]_proj"},
     "llama": {"r": 3, "lora_alpha": 4, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    "qwen3-sharded": {"r": 2, "lora_alpha": 3, "use_dora": True, "target_modules": ["k_proj", "o_proj", "gate_proj"]},
 }
 
 
@@ -53,7 +54,9 @@ def make(name, fields, seed):
         torch.manual_seed(seed)
         model = get_peft_model(stored, LoraConfig(task_type="CAUSAL_LM", **fields)).eval()
         for weight_name, weight in model.named_parameters():
-            if "lora_" in weight_name:
+            if "lora_magnitude" in weight_name:
+                weight.data *= torch.rand(len(weight)) + 0.5
+            elif "lora_" in weight_name:
                 torch.nn.init.normal_(weight, std=0.3)
         ids = np.random.default_rng(seed).integers(0, stored.config.vocab_size, TOKENS)
         with torch.no_grad():

@@ -95,7 +95,7 @@ def test_what_training_needs_is_not_read() -> None:
         ("init_lora_weights", "olora", "gaussian", "olora"),
         ("init_lora_weights", "loftq", "gaussian", "loftq"),
         ("init_lora_weights", 1, "gaussian", 1),
-        ("use_dora", True, "not set", "True"),
+        ("use_dora", "yes", "true or false", "yes"),
         ("lora_bias", True, "not set", "True"),
         ("fan_in_fan_out", True, "not set", "True"),
         ("modules_to_save", ["lm_head"], "not set", "lm_head"),

@@ -56,8 +56,8 @@ def test_both_files_are_needed(folder: Path, missing: str) -> None:
 
 
 def test_a_refused_field_is_named_with_its_file(folder: Path) -> None:
-    write_adapter(folder, use_dora=True)
-    with raises(CheckpointError, "use_dora", "not set", "True", says="adapter_config.json"):
+    write_adapter(folder, lora_bias=True)
+    with raises(CheckpointError, "lora_bias", "not set", "True", says="adapter_config.json"):
         LoraAdapter.open(folder)
     (folder / "adapter_config.json").write_text("[3]")
     with raises(CheckpointError, "adapter_config.json", "a JSON object", "list"):
@@ -120,6 +120,32 @@ def test_a_module_cannot_be_a_linear_layer_and_an_embedding(folder: Path) -> Non
     more = {f"base_model.model.{Q_PROJ}.lora_embedding_A": np.zeros((3, 5), np.float32)}
     edit_adapter(folder, {**tensors_of(folder), **more, f"base_model.model.{Q_PROJ}.lora_embedding_B": np.zeros((7, 3), np.float32)})
     with raises(CheckpointError, "adapter_model.safetensors", ("one pair", Q_PROJ), "embedding"):
+        LoraAdapter.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "expected", "got"),
+    [
+        (None, f"base_model.model.{Q_PROJ}.lora_magnitude_vector", "none"),
+        (np.ones(95, np.float32), "(96,)", "(95,)"),
+        (np.full(96, np.inf, np.float32), "finite", "others"),
+    ],
+)
+def test_dora_needs_a_magnitude_of_each_row(folder: Path, magnitude: Array | None, expected: str, got: str) -> None:
+    write_adapter(folder, {Q_PROJ: (96, 40)}, use_dora=True)
+    if magnitude is not None:
+        edit_adapter(folder, {**tensors_of(folder), f"base_model.model.{Q_PROJ}.lora_magnitude_vector": magnitude})
+    with raises(CheckpointError, "adapter_model.safetensors", expected, got):
+        LoraAdapter.open(folder)
+
+
+def test_dora_of_an_embedding_is_refused(folder: Path) -> None:
+    write_adapter(folder, {Q_PROJ: (96, 40)}, use_dora=True)
+    tensors = {f"base_model.model.model.embed_tokens.lora_embedding_{side}": np.zeros((3, 3), np.float32) for side in "AB"}
+    edit_adapter(folder, tensors)
+    with raises(
+        CheckpointError, "adapter_model.safetensors", "lora_magnitude_vector", "base_model.model.model.embed_tokens.lora_embedding_A"
+    ):
         LoraAdapter.open(folder)
 
 

@@ -73,6 +73,20 @@ def test_a_merged_weight_is_rounded_once(tmp_path: Path) -> None:
     assert (found == ml_dtypes.bfloat16(1 + 2**-7)).all()
 
 
+@pytest.mark.parametrize("chunk", [1, 1 << 22])
+def test_dora_scales_rows_to_their_magnitudes(base: Path, tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, magnitudes = write_adapter(tmp_path / "dora", {Q_PROJ: (96, 40)}, use_dora=True), np.linspace(0.5, 2, 96, dtype=np.float32)
+    edit_adapter(adapter, {**tensors_of(adapter), f"base_model.model.{Q_PROJ}.lora_magnitude_vector": magnitudes})
+    monkeypatch.setattr(merged_weights, "_CHUNK", chunk)
+    with Checkpoint.open(base, adapter=adapter) as checkpoint:
+        found, first = checkpoint.tensor(Q), checkpoint.fingerprint()
+    rows = merged(adapter, base_tensor(base, Q), Q_PROJ, 7 / 3)
+    np.testing.assert_allclose(found, rows / np.linalg.norm(rows, axis=1, keepdims=True) * magnitudes[:, None], **EXACT)
+    edit_adapter(adapter, {**tensors_of(adapter), f"base_model.model.{Q_PROJ}.lora_magnitude_vector": magnitudes[::-1]})
+    with Checkpoint.open(base, adapter=adapter) as checkpoint:
+        assert checkpoint.fingerprint() != first
+
+
 def test_a_merge_in_chunks_is_the_same(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpoint.open(base, adapter=adapter) as checkpoint:
         whole = checkpoint.tensor(Q)

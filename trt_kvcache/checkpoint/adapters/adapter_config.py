@@ -22,7 +22,7 @@ _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 #: Fields that are read here.
 _READ = (
     *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "use_dora"),
 )
 
 #: Fields of training, of initial values and of the origin, which do not change what a trained adapter computes.
@@ -49,6 +49,7 @@ class AdapterConfig:
     rank: int
     alpha: float
     use_rslora: bool
+    use_dora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     target_modules: str | frozenset[str]  # a regular expression or ALL_LINEAR, or names and ends of names
@@ -80,6 +81,7 @@ class AdapterConfig:
             rank=fields.integer("r"),
             alpha=fields.number("lora_alpha"),
             use_rslora=fields.flag("use_rslora", False),
+            use_dora=fields.flag("use_dora", False),
             rank_pattern={key: patterns.integer(key) for key, patterns in _patterns(fields, "rank_pattern")},
             alpha_pattern={key: patterns.number(key) for key, patterns in _patterns(fields, "alpha_pattern")},
             target_modules=_modules(fields, "target_modules"),

@@ -30,6 +30,9 @@ _PREFIX = "base_model.model."
 _LINEAR = (".lora_A.weight", ".lora_B.weight")
 _EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
 
+#: End of the names of magnitudes, of a linear layer with DoRA.
+_MAGNITUDE = ".lora_magnitude_vector"
+
 #: End of a base weight that PEFT stores next to the adapter of an embedding.
 _BASE = ".base_layer.weight"
 
@@ -43,11 +46,17 @@ def adapter_folder(path: object) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowRankUpdate:
-    """An update of a matrix ``[out, in]``: ``scale * left @ right``."""
+    """An update of a matrix ``[out, in]``: the sum with ``scale * left @ right``, whose rows DoRA scales to norms of their own."""
 
     left: npt.NDArray[Any]  # [out, r]
     right: npt.NDArray[Any]  # [r, in]
     scale: float
+    magnitude: npt.NDArray[Any] | None = None  # [out], the norms of the rows with DoRA
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """Its arrays."""
+        return (self.left, self.right, *(() if self.magnitude is None else (self.magnitude,)))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -95,7 +104,7 @@ class LoraAdapter:
         """Return a hash of the adapter, equal for adapters of equal updates wherever the folder is."""
         names = sorted(self.updates)
         index = [(name, self.updates[name].scale, name in self.embeddings) for name in names]
-        arrays = [array for name in names for array in (self.updates[name].left, self.updates[name].right)]
+        arrays = [array for name in names for array in self.updates[name].arrays]
         digest = hashlib.sha256(json.dumps([index, [(str(array.dtype), array.shape) for array in arrays]]).encode())
         for array in arrays:
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -107,17 +116,15 @@ def _adapter(folder: Path, config: AdapterConfig, file: SafetensorsFile) -> Lora
     updates: dict[str, LowRankUpdate] = {}
     embeddings, base_copies = set(), {}
     for name in file.tensors:
-        module, end = _split(name, file.path)
+        module, end = _split(name, file.path, has_magnitudes=config.use_dora)
         if end == _BASE:
             base_copies[module] = _finite(file, name)
             continue
         ends = _EMBEDDING if end in _EMBEDDING else _LINEAR
-        names = [f"{_PREFIX}{module}{one}" for one in ends]
+        names = [f"{_PREFIX}{module}{one}" for one in (*ends, *((_MAGNITUDE,) if config.use_dora else ()))]
         missing = next((one for one in names if one not in file.tensors), None)
         if missing is not None:
-            raise CheckpointError(
-                f"{file.path}: expected {missing} with {name}, got none. The file may be of a broken copy: fetch it again."
-            )
+            raise CheckpointError(f"{file.path}: expected {missing} with {name}, got none. The file may be damaged: fetch it again.")
         if not config.targets(module):
             raise CheckpointError(
                 f"{file.path}: expected modules that {ADAPTER_CONFIG_FILE} targets, got {module}. The files may be of different adapters."
@@ -138,12 +145,13 @@ def _adapter(folder: Path, config: AdapterConfig, file: SafetensorsFile) -> Lora
     return LoraAdapter(path=folder, config=config, updates=updates, embeddings=frozenset(embeddings), base_copies=base_copies)
 
 
-def _split(name: str, path: Path) -> tuple[str, str]:
+def _split(name: str, path: Path, *, has_magnitudes: bool) -> tuple[str, str]:
     """Return the module and the end of a tensor's name. Raises CheckpointError for a tensor that a LoRA adapter does not have."""
-    end = next((end for end in (*_LINEAR, *_EMBEDDING, _BASE) if name.endswith(end)), None)
+    expected = (*_LINEAR, _MAGNITUDE) if has_magnitudes else (*_LINEAR, *_EMBEDDING)
+    end = next((end for end in (*expected, _BASE) if name.endswith(end)), None)
     if end is None or not name.startswith(_PREFIX):
         raise CheckpointError(
-            f"{path}: expected tensors {_PREFIX}MODULE with {', '.join(end[1:] for end in (*_LINEAR, *_EMBEDDING))}, got {name}. "
+            f"{path}: expected tensors {_PREFIX}MODULE with {', '.join(end[1:] for end in expected)}, got {name}. "
             "Leaving it out would run another model."
         )
     return name.removeprefix(_PREFIX).removesuffix(end), end
@@ -153,14 +161,16 @@ def _update(config: AdapterConfig, file: SafetensorsFile, module: str, names: li
     """Return the update of a module. Raises CheckpointError for shapes that disagree with the rank or with each other."""
     rank = config.rank_of(module)
     shapes = [file.tensors[name].shape for name in names]
-    for name, shape, expected in zip(names, shapes, ((rank, "in"), ("out", rank)), strict=True):
+    for name, shape, expected in zip(names, shapes, ((rank, "in"), ("out", rank)), strict=False):
         if len(shape) != 2 or shape[expected.index(rank)] != rank:
             wanted = ", ".join(map(str, expected))
             raise CheckpointError(f"{file.path}: expected {name} of shape ({wanted}) by {ADAPTER_CONFIG_FILE}, got {shape}.")
-    a, b = (_finite(file, name) for name in names)
+    a, b, *magnitudes = (_finite(file, name) for name in names)
+    if magnitudes and magnitudes[0].shape != (len(b),):
+        raise CheckpointError(f"{file.path}: expected {names[2]} of shape ({len(b)},), got {magnitudes[0].shape}.")
     if is_embedding:
         return LowRankUpdate(left=a.T, right=b.T, scale=config.scale_of(module))
-    return LowRankUpdate(left=b, right=a, scale=config.scale_of(module))
+    return LowRankUpdate(left=b, right=a, scale=config.scale_of(module), magnitude=magnitudes[0] if magnitudes else None)
 
 
 def _finite(file: SafetensorsFile, name: str) -> npt.NDArray[Any]:

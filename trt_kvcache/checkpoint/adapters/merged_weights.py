@@ -27,7 +27,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class MergedWeight:
-    """A :class:`~trt_kvcache.checkpoint.weight_file.WeightFile` of one matrix: float32 sums of a base weight and its update."""
+    """A :class:`~trt_kvcache.checkpoint.weight_file.WeightFile` of one matrix: a base weight with its update, in float32."""
 
     base: WeightFile
     name: str
@@ -59,12 +59,15 @@ class MergedWeight:
         self.base.release(name)
         right = self.update.right.astype(np.float32)
         step = max(1, _CHUNK // merged.shape[1])
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for first in range(0, len(merged), step):
                 rows = slice(first, first + step)
                 product = self.update.left[rows].astype(np.float32) @ right
                 product *= np.float32(self.update.scale)
                 merged[rows] += product
+                if self.update.magnitude is not None:
+                    norms = np.linalg.norm(merged[rows], axis=1)
+                    merged[rows] *= (self.update.magnitude[rows].astype(np.float32) / norms)[:, None]
         if not np.isfinite(merged).all():
             raise CheckpointError(f"{self.adapter}: expected finite values of {name} after the merge, got others.")
         merged.flags.writeable = False
