@@ -88,8 +88,8 @@ class RandomModel:
             else:
                 weight.normal_(0.0, 1.0 / math.sqrt(weight.shape[1]), generator=random)
 
-    def session(self, memory: Any, *, slots: int, length: int, width: int) -> InferenceSession:
-        """Return a session on the torch engine, with the tokenizer. No weight is read from a file."""
+    def session(self, memory: Any, *, slots: int, length: int, width: int, **options: Any) -> InferenceSession:
+        """Return a session on the torch engine, with the tokenizer and other options. No weight is read from a file."""
         tensors = self.peer.state_dict()
         kv = cache_config(self.config, max_batch_size=slots, max_sequence_length=length, dtype=self.config.dtype)
         engine = TorchEngine(
@@ -105,7 +105,7 @@ class RandomModel:
         except BaseException:
             engine.close()
             raise
-        return InferenceSession(engine, cache, tokenizer=self.tokenizer)
+        return InferenceSession(engine, cache, tokenizer=self.tokenizer, **options)
 
     @property
     def weights(self) -> WeightsSummary | None:

@@ -29,6 +29,7 @@ from serving import Clients, check, direct, run_server
 
 from trt_kvcache import CudaMemory, HostMemory, InferenceSession
 from trt_kvcache.benchmarking import Percentiles
+from trt_kvcache.session.session_options import DEFAULT_PREFILL_CHUNK
 
 HERE = Path(__file__).resolve().parent
 
@@ -45,7 +46,12 @@ def main() -> int:
     """Compare, measure, write. Exit code 1: a limit is not met."""
     options = _options()
     memory = HostMemory() if options.device == "cpu" else CudaMemory()
-    result: dict[str, Any] = {**describe_environment(gpu=options.device != "cpu"), "limits": LIMITS, "rows": []}
+    result: dict[str, Any] = {
+        **describe_environment(gpu=options.device != "cpu"),
+        "limits": LIMITS,
+        "prefill_chunk": options.prefill_chunk,
+        "rows": [],
+    }
     deadline = time.monotonic() + options.max_seconds
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
@@ -65,13 +71,18 @@ def meets_limits(row: dict[str, Any]) -> bool:
 
 
 def measured(model: RandomModel, memory: Any, clients: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one number of clients on both sides, after a run of each that captures graphs."""
+    """Measure one number of clients on both sides, after runs of each that capture graphs."""
     sizes = QUICK if options.quick else {"shortest": SHORTEST, "longest": LONGEST, "new_tokens": NEW_TOKENS}
     count = sizes["new_tokens"]
     open_session = partial(
-        model.session, memory, slots=clients, length=sizes["longest"] + count, width=min(sizes["longest"], max(64, 16384 // clients))
+        model.session,
+        memory,
+        slots=clients,
+        length=sizes["longest"] + count,
+        width=min(sizes["longest"], max(64, 16384 // clients)),
+        prefill_chunk=options.prefill_chunk,
     )
-    loads = [load(model, clients, seed, sizes["shortest"], sizes["longest"]) for seed in (1, 2)]
+    loads = [load(model, clients, seed, sizes["shortest"], sizes["longest"]) for seed in range(3)]
     with open_session() as session:
         [tokens] = direct(session, 1, min(16, count))["tokens"]  # alone, so that sums have one order
         of_session = [run_session(session, one, count) for one in loads]
@@ -158,6 +169,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--clients", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--prefill-chunk", type=int, default=DEFAULT_PREFILL_CHUNK)
     parser.add_argument("--quick", action="store_true", help="tiny models: tries the script, measures nothing of use")
     parser.add_argument("--max-seconds", type=float, default=300.0, help="begin no measurement after so long")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "serving_load.json")

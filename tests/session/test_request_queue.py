@@ -119,16 +119,29 @@ class TestChunkedPrefill:
         drain(session)
         assert outcome(second) == alone(make(), range(9), SamplingParams(max_new_tokens=2))
 
-    def test_several_prompts_share_the_tokens_of_a_step(self):
+    def test_the_oldest_prompt_comes_first_and_short_rows_share_the_tokens_of_a_step(self):
         session = make(slots=4, prefill_chunk=4)
         session.submit([1], max_new_tokens=14)
         session.step()
-        long, short, other = (session.submit(prompt, max_new_tokens=3) for prompt in (range(9), [5], range(2, 8)))
+        for prompt in (range(9), [5], range(2, 8)):
+            session.submit(prompt, max_new_tokens=6)
+        held = []
+        for _ in range(5):
+            session.step()
+            held.append([len(session.tokens(slot)) for slot in (1, 2, 3)])
+        # The last token of the first prompt has the first one of the second beside it: two slots, a power of two.
+        assert held == [[4, 0, 0], [8, 0, 0], [9, 1, 0], [10, 2, 4], [11, 3, 6]]
+
+    def test_a_prompt_in_an_earlier_slot_does_not_overtake_an_older_one(self):
+        session = make(slots=4, prefill_chunk=2)
+        ends, _ = session.submit([1], max_new_tokens=2), session.submit([2], max_new_tokens=14)
         session.step()
-        assert (long.state, short.state, other.state) == ("prefilling", "decoding", "prefilling")
-        assert [len(session.tokens(slot)) for slot in (1, 2, 3)] == [1, 1, 1]
-        session.step()
-        assert [len(session.tokens(slot)) for slot in (1, 3)] == [3, 3]
+        old, new = session.submit(range(9), max_new_tokens=2), session.submit(range(9), max_new_tokens=2)
+        while old.state != "decoding":
+            session.step()
+        assert ends.finished
+        assert session._queue.running[0] is new  # moved into the slot of the first one
+        assert new.state == "prefilling"
 
     def test_prompts_that_run_alone_have_wide_chunks(self):
         session = make(slots=2, prefill_chunk=1)

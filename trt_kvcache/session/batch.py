@@ -227,7 +227,7 @@ class Batch:
         with self._runner.work():
             slots, logits = self.prefilled(self._runner.slots, plan, chunks)
             self._runner.apply(slots)
-        return logits
+        return self._stacked(logits, len(slots))
 
     @nvtx_range("decode")
     def decode(self, tokens: Sequence[int]) -> Logits:
@@ -287,7 +287,15 @@ class Batch:
     def _prefill(self, plan: StepPlan, chunks: Sequence[Chunk]) -> Logits:
         """Run a plan in chunks. Each chunk is atomic, the call as a whole is not."""
         with self._runner.work():
-            return self.prefilled(self._runner.slots, plan, chunks, apply=self._runner.apply)[1]
+            slots, logits = self.prefilled(self._runner.slots, plan, chunks, apply=self._runner.apply)
+        return self._stacked(logits, len(slots))
+
+    def _stacked(self, logits: Mapping[int, Logits], count: int) -> Logits:
+        """Return ``[count, vocab]``, NaN for slots without logits."""
+        found = np.full((count, self._runner.plan.vocab_size), np.nan, np.float32)
+        for slot, row in logits.items():
+            found[slot] = row
+        return found
 
     @nvtx_range("prefill")
     def prefilled(
@@ -298,15 +306,15 @@ class Batch:
         *,
         receive: Callable[[int, Logits], object] = lambda slot, logits: None,
         apply: Callable[[Sequence[Slot]], object] = lambda slots: None,
-    ) -> tuple[list[Slot], Logits]:
-        """Run a plan in chunks, and return the slots afterwards and the logits after each row, NaN where none are wanted.
+    ) -> tuple[list[Slot], dict[int, Logits]]:
+        """Run a plan in chunks, and return the slots afterwards and the wanted logits ``[vocab]`` after each row, by slot.
 
         Inside :meth:`Runner.work`. ``receive(slot, logits)`` gets the logits of slots that want all, ``apply(slots)`` the slots, by chunk.
         """
         started = time.perf_counter()
         after = list(slots)
         every_logit = plan.wants_all
-        logits = np.full((len(plan.rows), self._runner.plan.vocab_size), np.nan, np.float32)
+        logits: dict[int, Logits] = {}
         for chunk, parts in _parts_of(plan.rows, chunks):
             chunk_logits = self._run_chunk(chunk, parts, every_logit=every_logit)
             for slot, part, found in zip(range(chunk.first, chunk.end), parts, chunk_logits, strict=True):
@@ -317,7 +325,7 @@ class Batch:
                     receive(slot, found[: len(part)])
                 ends = after[slot].length == slots[slot].length + len(plan.rows[slot])
                 if ends and plan.logits[slot] is not LogitsWanted.NONE:
-                    logits[slot] = found[len(part) - 1] if every_logit else found
+                    logits[slot] = (found[len(part) - 1] if every_logit else found).copy()  # the next enqueue overwrites them
             apply(after)
             self._counters.prefill_tokens += sum(chunk.takes)
         self._counters.prefill_seconds += time.perf_counter() - started
@@ -436,7 +444,7 @@ class Batch:
         with self._runner.work():
             slots, logits = self.prefilled(self._runner.slots, plan, chunks)
             self._runner.apply(slots)
-        return logits
+        return self._stacked(logits, len(slots))
 
     # --- prefix caching ---
 

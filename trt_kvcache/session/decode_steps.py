@@ -118,7 +118,7 @@ class DecodeSteps:
         self._runner.uncommitted = None
         return [slot.committed(count) for slot, count in zip(slots, verified.counts, strict=True)]
 
-    def _run_again(self, slots: Sequence[Slot], plan: StepPlan) -> tuple[list[Slot], Logits]:
+    def _run_again(self, slots: Sequence[Slot], plan: StepPlan) -> tuple[list[Slot], Mapping[int, Logits]]:
         """Run several pending tokens of a slot, as a prompt."""
         return self._batch.prefilled(slots, plan, self._runner.chunks([slot.length for slot in slots], plan))
 
@@ -191,7 +191,9 @@ class DecodeSteps:
         return after, logits
 
     @nvtx_range("sampling")
-    def _choose(self, slots: Sequence[Slot], logits: Logits, requests: Sequence[Request], plan: StepPlan, *, waits: bool) -> DecodeStep:
+    def _choose(
+        self, slots: Sequence[Slot], logits: Logits | Mapping[int, Logits], requests: Sequence[Request], plan: StepPlan, *, waits: bool
+    ) -> DecodeStep:
         choose = Request.choose if waits else Request.choose_or_keep
         is_full = self._batch.is_full
         return DecodeStep(slots, {slot: [choose(requests[slot], logits[slot], full=is_full(slots[slot]))] for slot in plan.running()})
