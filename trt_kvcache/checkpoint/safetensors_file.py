@@ -104,6 +104,10 @@ class SafetensorsFile:
         """See :meth:`WeightFile.rename <trt_kvcache.checkpoint.weight_file.WeightFile.rename>`."""
         self.tensors = {names[name]: stored for name, stored in self.tensors.items()}
 
+    def add_name(self, name: str, other: str) -> None:
+        """Give the tensor ``other`` a second name."""
+        self.tensors = {**self.tensors, name: self.tensors[other]}
+
     def split(self, parts: Mapping[str, Mapping[str, StoredTensor]]) -> None:
         """Replace tensors by others over the same bytes: for each, its parts by name."""
         self.tensors = {name: stored for name, stored in self.tensors.items() if name not in parts}
