@@ -27,7 +27,7 @@ ADAPTERS = HERE / "adapters"
 TOKENS = 20
 
 #: Fields of a LoRA configuration by golden model: fused tensors with ranks of their own, a tied embedding and its head, RoPE whose rows are
-#: reordered, DoRA, layers by number.
+#: reordered, layers by number, DoRA, whole modules and biases.
 CONFIGS = {
     "phi3-long": {
         "r": 3,
@@ -41,6 +41,8 @@ CONFIGS = {
     "ernie4_5": {"r": 2, "lora_alpha": 7, "target_modules": r".*\.self_attn\.[qk]_proj"},
     "llama": {"r": 3, "lora_alpha": 4, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
     "qwen3-sharded": {"r": 2, "lora_alpha": 3, "use_dora": True, "target_modules": ["k_proj", "o_proj", "gate_proj"]},
+    "gemma2": {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "post_attention_layernorm"]},
+    "starcoder2": {"r": 2, "lora_alpha": 3, "target_modules": ["c_fc"], "bias": "all"},
 }
 
 
@@ -58,6 +60,8 @@ def make(name, fields, seed):
                 weight.data *= torch.rand(len(weight)) + 0.5
             elif "lora_" in weight_name:
                 torch.nn.init.normal_(weight, std=0.3)
+            elif weight.requires_grad:  # a module or a bias that is saved whole
+                weight.data += 0.3 * torch.randn(weight.shape)
         ids = np.random.default_rng(seed).integers(0, stored.config.vocab_size, TOKENS)
         with torch.no_grad():
             logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()

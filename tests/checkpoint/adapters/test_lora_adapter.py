@@ -116,6 +116,28 @@ def test_a_module_that_is_not_targeted_is_refused(folder: Path) -> None:
         LoraAdapter.open(folder)
 
 
+def test_modules_to_save_are_there_once(folder: Path) -> None:
+    write_adapter(folder, modules_to_save=["norm"])
+    with raises(CheckpointError, "adapter_model.safetensors", "norm", "none"):
+        LoraAdapter.open(folder)
+    norm = np.ones(40, np.float32)
+    edit_adapter(folder, {**tensors_of(folder), "base_model.model.model.norm.weight": norm})
+    assert sorted(LoraAdapter.open(folder).changed) == [f"{Q_PROJ}.weight", f"{DOWN_PROJ}.weight", "model.norm.weight"]
+    edit_adapter(folder, {**tensors_of(folder), "base_model.model.model.norm.base_layer.weight": norm})
+    with raises(
+        CheckpointError, "adapter_model.safetensors", ("model.norm.weight", "once"), "base_model.model.model.norm.base_layer.weight"
+    ):
+        LoraAdapter.open(folder)
+
+
+def test_an_update_of_a_module_that_is_saved_whole_is_refused(folder: Path) -> None:
+    write_adapter(folder, modules_to_save=["self_attn"])
+    tensors = tensors_of(folder)
+    edit_adapter(folder, {**tensors, f"base_model.model.{Q_PROJ}.weight": np.ones((96, 40), np.float32)})
+    with raises(CheckpointError, "adapter_model.safetensors", "adapter_config.json", Q_PROJ):
+        LoraAdapter.open(folder)
+
+
 def test_a_module_cannot_be_a_linear_layer_and_an_embedding(folder: Path) -> None:
     more = {f"base_model.model.{Q_PROJ}.lora_embedding_A": np.zeros((3, 5), np.float32)}
     edit_adapter(folder, {**tensors_of(folder), **more, f"base_model.model.{Q_PROJ}.lora_embedding_B": np.zeros((7, 3), np.float32)})

@@ -13,6 +13,7 @@ from tests.checkpoint.folders import edit_config, edit_tensors
 from tests.golden.weights import VISION
 from tests.helpers.adapters import DOWN_PROJ, Q_PROJ, SHAPES, edit_adapter, merged, tensors_of, write_adapter
 from tests.helpers.errors import raises
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import write_model
 from tests.helpers.quantized_models import CASES, write_quantized
 from tests.paths import GOLDEN
@@ -85,6 +86,36 @@ def test_dora_scales_rows_to_their_magnitudes(base: Path, tmp_path: Path, chunk:
     edit_adapter(adapter, {**tensors_of(adapter), f"base_model.model.{Q_PROJ}.lora_magnitude_vector": magnitudes[::-1]})
     with Checkpoint.open(base, adapter=adapter) as checkpoint:
         assert checkpoint.fingerprint() != first
+
+
+def with_norm(adapter: Path, norm: np.ndarray[Any, Any]) -> Path:
+    write_adapter(adapter, modules_to_save=["norm"])
+    edit_adapter(adapter, {**tensors_of(adapter), "base_model.model.model.norm.weight": norm})
+    return adapter
+
+
+def test_whole_tensors_keep_their_dtype_until_they_are_rounded_once(base: Path, adapter: Path) -> None:
+    norm = np.full(40, 1 + 2**-8 + 2**-13, np.float32)
+    with Checkpoint.open(base, adapter=with_norm(adapter, norm)) as checkpoint, Checkpoint.open(base) as plain:
+        np.testing.assert_array_equal(checkpoint.tensor("model.norm.weight"), norm)
+        assert (RoundedTensors(checkpoint, "bfloat16")("model.norm.weight") == ml_dtypes.bfloat16(1 + 2**-7)).all()
+        np.testing.assert_array_equal(checkpoint.tensor(K), plain.tensor(K))
+        first = checkpoint.fingerprint()
+    with Checkpoint.open(base, adapter=with_norm(adapter, norm + 1)) as checkpoint:
+        assert checkpoint.fingerprint() != first
+
+
+def test_whole_tensors_are_rounded_to_other_formats_too(base: Path, adapter: Path) -> None:
+    weight, name = np.random.default_rng(5).standard_normal((48, 40)).astype(np.float32), K.removesuffix(".weight")
+    write_adapter(adapter, modules_to_save=["k_proj"])
+    edit_adapter(adapter, {**tensors_of(adapter), f"base_model.model.{name}.weight": weight})
+    with Checkpoint.open(base, adapter=adapter, quantize="int8") as checkpoint:
+        np.testing.assert_allclose(checkpoint.tensor(K), weight, atol=np.abs(weight).max() / 250)
+
+
+def test_a_resized_vocabulary_is_refused(base: Path, adapter: Path) -> None:
+    with raises(CheckpointError, str(adapter), ("model.norm.weight", "(40,)"), "(41,)"):
+        Checkpoint.open(base, adapter=with_norm(adapter, np.ones(41, np.float32)))
 
 
 def test_a_merge_in_chunks_is_the_same(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +216,13 @@ def test_quantized_bases_are_refused(tmp_path: Path, adapter: Path) -> None:
     write_quantized(tmp_path / "awq", "llama", quantize, config)
     with raises(CheckpointError, "adapter", "16 or 32 bits", "AWQ int4"):
         Checkpoint.open(tmp_path / "awq", adapter=adapter)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_a_gguf_file_is_refused_as_a_base(tmp_path: Path, adapter: Path, kind: str) -> None:
+    write_gguf(tmp_path / "gguf", kind)
+    with raises(CheckpointError, "adapter", ("safetensors", "16 or 32 bits"), "a GGUF file"):
+        Checkpoint.open(tmp_path / "gguf", adapter=adapter)
 
 
 def test_a_tied_head_is_read_apart_from_the_embedding() -> None:

@@ -22,7 +22,7 @@ _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 #: Fields that are read here.
 _READ = (
     *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "use_dora"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "use_dora", "modules_to_save"),
 )
 
 #: Fields of training, of initial values and of the origin, which do not change what a trained adapter computes.
@@ -56,6 +56,8 @@ class AdapterConfig:
     exclude_modules: str | frozenset[str]
     layers_to_transform: frozenset[int] | None
     layers_pattern: tuple[str, ...]
+    modules_to_save: frozenset[str]  # names of modules whose tensors the adapter has whole, or of modules above them
+    has_biases: bool  # the adapter has biases of the model whole
     base_model: str  # the base model by its name at the training, for messages; empty if not known
 
     @classmethod
@@ -66,8 +68,8 @@ class AdapterConfig:
             raise fields.refusal("peft_type", "LORA")
         if fields.get("task_type") not in (None, "CAUSAL_LM"):
             raise fields.refusal("task_type", "CAUSAL_LM or null")
-        if fields.get("bias") not in (None, "none"):
-            raise ConfigError(f"{fields.refusal('bias', 'none')} {_MERGE_ELSEWHERE}")
+        if fields.get("bias") not in (None, "none", "all", "lora_only"):
+            raise fields.refusal("bias", "none, all or lora_only")
         init = fields.get("init_lora_weights")
         if not any(init is one or (isinstance(init, str) and init == one) for one in _INITS):
             others = "true, false, gaussian, eva or orthogonal"
@@ -88,6 +90,8 @@ class AdapterConfig:
             exclude_modules=_modules(fields, "exclude_modules") if fields.get("exclude_modules") else frozenset(),
             layers_to_transform=_layers(fields),
             layers_pattern=_layers_pattern(fields),
+            modules_to_save=_names(fields, "modules_to_save") if fields.get("modules_to_save") else frozenset(),
+            has_biases=fields.get("bias") in ("all", "lora_only"),
             base_model=base_model if isinstance(base_model, str) else "",
         )
         if isinstance(config.target_modules, str) and (config.layers_to_transform is not None or config.layers_pattern):
@@ -108,13 +112,20 @@ class AdapterConfig:
 
     def targets(self, module: str) -> bool:
         """Return True if the adapter changes a module, which is linear or an embedding."""
-        if _is_named(self.exclude_modules, module):
+        if _is_named(self.exclude_modules, module) or self._saves(module):
             return False
         if self.is_all_linear:
             return True
         if not _is_named(self.target_modules, module):
             return False
         return self.layers_to_transform is None or module in self.target_modules or self._layer_of(module) in self.layers_to_transform
+
+    def replaces(self, tensor: str) -> bool:
+        """Return True if the adapter may have a tensor of the model whole."""
+        return (self.has_biases and "bias" in tensor) or self._saves(tensor.rpartition(".")[0])
+
+    def _saves(self, module: str) -> bool:
+        return any(f".{name}." in f".{module}." for name in self.modules_to_save)
 
     @cached_property
     def is_all_linear(self) -> bool:
@@ -149,8 +160,13 @@ def _modules(fields: ConfigFields, name: str) -> str | frozenset[str]:
     value = fields.get(name)
     if isinstance(value, str) and value:
         return value if value.lower() == ALL_LINEAR else _checked(fields, name, value)
+    return _names(fields, name, "a list of names, or a regular expression")
+
+
+def _names(fields: ConfigFields, name: str, expected: str = "a list of names") -> frozenset[str]:
+    value = fields.get(name)
     if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
-        raise fields.refusal(name, "a list of names, or a regular expression")
+        raise fields.refusal(name, expected)
     return frozenset(value)
 
 

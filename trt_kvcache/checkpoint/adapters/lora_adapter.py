@@ -73,6 +73,8 @@ class LoraAdapter:
     updates: Mapping[str, LowRankUpdate]  # by module
     embeddings: frozenset[str]  # modules of updates that are embeddings
     base_copies: Mapping[str, npt.NDArray[Any]]  # base weights in the file, by module
+    replaced: Mapping[str, str]  # tensors of the model that the file has whole, with their names there
+    file: SafetensorsFile
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> LoraAdapter:
@@ -93,7 +95,12 @@ class LoraAdapter:
             config = AdapterConfig.read(read_json(source))
         except ConfigError as error:
             raise CheckpointError(f"{source}: {error}") from error
-        return _adapter(folder, config, SafetensorsFile(weights))
+        return _adapter(folder, config, SafetensorsFile(weights, keeps_stored_dtype=True))
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of the model's tensors that it changes, as PEFT has them."""
+        return (*(f"{module}.weight" for module in self.updates), *sorted(self.replaced))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -104,8 +111,9 @@ class LoraAdapter:
         """Return a hash of the adapter, equal for adapters of equal updates wherever the folder is."""
         names = sorted(self.updates)
         index = [(name, self.updates[name].scale, name in self.embeddings) for name in names]
-        arrays = [array for name in names for array in self.updates[name].arrays]
-        digest = hashlib.sha256(json.dumps([index, [(str(array.dtype), array.shape) for array in arrays]]).encode())
+        whole = sorted(self.replaced)
+        arrays = [array for name in names for array in self.updates[name].arrays] + [self.file.array(self.replaced[name]) for name in whole]
+        digest = hashlib.sha256(json.dumps([index, whole, [(str(array.dtype), array.shape) for array in arrays]]).encode())
         for array in arrays:
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
@@ -114,8 +122,16 @@ class LoraAdapter:
 def _adapter(folder: Path, config: AdapterConfig, file: SafetensorsFile) -> LoraAdapter:
     """Return the adapter in a file, whose tensors are all used."""
     updates: dict[str, LowRankUpdate] = {}
-    embeddings, base_copies = set(), {}
+    embeddings, base_copies, replaced = set(), {}, {}
     for name in file.tensors:
+        tensor = name.removeprefix(_PREFIX).replace(".base_layer.", ".")  # of a bias next to an update
+        is_update = name.endswith((*_LINEAR, *_EMBEDDING, _MAGNITUDE))
+        if name.startswith(_PREFIX) and not is_update and config.replaces(tensor):
+            _check_dtype(file, name)
+            if tensor in replaced:
+                raise CheckpointError(f"{file.path}: expected {tensor} once, got {replaced[tensor]} and {name}.")
+            replaced[tensor] = name
+            continue
         module, end = _split(name, file.path, has_magnitudes=config.use_dora)
         if end == _BASE:
             base_copies[module] = _finite(file, name)
@@ -137,12 +153,23 @@ def _adapter(folder: Path, config: AdapterConfig, file: SafetensorsFile) -> Lora
                     f"{file.path}: expected one pair of A and B for {module}, got one as a linear layer and as an embedding."
                 )
             updates[module] = _update(config, file, module, names, is_embedding=ends is _EMBEDDING)
+    absent = next((name for name in sorted(config.modules_to_save) if not any(f".{name}." in f".{tensor}" for tensor in replaced)), None)
+    if absent is not None:
+        raise CheckpointError(f"{file.path}: expected tensors of {absent}, which modules_to_save lists, got none.")
     if not updates:
         raise CheckpointError(f"{file.path}: expected tensors such as {_PREFIX}...{_LINEAR[0]}, got none.")
     stray = next((module for module in base_copies if module not in embeddings and module not in updates), None)
     if stray is not None:
         raise CheckpointError(f"{file.path}: expected an adapter of {stray}, whose base weight is there, got none.")
-    return LoraAdapter(path=folder, config=config, updates=updates, embeddings=frozenset(embeddings), base_copies=base_copies)
+    return LoraAdapter(
+        path=folder,
+        config=config,
+        updates=updates,
+        embeddings=frozenset(embeddings),
+        base_copies=base_copies,
+        replaced=replaced,
+        file=file,
+    )
 
 
 def _split(name: str, path: Path, *, has_magnitudes: bool) -> tuple[str, str]:
@@ -175,10 +202,14 @@ def _update(config: AdapterConfig, file: SafetensorsFile, module: str, names: li
 
 def _finite(file: SafetensorsFile, name: str) -> npt.NDArray[Any]:
     """Return a tensor of finite floating-point numbers."""
-    stored = file.tensors[name]
-    if stored.dtype not in MODEL_DTYPES:
-        raise CheckpointError(f"{file.path}: expected every tensor in {', '.join(MODEL_DTYPES)}, got {name} in {stored.dtype}.")
+    _check_dtype(file, name)
     array = file.array(name)
     if not np.isfinite(array.astype(np.float32)).all():
         raise CheckpointError(f"{file.path}: expected finite values of {name}, got others. The file may be damaged: fetch it again.")
     return array
+
+
+def _check_dtype(file: SafetensorsFile, name: str) -> None:
+    dtype = file.tensors[name].dtype
+    if dtype not in MODEL_DTYPES:
+        raise CheckpointError(f"{file.path}: expected every tensor in {', '.join(MODEL_DTYPES)}, got {name} in {dtype}.")

@@ -84,13 +84,13 @@ class MergedWeight:
 def with_untied_head(
     adapter: LoraAdapter, config: ModelConfig, files: Mapping[str, WeightFile]
 ) -> tuple[ModelConfig, dict[str, WeightFile]]:
-    """Return model and files with a head of its own if an adapter changes only the head or only the embedding, as in PEFT.
+    """Return model and files with a head of its own if an adapter changes the head or the embedding, as in PEFT.
 
     The base weight of the head is still the stored embedding.
     """
     own = FAMILIES[config.family].own_name
     tied = {embedding_name(config), HEAD}
-    if not config.tie_word_embeddings or not any(own(f"{module}.weight") in tied for module in adapter.updates):
+    if not config.tie_word_embeddings or not any(own(name) in tied for name in adapter.changed):
         return config, dict(files)
     found = dict(files)
     if HEAD not in found:
@@ -119,17 +119,20 @@ def merged_weights(adapter: LoraAdapter, config: ModelConfig, files: Mapping[str
     """
     family, shapes = FAMILIES[config.family], tensor_shapes(config)
     merged: dict[str, WeightFile] = {}
-    for module, update in adapter.updates.items():
-        stored = f"{module}.weight"
-        name = family.own_name(stored)
+    for stored in adapter.changed:
         if family.ignores(stored):
             continue
+        name, module = family.own_name(stored), stored.removesuffix(".weight")
         shape = shapes.get(name)
         if shape is None or name in merged:
             got = "a second time" if name in merged else "of which the model has no weight"
             raise CheckpointError(
                 f"{adapter.path}: expected modules of a {config.family} model once, got {module} {got}.{_made_for(adapter)}"
             )
+        if stored in adapter.replaced:
+            merged[name] = _whole(adapter, stored, name, shape)
+            continue
+        update = adapter.updates[module]
         if update.shape != shape or (module in adapter.embeddings) != (name == embedding_name(config)):
             kind = "embedding" if module in adapter.embeddings else "linear layer"
             raise CheckpointError(
@@ -142,6 +145,16 @@ def merged_weights(adapter: LoraAdapter, config: ModelConfig, files: Mapping[str
         got = f"none of {missing[0]}" if missing else "modules of its vision tower alone"
         raise CheckpointError(f"{adapter.path}: expected weights of all modules of the decoder that are targeted, got {got}.")
     return merged
+
+
+def _whole(adapter: LoraAdapter, stored: str, name: str, shape: tuple[int, ...]) -> SafetensorsFile:
+    """Return the file of an adapter, with the name of a tensor that it has in place of the model's."""
+    adapter.file.add_name(name, adapter.replaced[stored])
+    found = adapter.file.tensors[name].shape
+    if found != shape:
+        hint = "The vocabulary of an embedding may have been resized."
+        raise CheckpointError(f"{adapter.path}: expected {stored} of shape {shape}, got {found}. {hint}{_made_for(adapter)}")
+    return adapter.file
 
 
 def _targeted(adapter: AdapterConfig, config: ModelConfig) -> list[str]:
@@ -157,6 +170,8 @@ def _check_copies(adapter: LoraAdapter, config: ModelConfig, files: Mapping[str,
     """Compare base weights that PEFT stored next to the adapter with those of the model: they may be of another vocabulary."""
     for module, copy in adapter.base_copies.items():
         name = FAMILIES[config.family].own_name(f"{module}.weight")
+        if name not in files:  # of a tower
+            continue
         base = files[name].array(name)
         if copy.shape != base.shape or not np.array_equal(copy.astype(base.dtype), base):
             raise CheckpointError(
