@@ -73,7 +73,7 @@ public:
     __device__ __forceinline__ ExpertStream(const ExpertParams& params, const ChosenExperts& chosen)
         : params_(params), chosen_(chosen), policy_(evict_first_policy()),
           first_input_(static_cast<int>(threadIdx.x) / 32 * kFragmentInputs + static_cast<int>(threadIdx.x) % 4 * 8),
-          unit_(blockIdx.x), index_(0) {
+          unit_(blockIdx.x), index_(0), x_inputs_(0), x_rows_{params.x} {
         begin_expert();
     }
 
@@ -118,7 +118,7 @@ private:
         begin_expert();
     }
     __device__ __forceinline__ void begin_expert() {
-        if (unit_ >= units()) {  // nothing more is loaded
+        if (unit_ >= units()) {  // nothing more is loaded, or nothing at all: there may be fewer units than blocks
             input_ = params_.inputs;
             return;
         }
@@ -140,8 +140,8 @@ private:
     const int first_input_;  // of this lane, in every row
     int unit_, index_;       // and the place in the list of the expert within the unit
     int input_, x_inputs_;   // x_inputs_: 0 if the row of this lane has not chosen the expert
-    const unsigned char* rows_[2 * kTiles];
     const unsigned char* x_rows_[1];
+    const unsigned char* rows_[2 * kTiles];
 };
 
 template <int kTiles>

@@ -171,6 +171,19 @@ def test_plans():
     assert [(plan.tiles, plan.tile_outputs, plan.blocks) for plan in sizes] == [(48, 16, 132), (192, 15, 132), (64, 29, 132)]
 
 
+def test_all_rows_have_chosen_the_same_experts(memory, stream, monkeypatch):
+    """Then there are fewer tiles than blocks."""
+    if not memory.is_host:
+        monkeypatch.setattr(memory, "multiprocessor_count", 132)
+    for down in (False, True):
+        problem = Problem(memory, stream, (8, 5, 2, 40, 72), "float16", down=down)
+        problem.chosen[...] = problem.chosen[0]
+        found = problem.run_down() if down else problem.run_up("relu2")
+        sums, _ = problem.products()
+        expected = np.einsum("rc,rco->ro", problem.router_weights, sums) if down else np.maximum(sums, 0) ** 2
+        np.testing.assert_allclose(found.astype(np.float64), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_the_largest_number_of_choices(memory, stream):
     shape = (MAX_EXPERT_ROWS, 40, MAX_EXPERT_PAIRS // MAX_EXPERT_ROWS, 17, 24)
     check_up(memory, stream, shape, "float16", "silu")

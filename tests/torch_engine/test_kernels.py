@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
-from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, write_model
+from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, sinks_model, write_model
 from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
@@ -199,6 +199,20 @@ def test_experts_agree_with_the_reference_engine(memory, calls, name, changes, a
         check_agreement(session, expected, TOLERANCES[dtype])
     routed = sum(isinstance(layer.mlp, RoutedMlpConfig) for layer in checkpoint.config.layers)
     assert calls[f"expert_up {activation}"] == calls["expert_down"] == 3 * routed > 0, "the second chunk and two decode steps have few rows"
+
+
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+def test_attention_sinks_agree_with_the_reference_engine(memory, calls, attention):
+    checkpoint, host = RandomCheckpoint(sinks_model()), HostMemory()
+    kv = cache_config(checkpoint.config, **SIZES, dtype="float16", attention=attention)
+    options = {"kv": kv, "max_prefill_length": 9, "attention": attention}
+    with (
+        InferenceSession(TorchEngine.open(checkpoint, **options, memory=memory), KVCacheManager(kv, memory=memory)) as session,
+        InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), KVCacheManager(kv, memory=host)) as reference,
+    ):
+        check_agreement(session, reference, TOLERANCES["float16"])
+    assert calls["attend"] > 0
+    assert calls["linear_gated_mul silu"] == calls["gated_mul silu"] == 0, "clamped SwiGLU is an operation of torch"
 
 
 PACKED_SIZES = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}

@@ -577,7 +577,7 @@ def _array(file: WeightFile, name: str, dtype: str) -> npt.NDArray[Any]:
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return array.reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _some(names: list[str]) -> str:

@@ -42,6 +42,15 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int  # in bytes, from the start of the file
     nbytes: int
+    strides: tuple[int, ...] | None = None  # in bytes; None: it is contiguous
+
+    @property
+    def span(self) -> int:
+        """Bytes from its first element to its last one."""
+        if self.strides is None:
+            return self.nbytes
+        itemsize = self.nbytes // math.prod(self.shape)
+        return itemsize + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 def safetensors_buffers(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
@@ -97,23 +106,17 @@ class SafetensorsFile:
         """Give the tensor ``other`` a second name."""
         self.tensors = {**self.tensors, name: self.tensors[other]}
 
-    def split(self, names: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
-        """Replace tensors by others: for each, the names and shapes of the tensors that its elements are, one after the other."""
-        tensors = {name: stored for name, stored in self.tensors.items() if name not in names}
-        for name, shapes in names.items():
-            whole = self.tensors[name]
-            element, offset = whole.nbytes // math.prod(whole.shape), whole.offset
-            for part, shape in shapes.items():
-                tensors[part] = StoredTensor(dtype=whole.dtype, shape=shape, offset=offset, nbytes=math.prod(shape) * element)
-                offset += tensors[part].nbytes
-        self.tensors = tensors
+    def split(self, parts: Mapping[str, Mapping[str, StoredTensor]]) -> None:
+        """Replace tensors by others over the same bytes: for each, its parts by name."""
+        self.tensors = {name: stored for name, stored in self.tensors.items() if name not in parts}
+        for of_one in parts.values():
+            self.tensors |= of_one
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """See :meth:`WeightFile.array <trt_kvcache.checkpoint.weight_file.WeightFile.array>`."""
         stored = self.tensors[name]
         dtype = _PACKED_DTYPES.get(stored.dtype) or numpy_dtype(stored.dtype)
-        count = stored.nbytes // dtype.itemsize
-        array = np.frombuffer(self._map, dtype=dtype, count=count, offset=stored.offset).reshape(stored.shape)
+        array: npt.NDArray[Any] = np.ndarray(stored.shape, dtype, self._map, stored.offset, stored.strides)
         if not array.flags.aligned:
             array = array.copy()
             array.flags.writeable = False
@@ -122,7 +125,7 @@ class SafetensorsFile:
     def release(self, name: str) -> None:
         """See :meth:`WeightFile.release <trt_kvcache.checkpoint.weight_file.WeightFile.release>`."""
         stored = self.tensors[name]
-        release_pages(self._map, stored.offset, stored.nbytes)
+        release_pages(self._map, stored.offset, stored.span)
 
 
 def _stored_tensors(file: mmap.mmap) -> dict[str, StoredTensor]:

@@ -28,13 +28,14 @@ class KernelExperts:
 
     def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
         """See :class:`ExpertProducts`."""
-        if not _fits(rows, chosen, experts):
+        activation = experts.config.activation
+        if not isinstance(activation, str) or not _fits(rows, chosen, experts):
             return self._others(rows, chosen, weights, experts)
         choices, factors = chosen.int(), weights.contiguous()
         inner, out = rows.new_empty((*chosen.shape, experts.down.shape[2])), rows.new_empty((len(rows), experts.down.shape[1]))
         up, down = (self._matrices(*pair) for pair in ((experts.inputs, experts.inputs_bias), (experts.down, experts.down_bias)))
         view = self._views.of
-        expert_up_kernel(view(rows), *up, view(choices), view(inner), experts.config.activation, self._stream)
+        expert_up_kernel(view(rows), *up, view(choices), view(inner), activation, self._stream)
         expert_down_kernel(view(inner), *down, view(choices), view(factors), view(out), self._stream)
         return out
 
