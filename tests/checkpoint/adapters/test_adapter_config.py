@@ -82,6 +82,7 @@ def test_what_training_needs_is_not_read() -> None:
         ("use_rslora", 1, "true or false", 1),
         ("rank_pattern", ["q_proj"], "an object", "['q_proj']"),
         ("rank_pattern", {"(": 4}, "a regular expression", "'('"),
+        ("alpha_pattern", {"(?i)q_proj": 4}, "a regular expression", "'(?i)q_proj'"),
         ("target_modules", None, "a list of names", "None"),
         ("target_modules", [], "a list of names", "[]"),
         ("target_modules", ["q_proj", 3], "a list of names", "3"),
@@ -118,6 +119,11 @@ def test_a_pattern_needs_a_number() -> None:
         read(rank_pattern={"q_proj": 0})
     with raises(ConfigError, "alpha_pattern.q_proj", "a value", "none"):
         read(alpha_pattern={"q_proj": None})
+
+
+def test_a_pattern_of_layers_must_fit_its_place() -> None:
+    with raises(ConfigError, "layers_pattern", "a regular expression", "'(?P<layer>h)'"):
+        read(layers_to_transform=[1], layers_pattern=["(?P<layer>h)"])
 
 
 def test_layers_need_a_list_of_modules() -> None:

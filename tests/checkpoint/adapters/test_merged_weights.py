@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.folders import edit_config, edit_tensors
-from tests.golden.weights import VISION
+from tests.golden.weights import SEEDS, VISION
 from tests.helpers.adapters import DOWN_PROJ, Q_PROJ, SHAPES, edit_adapter, merged, tensors_of, write_adapter
 from tests.helpers.errors import raises
 from tests.helpers.gguf_files import write_gguf
@@ -21,6 +21,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.adapters import merged_weights
 from trt_kvcache.checkpoint.decoder_weights import RoundedTensors
 from trt_kvcache.errors import CheckpointError
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 
 Q, K = f"{Q_PROJ}.weight", "model.layers.0.self_attn.k_proj.weight"
 
@@ -259,3 +260,19 @@ def test_a_model_that_says_no_dtype_has_the_stored_one(base: Path, adapter: Path
     edit_config(base, torch_dtype=...)
     with Checkpoint.open(base, adapter=adapter) as checkpoint:
         assert checkpoint.config.dtype == "float16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SEEDS))
+def test_matrices_of_every_family_can_be_merged(tmp_path: Path, name: str) -> None:
+    with Checkpoint.open(GOLDEN / name) as plain:
+        if plain.weights.is_quantized:
+            pytest.skip("no adapter is merged into quantized weights")
+        embedding = embedding_name(plain.config)
+        names = [one for one, shape in tensor_shapes(plain.config).items() if len(shape) == 2 and one not in (embedding, HEAD)]
+        chosen = {one: plain.tensor(one) for one in names[:: max(1, len(names) // 5)]}
+    modules = {one.removesuffix(".weight"): tensor.shape for one, tensor in chosen.items()}
+    adapter = write_adapter(tmp_path / "adapter", modules)
+    with Checkpoint.open(GOLDEN / name, adapter=adapter) as checkpoint:
+        for one, tensor in chosen.items():
+            np.testing.assert_allclose(checkpoint.tensor(one), merged(adapter, tensor, one.removesuffix(".weight"), 7 / 3), **EXACT)

@@ -13,6 +13,10 @@ from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 
+#: Regular expressions of PEFT: a pattern of modules, which may begin in the middle of a name, and the index of a layer.
+_END = r"(.*\.)?({})$"
+_LAYER = r"(?:.*?\.)?{}\.(?P<layer>\d{{1,9}})\."
+
 #: Value of ``target_modules`` for all linear layers, in lower case.
 ALL_LINEAR = "all-linear"
 
@@ -135,7 +139,7 @@ class AdapterConfig:
     def _layer_of(self, module: str) -> int | None:
         """Return the index of a module's layer, the first number after a name, or after one of ``layers_pattern``."""
         names = self.layers_pattern or (r"[^.]+",)
-        found = next((match for name in names if (match := re.match(rf"(?:.*?\.)?{name}\.(?P<layer>\d+)\.", module))), None)
+        found = next((match for name in names if (match := re.match(_LAYER.format(name), module))), None)
         return None if found is None else int(found["layer"])
 
 
@@ -152,7 +156,7 @@ def _is_named(modules: str | frozenset[str], module: str) -> bool:
 
 def _pattern_of(patterns: Iterable[str], module: str) -> str:
     """Return the first pattern that matches a module or the end of its name; an empty text if none does."""
-    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
+    return next((pattern for pattern in patterns if re.match(_END.format(pattern), module)), "")
 
 
 def _modules(fields: ConfigFields, name: str) -> str | frozenset[str]:
@@ -177,12 +181,13 @@ def _patterns(fields: ConfigFields, name: str) -> list[tuple[str, ConfigFields]]
         return []
     if not isinstance(value, Mapping):
         raise fields.refusal(name, "an object")
-    return [(_checked(fields, name, key), ConfigFields(value, f"{name}.")) for key in value]
+    return [(_checked(fields, name, key, _END), ConfigFields(value, f"{name}.")) for key in value]
 
 
-def _checked(fields: ConfigFields, name: str, expression: str) -> str:
+def _checked(fields: ConfigFields, name: str, expression: str, whole: str = "{}") -> str:
+    """Return a regular expression that can be compiled, also in its place in ``whole``."""
     try:
-        re.compile(expression)
+        re.compile(whole.format(expression))
     except re.error as error:
         raise ConfigError(f"{name}: expected a regular expression, got {short_repr(expression)}: {error}.") from error
     return expression
@@ -204,4 +209,4 @@ def _layers_pattern(fields: ConfigFields) -> tuple[str, ...]:
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(one, str) for one in values):
         raise fields.refusal("layers_pattern", "a name or a list of names")
-    return tuple(_checked(fields, "layers_pattern", one) for one in values)
+    return tuple(_checked(fields, "layers_pattern", one, _LAYER) for one in values)

@@ -122,16 +122,8 @@ class LoraAdapter:
 def _adapter(folder: Path, config: AdapterConfig, file: SafetensorsFile) -> LoraAdapter:
     """Return the adapter in a file, whose tensors are all used."""
     updates: dict[str, LowRankUpdate] = {}
-    embeddings, base_copies, replaced = set(), {}, {}
-    for name in file.tensors:
-        tensor = name.removeprefix(_PREFIX).replace(".base_layer.", ".")  # of a bias next to an update
-        is_update = name.endswith((*_LINEAR, *_EMBEDDING, _MAGNITUDE))
-        if name.startswith(_PREFIX) and not is_update and config.replaces(tensor):
-            _check_dtype(file, name)
-            if tensor in replaced:
-                raise CheckpointError(f"{file.path}: expected {tensor} once, got {replaced[tensor]} and {name}.")
-            replaced[tensor] = name
-            continue
+    embeddings, base_copies, replaced = set(), {}, _replaced(config, file)
+    for name in sorted(file.tensors.keys() - replaced.values()):
         module, end = _split(name, file.path, has_magnitudes=config.use_dora)
         if end == _BASE:
             base_copies[module] = _finite(file, name)
@@ -153,9 +145,6 @@ def _adapter(folder: Path, config: AdapterConfig, file: SafetensorsFile) -> Lora
                     f"{file.path}: expected one pair of A and B for {module}, got one as a linear layer and as an embedding."
                 )
             updates[module] = _update(config, file, module, names, is_embedding=ends is _EMBEDDING)
-    absent = next((name for name in sorted(config.modules_to_save) if not any(f".{name}." in f".{tensor}" for tensor in replaced)), None)
-    if absent is not None:
-        raise CheckpointError(f"{file.path}: expected tensors of {absent}, which modules_to_save lists, got none.")
     if not updates:
         raise CheckpointError(f"{file.path}: expected tensors such as {_PREFIX}...{_LINEAR[0]}, got none.")
     stray = next((module for module in base_copies if module not in embeddings and module not in updates), None)
@@ -170,6 +159,24 @@ def _adapter(folder: Path, config: AdapterConfig, file: SafetensorsFile) -> Lora
         replaced=replaced,
         file=file,
     )
+
+
+def _replaced(config: AdapterConfig, file: SafetensorsFile) -> dict[str, str]:
+    """Return the tensors of the model that a file has whole, with their names there."""
+    found: dict[str, str] = {}
+    for name in file.tensors:
+        tensor = name.removeprefix(_PREFIX).replace(".base_layer.", ".")  # of a bias next to an update
+        is_update = name.endswith((*_LINEAR, *_EMBEDDING, _MAGNITUDE))
+        if is_update or not name.startswith(_PREFIX) or not config.replaces(tensor):
+            continue
+        _check_dtype(file, name)
+        if tensor in found:
+            raise CheckpointError(f"{file.path}: expected {tensor} once, got {found[tensor]} and {name}.")
+        found[tensor] = name
+    absent = next((name for name in sorted(config.modules_to_save) if not any(f".{name}." in f".{tensor}" for tensor in found)), None)
+    if absent is not None:
+        raise CheckpointError(f"{file.path}: expected tensors of {absent}, which modules_to_save lists, got none.")
+    return found
 
 
 def _split(name: str, path: Path, *, has_magnitudes: bool) -> tuple[str, str]:
