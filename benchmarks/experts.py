@@ -151,8 +151,9 @@ def rows_of(layers: Layers, rows: int, copy: float) -> list[dict[str, Any]]:
     """Check and measure a number of rows: each launch, and both."""
     gpu, model, stream = layers.gpu, layers.model, layers.gpu.stream
     x, weights, chosen = _normal(rows, model.hidden), torch.rand(rows, model.choices, device="cuda") + 0.1, layers.choices(rows)
-    ours = KernelExperts(FixedProducts(Projections(Elementwise()), Elementwise()), DeviceViews(gpu.memory), stream)
     by_torch = FixedProducts(Projections(Elementwise()), Elementwise())
+    ours = KernelExperts(by_torch, Elementwise(), DeviceViews(gpu.memory), stream)
+    epilogue = f"{model.activation}_mul" if model.gated else model.activation
     kept = [one.int() for one in chosen]
     inner, out = torch.empty(rows, model.choices, model.intermediate, dtype=x.dtype, device="cuda"), torch.empty_like(x)
     torch.cuda.synchronize()  # weights are read early
@@ -166,7 +167,7 @@ def rows_of(layers: Layers, rows: int, copy: float) -> list[dict[str, Any]]:
     def up(step: int) -> None:
         weight, bias, _, _ = matrices[step % len(matrices)]
         assert weight is not None
-        expert_up_kernel(views[id(x)], weight, bias, views[id(kept[step])], views[id(inner)], model.activation, stream)
+        expert_up_kernel(views[id(x)], weight, bias, views[id(kept[step])], views[id(inner)], epilogue, stream)
 
     def down(step: int) -> None:
         _, _, weight, bias = matrices[step % len(matrices)]

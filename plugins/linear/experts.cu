@@ -286,6 +286,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_gelu_tanh_mul(EXP
     expert_products<2, true, false, GeluTanh>(EXPERT_PARAMS);
 }
 
+extern "C" __global__ void __launch_bounds__(kThreads) experts_linear(EXPERT_ARGUMENTS) {
+    expert_products<2, false, false, Identity>(EXPERT_PARAMS);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads) experts_relu2(EXPERT_ARGUMENTS) {
     expert_products<2, false, false, Relu2>(EXPERT_PARAMS);
 }

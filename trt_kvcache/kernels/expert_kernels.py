@@ -20,20 +20,20 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: Rows at most, and rows times experts of each.
 MAX_EXPERT_ROWS, MAX_EXPERT_PAIRS = TILE_ROWS, 256
 
-#: Activations of experts with a gate, and of those without one.
-GATED_EXPERT_ACTIVATIONS, PLAIN_EXPERT_ACTIVATIONS = ("silu", "gelu_tanh"), ("relu2",)
+#: Epilogues of products into experts: an activation of the first half times the second one, an activation, and none.
+GATED_EPILOGUES, PLAIN_EPILOGUES = ("silu_mul", "gelu_tanh_mul"), ("relu2", "linear")
 
 
 # --- NumPy, for host memory ---
 
 
 def _up_on_host(
-    x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, chosen: DeviceTensor, out: DeviceTensor, activation: str, stream: Any
+    x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, chosen: DeviceTensor, out: DeviceTensor, epilogue: str, stream: Any
 ) -> None:
     rows, results = array_of(x), array_of(out)
     for row, choice in np.ndindex(chosen.shape):
         product = _product(rows[row : row + 1], weight, bias, array_of(chosen)[row, choice])
-        results[row, choice] = (np.maximum(product, 0) ** 2 if activation in PLAIN_EXPERT_ACTIVATIONS else gated(activation, product))[0]
+        results[row, choice] = _epilogue(epilogue, product)[0]
 
 
 def _down_on_host(
@@ -54,6 +54,13 @@ def _down_on_host(
         results[row] = np.sum(products, axis=0)
 
 
+def _epilogue(name: str, product: Array) -> Array:
+    if name in GATED_EPILOGUES:
+        return gated(name.removesuffix("_mul"), product)
+    squares: Array = np.maximum(product, 0) ** 2
+    return squares if name == "relu2" else product
+
+
 def _product(rows: Array, weight: DeviceTensor, bias: DeviceTensor | None, expert: int) -> Array:
     """Return the product with an expert in float32."""
     with np.errstate(invalid="ignore"):  # infinity times a weight of 0
@@ -68,13 +75,13 @@ _WARP = 32
 
 
 def _up_on_device(
-    x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, chosen: DeviceTensor, out: DeviceTensor, activation: str, stream: Any
+    x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, chosen: DeviceTensor, out: DeviceTensor, epilogue: str, stream: Any
 ) -> None:
-    has_gate = activation in GATED_EXPERT_ACTIVATIONS
+    has_gate = epilogue in GATED_EPILOGUES
     memory: Any = out.memory
     experts = min(len(weight), chosen.shape[0] * chosen.shape[1])  # at most, if no two rows have chosen the same ones
     plan = expert_plan(out.shape[2], has_gate, experts, memory.arch, memory.multiprocessor_count)
-    _launch(f"experts_{activation}{'_mul' if has_gate else ''}", x, weight, bias, chosen, None, out, plan, stream)
+    _launch(f"experts_{epilogue}", x, weight, bias, chosen, None, out, plan, stream)
 
 
 def _down_on_device(
@@ -120,7 +127,7 @@ def _launch(
 
 
 #: Multiply rows ``[n, in]`` with the experts ``chosen`` int32 ``[n, k]``, different ones for a row: ``weight [E, width, in]``, ``bias [E,
-#: width]`` or None. ``out`` ``[n, k, intermediate]`` is the activation of the product, or with a gate, of its first half times the other.
+#: width]`` or None. ``out`` is the epilogue of the product, ``[n, k, width]``, or with a gate ``[n, k, width / 2]``.
 expert_up_kernel = Kernel(_up_on_host, _up_on_device)
 
 #: Multiply ``x [n, k, in]`` with the experts ``chosen``: ``weight [E, out, in]``. ``out`` ``[n, out]`` is the sum of the products of a
