@@ -42,7 +42,7 @@ def checkpoints_table() -> str:
     for path in sorted(PUBLISHED.glob("*.json"), key=lambda path: path.stem):
         config = json.loads(path.read_text(encoding="utf-8"))["config"]
         try:
-            opens[ModelConfig.from_dict(config).family] += name_of(path.stem)
+            opens[ModelConfig.from_dict(config, default_dtype="bfloat16").family] += name_of(path.stem)
         except ConfigError as error:
             refused[family_of(config)].setdefault(reason(error), []).append(path.stem)
     lines = [

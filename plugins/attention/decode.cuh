@@ -142,15 +142,18 @@ __device__ __forceinline__ long long output_token_stride(const DecodeParams& par
 template <int kRows>
 __device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int fragment, int vector,
                                              const PartialState<kHalves>& state) {
-    const float inverse = reciprocal_approx(state.sum);
     unsigned* words = reinterpret_cast<unsigned*>(output_rows(params, at)) + (kQuantized ? 2 : 1) * vector;
+    const int row = fragment / kRowFragments;
+    int head = at.kv_head * params.group_size + row;
     if constexpr (kMaxNewTokens == 1) {
         words += 8 * fragment;
     } else {
-        const int row = fragment / kRowFragments, token = divide_small(row, params.group_size);
+        const int token = divide_small(row, params.group_size);
+        head -= token * params.group_size;
         words += row * kRowWords + 16 * (fragment % kRowFragments)
                  + token * (output_token_stride(params) - params.group_size * kRowBytes) / 4;
     }
+    const float inverse = reciprocal_approx(params.sinks.added_to(state.sum, state.maximum, params.score.factor, head));
 #pragma unroll
     for (int h = 0; h < kHalves; h++) {
         // the last fragment of a row is a half one

@@ -22,6 +22,6 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads)
     // clang-format off
     decode<8>({lengths + slot, nullptr, max_sequence_length, WINDOW, 1, 1, 1, 1, group_size, 1, cache, 0, kv_stride,
                q + query, 0, 0, k + row * kRowBytes, 0, 0, v + row * kRowBytes, 0, 0, cos_sin, ROTARY_DIM,
-               {FACTOR, INVERSE_SOFTCAP}, out + query, nullptr, nullptr});
+               {FACTOR, INVERSE_SOFTCAP}, {nullptr}, out + query, nullptr, nullptr});
     // clang-format on
 }

@@ -10,13 +10,14 @@
     const unsigned char *q, long long q_stride, long long q_token_stride, const unsigned char *k, \
     long long k_stride, long long k_token_stride, const unsigned char *v, long long v_stride, \
     long long v_token_stride, const float *cos_sin, long long rotary_dim, double factor, double inverse_softcap, \
-    unsigned char *out, float4 *partials, float4 *own_partials SCALE_PARAMETERS
+    const float *sinks, unsigned char *out, float4 *partials, float4 *own_partials SCALE_PARAMETERS
 #define ARGUMENTS \
     {lengths, new_lengths, static_cast<int>(max_sequence_length), static_cast<int>(min(window, 0x7FFFFFFFLL)), \
      static_cast<int>(batch_size), static_cast<int>(num_kv_heads), static_cast<int>(splits_per_head), \
      static_cast<int>(heads_per_block), static_cast<int>(group_size), static_cast<int>(width), cache, slot_stride, \
      kv_stride, q, q_stride, q_token_stride, k, k_stride, k_token_stride, v, v_stride, v_token_stride, cos_sin, \
-     static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials, own_partials SCALE_ARGUMENTS}
+     static_cast<int>(rotary_dim), {factor, inverse_softcap}, {sinks}, out, partials, \
+     own_partials SCALE_ARGUMENTS}
 // clang-format on
 
 // The number in a name is the maximum number of rows of a K/V head: new tokens times query heads.

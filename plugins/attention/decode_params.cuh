@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/config.cuh"
+#include "attention/sinks.cuh"
 #include "attention/softmax_state.cuh"
 
 constexpr int kWarps = WARPS, kBlockThreads = 32 * kWarps;
@@ -57,6 +58,7 @@ struct DecodeParams {
     const float* cos_sin;  // [max_sequence_length or more, 2, rotary_dim / 2]
     int rotary_dim;
     ScoreTransform score;
+    AttentionSinks sinks;
     unsigned char* out;               // as q, contiguous
     float4 *partials, *own_partials;  // the workspace: see SplitKVReduce
     // Of a cache with scales: one for each token and head, or (with a token stride of 0) for each head. Strides count

@@ -72,14 +72,14 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
     long long order, unsigned char *cache, long long slot_stride, long long kv_stride, const unsigned char *q, \
     long long q_stride, long long q_token_stride, const unsigned char *k, long long k_stride, \
     long long k_token_stride, const unsigned char *v, long long v_stride, long long v_token_stride, \
-    const float *cos_sin, long long rotary_dim, double factor, double inverse_softcap, unsigned char *out, \
-    float4 *partials SCALE_PARAMETERS
+    const float *cos_sin, long long rotary_dim, double factor, double inverse_softcap, const float *sinks, \
+    unsigned char *out, float4 *partials SCALE_PARAMETERS
 #define ARGUMENTS \
     {lengths, new_lengths, static_cast<int>(max_sequence_length), static_cast<int>(min(window, 0x7FFFFFFFLL)), \
      static_cast<int>(batch_size), static_cast<int>(num_kv_heads), static_cast<int>(group_size), \
      static_cast<int>(width), static_cast<int>(row_blocks), static_cast<int>(order), cache, slot_stride, kv_stride, \
      q, q_stride, q_token_stride, k, k_stride, k_token_stride, v, v_stride, v_token_stride, cos_sin, \
-     static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials, SCALES}
+     static_cast<int>(rotary_dim), {factor, inverse_softcap}, {sinks}, out, partials, SCALES}
 // clang-format on
 
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_16 * KEY_WARPS_16, BLOCKS_PER_SM_16)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/config.cuh"
+#include "attention/sinks.cuh"
 #include "attention/softmax_state.cuh"
 
 // Several blocks may share a row block; or one block has each. trt_kvcache/kernels/prefill_plan.py has the same
@@ -37,6 +38,7 @@ struct PrefillParams {
     const float* cos_sin;  // [max_sequence_length or more, 2, rotary_dim / 2]
     int rotary_dim;
     ScoreTransform score;
+    AttentionSinks sinks;
     unsigned char* out;     // as q, contiguous
     float4* partials;       // the workspace: see SplitKVReduce
     KVScales scales;        // of a quantized cache

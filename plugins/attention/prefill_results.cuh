@@ -30,6 +30,14 @@ struct PrefillResults {
             (static_cast<long long>(rows.slot) * params.width + token) * params.num_kv_heads + kv_head;
         return params.out + (first * params.group_size + head) * kRowBytes;
     }
+    // What the output of a row is multiplied with, from the sum and the maximum of its softmax.
+    static __device__ __forceinline__ float output_factor(const PrefillParams& params, const Rows& rows, int kv_head,
+                                                          int row, float sum, float maximum) {
+        const int head = rows.head_of(params, row, rows.token_of(params, row));
+        const float whole =
+            params.sinks.added_to(sum, maximum, params.score.factor, kv_head * params.group_size + head);
+        return reciprocal_approx(whole) * params.value_scale;
+    }
 
     // A destination of the results of a row block takes one vector of a fragment at a time, or a whole row of which each
     // lane of a quad has a vector of each fragment.
@@ -40,16 +48,17 @@ struct PrefillResults {
         int kv_head;
 
         __device__ __forceinline__ void vector(int fragment, int vector, const Partial& state, float = 0) const {
-            const float inverse = reciprocal_approx(state.sum) * params.value_scale;
-            unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, fragment / kRowFragments)
-                                                             + fragment % kRowFragments * 64)
-                                 + vector;
+            const int row = fragment / kRowFragments;
+            const float factor = output_factor(params, rows, kv_head, row, state.sum, state.maximum);
+            unsigned* const to =
+                reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, row) + fragment % kRowFragments * 64)
+                + vector;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 // the last fragment of a row is a half one
                 if (h > 0 && kColumns % 2 && fragment % kRowFragments == kRowFragments - 1) break;
-                to[8 * h] = pack(Element{}, {state.values[h].x * inverse, state.values[h].y * inverse});
-                to[8 * h + 4] = pack(Element{}, {state.values[h].z * inverse, state.values[h].w * inverse});
+                to[8 * h] = pack(Element{}, {state.values[h].x * factor, state.values[h].y * factor});
+                to[8 * h + 4] = pack(Element{}, {state.values[h].z * factor, state.values[h].w * factor});
             }
         }
         __device__ __forceinline__ void row(int row, const Partial (&fragments)[kRowFragments], float) const {
@@ -79,12 +88,13 @@ struct PrefillResults {
         for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float inverse = reciprocal_approx(quad_sum(state[m].sums[i])) * params.value_scale;
                 const int row = warp_row + 16 * m + lane / 4 + 8 * i;
+                const float factor =
+                    output_factor(params, rows, kv_head, row, quad_sum(state[m].sums[i]), state[m].maxima[i]);
 #pragma unroll
                 for (int d = 0; d < kHeadDim / 8; d++) {
                     *reinterpret_cast<unsigned*>(queries + Tiles::QueryLayout::offset(row, d) + lane % 4 * 4) =
-                        pack(Element{}, {state[m].output[d][2 * i] * inverse, state[m].output[d][2 * i + 1] * inverse});
+                        pack(Element{}, {state[m].output[d][2 * i] * factor, state[m].output[d][2 * i + 1] * factor});
                 }
             }
         }

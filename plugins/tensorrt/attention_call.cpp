@@ -49,10 +49,11 @@ void add_scales(Arguments& arguments, AttentionAttributes const& attributes, voi
     }
 }
 
-// The two factors of ScoreTransform (plugins/attention/softmax_state.cuh).
+// The two factors of ScoreTransform (plugins/attention/softmax_state.cuh), and the address of attention sinks.
 void add_score_factors(Arguments& arguments, AttentionAttributes const& attributes) {
     double const scale = attributes.score_scale(), softcap = attributes.softcap;
     arguments.add_all(kLog2E * (softcap != 0 ? softcap : scale), softcap != 0 ? scale / softcap : 0.0);
+    arguments.add(static_cast<void const*>(nullptr));  // the plugin has no attention sinks
 }
 
 }  // namespace

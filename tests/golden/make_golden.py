@@ -184,7 +184,7 @@ FIELDS = (
     *("residual_multiplier", "attention_multiplier", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
     *("num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "moe_intermediate_size", "routed_scaling_factor", "n_group"),
     *("topk_group", "n_shared_experts", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "num_dense_layers"),
-    *("use_expert_bias", "moe_latent_size"),
+    *("use_expert_bias", "moe_latent_size", "swiglu_alpha", "swiglu_limit"),
 )
 
 

@@ -68,6 +68,8 @@ SEEDS = {
     "nemotron_h-latent": 58,
     "qwen3_5_moe": 59,
     "qwen3_5_moe-bias": 60,
+    "gpt_oss": 62,
+    "gpt_oss-mxfp4": 63,
     "olmo3": 40,
     "olmo3-bias-yarn": 41,
     "ernie4_5": 42,
@@ -142,8 +144,9 @@ def write_vision(folder):
 
 def write(folder):
     """Write the weights of one model: one file, or three and their index. Each appears complete or not at all."""
-    config = ModelConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    tensors = random_weights(config, SEEDS[folder.name])
+    data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = ModelConfig.from_dict(data)
+    tensors = stored_tensors(config, data.get("quantization_config"), random_weights(config, SEEDS[folder.name]))
     names = [f"model-{number}-of-00003.safetensors" for number in ("00001", "00002", "00003")]
     if "sharded" not in folder.name:
         names = ["model.safetensors"]
@@ -181,22 +184,37 @@ def is_choice_bias(name):
     return name.endswith(("expert_bias", "e_score_correction_bias"))
 
 
-def stacked(family, tensors):
-    """Return tensors as transformers reads them: with the experts of each layer in the first two of the family's stacked tensors."""
-    if family != "granitemoehybrid":
+def stored_tensors(config, quantization, tensors):
+    """Return tensors as transformers reads them: where it reads no other form, with all experts of a layer in one."""
+    if config.family != "gpt_oss":
         return tensors
-    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for name in tensors:
-        prefix, _, rest = name.partition("block_sparse_moe.experts.")
-        if rest == "0.down_proj.weight":
-            experts = range(sum(other.startswith(prefix) and other.endswith(".down_proj.weight") for other in tensors))
-            parts = [
-                [tensors[f"{prefix}block_sparse_moe.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")]
-                for expert in experts
-            ]
-            found[f"{prefix}block_sparse_moe.input_linear.weight"] = np.stack([np.concatenate(part[:2]) for part in parts])
-            found[f"{prefix}block_sparse_moe.output_linear.weight"] = np.stack([part[2] for part in parts])
+    experts = range(config.layers[0].mlp.router.num_experts)
+    found = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}.mlp.experts."
+        for kind in ("weight", "bias"):
+            gates, ups, downs = (
+                np.stack([tensors[f"{prefix}{expert}.{name}_proj.{kind}"] for expert in experts]) for name in ("gate", "up", "down")
+            )
+            alternating = np.stack((gates, ups), axis=2).reshape(len(experts), -1, *gates.shape[2:])
+            for name, values in (("gate_up_proj", alternating), ("down_proj", downs)):
+                if kind == "bias":
+                    found[f"{prefix}{name}_bias"] = values
+                elif quantization is None:
+                    found[f"{prefix}{name}"] = np.ascontiguousarray(values.swapaxes(1, 2))
+                else:
+                    found[f"{prefix}{name}_blocks"], found[f"{prefix}{name}_scales"] = mxfp4(values)
     return found
+
+
+def mxfp4(values):
+    """Return blocks uint8 ``[..., groups, 16]`` and scales uint8 ``[..., groups]`` of matrices, rounded to MXFP4."""
+    groups = values.astype(np.float32).reshape(*values.shape[:-1], -1, 32)
+    exponents = np.floor(np.log2(np.abs(groups).max(axis=-1))) - 2
+    relative = groups / np.exp2(exponents)[..., None]
+    magnitudes = np.abs(np.abs(relative)[..., None] - np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)).argmin(axis=-1)
+    codes = (magnitudes + 8 * (relative < 0)).astype(np.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).astype(np.uint8)
 
 
 def random_values(seed, name, shape):

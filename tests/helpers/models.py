@@ -110,6 +110,13 @@ HYBRIDS = tuple(_SIZES)
 HYBRID_TOLERANCES = {"float32": 1e-4, "float16": 4e-2, "bfloat16": 3e-1}
 
 
+def sinks_model() -> ModelConfig:
+    """Return a golden model with attention sinks with heads for which there are kernels. All experts are chosen: rounding changes none."""
+    fields = json.loads((GOLDEN / "gpt_oss" / "config.json").read_text(encoding="utf-8"))
+    sizes = {"head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 3}
+    return ModelConfig.from_dict({**fields, "attention_bias": True, **sizes})
+
+
 def hybrid_model(name: str) -> ModelConfig:
     """Return a golden model of published head sizes, for which there are kernels: hidden size 128, attention heads of 64."""
     fields = json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8"))

@@ -38,6 +38,7 @@ class Case:
     in_place: bool = False  # out is q
     kv_dtype: str | None = None  # None: dtype
     scales: str = "token"  # of a quantized cache; or "head"
+    sinks: float | None = None  # what attention sinks are added to; None: there are none
 
 
 def _apply_rope(row, angles):
@@ -64,6 +65,8 @@ def inputs(case, seed=0):
     if rotary := dim if case.rotary_dim is None else case.rotary_dim:
         angle = np.arange(case.tokens)[:, None] * 100.0 ** -(np.arange(rotary // 2) / (rotary // 2))
         arrays["cos_sin"] = np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+    if case.sinks is not None:
+        arrays["sinks"] = (case.sinks + random.standard_normal(heads)).astype(np.float32)
     if case.new is not None:
         arrays["new_lengths"] = np.array(case.new, np.int32)
     return arrays
@@ -98,7 +101,7 @@ def _live_rows(case, cache, scales, slot, head, window):
     return rows.astype(np.float64)
 
 
-def reference(case, q, k, v, cache, cos_sin=None, kv_scales=None, **_):
+def reference(case, q, k, v, cache, cos_sin=None, kv_scales=None, sinks=None, **_):
     """Return what is in ``out`` (float64), in the cache and in the scales afterwards."""
     out, cache, scales = np.zeros(q.shape), cache.copy(), None if kv_scales is None else kv_scales.copy()
     angles = np.zeros((case.tokens, 2, 0)) if cos_sin is None else cos_sin
@@ -116,8 +119,10 @@ def reference(case, q, k, v, cache, cos_sin=None, kv_scales=None, **_):
                     scores = keys @ _apply_rope(q[slot, token, row], angles[position]).astype(np.float64) * scale
                     if case.softcap:
                         scores = case.softcap * np.tanh(scores / case.softcap)
-                    weights = np.exp(scores - scores.max())
-                    out[slot, token, row] = weights @ values / weights.sum()
+                    sink = -np.inf if sinks is None else float(sinks[row])
+                    peak = max(scores.max(), sink)
+                    weights = np.exp(scores - peak)
+                    out[slot, token, row] = weights @ values / (weights.sum() + np.exp(sink - peak))
     return out, cache, scales
 
 
@@ -190,6 +195,9 @@ DECODE_CASES = {
     "some tiles more than their first ones": Case(lengths=(1100,), kv_heads=1, tokens=1101),
     "many large parts": Case(lengths=(3000,), kv_heads=1, tokens=3001, group=11, head_dim=256),  # several blocks put it together
     "more parts than there is room for": Case(lengths=(3000, *[5] * 7), kv_heads=1, tokens=3001, group=16, head_dim=256),
+    "sinks": Case(lengths=_RAGGED, group=3, sinks=0.5, window=40),
+    "sinks of many parts": Case(lengths=(1499, 7), kv_heads=2, tokens=1500, group=5, head_dim=128, sinks=3.0),
+    "sinks with softcap": Case(lengths=(140, 3), softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, group=2, sinks=4.0),
 }
 
 PREFILL_CASES = {
@@ -212,6 +220,9 @@ PREFILL_CASES = {
     "parts with softcap": Case(lengths=(500,), width=8, tokens=600, group=4, softcap=5.0, head_dim=256, kv_heads=1, rotary_dim=16),
     "a full cache": Case(lengths=(496, 498), width=8, tokens=500, kv_heads=1, head_dim=128, group=3),
     "row blocks of many tokens": Case(lengths=(300, 0), new=(90, 33), width=90, tokens=400, group=3, head_dim=128, layout="separate"),
+    "sinks": Case(lengths=(70, 0), new=(90, 33), width=90, tokens=200, group=3, sinks=0.5, window=40),
+    "sinks of many parts": Case(lengths=(700, 31), width=20, tokens=730, group=8, head_dim=128, sinks=3.0),
+    "sinks with softcap": Case(lengths=(66,), width=9, softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, group=2, sinks=4.0),
 }
 
 #: Several new tokens that the decode kernels take.
@@ -240,6 +251,9 @@ FEW_CASES = {
     "more parts than there is room for": Case(
         lengths=(3000, *[5] * 7), new=(3, 1, 0, 4, 4, 2, 3, 1), width=4, kv_heads=1, tokens=3004, group=8, head_dim=128
     ),
+    "sinks": Case(lengths=(37, 0), new=(8, 3), width=8, group=4, sinks=0.5, window=5),
+    "sinks of few rows": Case(lengths=(149 - 7, 20, 0), width=2, group=3, head_dim=128, sinks=2.0),
+    "sinks of many parts": Case(lengths=(1496,), kv_heads=2, width=4, tokens=1500, group=7, head_dim=128, sinks=3.0),
 }  # fmt: skip
 
 

@@ -149,6 +149,7 @@ FITTING = {
     "workspace": Made(4),
     "new_lengths": New(2, dtype="int32", byte=60),
     "cos_sin": New(5, 2, 16, dtype="float32"),
+    "sinks": New(4, dtype="float32"),
 }
 Q = "ShapeError: q: expected [2, 1 to 5, 2 times 1 to 16, 64], got "
 ANGLES = "ShapeError: cos_sin: expected a dense tensor [5 or more, 2, rotary_dim / 2], of an even size, got "
@@ -172,6 +173,12 @@ REFUSED = [
     *[("cos_sin", New(*shape, dtype="float32"), ANGLES) for shape in ((4, 2, 16), (5, 3, 16), (5, 2, 15), (5, 2, 34), (5, 32))],
     *[("scale", one, f"RangeError: scale: expected 1e-06 to 1000000.0, got {one}.") for one in (0.0, 9e-7, -1.0, 1.1e6, np.nan)],
     *[("softcap", one, f"RangeError: softcap: expected 0, or 1e-06 to 1000000.0, got {one}.") for one in (9e-7, -1.0, 1.1e6, np.nan)],
+    ("sinks", New(4), "DTypeError: sinks: expected float32, got float16."),
+    *[
+        ("sinks", New(*shape, dtype="float32"), "ShapeError: sinks: expected a dense tensor of shape (4,), got ")
+        for shape in ((2,), (1, 4))
+    ],
+    ("sinks", New(4, dtype="float32", strides=(2,)), "ShapeError: sinks: expected a dense tensor of shape (4,), got "),
     ("window", -1, "RangeError: window: expected at least 0, got -1."),
     ("window", 0.5, "RangeError: window: expected an integer, got 0.5."),
     ("workspace", Made(2), "ShapeError: workspace: expected one made for 4 over 2 heads of 64, got less."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,21 @@ DEFAULTS = json.loads((GOLDEN / "defaults.json").read_text(encoding="utf-8"))
 def test_absent_fields_have_the_defaults_of_transformers(family: str) -> None:
     for name, expected in DEFAULTS[family].items():
         assert FAMILIES[family].defaults.get(name, False if isinstance(expected, bool) else None) == expected, name
+
+
+def test_rope_of_gpt_oss_is_yarn_where_nothing_else_is_said() -> None:
+    mixers = [layer.attention for layer in golden("gpt_oss", rope_parameters=None, layer_types=None, sliding_window=3).layers]
+    yarn = RopeConfig(kind="yarn", theta=150000.0, factor=32.0, attention_factor=0.1 * math.log(32) + 1, truncate=False)
+    assert {mixer.rope for mixer in mixers} == {replace(yarn, original_max_position_embeddings=4096)}
+    assert [mixer.window for mixer in mixers] == [3, None, 3, None]
+    assert golden("gpt_oss").layers[0].attention.rope == RopeConfig(kind="linear", theta=70.0, factor=2.0)
+
+
+def test_biases_and_sinks_of_gpt_oss() -> None:
+    for name, bias in (("gpt_oss", False), ("gpt_oss-mxfp4", True)):
+        (mixers, mlps) = ({getattr(layer, part) for layer in golden(name).layers} for part in ("mixer", "mlp"))
+        assert {(mixer.sinks, mixer.qkv_bias, mixer.o_bias) for mixer in mixers} == {(True, bias, bias)}
+        assert {(mlp.router.bias, mlp.expert.bias, mlp.router.renormalise) for mlp in mlps} == {(True, True, True)}
 
 
 def golden(name: str, **changes: Any) -> ModelConfig:
@@ -179,7 +195,7 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("qwen3-sharded", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected full_attention everywhere with"),
         ("olmo2", {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supported for model_type 'olmo2'"),
         ("olmo3", {"layer_types": ["sliding_attention"] * 3}, "layer_types: expected 4 as num_hidden_layers says, got 3"),
-        ("olmo3", {"sliding_window": None}, "sliding_window: expected a positive integer with sliding_attention in layer_types, got None"),
+        ("olmo3", {"sliding_window": None}, "sliding_window: expected a positive integer with sliding_attention"),
         ("olmo3", {"sliding_window": 0}, "sliding_window: expected a positive integer, got 0"),
         (
             "olmo3",
@@ -205,7 +221,7 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         (
             "exaone4",
             {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
-            "sliding_window: expected a positive integer with sliding_attention in layer_types, got None",
+            "sliding_window: expected a positive integer with sliding_attention",
         ),
         ("exaone4-full", {"layer_types": ["full_attention"]}, "layer_types: expected 3 as num_hidden_layers says, got 1"),
         ("glm4", {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supported for model_type 'glm4'"),
@@ -260,7 +276,7 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         (
             "cohere2",
             {"sliding_window": None},
-            "sliding_window: expected a positive integer with sliding_attention in layer_types, got None",
+            "sliding_window: expected a positive integer with sliding_attention",
         ),
         ("lfm2-bias", {"full_attn_idxs": [4]}, r"full_attn_idxs: expected a list of indices of layers, from 0 to 3, got \[4\]"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types: mamba is not supported"),
@@ -342,6 +358,28 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("mixtral", {"num_experts": 6}, "num_experts: expected one number of experts, got num_experts 6 and num_local_experts 5"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: expected null, got 8.0"),
         ("olmoe", {"head_dim": 16}, "head_dim: expected hidden_size / num_attention_heads, or null, got 16"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit: expected a finite number > 0, got 0"),
+        ("gpt_oss", {"swiglu_limit": float("nan")}, "swiglu_limit: expected a finite number > 0, got nan"),
+        ("gpt_oss", {"swiglu_alpha": "1"}, "swiglu_alpha: expected a finite number > 0, got '1'"),
+        ("gpt_oss", {"attention_bias": "yes"}, "attention_bias: expected true or false, got 'yes'"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act: expected silu, whose clamped variant the experts have, got 'gelu'"),
+        (
+            "gpt_oss",
+            {"sliding_window": None},
+            "sliding_window: expected a positive integer with sliding_attention",
+        ),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 3}, "layer_types: expected 4 as num_hidden_layers says, got 3"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, "layer_types: chunked_attention is not supported"),
+        ("gpt_oss", {"num_local_experts": 0}, "num_experts_per_tok: expected at most the number of experts, 0, got 2"),
+        ("gpt_oss", {"num_experts": 6}, "num_experts: expected one number of experts, got num_experts 6 and num_local_experts 7"),
+        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token: expected 2, as num_experts_per_tok says, got 3"),
+        ("gpt_oss", {"rope_parameters": {}}, "rope_parameters: expected an object with a rope_type, or null, got {}"),
+        ("gpt_oss-mxfp4", {"initial_context_length": 4096}, "initial_context_length: expected 16, the original context of YaRN, got 4096"),
+        (
+            "gpt_oss-mxfp4",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "ramp": 2}},
+            "rope_scaling: expected only .* got ramp",
+        ),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(name: str, changes: dict[str, Any], message: str) -> None:

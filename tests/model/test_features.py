@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.models import SMALL, features_of, with_mixer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import (
+    ClampedSwiGLU,
     GatedDeltaNetConfig,
     MlpConfig,
     ModelConfig,
@@ -44,6 +45,7 @@ def with_last_mixer(**changes: Any) -> ModelConfig:
 CASES = {
     "window": (with_last_mixer(window=5), "layers[1].mixer.window = 5"),
     "softcap": (with_last_mixer(softcap=50.0), "layers[1].mixer.softcap = 50.0"),
+    "sinks": (with_mixer(MODEL, sinks=True), "layers[0].mixer.sinks = True"),
     "scale": (with_last_mixer(scale=0.5), "layers[1].mixer.scale = 0.5"),
     "query_scaling": (with_last_mixer(query_scaling=QueryScaling(beta=0.1, period=8)), "layers[1].mixer.query_scaling = QueryScaling("),
     "no_rope": (with_mixer(MODEL, rope=None), "layers[0].mixer.rope = None"),
@@ -64,6 +66,10 @@ CASES = {
     "norm_places": (in_last_layer(mlp_output_norm=NORM), "layers[1] norms"),
     "parallel": (in_last_layer(parallel=True, mlp_norm=None), "layers[1].parallel = True"),
     "activation": (in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation="gelu_tanh")), "layers[1].mlp.activation = gelu_tanh"),
+    "clamped_swiglu": (
+        in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation=ClampedSwiGLU(alpha=1.5, limit=7.0))),
+        "layers[1].mlp.activation = ClampedSwiGLU(alpha=1.5, limit=7.0)",
+    ),
     "relu2": (in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation="relu2")), "layers[1].mlp.activation = relu2"),
     "ungated_mlp": (in_every_layer(mlp=replace(MODEL.layers[1].mlp, gated=False)), "layers[0].mlp.gated = False"),
     "output_gate": (with_mixer(MODEL, output_gate=True), "layers[0].mixer.output_gate = True"),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.models import model_of
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import MlpConfig, ModelConfig, RoutedMlpConfig, RouterConfig
+from trt_kvcache.model import ClampedSwiGLU, MlpConfig, ModelConfig, RoutedMlpConfig, RouterConfig
 
 FULL = RoutedMlpConfig(
     router=RouterConfig(
@@ -29,6 +29,21 @@ FULL = RoutedMlpConfig(
     shared=MlpConfig(intermediate_size=36),
     shared_gate=True,
 )
+
+
+def test_clamped_swiglu_is_read_back() -> None:
+    model = model_of("gpt_oss")
+    plain = json.loads(json.dumps(model.to_description()))
+    assert ModelConfig.from_description(plain) == model
+    assert plain["layer_kinds"][0]["mlp"]["expert"]["activation"] == {"kind": "clamped_swiglu", "alpha": 1.1, "limit": 0.7}
+
+
+def test_contradictions_of_clamped_swiglu() -> None:
+    with pytest.raises(ConfigError, match=r"MlpConfig\.gated: expected True with clamped SwiGLU, got False"):
+        MlpConfig(intermediate_size=28, activation=ClampedSwiGLU(alpha=1.0, limit=7.0), gated=False)
+    for changes in ({"alpha": 0.0}, {"limit": float("inf")}, {"limit": "7"}):
+        with pytest.raises(ConfigError, match=rf"ClampedSwiGLU.{next(iter(changes))}: expected a finite number > 0"):
+            ClampedSwiGLU(**{"alpha": 1.0, "limit": 7.0, **changes})
 
 
 def test_a_description_with_experts_is_read_back() -> None:

@@ -23,12 +23,15 @@ from trt_kvcache.model.parameter_counts import ParameterCounts
         ("lfm2-8b-a1b", 8.3, 1.5),
         ("nemotron-3-nano-30b-a3b", 31.6, 3.6),
         ("nemotron-3-super-120b-a12b", 120.6, 12.7),
+        ("gpt-oss-20b", 20.9, 3.6 + 0.58),  # announced without the embedding
+        ("gpt-oss-120b", 116.8, 5.1 + 0.58),
     ],
 )
 def test_announced_numbers(name: str, total: float, active: float) -> None:
     """In billions, in the digits that were announced."""
     path = ROOT / "tests" / "model" / "published" / f"{name}.json"
-    counts = ParameterCounts.of(ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))["config"]))
+    model = ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))["config"], default_dtype="bfloat16")
+    counts = ParameterCounts.of(model)
     assert counts.total / 1e9 == pytest.approx(total, rel=0.01)
     assert counts.active / 1e9 == pytest.approx(active, rel=0.04)
 

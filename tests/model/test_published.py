@@ -1,6 +1,7 @@
 """Fields of ``config.json`` as models are published with them: each is read as the model that it is, or refused by the name of a field.
 
 A file in ``published/`` has the fields that say what is computed, and what is expected: ``is``, in words, or the message in ``refused``.
+``stored_dtype``: dtype of the weights, where the fields name none.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ def layer_in_words(layer: LayerConfig) -> str:
 
 
 def mlp_in_words(mlp: MlpConfig) -> str:
-    return f"{'' if mlp.gated else 'ungated '}{mlp.activation} {mlp.intermediate_size}{' with bias' if mlp.bias else ''}"
+    activation = (
+        mlp.activation if isinstance(mlp.activation, str) else f"clamped SwiGLU ({mlp.activation.alpha:g}, {mlp.activation.limit:g})"
+    )
+    return f"{'' if mlp.gated else 'ungated '}{activation} {mlp.intermediate_size}{' with bias' if mlp.bias else ''}"
 
 
 def experts_in_words(mlp: RoutedMlpConfig) -> list[str]:
@@ -124,13 +128,13 @@ def attention_in_words(mixer: AttentionConfig) -> list[str]:
     parts += [f"scale {mixer.scale:g}"] if mixer.scale else []
     parts += [f"queries 1 + {mixer.query_scaling.beta:g} log by {mixer.query_scaling.period}"] if mixer.query_scaling else []
     parts += [f"norm of q and k ({mixer.qk_norm.over}){' after RoPE' if mixer.qk_norm.after_rope else ''}"] if mixer.qk_norm else []
-    return parts + [name for name in ("qkv_bias", "o_bias", "output_gate") if getattr(mixer, name)]
+    return parts + [name for name in ("qkv_bias", "o_bias", "output_gate", "sinks") if getattr(mixer, name)]
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if "is" in read(path)], ids=lambda path: path.stem)
 def test_a_published_model_is_read_as_what_it_is(path) -> None:
     data = read(path)
-    model = ModelConfig.from_dict(data["config"])
+    model = ModelConfig.from_dict(data["config"], default_dtype=data.get("stored_dtype"))
     assert in_words(model) == data["is"]
     assert ModelConfig.from_description(json.loads(json.dumps(model.to_description()))) == model
 

@@ -34,6 +34,22 @@ def test_attend(monkeypatch: pytest.MonkeyPatch, block: int, width: int, first: 
     assert_close(attention.attend(q, keys, values, first), attend_one_by_one(q, keys, values, first))
 
 
+@pytest.mark.parametrize("large", [0.0, 300.0, -300.0])
+def test_a_sink_is_a_key_without_a_value(large: float) -> None:
+    """It takes its part of the softmax, however large it is: with one far above all scores nothing of the values is left."""
+    random = np.random.default_rng(9)
+    q, keys, values = (random.normal(size=shape).astype(np.float32) for shape in ((5, 6, 8), (3, 9, 8), (3, 9, 8)))
+    sinks = (random.normal(size=6) + large).astype(np.float32)
+    found = attention.attend(q, keys, values, 4, window=4, softcap=2.0, sinks=sinks)
+    for token, head in np.ndindex(5, 6):
+        seen = slice(token + 1, token + 5)
+        scores = 2.0 * np.tanh(keys[head // 2, seen].astype(np.float64) @ q[token, head] / 2.0)
+        peak = max(scores.max(), float(sinks[head]))
+        weights = np.exp(scores - peak)
+        expected = weights @ values[head // 2, seen] / (weights.sum() + np.exp(float(sinks[head]) - peak))
+        np.testing.assert_allclose(found[token, head], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_rotation_is_a_complex_product() -> None:
     x = normal(2, 3, 5, 8)
     cos, sin = rope_table(RopeConfig(kind="default", theta=50.0), head_dim=8, length=9)

@@ -135,6 +135,7 @@ BY_ROWS, BY_KEYS, DECODE_QUANTIZED = (f"attention/{name}.cuh" for name in ("deco
 PREFILLING, PREFILL_TILES, PARTS = (f"attention/{name}.cuh" for name in ("prefill", "prefill_tiles", "prefill_schedule"))
 PREFILL_RING, NEW_ROWS = (f"attention/prefill_{name}.cuh" for name in ("ring", "new_rows"))
 PREFILL_SCORES, PREFILL_RESULTS = (f"attention/prefill_{name}.cuh" for name in ("scores", "results"))
+SINKS = "attention/sinks.cuh"
 STORED_RING, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
 PREFILL_OVER_QUANTIZED, DECODE_OVER_QUANTIZED, FEW_OVER_QUANTIZED = (
     f"{ATTENTION}.py::test_quantized_{test}" for test in ("prefill", "decode", "few")
@@ -185,6 +186,9 @@ MISTAKES = {
     "rows behind the new token": (PIPELINE, "at.position - at.first_token(warp)", "kTileTokens", "none", DECODE, "isnan"),
     "a decode window that is one token too wide": (SCHEDULE, "(params.window - 1)", "params.window", "none", DECODE, "assert"),
     "a prefill window that is one token too wide": (PREFILL_SCORES, "distance >= span", "distance > span", "none", PREFILL, "error <="),
+    "sinks of other heads": (DECODING, "at.kv_head * params.group_size + row;", "row;", "none", DECODE, "error <="),
+    "sinks of other tokens": (DECODING, "head -= token * params.group_size;", "", "none", FEW_TESTS, "assert"),
+    "rows without their sinks": (SINKS, "if (logits == nullptr) return sum;", "return sum;", "none", PREFILL, "error <="),
     "keys behind the last one": (PREFILL_TILES, "key < live", "true", "none", PREFILL, "isnan"),
     "new tokens that no block appends": (NEW_ROWS, "if (rows.first_row == 0) {", "if (false) {", "none", PREFILL, "array_equal"),
     "new keys without RoPE": (NEW_ROWS, "key.rotate(pairs, pair);", "", "none", PREFILL, "assert"),

@@ -37,6 +37,8 @@ FAMILIES = [
     "gemma2",
     "gemma3",
     "glm4",
+    "gpt_oss",
+    "gpt_oss-mxfp4",
     "granite",
     "hunyuan",
     "lfm2-bias",

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.errors import raises
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
-from tests.helpers.models import HYBRID_TOLERANCES, HYBRIDS, changed_model, hybrid_model, write_model
+from tests.helpers.models import HYBRID_TOLERANCES, HYBRIDS, changed_model, hybrid_model, sinks_model, write_model
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS
 from tests.torch_engine.needs_torch import need_torch
@@ -104,6 +104,20 @@ def test_experts(dtype, attention):
         InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), KVCacheManager(kv, memory=host)) as reference,
     ):
         assert ours.engine._kernel_inputs is not None
+        compare(ours, reference, dtype)
+
+
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_attention_sinks(dtype, attention):
+    checkpoint, host, gpu = RandomCheckpoint(sinks_model()), HostMemory(), CudaMemory()
+    kv = cache_config(checkpoint.config, max_batch_size=3, max_sequence_length=61, dtype=dtype, attention=attention)
+    options = {"kv": kv, "max_prefill_length": 9, "attention": attention}
+    with (
+        InferenceSession(TorchEngine.open(checkpoint, **options, memory=gpu), KVCacheManager(kv, memory=gpu)) as ours,
+        InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), KVCacheManager(kv, memory=host)) as reference,
+    ):
+        assert (ours.engine._kernel_inputs is not None) == (dtype != "float32")
         compare(ours, reference, dtype)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
-from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, write_model
+from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, sinks_model, write_model
 from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
@@ -222,6 +222,20 @@ def test_other_activations_of_experts_follow_the_kernels(memory, calls, gated):
     expected = others(rows, chosen, weights, experts).float()
     assert (ours(rows, chosen, weights, experts) - expected).abs().max() <= 4e-3 * expected.abs().max()
     assert calls == {"expert_up linear": 1, "expert_down": 1}
+
+
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+def test_attention_sinks_agree_with_the_reference_engine(memory, calls, attention):
+    checkpoint, host = RandomCheckpoint(sinks_model()), HostMemory()
+    kv = cache_config(checkpoint.config, **SIZES, dtype="float16", attention=attention)
+    options = {"kv": kv, "max_prefill_length": 9, "attention": attention}
+    with (
+        InferenceSession(TorchEngine.open(checkpoint, **options, memory=memory), KVCacheManager(kv, memory=memory)) as session,
+        InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), KVCacheManager(kv, memory=host)) as reference,
+    ):
+        check_agreement(session, reference, TOLERANCES["float16"])
+    assert calls["attend"] > 0
+    assert calls["linear_gated_mul silu"] == calls["gated_mul silu"] == 0, "clamped SwiGLU is an operation of torch"
 
 
 PACKED_SIZES = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}

@@ -42,6 +42,15 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int  # in bytes, from the start of the file
     nbytes: int
+    strides: tuple[int, ...] | None = None  # in bytes; None: it is contiguous
+
+    @property
+    def span(self) -> int:
+        """Bytes from its first element to its last one."""
+        if self.strides is None:
+            return self.nbytes
+        itemsize = self.nbytes // math.prod(self.shape)
+        return itemsize + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 def safetensors_buffers(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
@@ -64,11 +73,12 @@ def safetensors_buffers(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
 class SafetensorsFile:
     """A :class:`~trt_kvcache.checkpoint.weight_file.WeightFile` of one safetensors file. Raises CheckpointError if it is damaged."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keeps_stored_dtype: bool = False) -> None:
         with naming_the_extra():
             from safetensors import SafetensorError, safe_open
 
         self.path = path
+        self.keeps_stored_dtype = keeps_stored_dtype  # if not, tensors are rounded to the dtype of the model, as transformers does
         try:
             with open_regular(path) as file:
                 with safe_open(path, framework="numpy"):  # checks the header and all sizes; its arrays would be copies
@@ -83,9 +93,6 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: cannot be read: {str(error) or 'there is not enough memory'}.") from error
         self.tensors = _stored_tensors(self._map)
 
-    #: Rounded to the dtype of the model before use, as transformers does.
-    keeps_stored_dtype = False
-
     @property
     def paths(self) -> tuple[Path, ...]:
         """The file."""
@@ -95,23 +102,21 @@ class SafetensorsFile:
         """See :meth:`WeightFile.rename <trt_kvcache.checkpoint.weight_file.WeightFile.rename>`."""
         self.tensors = {names[name]: stored for name, stored in self.tensors.items()}
 
-    def split(self, names: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
-        """Replace tensors by others: for each, the names and shapes of the tensors that its elements are, one after the other."""
-        tensors = {name: stored for name, stored in self.tensors.items() if name not in names}
-        for name, shapes in names.items():
-            whole = self.tensors[name]
-            element, offset = whole.nbytes // math.prod(whole.shape), whole.offset
-            for part, shape in shapes.items():
-                tensors[part] = StoredTensor(dtype=whole.dtype, shape=shape, offset=offset, nbytes=math.prod(shape) * element)
-                offset += tensors[part].nbytes
-        self.tensors = tensors
+    def add_name(self, name: str, other: str) -> None:
+        """Give the tensor ``other`` a second name."""
+        self.tensors = {**self.tensors, name: self.tensors[other]}
+
+    def split(self, parts: Mapping[str, Mapping[str, StoredTensor]]) -> None:
+        """Replace tensors by others over the same bytes: for each, its parts by name."""
+        self.tensors = {name: stored for name, stored in self.tensors.items() if name not in parts}
+        for of_one in parts.values():
+            self.tensors |= of_one
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """See :meth:`WeightFile.array <trt_kvcache.checkpoint.weight_file.WeightFile.array>`."""
         stored = self.tensors[name]
         dtype = _PACKED_DTYPES.get(stored.dtype) or numpy_dtype(stored.dtype)
-        count = stored.nbytes // dtype.itemsize
-        array = np.frombuffer(self._map, dtype=dtype, count=count, offset=stored.offset).reshape(stored.shape)
+        array: npt.NDArray[Any] = np.ndarray(stored.shape, dtype, self._map, stored.offset, stored.strides)
         if not array.flags.aligned:
             array = array.copy()
             array.flags.writeable = False
@@ -120,7 +125,7 @@ class SafetensorsFile:
     def release(self, name: str) -> None:
         """See :meth:`WeightFile.release <trt_kvcache.checkpoint.weight_file.WeightFile.release>`."""
         stored = self.tensors[name]
-        release_pages(self._map, stored.offset, stored.nbytes)
+        release_pages(self._map, stored.offset, stored.span)
 
 
 def _stored_tensors(file: mmap.mmap) -> dict[str, StoredTensor]:

@@ -76,6 +76,7 @@ def attend(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: DeviceTensor | None = None,
     stream: Any,
 ) -> None:
     """Apply RoPE to q and k, append k and v to the cache, and compute causal attention for the new tokens.
@@ -111,6 +112,8 @@ def attend(
         Sliding window: tokens that a token attends to, itself included; 0 for all.
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
+    sinks : DeviceTensor (num_heads,) float32, optional
+        Attention sinks: another logit of each query head, which joins the softmax of its scores and has no value. Not scaled or capped.
     stream : cuda.core.Stream or GraphBuilder
         The launches are ordered on it: one for up to 32 new tokens, as a rule, else two. The call neither waits nor allocates, and can
         be captured in a graph.
@@ -172,6 +175,8 @@ def attend(
         _check_lengths("new_lengths", new_lengths, cache)
     if cos_sin is not None:
         _check_cos_sin(cos_sin, cache)
+    if sinks is not None:
+        _check_sinks(sinks, cache, q.shape[2])
     factor = 1 / math.sqrt(head_dim) if scale is None else float(scale)
     for name, number, zero in (("scale", factor, ""), ("softcap", float(softcap), "0, or ")):
         if not MIN_SCORE_FACTOR <= number <= MAX_SCORE_FACTOR and (number or not zero):
@@ -181,7 +186,7 @@ def attend(
     workspace.check("workspace", cache, q.shape[2])
     params = AttentionParams(
         q=q, k=k, v=v, cache=cache, kv_scales=kv_scales, lengths=lengths, new_lengths=new_lengths,
-        cos_sin=cos_sin, out=out, scale=factor, window=window, softcap=float(softcap),
+        cos_sin=cos_sin, out=out, scale=factor, window=window, softcap=float(softcap), sinks=sinks,
     )  # fmt: skip
     if slots:
         attend_kernel(params, workspace, stream)
@@ -246,6 +251,14 @@ def _check_cos_sin(tensor: DeviceTensor, cache: DeviceTensor) -> None:
         raise ShapeError(f"cos_sin: expected a dense tensor [{tokens} or more, 2, rotary_dim / 2], of an even size, got {tensor!r}.")
 
 
+def _check_sinks(tensor: DeviceTensor, cache: DeviceTensor, num_heads: int) -> None:
+    check_place("sinks", tensor, cache)
+    if tensor.dtype != "float32":
+        raise DTypeError(f"sinks: expected float32, got {tensor.dtype}.")
+    if tensor.shape != (num_heads,) or not tensor.is_contiguous:
+        raise ShapeError(f"sinks: expected a dense tensor of shape ({num_heads},), got {tensor!r}.")
+
+
 # --- NumPy, in float32; unlike in plugins/attention, probabilities are not rounded ---
 
 
@@ -267,7 +280,7 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
     width, tokens = q.shape[1], cache.shape[3]
     new_lengths = np.full(len(q), width) if params.new_lengths is None else array_of(params.new_lengths)
     table = None if params.cos_sin is None else array_of(params.cos_sin)
-    all_scales = None if params.kv_scales is None else array_of(params.kv_scales)
+    all_scales, sinks = (None if tensor is None else array_of(tensor) for tensor in (params.kv_scales, params.sinks))
     for slot, (past, new) in enumerate(zip(array_of(params.lengths).tolist(), new_lengths.tolist(), strict=True)):
         count = max(min(new, width, tokens - past), 0) if past >= 0 else 0
         end = past + count
@@ -286,8 +299,10 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
             if params.softcap:
                 scores = np.float32(params.softcap) * np.tanh(scores / np.float32(params.softcap))
             scores[masked] = -np.inf
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            result = weights @ values[head // params.group] / weights.sum(axis=1, keepdims=True)
+            peaks = scores.max(axis=1, keepdims=True) if sinks is None else np.maximum(scores.max(axis=1, keepdims=True), sinks[head])
+            weights = np.exp(scores - peaks)
+            sums = weights.sum(axis=1, keepdims=True) + (0 if sinks is None else np.exp(sinks[head] - peaks))
+            result = weights @ values[head // params.group] / sums
             out[slot, :count, head] = result.astype(out.dtype)
 
 
@@ -336,7 +351,7 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
         *(slots, kv_heads, plan.splits_per_head, plan.heads_per_block, params.group, *((q.shape[1],) if several else ())),
         *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
         *(value for tensor in (q, k, v) for value in (tensor.ptr, *_strides(0, tensor), *(_strides(1, tensor) if several else ()))),
-        *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
+        *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap), address(params.sinks)),
         *(params.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.flagged_nbytes),
         *_scales(params),
     )
@@ -384,7 +399,7 @@ def _prefill(plan: PrefillPlan, params: AttentionParams, workspace: AttentionWor
         *(q.shape[0], k.shape[2], params.group, q.shape[1], plan.row_blocks, plan.order),
         *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
         *(q.ptr, *_strides(0, q), *_strides(1, q), k.ptr, *_strides(0, k), *_strides(1, k), v.ptr, *_strides(0, v), *_strides(1, v)),
-        *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
+        *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap), address(params.sinks)),
         *(params.out.ptr, workspace.partials.ptr),
         *_scales(params),
     )

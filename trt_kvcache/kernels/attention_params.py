@@ -28,6 +28,7 @@ class AttentionParams:
     scale: float  # factor of q @ k
     window: int  # tokens that a token attends to, itself included; 0 for all
     softcap: float  # 0 for none
+    sinks: DeviceTensor | None = None  # (num_heads,) float32: another logit of each query head in the softmax, without a value
 
     @property
     def memory(self) -> Any:

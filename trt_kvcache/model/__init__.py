@@ -1,7 +1,7 @@
 """Descriptions of decoders as plain data: layers, norms, RoPE, and the Hugging Face families that they are read from."""
 
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, QkNormConfig, QueryScaling
-from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig, RouterConfig
+from trt_kvcache.model.mlp_config import ClampedSwiGLU, MlpConfig, RoutedMlpConfig, RouterConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
@@ -10,6 +10,7 @@ from trt_kvcache.model.rope_table import rope_table
 
 __all__ = [
     "AttentionConfig",
+    "ClampedSwiGLU",
     "GatedDeltaNetConfig",
     "LayerConfig",
     "Mamba2Config",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
-from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
+from trt_kvcache.model.mlp_config import ClampedSwiGLU, MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.weight_parts import has_fused_tensors, has_interleaved_rope
@@ -26,6 +26,7 @@ FEATURES = {
     "scale": "custom attention scale",
     "query_scaling": "position-scaled queries",
     "output_gate": "gated attention",
+    "sinks": "attention sinks",
     "no_rope": "layers without RoPE (NoPE)",
     "partial_rotary": "partial RoPE",
     "interleaved_rope": "interleaved RoPE",
@@ -40,6 +41,7 @@ FEATURES = {
     "parallel": "parallel attention and MLP",
     "activation": "GELU",
     "relu2": "squared ReLU",
+    "clamped_swiglu": "clamped SwiGLU",
     "ungated_mlp": "MLP without a gate",
     "residual_multiplier": "scaled residuals",
     "embedding_multiplier": "scaled embeddings",
@@ -116,7 +118,9 @@ def _mlp_places(mlp: MlpConfig | RoutedMlpConfig | None, place: str) -> Iterator
             yield "shared_expert", f"{place}.shared"
             yield from _mlp_places(mlp.shared, f"{place}.shared")
     else:
-        if mlp.activation in _ACTIVATIONS:
+        if isinstance(mlp.activation, ClampedSwiGLU):
+            yield "clamped_swiglu", f"{place}.activation = {mlp.activation}"
+        elif mlp.activation in _ACTIVATIONS:
             yield _ACTIVATIONS[mlp.activation], f"{place}.activation = {mlp.activation}"
         if not mlp.gated:
             yield "ungated_mlp", f"{place}.gated = False"
@@ -134,6 +138,8 @@ def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
                 yield name, f"layers[{index}].mixer.{name} = {value}"
         if mixer.output_gate:
             yield "output_gate", f"layers[{index}].mixer.output_gate = True"
+        if mixer.sinks:
+            yield "sinks", f"layers[{index}].mixer.sinks = True"
         if mixer.rope is None:
             yield "no_rope", f"layers[{index}].mixer.rope = None"
         elif mixer.rotary_dim != mixer.head_dim:
@@ -170,7 +176,7 @@ def _sizes(layer: LayerConfig) -> tuple[int | bool, ...]:
     mixer, mlp = layer.mixer, layer.mlp
     if not isinstance(mixer, AttentionConfig) or mlp is None:
         return ()
-    presence = (mixer.qkv_bias, mixer.o_bias, mixer.qk_norm is not None, mixer.output_gate)
+    presence = (mixer.qkv_bias, mixer.o_bias, mixer.qk_norm is not None, mixer.output_gate, mixer.sinks)
     return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, *_mlp_sizes(mlp), *presence)
 
 

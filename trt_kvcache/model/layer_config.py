@@ -111,6 +111,9 @@ class AttentionConfig:
     output_gate : bool
         True for gated attention: the output of attention, before the output projection, is multiplied by the sigmoid of another
         projection of the hidden state. That projection is as wide as q, and has a bias if q has one.
+    sinks : bool
+        True for attention sinks: each query head has a learned logit that joins the softmax of its scores, after scale and softcap, and
+        has no value. So the weights of K and V sum to less than 1.
 
     Raises
     ------
@@ -132,6 +135,7 @@ class AttentionConfig:
     softcap: float | None = None
     query_scaling: QueryScaling | None = None
     output_gate: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):

@@ -11,7 +11,7 @@ width in its place, and their sum is projected back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
 from trt_kvcache.errors import ConfigError
@@ -25,6 +25,37 @@ SCORES = ("softmax", "sigmoid")
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU:
+    """An activation of gate ``g`` and up ``u`` together: ``g * sigmoid(alpha * g) * (u + 1)``, after both are clamped.
+
+    Parameters
+    ----------
+    alpha : float
+        Factor of the gate inside the sigmoid.
+    limit : float
+        Largest value of the gate, which has no smallest one; largest magnitude of up.
+
+    Raises
+    ------
+    ConfigError
+        A number is not finite or not > 0.
+    """
+
+    kind: ClassVar[str] = "clamped_swiglu"
+
+    alpha: float
+    limit: float
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "limit"):
+            positive_number(f"ClampedSwiGLU.{name}", getattr(self, name))
+
+
+#: The activation of an MLP: a name in :data:`ACTIVATIONS`, or of gate and up together.
+Activation: TypeAlias = str | ClampedSwiGLU
+
+
+@dataclass(frozen=True, kw_only=True)
 class MlpConfig:
     """``down(activation(gate(x)) * up(x))``, or without a gate ``down(activation(up(x)))``.
 
@@ -32,8 +63,8 @@ class MlpConfig:
     ----------
     intermediate_size : int
         Width inside.
-    activation : {"silu", "gelu_tanh", "relu2"}
-        Activation of the gate; without a gate, of ``up(x)``.
+    activation : {"silu", "gelu_tanh", "relu2"} or ClampedSwiGLU
+        Activation of the gate; without a gate, of ``up(x)``. Clamped SwiGLU takes the place of ``activation(gate(x)) * up(x)``.
     bias : bool
         True if the projections have biases.
     gated : bool
@@ -42,17 +73,20 @@ class MlpConfig:
     Raises
     ------
     ConfigError
-        A value is out of range.
+        A value is out of range, or the activation needs a gate and there is none.
     """
 
     intermediate_size: int
-    activation: str = "silu"
+    activation: Activation = "silu"
     bias: bool = False
     gated: bool = True
 
     def __post_init__(self) -> None:
         int_in_range("MlpConfig.intermediate_size", self.intermediate_size, 1, MAX_DIMENSION, error=ConfigError)
-        one_of("MlpConfig.activation", self.activation, ACTIVATIONS)
+        if not isinstance(self.activation, ClampedSwiGLU):
+            one_of("MlpConfig.activation", self.activation, ACTIVATIONS)
+        elif not self.gated:
+            raise ConfigError("MlpConfig.gated: expected True with clamped SwiGLU, got False.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,16 +80,16 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
 
 
 def stacked_experts(config: ModelConfig, index: int, stacked: str) -> list[dict[str, tuple[int, ...]]]:
-    """Return the shapes of the matrices in a tensor of all experts of a layer, by name: for each expert, in the order of their rows.
+    """Return the shapes of the weights in a tensor of all experts of a layer, by name: for each expert, in the order of their rows.
 
-    ``stacked``: a name in the family's ``stacked``. Empty for a layer that does not have these experts.
+    ``stacked``: a name in the family's ``stacked``. Empty for a layer without these experts. Names of parts of a weight have their suffix.
     """
-    family, (shapes, stored) = FAMILIES[config.family], _stored(config, index)
+    stack, (shapes, stored) = FAMILIES[config.family].stacked[stacked], _stored(config, index)
     names = {role: _tensor_name(config, index, key) for key, roles in stored.items() for role in roles}
     mlp = config.layers[index].mlp
     experts = range(mlp.router.num_experts) if isinstance(mlp, RoutedMlpConfig) else ()
-    roles = [[f"{role}.{expert}.weight" for role in family.stacked[stacked]] for expert in experts]
-    return [{names[role]: shapes[role] for role in of_expert} for of_expert in roles]
+    roles = [[f"{role}.{expert}{stack.suffix}" for role in stack.roles] for expert in experts]
+    return [{names[role] + stack.part: shapes[role] for role in of_expert} for of_expert in roles]
 
 
 def _stored(config: ModelConfig, index: int) -> tuple[dict[str, tuple[int, ...]], dict[tuple[str, str], list[str]]]:
@@ -250,6 +250,8 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
     for name in ("k", "v"):
         shapes |= _projection(name, kv_width, hidden, bias=mixer.qkv_bias)
     shapes |= _projection("o", hidden, q_width, bias=mixer.o_bias)
+    if mixer.sinks:
+        shapes["sinks"] = (mixer.num_heads,)
     if mixer.qk_norm is not None:
         for name, width in (("q_norm", q_width), ("k_norm", kv_width)):
             shapes |= _norm_shapes(name, mixer.qk_norm.norm, width if mixer.qk_norm.over == "full" else mixer.head_dim)

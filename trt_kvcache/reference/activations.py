@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from trt_kvcache.model import ClampedSwiGLU
 from trt_kvcache.reference.weights import Float32
 
 
@@ -30,6 +31,14 @@ def gelu_tanh(x: Float32) -> Float32:
     """Return GELU in its tanh approximation."""
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
     activated: Float32 = np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
+    return activated
+
+
+def clamped_swiglu(config: ClampedSwiGLU, gate: Float32, up: Float32) -> Float32:
+    """Return ``gate * sigmoid(alpha * gate) * (up + 1)``, after both are clamped."""
+    limit = np.float32(config.limit)
+    gate = np.minimum(gate, limit)
+    activated: Float32 = gate * sigmoid(np.float32(config.alpha) * gate) * (np.clip(up, -limit, limit) + np.float32(1))
     return activated
 
 

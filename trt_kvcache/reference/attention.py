@@ -49,7 +49,7 @@ class RopePositions:
 class SeparateAttention:
     """Attention of one layer, over separate K and V ``[A, H, S, D]``, with ``start`` tokens in each slot before it.
 
-    ``masked``: all S rows are read under a mask, instead of the live rows only.
+    ``masked``: all S rows are read under a mask, instead of the live rows only. ``sinks``: float32 ``[Hq]``, or None for a layer without.
     """
 
     def __init__(
@@ -61,12 +61,14 @@ class SeparateAttention:
         start: npt.NDArray[np.int32],
         *,
         masked: bool,
+        sinks: Float32 | None,
     ) -> None:
         self._mixer = mixer
         self._positions = positions
         self._sides = k, v
         self._start = start
         self._masked = masked
+        self._sinks = sinks
 
     def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
@@ -80,7 +82,7 @@ class SeparateAttention:
         for slot, first in enumerate(self._start.tolist()):
             rows = capacity if self._masked else min(first + q.shape[1], capacity)
             keys, values = [side[slot, :, :rows].astype(np.float32) for side in self._sides]
-            mixed[slot] = attend(q[slot], keys, values, first, window=self._mixer.window, softcap=self._mixer.softcap)
+            mixed[slot] = attend(q[slot], keys, values, first, window=self._mixer.window, softcap=self._mixer.softcap, sinks=self._sinks)
         return mixed
 
 
@@ -100,6 +102,7 @@ class CombinedAttention:
         stream: Any,
         *,
         kv_scales: DeviceTensor | None = None,
+        sinks: DeviceTensor | None = None,
         dtype: str = "float32",
     ) -> None:
         self._mixer = mixer
@@ -109,6 +112,7 @@ class CombinedAttention:
         self._start = start
         self._stream = stream
         self._kv_scales = kv_scales
+        self._sinks = sinks
         self._dtype = numpy_dtype(dtype)
 
     def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
@@ -130,6 +134,7 @@ class CombinedAttention:
             scale=self._mixer.score_scale,
             window=self._mixer.window or 0,
             softcap=self._mixer.softcap or 0.0,
+            sinks=self._sinks,
         )
         attend_kernel(call, self._workspace, self._stream)
         mixed: Float32 = memory.array(rows[0])
@@ -191,10 +196,19 @@ def write_rows(cache: npt.NDArray[Any], rows: Float32, start: npt.NDArray[np.int
         cache[slot, :, first : first + kept] = stored[slot, :, :kept]
 
 
-def attend(q: Float32, keys: Float32, values: Float32, first: int, *, window: int | None = None, softcap: float | None = None) -> Float32:
+def attend(
+    q: Float32,
+    keys: Float32,
+    values: Float32,
+    first: int,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float32 | None = None,
+) -> Float32:
     """Compute causal attention of one slot: new token i sees the keys j <= first + i, in a sliding window only the last of them.
 
-    Scores of other keys get -inf, so a NaN in such a key or value still reaches the result, as it does on a device.
+    Scores of other keys get -inf, so a NaN there still reaches the result, as on a device. ``sinks [Hq]``: other logits, without values.
     """
     width, query_heads, head_dim = q.shape
     kv_heads, rows, _ = keys.shape
@@ -210,7 +224,12 @@ def attend(q: Float32, keys: Float32, values: Float32, first: int, *, window: in
             distance = first + np.arange(block.start, block.stop)[:, None] - np.arange(rows)
             seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             scores += np.where(seen, np.float32(0), np.float32(-np.inf))
-        result[:, :, block] = softmax(scores) @ values[:, None]
+        if sinks is None:
+            weights = softmax(scores)
+        else:
+            of_heads = np.broadcast_to(sinks.reshape(kv_heads, -1, 1, 1), (*scores.shape[:3], 1))
+            weights = softmax(np.concatenate((scores, of_heads), axis=-1))[..., :-1]
+        result[:, :, block] = weights @ values[:, None]
     ungrouped: Float32 = result.transpose(2, 0, 1, 3).reshape(q.shape)
     return ungrouped
 

@@ -30,7 +30,7 @@ from trt_kvcache.reference.attention import (
 )
 from trt_kvcache.reference.model import LayerCache, LayerRecurrence, decoder_step
 from trt_kvcache.reference.recurrent import layer_recurrence
-from trt_kvcache.reference.weights import DecoderWeights, load_weights
+from trt_kvcache.reference.weights import DecoderWeights, Float32, load_weights
 
 #: RoPE and head dimension: layers in which both are equal share a table of angles.
 _RopeKey = tuple[RopeConfig, int]
@@ -219,36 +219,45 @@ class ReferenceEngine(DecoderEngine):
     ) -> list[LayerAttention]:
         """Return the attention of each attention layer over the bound caches."""
         attentions: list[LayerAttention] = []
-        for index, (layer, cache) in enumerate(zip(self._config.attention_layers, step.caches, strict=True)):
+        for index, (layer, sinks, cache) in enumerate(zip(self._config.attention_layers, self._sinks(), step.caches, strict=True)):
             attention: LayerAttention
             mixer = layer.after_norms
             if self._combined is not None:
-                cos_sin, workspace = self._combined[index]
+                cos_sin, workspace, bound_sinks = self._combined[index]
                 scales = step.scales[index] if step.scales else None
-                attention = CombinedAttention(mixer, cos_sin, cache[0], step.start, workspace, stream, kv_scales=scales, dtype=self._dtype)
+                attention = CombinedAttention(
+                    mixer, cos_sin, cache[0], step.start, workspace, stream, kv_scales=scales, sinks=bound_sinks, dtype=self._dtype
+                )
             else:
                 key = _rope_key(mixer)
                 k, v = map(self.memory.array, cache)
-                attention = SeparateAttention(mixer, None if key is None else rope[key], k, v, start, masked=self._masked)
+                positions = None if key is None else rope[key]
+                attention = SeparateAttention(mixer, positions, k, v, start, masked=self._masked, sinks=sinks)
             if mixer.query_scaling is not None:
                 attention = ScaledQueries(attention, mixer.query_scaling, start)
             key = _rope_key(layer)
             attentions.append(RotatedBeforeNorms(attention, rope[key]) if key is not None and layer.rotates_before_norm else attention)
         return attentions
 
-    def _combined_inputs(self) -> list[tuple[DeviceTensor | None, AttentionWorkspace]]:
-        """Return the RoPE table and the workspace of each attention layer for :class:`CombinedAttention`, cached for all steps."""
+    def _sinks(self) -> list[Float32 | None]:
+        """Return the attention sinks ``[Hq]`` of each attention layer, or None."""
+        assert self._weights is not None
+        return [self._weights.layers[index].get("sinks") for index in self._config.attention_indices]
+
+    def _combined_inputs(self) -> list[tuple[DeviceTensor | None, AttentionWorkspace, DeviceTensor | None]]:
+        """Return RoPE table, workspace and sinks of each attention layer for :class:`CombinedAttention`, cached for all steps."""
         stream = self.memory.create_stream()
         tables = {key: self.memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in self._rope.items()}
         workspaces: dict[tuple[int, int, int], AttentionWorkspace] = {}
         found = []
-        for mixer in self._config.attention_layers:
+        for mixer, sinks in zip(self._config.attention_layers, self._sinks(), strict=True):
             key = _rope_key(mixer.after_norms)
             sizes = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
             if sizes not in workspaces:
                 named = dict(zip(("num_heads", "num_kv_heads", "head_dim"), sizes, strict=True))
                 workspaces[sizes] = AttentionWorkspace(self.memory, **named, stream=stream)
-            found.append((None if key is None else tables[key], workspaces[sizes]))
+            bound_sinks = None if sinks is None else self.memory.to_device(sinks, stream=stream)
+            found.append((None if key is None else tables[key], workspaces[sizes], bound_sinks))
         return found
 
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RoutedMlpConfig
-from trt_kvcache.reference.activations import ACTIVATIONS, sigmoid
+from trt_kvcache.model import AttentionConfig, ClampedSwiGLU, LayerConfig, MlpConfig, ModelConfig, NormConfig, RoutedMlpConfig
+from trt_kvcache.reference.activations import ACTIVATIONS, clamped_swiglu, sigmoid
 from trt_kvcache.reference.attention import LayerAttention, RotatedBeforeNorms, softcapped
 from trt_kvcache.reference.blas_threads import one_blas_thread
 from trt_kvcache.reference.router import route
@@ -116,8 +116,10 @@ def mlp(config: MlpConfig, layer: DecoderLayerWeights, hidden: Float32, role: st
     def product(name: str, x: Float32) -> Float32:
         return project(layer.projection(role.format(name)), x)
 
-    activation, up = ACTIVATIONS[config.activation], product("up", hidden)
-    return product("down", activation(product("gate", hidden)) * up if config.gated else activation(up))
+    activation, up = config.activation, product("up", hidden)
+    if isinstance(activation, ClampedSwiGLU):
+        return product("down", clamped_swiglu(activation, product("gate", hidden), up))
+    return product("down", ACTIVATIONS[activation](product("gate", hidden)) * up if config.gated else ACTIVATIONS[activation](up))
 
 
 def routed_mlp(config: RoutedMlpConfig, layer: DecoderLayerWeights, hidden: Float32) -> Float32:

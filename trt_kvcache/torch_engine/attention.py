@@ -30,7 +30,7 @@ class LiveRowsAttention:
             self._runs.append((slice(first_slot, first_slot + count), start))
             first_slot += count
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
         mixer, capacity = self._mixers[layer], self._tensors.caches[layer][0].shape[-2]
         q, *new = rotated_heads(qkv, mixer.num_kv_heads, self._angles[layer])
@@ -39,7 +39,7 @@ class LiveRowsAttention:
             end = min(start + q.shape[1], capacity)
             self.write(layer, slots, start, end, [rows[slots] for rows in new])
             first = 0 if mixer.window is None else min(max(start + 1 - mixer.window, 0), end - 1)
-            mixed.append(_attend(mixer, q[slots], *self.read(layer, slots, first, end), start - first))
+            mixed.append(_attend(mixer, q[slots], *self.read(layer, slots, first, end), start - first, sinks))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def write(self, layer: int, slots: slice, start: int, end: int, new: list[torch.Tensor]) -> None:
@@ -53,20 +53,22 @@ class LiveRowsAttention:
         return k, v
 
 
-def _attend(mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+def _attend(
+    mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Return causal attention of q ``[n, s, Hq, D]``, whose first token has the row ``start`` of k and v ``[n, H, rows, D]``.
 
     Rows before the window of all tokens must have been left out.
     """
     width = q.shape[1]
-    if width == 1:  # one token sees all rows, so the query heads of a K/V head can be the rows of one matrix
+    if width == 1 and sinks is None:  # one token sees all rows, so the query heads of a K/V head can be the rows of one matrix
         return dot_product_attention(mixer, q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v).reshape(q.shape)
     mask = None
-    if start or mixer.softcap is not None or (mixer.window or width) < width:
+    if start or mixer.softcap is not None or sinks is not None or (mixer.window or width) < width:
         mask = torch.ones(width, k.shape[2], dtype=torch.bool).tril_(start)
         if mixer.window is not None:
             mask.triu_(start + 1 - mixer.window)
-    return dot_product_attention(mixer, q.transpose(1, 2), k, v, mask, is_causal=mask is None).transpose(1, 2)
+    return dot_product_attention(mixer, q.transpose(1, 2), k, v, mask, sinks, is_causal=mask is None).transpose(1, 2)
 
 
 class MaskedAttention:
@@ -85,7 +87,7 @@ class MaskedAttention:
         windows = {mixer.window for mixer in mixers}
         self._is_seen = {window: distance >= 0 if window is None else (distance >= 0) & (distance < window) for window in windows}
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
         mixer, sides = self._mixers[layer], self._kv[layer]
         q, *new = rotated_heads(qkv, mixer.num_kv_heads, self._angles[layer])
@@ -95,7 +97,7 @@ class MaskedAttention:
             side.copy_(torch.where(self._is_new, spread, side))
             live.append(side.masked_fill(self._is_dead, 0))
         k, v = live
-        return dot_product_attention(mixer, q.transpose(1, 2), k, v, self._is_seen[mixer.window]).transpose(1, 2)
+        return dot_product_attention(mixer, q.transpose(1, 2), k, v, self._is_seen[mixer.window], sinks).transpose(1, 2)
 
 
 class RotationBeforeNorms:
@@ -117,30 +119,42 @@ class ScaledQueries:
         self._attention, self._mixers = attention, mixers
         self._factors = positions.queries(step.start, step.input_ids.shape[1])
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """Scale q in place, then attend."""
         factors = self._factors[layer]
         if factors is not None:
             qkv[:, :, : self._mixers[layer].num_heads].mul_(factors)
-        return self._attention(layer, qkv)
+        return self._attention(layer, qkv, sinks)
 
 
 def dot_product_attention(
-    mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool = False
+    mixer: AttentionConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
 ) -> torch.Tensor:
     """Return the attention of q ``[n, Hq, s, D]`` over k and v ``[n, H, rows, D]``. ``mask``: rows that a token sees; all by default.
 
-    ``is_causal`` (without mask and softcap): token t sees the rows up to t.
+    ``sinks`` ``[Hq]``: other logits, without values. ``is_causal`` (without mask, softcap and sinks): token t sees the rows up to t.
     """
-    if mixer.softcap is None:
+    if mixer.softcap is None and sinks is None:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=mixer.scale, enable_gqa=grouped)
-    heads = q.float().unflatten(1, (k.shape[1], -1))  # no operation of torch caps scores
-    scores = heads @ k.float().unsqueeze(2).mT * (mixer.score_scale / mixer.softcap)
-    scores = scores.tanh_().mul_(mixer.softcap)
+    heads = q.float().unflatten(1, (k.shape[1], -1))  # no operation of torch caps scores or has sinks
+    scores = heads @ k.float().unsqueeze(2).mT * mixer.score_scale
+    if mixer.softcap is not None:
+        scores = scores.div_(mixer.softcap).tanh_().mul_(mixer.softcap)
     if mask is not None:
         scores = scores.masked_fill_(~mask.unsqueeze(-3), -torch.inf)
-    return (scores.softmax(dim=-1) @ v.float().unsqueeze(2)).flatten(1, 2).to(q.dtype)
+    if sinks is not None:
+        of_heads = sinks.view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, of_heads), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]]
+    return (weights @ v.float().unsqueeze(2)).flatten(1, 2).to(q.dtype)
 
 
 def rotated_heads(qkv: torch.Tensor, kv_heads: int, angles: Angles | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

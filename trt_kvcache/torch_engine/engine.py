@@ -48,7 +48,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         *("norm_offset", "norm_rounding", "norm_places", "activation", "residual_multiplier", "embedding_multiplier"),
         *("final_softcap", "logits_divisor", "fused_tensors", "no_mixer", "no_mlp", "short_conv", "mamba2"),
         *("gated_delta_net", "output_gate", "relu2", "ungated_mlp", "experts", "shared_expert", "latent_experts"),
-        *("interleaved_rope", "norm_after_rope", "layer_norm", "parallel"),
+        *("interleaved_rope", "norm_after_rope", "layer_norm", "parallel", "sinks", "clamped_swiglu"),
     }
 )
 
@@ -190,8 +190,9 @@ class TorchEngine(DecoderEngine):
         """Return the step over bound tensors. Views are made once."""
         step = self._steps.get(tensors)
         if step is None:
-            for old in [old for old in self._steps if old.closed]:
-                del self._steps[old]
+            if self._steps and next(reversed(self._steps)).closed:
+                for old in [old for old in self._steps if old.closed]:
+                    del self._steps[old]
             step = self._steps[tensors] = TorchStep.over(tensors, self._device)
             if len(self._steps) > MAX_STEPS:
                 self._steps.popitem(last=False)

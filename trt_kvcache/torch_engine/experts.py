@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections
 
 #: Rows up to which products have fixed shapes on a GPU, so that a step can be captured. All experts together then take the time to read
@@ -69,7 +68,7 @@ class FixedProducts:
             return out if bias is None else out + bias[indices, None]
 
         repeated = rows[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)[:, None]
-        inner = self._activated(product(repeated, experts.inputs, experts.inputs_bias), experts.config)
+        inner = self._elementwise.inner(product(repeated, experts.inputs, experts.inputs_bias), experts.config)
         return product(inner, experts.down, experts.down_bias).view(*chosen.shape, -1)
 
     def _of_all(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -78,12 +77,9 @@ class FixedProducts:
             return out if bias is None else out + bias[:, None]
 
         repeated = rows.expand(len(experts.inputs), -1, -1)
-        inner = self._activated(product(repeated, experts.inputs, experts.inputs_bias), experts.config)
+        inner = self._elementwise.inner(product(repeated, experts.inputs, experts.inputs_bias), experts.config)
         out = product(inner, experts.down, experts.down_bias)
         return out[chosen, torch.arange(len(rows), device=rows.device)[:, None]]
-
-    def _activated(self, inputs: torch.Tensor, config: MlpConfig) -> torch.Tensor:
-        return (self._elementwise.gated if config.gated else self._elementwise.activated)(inputs, config.activation)
 
 
 def _sums(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

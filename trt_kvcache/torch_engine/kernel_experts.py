@@ -47,7 +47,7 @@ class KernelExperts:
         expert_up_kernel(view(rows), *weights, view(choices), view(results), epilogue, self._stream)
         if epilogue != "linear":
             return results
-        return (self._elementwise.gated if config.gated else self._elementwise.activated)(results, config.activation)
+        return self._elementwise.inner(results, config)
 
     def _matrices(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[DeviceTensor, DeviceTensor | None]:
         return self._views.of(weight), None if bias is None else self._views.of(bias)

@@ -10,7 +10,7 @@ from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE, li
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.device_views import DeviceViews
-from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS
+from trt_kvcache.torch_engine.kernels import has_gate_kernel
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchMatrix, TorchProjection, dense
 
 #: Rows up to which the kernels are used: one tile of their products. ``benchmarks/linear.py`` compares them with torch.
@@ -36,7 +36,7 @@ class KernelProjections(Projections):
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
         """See :meth:`Projections.activated`."""
         weight = dense(inputs.weight)
-        if not config.gated or config.activation not in GATE_ACTIVATIONS or not _fits(x, weight):
+        if not config.gated or not has_gate_kernel(config.activation) or not _fits(x, weight):
             return super().activated(inputs, x, config)
         out = x.new_empty((*x.shape[:-1], len(weight) // 2))
         linear_gated_mul_kernel(*self._tensors(x, weight, inputs.bias, out), config.activation, self._stream)

@@ -6,7 +6,7 @@ Shapes: A slots, s new tokens per slot, Hq query heads, H K/V heads, S rows of c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from trt_kvcache.kernels.attention_tiles import (
 from trt_kvcache.kernels.decoder_layer_kernels import MAX_ROWS, add_rms_norm_kernel, gated_mul_kernel, qk_rms_norm_kernel
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import AttentionConfig
+from trt_kvcache.model.mlp_config import Activation
 from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import Elementwise, HeadCounts
@@ -34,7 +35,12 @@ from trt_kvcache.torch_engine.positions import rope_key, rope_tables
 from trt_kvcache.torch_engine.step import TorchStep
 
 #: Activations of the MLP gate with a kernel.
-GATE_ACTIVATIONS = ("silu", "gelu_tanh")
+_GATE_ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def has_gate_kernel(activation: Activation) -> TypeGuard[str]:
+    """Return True if the gate of an MLP with this activation has a kernel."""
+    return activation in _GATE_ACTIVATIONS
 
 
 class AttentionInputs(Uncopyable):
@@ -94,7 +100,7 @@ class KernelAttention:
         self._scales = step.tensors.scales or (None,) * len(step.combined)
         self._views, self._inputs, self._stream = views, inputs, stream
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
         qkv = qkv.contiguous()
         cache = self._caches[layer]
@@ -104,7 +110,7 @@ class KernelAttention:
         q, k, v = self._views.split_qkv(qkv, heads, kv_heads)
         call = AttentionParams(
             q=q, k=k, v=v, cache=cache, kv_scales=self._scales[layer], lengths=self._start, new_lengths=None,
-            out=self._views.of(out), **self._inputs.options[layer],
+            out=self._views.of(out), sinks=None if sinks is None else self._views.of(sinks), **self._inputs.options[layer],
         )  # fmt: skip
         attend_kernel(call, self._inputs.workspace, self._stream)
         return out
@@ -151,10 +157,10 @@ class KernelElementwise(Elementwise):
         qk_rms_norm_kernel(self._views.rows_of(qkv), q_weight, k_weight, heads.query, heads.kv, q_norm.epsilon, q_norm.offset, self._stream)
         return qkv
 
-    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See :meth:`Elementwise.gated`."""
         slots, width, columns = gate_up.shape
-        if activation not in GATE_ACTIVATIONS or slots * width > MAX_ROWS or columns % 4:
+        if not has_gate_kernel(activation) or slots * width > MAX_ROWS or columns % 4:
             return super().gated(gate_up, activation)
         out = gate_up.new_empty((slots, width, columns // 2))
         gated_mul_kernel(self._views.rows_of(gate_up), self._views.rows_of(out), activation, self._stream)

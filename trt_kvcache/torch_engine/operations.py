@@ -13,16 +13,17 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from trt_kvcache.model import MlpConfig
+from trt_kvcache.model import ClampedSwiGLU, MlpConfig
+from trt_kvcache.model.mlp_config import Activation
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 #: A matrix ``[out, in]``.
 TorchMatrix: TypeAlias = torch.Tensor | PackedWeight
 
-#: Function of the index of the attention layer and q, k and v of the new tokens ``[A, s, Hq + 2 * H, D]``, before RoPE, which it may
-#: overwrite; returns ``[A, s, Hq, D]``.
-TorchAttention = Callable[[int, torch.Tensor], torch.Tensor]
+#: Function of the index of the attention layer, q, k and v of the new tokens ``[A, s, Hq + 2 * H, D]``, before RoPE, which it may
+#: overwrite, and attention sinks float32 ``[Hq]`` or None; returns ``[A, s, Hq, D]``.
+TorchAttention = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 #: Function of the index of an attention layer that applies RoPE before the norms of q and k, and q, k and v of the new tokens; returns
 #: them after RoPE.
@@ -117,14 +118,19 @@ class Elementwise:
         q, k, v = qkv.split((*heads, heads.kv), dim=2)
         return torch.cat((_norm_of_heads(q, q_norm), _norm_of_heads(k, k_norm), v), dim=2)
 
-    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """Return ``activation(gate) * up`` of ``[A, s, 2 * intermediate]``."""
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Return ``activation(gate) * up`` of ``[A, s, 2 * intermediate]``, or clamped SwiGLU of both."""
         gate, up = gate_up.chunk(2, dim=-1)
+        if isinstance(activation, ClampedSwiGLU):
+            return _clamped_swiglu(activation, gate, up)
         return _ACTIVATIONS[activation](gate) * up
 
-    def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """Return ``activation(x)``."""
-        return _ACTIVATIONS[activation](x)
+    def inner(self, inputs: torch.Tensor, config: MlpConfig) -> torch.Tensor:
+        """Return the inner activations of an MLP, from its products with gate, if there is one, and up."""
+        if config.gated:
+            return self.gated(inputs, config.activation)
+        assert isinstance(config.activation, str)
+        return _ACTIVATIONS[config.activation](inputs)
 
 
 class Projections:
@@ -139,8 +145,7 @@ class Projections:
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
         """Return the inner activations of an MLP. ``inputs``: the rows of gate, if there is one, then of up."""
-        activated = self._elementwise.gated if config.gated else self._elementwise.activated
-        return activated(self.project(inputs, x), config.activation)
+        return self._elementwise.inner(self.project(inputs, x), config)
 
     def write_logits(self, rows: torch.Tensor, head: TorchMatrix, logits: torch.Tensor) -> None:
         """Write the products of ``rows`` ``[n, hidden]`` and ``head`` ``[vocab, hidden]`` into ``logits`` float32 ``[n, vocab]``."""
@@ -224,6 +229,12 @@ def write_product(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -
 def normalised(x: torch.Tensor, norm: TorchNorm | None) -> torch.Tensor:
     """Return the norm of ``x``, or ``x`` itself without a norm."""
     return x if norm is None else norm(x)
+
+
+def _clamped_swiglu(config: ClampedSwiGLU, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return ``gate * sigmoid(alpha * gate) * (up + 1)``, after both are clamped."""
+    gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
+    return gate * torch.sigmoid(config.alpha * gate) * (up + 1)
 
 
 def _norm_of_heads(heads: torch.Tensor, norm: TorchNorm) -> torch.Tensor:

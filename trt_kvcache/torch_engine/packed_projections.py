@@ -14,7 +14,7 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.device_views import DeviceViews
-from trt_kvcache.torch_engine.kernels import GATE_ACTIVATIONS
+from trt_kvcache.torch_engine.kernels import has_gate_kernel
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchMatrix, TorchProjection, write_product
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
@@ -48,7 +48,7 @@ class PackedProjections(Projections):
         weight, rows = inputs.weight, x.flatten(0, -2)
         if not isinstance(weight, PackedWeight):
             return self._others.activated(inputs, x, config)
-        if not config.gated or config.activation not in GATE_ACTIVATIONS or len(rows) > MAX_PACKED_ROWS:
+        if not config.gated or not has_gate_kernel(config.activation) or len(rows) > MAX_PACKED_ROWS:
             return super().activated(inputs, x, config)
         out = x.new_empty((*x.shape[:-1], weight.outputs // 2))
         bias = self._view(inputs.bias)

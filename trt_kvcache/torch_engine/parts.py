@@ -22,13 +22,17 @@ from trt_kvcache.torch_engine.stored_weights import StoredWeights
 
 @dataclass(frozen=True, kw_only=True)
 class SelfAttention:
-    """Attention. ``inputs``: the heads of q, k and v, then of the output gate, if there is one. Absent norms are None."""
+    """Attention. ``inputs``: the heads of q, k and v, then of the output gate, if there is one. ``sinks``: float32 ``[Hq]``.
+
+    Absent norms and sinks are None.
+    """
 
     index: int
     config: AttentionConfig
     inputs: TorchProjection
     q_norm: TorchNorm | None
     k_norm: TorchNorm | None
+    sinks: torch.Tensor | None
     o: TorchProjection
 
     @classmethod
@@ -39,7 +43,8 @@ class SelfAttention:
             for norm in (stored.q_norm, stored.k_norm)
         )
         inputs = fused(stored, "q", "k", "v", *(("output_gate",) if config.output_gate else ()))
-        return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, o=fused(stored, "o"))
+        sinks = stored["sinks"].float() if config.sinks else None
+        return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, sinks=sinks, o=fused(stored, "o"))
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write K and V of the new tokens into the cache and return the output."""
@@ -55,7 +60,7 @@ class SelfAttention:
         if self.q_norm is not None and self.k_norm is not None:
             counts = HeadCounts(config.num_heads, config.num_kv_heads)
             heads = operations.elementwise.norm_qk(heads, counts, self.q_norm, self.k_norm)
-        attended = operations.attention(self.index, heads).flatten(2)
+        attended = operations.attention(self.index, heads, self.sinks).flatten(2)
         return project(self.o, attended if gate is None else attended * gate.sigmoid())
 
 

@@ -14,6 +14,7 @@ _ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 def mlp(graph: Graph, x: Any, weights: LayerWeights, module: str, config: MlpConfig) -> Any:
     """Apply an MLP to ``[B, s, hidden]``; the caller adds the residual. ``module`` names layers without weights."""
+    assert isinstance(config.activation, str)
     activation = _ACTIVATIONS[config.activation]
     if not config.gated:
         activated = activation(graph, module, linear(graph, x, weights, "up", bias=config.bias))

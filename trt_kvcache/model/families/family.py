@@ -36,10 +36,22 @@ EXPERT_NAMES: Mapping[str, str] = {
     "expert_down": "mlp.experts.{expert}.down_proj",
 }
 
-#: Stacked expert tensors of a layer, the form of transformers 5: for each tensor name, the roles of its rows in order.
-STACKED_EXPERTS: Mapping[str, tuple[str, ...]] = {
-    "mlp.experts.gate_up_proj": ("expert_gate", "expert_up"),
-    "mlp.experts.down_proj": ("expert_down",),
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertStack:
+    """A tensor ``[experts, rows, ...]`` of all experts of a layer. Its rows are the outputs of some projections."""
+
+    roles: tuple[str, ...]  # of the projections, in order
+    suffix: str = ".weight"  # of their weights: ".weight" or ".bias"
+    part: str = ""  # further suffix of the tensor, where a weight is stored as several ones
+    is_interleaved: bool = False  # True if one row of each projection follows another, instead of all rows of it
+    is_transposed: bool = False  # True if the tensor is [experts, inputs, rows]
+
+
+#: Stacked expert tensors of a layer by name, the form of transformers 5.
+STACKED_EXPERTS: Mapping[str, ExpertStack] = {
+    "mlp.experts.gate_up_proj": ExpertStack(roles=("expert_gate", "expert_up")),
+    "mlp.experts.down_proj": ExpertStack(roles=("expert_down",)),
 }
 
 #: Names of the weights of Mamba-2 in layers that have a module ``mamba``.
@@ -73,9 +85,9 @@ class Family:
     layers: str = "model.layers"  # prefix of a layer's index
     # Names of a layer's weights by role, like LLAMA_NAMES. Roles of equal name are the rows of one tensor, in the order of layer_parts.
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
-    # Names of tensors [experts, rows, columns] of all experts of a layer, with the roles of their rows. They are read as one matrix for
-    # each expert and role, under the names of `names`, in which {expert} is its number.
-    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Tensors of all experts of a layer by name. They are read as one tensor for each expert and role, under the names of `names`, in which
+    # {expert} is its number.
+    stacked: Mapping[str, ExpertStack] = field(default_factory=dict)
     # Names of tensors that hold all parts of the first head (of queries; in a gated delta net of keys), then of the next one.
     head_by_head: frozenset[str] = frozenset()
     # True if RoPE rotates adjacent elements of a head. Rows of q and k are reordered when they are read, so that it pairs two halves.

@@ -3,7 +3,7 @@
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import granite
 from trt_kvcache.model.families.expert_fields import NUM_EXPERTS, num_experts, router
-from trt_kvcache.model.families.family import LLAMA_NAMES, MAMBA_NAMES, Family
+from trt_kvcache.model.families.family import LLAMA_NAMES, MAMBA_NAMES, ExpertStack, Family
 from trt_kvcache.model.families.fields import FULL, attention, layer_types, mamba2, mlp, model, num_layers, pre_norm_layer, rope
 from trt_kvcache.model.layer_config import AttentionConfig, Mixer
 from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
@@ -85,10 +85,10 @@ FAMILY = Family(
         **{f"expert_{name}": f"{_MOE}.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
     },
     stacked={
-        f"{_MOE}.input_linear.weight": ("expert_gate", "expert_up"),
-        f"{_MOE}.output_linear.weight": ("expert_down",),
-        f"{_MOE}.experts.gate_up_proj": ("expert_gate", "expert_up"),
-        f"{_MOE}.experts.down_proj": ("expert_down",),
+        f"{_MOE}.input_linear.weight": ExpertStack(roles=("expert_gate", "expert_up")),
+        f"{_MOE}.output_linear.weight": ExpertStack(roles=("expert_down",)),
+        f"{_MOE}.experts.gate_up_proj": ExpertStack(roles=("expert_gate", "expert_up")),
+        f"{_MOE}.experts.down_proj": ExpertStack(roles=("expert_down",)),
     },
     renamed_in_layers={f"{_MOE}.router.weight": f"{_MOE}.router.layer.weight"},
     uses=frozenset(NUM_EXPERTS),

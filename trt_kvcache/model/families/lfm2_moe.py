@@ -3,7 +3,7 @@
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import lfm2
 from trt_kvcache.model.families.expert_fields import NUM_EXPERTS, mlps, num_experts, router
-from trt_kvcache.model.families.family import Family
+from trt_kvcache.model.families.family import ExpertStack, Family
 from trt_kvcache.model.families.fields import num_layers
 from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
@@ -71,6 +71,9 @@ FAMILY = Family(
         "expert_up": f"{_EXPERTS}.{{expert}}.w3",
         "expert_down": f"{_EXPERTS}.{{expert}}.w2",
     },
-    stacked={f"{_EXPERTS}.gate_up_proj": ("expert_gate", "expert_up"), f"{_EXPERTS}.down_proj": ("expert_down",)},
+    stacked={
+        f"{_EXPERTS}.gate_up_proj": ExpertStack(roles=("expert_gate", "expert_up")),
+        f"{_EXPERTS}.down_proj": ExpertStack(roles=("expert_down",)),
+    },
     uses=frozenset(NUM_EXPERTS),
 )

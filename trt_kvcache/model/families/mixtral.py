@@ -2,7 +2,7 @@
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.expert_fields import NUM_EXPERTS, num_experts, router
-from trt_kvcache.model.families.family import LLAMA_NAMES, Family
+from trt_kvcache.model.families.family import LLAMA_NAMES, ExpertStack, Family
 from trt_kvcache.model.families.fields import attention, mlp, model, num_layers, pre_norm_layer, rope, window_of_all
 from trt_kvcache.model.mlp_config import RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
@@ -40,7 +40,10 @@ FAMILY = Family(
         "expert_up": f"{_MLP}.experts.{{expert}}.w3",
         "expert_down": f"{_MLP}.experts.{{expert}}.w2",
     },
-    stacked={f"{_MLP}.experts.gate_up_proj": ("expert_gate", "expert_up"), f"{_MLP}.experts.down_proj": ("expert_down",)},
+    stacked={
+        f"{_MLP}.experts.gate_up_proj": ExpertStack(roles=("expert_gate", "expert_up")),
+        f"{_MLP}.experts.down_proj": ExpertStack(roles=("expert_down",)),
+    },
     renamed_in_layers={"mlp.": f"{_MLP}."},
     uses=frozenset(NUM_EXPERTS),
 )

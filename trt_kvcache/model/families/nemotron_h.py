@@ -7,7 +7,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_LAYERS
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.expert_fields import num_experts, router
-from trt_kvcache.model.families.family import DRAFT_HEADS, Family
+from trt_kvcache.model.families.family import DRAFT_HEADS, ExpertStack, Family
 from trt_kvcache.model.families.fields import attention, mlp, model, norm, silu_convolution
 from trt_kvcache.model.families.mamba2 import MIXER_NAMES
 from trt_kvcache.model.layer_config import LayerConfig
@@ -161,7 +161,7 @@ FAMILY = Family(
         **{f"expert_{name}": f"mixer.experts.{{expert}}.{name}_proj" for name in ("up", "down")},
         **{f"shared_{name}": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")},
     },
-    stacked={f"mixer.experts.{name}_proj": (f"expert_{name}",) for name in ("up", "down")},
+    stacked={f"mixer.experts.{name}_proj": ExpertStack(roles=(f"expert_{name}",)) for name in ("up", "down")},
     renamed={"backbone.": "model."},
     ignored=(DRAFT_HEADS,),
     uses=frozenset({"n_routed_experts", "num_local_experts"}),
