@@ -25,11 +25,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 from trt_kvcache.kernels.expert_kernels import expert_down_kernel, expert_up_kernel  # noqa: E402
-from trt_kvcache.model import MlpConfig  # noqa: E402
+from trt_kvcache.model import ClampedSwiGLU, MlpConfig  # noqa: E402
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.experts import FixedProducts  # noqa: E402
-from trt_kvcache.torch_engine.kernel_experts import KernelExperts  # noqa: E402
+from trt_kvcache.torch_engine.kernel_experts import KernelExperts, epilogue_of  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
 
 #: Share of the copy bandwidth of both launches of a layer, from so many MB of chosen experts.
@@ -53,7 +53,7 @@ class Model(NamedTuple):
     intermediate: int
     experts: int
     choices: int
-    activation: str = "silu"
+    activation: str | ClampedSwiGLU = "silu"
     gated: bool = True
     bias: bool = False
 
@@ -76,7 +76,7 @@ class Model(NamedTuple):
 MODELS = (
     Model("Qwen3-30B-A3B", 2048, 768, 128, 8),
     Model("Mixtral-8x7B", 4096, 14336, 8, 2),
-    Model("gpt-oss-20b", 2880, 2880, 32, 4, bias=True),  # its sizes, with SiLU
+    Model("gpt-oss-20b", 2880, 2880, 32, 4, ClampedSwiGLU(alpha=1.702, limit=7.0), bias=True),
     Model("Nemotron-3-Nano-30B-A3B", 2688, 1856, 128, 6, activation="relu2", gated=False),
 )
 
@@ -127,11 +127,7 @@ def reference(rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, e
             inputs = experts.inputs[expert].double() @ row
             if experts.inputs_bias is not None:
                 inputs = inputs + experts.inputs_bias[expert].double()
-            if experts.config.gated:
-                gate, up = inputs.chunk(2)
-                activated = torch.nn.functional.silu(gate) * up
-            else:
-                activated = inputs.relu().square()
+            activated = Elementwise().inner(inputs, experts.config)
             output = experts.down[expert].double() @ activated
             if experts.down_bias is not None:
                 output = output + experts.down_bias[expert].double()
@@ -153,7 +149,7 @@ def rows_of(layers: Layers, rows: int, copy: float) -> list[dict[str, Any]]:
     x, weights, chosen = _normal(rows, model.hidden), torch.rand(rows, model.choices, device="cuda") + 0.1, layers.choices(rows)
     by_torch = FixedProducts(Projections(Elementwise()), Elementwise())
     ours = KernelExperts(by_torch, Elementwise(), DeviceViews(gpu.memory), stream)
-    epilogue = f"{model.activation}_mul" if model.gated else model.activation
+    epilogue = epilogue_of(layers.layers[0].config)
     kept = [one.int() for one in chosen]
     inner, out = torch.empty(rows, model.choices, model.intermediate, dtype=x.dtype, device="cuda"), torch.empty_like(x)
     torch.cuda.synchronize()  # weights are read early

@@ -17,12 +17,16 @@ from trt_kvcache.kernels.expert_kernels import (
 )
 from trt_kvcache.kernels.linear_tiles import expert_plan
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import ClampedSwiGLU
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 BIAS = pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 
 #: Rounding errors: of a result, half a unit in the last place; of a float32 sum in any order, relative to the sum of absolute values.
 ROUNDING, SUM_ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8}, 2**-23
+
+#: With limits that many of the random products exceed.
+CLAMPED = ClampedSwiGLU(alpha=1.7, limit=0.8)
 
 #: Rows, experts, experts of a row, outputs, inputs: tiles and steps that end early, one expert for all rows, many that nobody chooses.
 SHAPES = [
@@ -102,16 +106,24 @@ class Problem:
 
 
 def check_up(memory, stream, shape, dtype, epilogue, *, with_bias=False):
-    has_gate = epilogue in GATED_EPILOGUES
+    has_gate = epilogue == CLAMPED or epilogue in GATED_EPILOGUES
     problem = Problem(memory, stream, shape, dtype, with_bias=with_bias, gated=has_gate)
     found = problem.run_up(epilogue)
     sums, sizes = problem.products()
     per_sum = shape[-1] * SUM_ROUNDING
     if has_gate:
         (gate, up), (gate_size, up_size) = (np.split(one, 2, axis=2) for one in (sums, sizes))
-        sigmoid_input = gate if epilogue == "silu_mul" else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3)
+        if epilogue == CLAMPED:
+            gate, up = np.minimum(gate, CLAMPED.limit), np.clip(up, -CLAMPED.limit, CLAMPED.limit) + 1
+        sigmoid_input = (
+            CLAMPED.alpha * gate
+            if epilogue == CLAMPED
+            else gate
+            if epilogue == "silu_mul"
+            else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3)
+        )
         activated = gate / (1 + np.exp(-sigmoid_input))
-        # The slope of both is at most 1.13; a few units for the exponential.
+        # The slopes are at most 1.13; a few units for the exponential.
         tolerance = per_sum * (1.13 * gate_size * np.abs(up) + np.abs(activated) * up_size) + 2**-20 * np.abs(activated * up)
         expected = activated * up
     elif epilogue == "linear":
@@ -132,7 +144,7 @@ def check_down(memory, stream, shape, dtype, *, with_bias=False):
 @DTYPES
 @BIAS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("epilogue", [*GATED_EPILOGUES, *PLAIN_EPILOGUES])
+@pytest.mark.parametrize("epilogue", [*GATED_EPILOGUES, *PLAIN_EPILOGUES, CLAMPED], ids=str)
 def test_products_into_experts(memory, stream, shape, dtype, with_bias, epilogue):
     check_up(memory, stream, shape, dtype, epilogue, with_bias=with_bias)
 

@@ -11,11 +11,13 @@ from trt_kvcache.kernels.expert_kernels import (
     MAX_EXPERT_PAIRS,
     MAX_EXPERT_ROWS,
     PLAIN_EPILOGUES,
+    Epilogue,
     expert_down_kernel,
     expert_up_kernel,
 )
 from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import ClampedSwiGLU, MlpConfig
 from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Experts
 
@@ -40,8 +42,7 @@ class KernelExperts:
     def _inner(self, rows: torch.Tensor, choices: torch.Tensor, experts: Experts) -> torch.Tensor:
         """Return the inner activations ``[n, k, intermediate]``."""
         config, weights = experts.config, self._matrices(experts.inputs, experts.inputs_bias)
-        fused = f"{config.activation}_mul" if config.gated else config.activation
-        epilogue = fused if fused in (*GATED_EPILOGUES, *PLAIN_EPILOGUES) else "linear"
+        epilogue = epilogue_of(config)
         outputs = experts.inputs.shape[1] if epilogue == "linear" else experts.down.shape[2]
         results, view = rows.new_empty((*choices.shape, outputs)), self._views.of
         expert_up_kernel(view(rows), *weights, view(choices), view(results), epilogue, self._stream)
@@ -51,6 +52,14 @@ class KernelExperts:
 
     def _matrices(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[DeviceTensor, DeviceTensor | None]:
         return self._views.of(weight), None if bias is None else self._views.of(bias)
+
+
+def epilogue_of(config: MlpConfig) -> Epilogue:
+    """Return the activation of an MLP as an epilogue of the kernels, or ``"linear"`` if it is none of theirs."""
+    if isinstance(config.activation, ClampedSwiGLU):
+        return config.activation
+    epilogue = f"{config.activation}_mul" if config.gated else config.activation
+    return epilogue if epilogue in (GATED_EPILOGUES if config.gated else PLAIN_EPILOGUES) else "linear"
 
 
 def _fits(rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> bool:
