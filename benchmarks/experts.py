@@ -32,9 +32,8 @@ from trt_kvcache.torch_engine.experts import FixedProducts  # noqa: E402
 from trt_kvcache.torch_engine.kernel_experts import KernelExperts, epilogue_of  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
 
-#: Share of the copy bandwidth of both launches of a layer, from so many MB of chosen experts.
-LIMITS = {"of_copy": 0.8}
-_LARGE_MB = 32
+#: Share of the copy bandwidth of both launches of a layer, from ``mb`` MB of chosen experts.
+LIMITS = {"of_copy": 0.8, "mb": 32}
 
 DTYPE, _ELEMENT_NBYTES, _MIB = "bfloat16", 2, 2**20
 
@@ -243,7 +242,7 @@ def exceeded(rows: list[dict[str, Any]]) -> list[str]:
     return [
         f"{row['model']}, {row['rows']} rows: {row['of_copy']['ours']:.3f} of copy"
         for row in rows
-        if row["launch"] == "both" and row["mb"] >= _LARGE_MB and row["of_copy"]["ours"] < LIMITS["of_copy"]
+        if row["launch"] == "both" and row["mb"] >= LIMITS["mb"] and row["of_copy"]["ours"] < LIMITS["of_copy"]
     ]
 
 
