@@ -512,6 +512,15 @@ def _packed_linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         )
 
 
+def _experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in of_table(content["rows"]):
+        if row["launch"] != "both":
+            continue
+        what = f"chosen experts of a layer of {row['model']}, {row['rows']} row(s): share of the copy bandwidth; time of torch / time"
+        value = f"{row['of_copy']['ours']:.2f}; {row['us']['torch'] / row['us']['engine']:.1f}"
+        yield what, value, f"at least {content['limits']['of_copy']}" if row["mb"] >= content["limits"]["mb"] else ""
+
+
 def _packed_end_to_end(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for cell in content["cells"].values():
         what = f"{cell['model']}, weights in {content['weights']}, batch {cell['batch']}, {cell['past']} tokens past: a decode step"
@@ -543,6 +552,7 @@ _FILES = {
     "attention_quantized_prefill": _attention_quantized_prefill,
     "linear": _linear,
     "packed_linear": _packed_linear,
+    "experts": _experts,
     "end_to_end_q4_0": _packed_end_to_end,
     "end_to_end_int8": _packed_end_to_end,
     "steps": _steps,

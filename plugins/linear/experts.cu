@@ -25,6 +25,7 @@ struct ExpertParams : DenseParams {
     const int* chosen;            // of each row, which are different
     const float* router_weights;  // of each choice; null for products into the experts
     int choices;                  // of a row
+    float alpha, limit;           // of clamped SwiGLU
 };
 
 // The experts that some row has chosen, in shared memory.
@@ -153,6 +154,22 @@ __device__ __forceinline__ void clear(float (&sums)[kTiles][1][4]) {
     }
 }
 
+// Epilogues of products with a gate.
+template <class Activation>
+struct TimesUp {
+    static __device__ __forceinline__ float of(const ExpertParams&, float gate, float up) {
+        return Activation::of(gate) * up;
+    }
+};
+struct ClampedSwiglu {
+    static __device__ __forceinline__ float of(const ExpertParams& params, float gate, float up) {
+        const float limit = params.limit;  // a NaN stays one
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+        return gate / (1.0f + expf(-params.alpha * gate)) * (up + 1.0f);
+    }
+};
+
 // Adds the products with an expert, times the weight that the router gave it, for the rows that have chosen it.
 template <int kTiles>
 __device__ __forceinline__ void add_weighted(float (&totals)[kTiles][1][4], const float (&sums)[kTiles][1][4],
@@ -177,7 +194,7 @@ __device__ __forceinline__ float expert_bias(const ExpertParams& params, int exp
 }
 
 // Result for an output of a row, from the sums of all warps. `index`: of the expert, without kSums.
-template <int kTiles, bool kGated, bool kSums, class Activation>
+template <int kTiles, bool kGated, bool kSums, class Epilogue>
 __device__ __forceinline__ void store_result(const ExpertParams& params, const ChosenExperts& chosen,
                                              const PartialSums<kTiles>& partials, int index, int row, int column,
                                              int output) {
@@ -193,16 +210,19 @@ __device__ __forceinline__ void store_result(const ExpertParams& params, const C
         const int choice = chosen.choice_of(index, row), expert = chosen.experts[index];
         if (choice < 0) return;
         const long long outputs = static_cast<long long>(params.outputs) * (kGated ? 2 : 1);
-        value = Activation::of(value + expert_bias(params, expert, outputs, output));
+        value += expert_bias(params, expert, outputs, output);
         if constexpr (kGated) {
-            value *= partials.total(row, kTileOutputs + column)
-                     + expert_bias(params, expert, outputs, params.outputs + output);
+            const float up = partials.total(row, kTileOutputs + column)
+                             + expert_bias(params, expert, outputs, params.outputs + output);
+            value = Epilogue::of(params, value, up);
+        } else {
+            value = Epilogue::of(value);
         }
         store(out + (row * params.choices + choice) * static_cast<long long>(params.outputs) + output, value);
     }
 }
 
-template <int kTiles, bool kGated, bool kSums, class Activation>
+template <int kTiles, bool kGated, bool kSums, class Epilogue>
 __device__ __forceinline__ void expert_products(const ExpertParams& params) {
     using Stream = ExpertStream<kTiles, kGated, kSums>;
     using Partials = PartialSums<kTiles>;
@@ -257,8 +277,8 @@ __device__ __forceinline__ void expert_products(const ExpertParams& params) {
             for (int at = threadIdx.x; at < params.rows * kOutputs; at += kThreads) {
                 const int column = at % kOutputs, output = tile * params.tile_outputs + column;
                 if (column >= params.tile_outputs || output >= params.outputs) continue;
-                store_result<kTiles, kGated, kSums, Activation>(params, chosen, partials, unit / params.tiles,
-                                                                at / kOutputs, column, output);
+                store_result<kTiles, kGated, kSums, Epilogue>(params, chosen, partials, unit / params.tiles,
+                                                              at / kOutputs, column, output);
             }
             turn ^= 1;
             unit += gridDim.x;
@@ -269,21 +289,31 @@ __device__ __forceinline__ void expert_products(const ExpertParams& params) {
 #define EXPERT_ARGUMENTS \
     const unsigned char *x, const unsigned char *weight, const unsigned short *bias, void *out, const int *chosen, \
         const float *router_weights, long long rows, long long choices, long long outputs, long long inputs, \
-        long long tiles, long long tile_outputs
+        long long tiles, long long tile_outputs, double alpha, double limit
 #define EXPERT_PARAMS \
     {{{x, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), \
        static_cast<int>(tiles), static_cast<int>(tile_outputs), 0}, \
       weight}, \
      chosen, \
      router_weights, \
-     static_cast<int>(choices)}
+     static_cast<int>(choices), \
+     static_cast<float>(alpha), \
+     static_cast<float>(limit)}
 
 extern "C" __global__ void __launch_bounds__(kThreads) experts_silu_mul(EXPERT_ARGUMENTS) {
-    expert_products<2, true, false, Silu>(EXPERT_PARAMS);
+    expert_products<2, true, false, TimesUp<Silu>>(EXPERT_PARAMS);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) experts_gelu_tanh_mul(EXPERT_ARGUMENTS) {
-    expert_products<2, true, false, GeluTanh>(EXPERT_PARAMS);
+    expert_products<2, true, false, TimesUp<GeluTanh>>(EXPERT_PARAMS);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) experts_clamped_swiglu(EXPERT_ARGUMENTS) {
+    expert_products<2, true, false, ClampedSwiglu>(EXPERT_PARAMS);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) experts_linear(EXPERT_ARGUMENTS) {
+    expert_products<2, false, false, Identity>(EXPERT_PARAMS);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) experts_relu2(EXPERT_ARGUMENTS) {

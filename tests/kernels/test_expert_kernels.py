@@ -8,21 +8,25 @@ import pytest
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.expert_kernels import (
-    GATED_EXPERT_ACTIVATIONS,
+    GATED_EPILOGUES,
     MAX_EXPERT_PAIRS,
     MAX_EXPERT_ROWS,
-    PLAIN_EXPERT_ACTIVATIONS,
+    PLAIN_EPILOGUES,
     expert_down_kernel,
     expert_up_kernel,
 )
 from trt_kvcache.kernels.linear_tiles import expert_plan
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import ClampedSwiGLU
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 BIAS = pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 
 #: Rounding errors: of a result, half a unit in the last place; of a float32 sum in any order, relative to the sum of absolute values.
 ROUNDING, SUM_ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8}, 2**-23
+
+#: With limits that many of the random products exceed.
+CLAMPED = ClampedSwiGLU(alpha=1.7, limit=0.8)
 
 #: Rows, experts, experts of a row, outputs, inputs: tiles and steps that end early, one expert for all rows, many that nobody chooses.
 SHAPES = [
@@ -72,9 +76,9 @@ class Problem:
         whole = self.memory.to_device(np.concatenate([array, more]), stream=self.stream)
         return DeviceTensor(whole.allocation, shape=array.shape, dtype=whole.dtype)
 
-    def run_up(self, activation):
+    def run_up(self, epilogue):
         operands = map(self.on_device, (self.x, self.weight, self.bias, self.chosen))
-        expert_up_kernel(*operands, self.out, activation, self.stream)
+        expert_up_kernel(*operands, self.out, epilogue, self.stream)
         return self.out.numpy()
 
     def run_down(self):
@@ -101,19 +105,29 @@ class Problem:
         assert np.all(error <= np.abs(expected) * ROUNDING[self.dtype] * 1.01 + tolerance), error.max()
 
 
-def check_up(memory, stream, shape, dtype, activation, *, with_bias=False):
-    has_gate = activation in GATED_EXPERT_ACTIVATIONS
+def check_up(memory, stream, shape, dtype, epilogue, *, with_bias=False):
+    has_gate = epilogue == CLAMPED or epilogue in GATED_EPILOGUES
     problem = Problem(memory, stream, shape, dtype, with_bias=with_bias, gated=has_gate)
-    found = problem.run_up(activation)
+    found = problem.run_up(epilogue)
     sums, sizes = problem.products()
     per_sum = shape[-1] * SUM_ROUNDING
     if has_gate:
         (gate, up), (gate_size, up_size) = (np.split(one, 2, axis=2) for one in (sums, sizes))
-        sigmoid_input = gate if activation == "silu" else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3)
+        if epilogue == CLAMPED:
+            gate, up = np.minimum(gate, CLAMPED.limit), np.clip(up, -CLAMPED.limit, CLAMPED.limit) + 1
+        sigmoid_input = (
+            CLAMPED.alpha * gate
+            if epilogue == CLAMPED
+            else gate
+            if epilogue == "silu_mul"
+            else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3)
+        )
         activated = gate / (1 + np.exp(-sigmoid_input))
-        # The slope of both is at most 1.13; a few units for the exponential.
+        # The slopes are at most 1.13; a few units for the exponential.
         tolerance = per_sum * (1.13 * gate_size * np.abs(up) + np.abs(activated) * up_size) + 2**-20 * np.abs(activated * up)
         expected = activated * up
+    elif epilogue == "linear":
+        expected, tolerance = sums, per_sum * sizes
     else:
         positive = np.maximum(sums, 0)
         expected, tolerance = positive**2, per_sum * sizes * (2 * positive + per_sum * sizes)
@@ -130,9 +144,9 @@ def check_down(memory, stream, shape, dtype, *, with_bias=False):
 @DTYPES
 @BIAS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("activation", [*GATED_EXPERT_ACTIVATIONS, *PLAIN_EXPERT_ACTIVATIONS])
-def test_products_into_experts(memory, stream, shape, dtype, with_bias, activation):
-    check_up(memory, stream, shape, dtype, activation, with_bias=with_bias)
+@pytest.mark.parametrize("epilogue", [*GATED_EPILOGUES, *PLAIN_EPILOGUES, CLAMPED], ids=str)
+def test_products_into_experts(memory, stream, shape, dtype, with_bias, epilogue):
+    check_up(memory, stream, shape, dtype, epilogue, with_bias=with_bias)
 
 
 @DTYPES
@@ -152,7 +166,7 @@ def test_several_tiles_of_a_block(memory, stream, dtype, large_percent, monkeypa
     linear_tiles.expert_plan.cache_clear()
     check_down(memory, stream, (3, 5, 2, 150, 136), dtype)
     check_down(memory, stream, (8, 12, 3, 99, 1096), dtype, with_bias=True)
-    check_up(memory, stream, (3, 5, 2, 70, 1032), dtype, "silu", with_bias=True)
+    check_up(memory, stream, (3, 5, 2, 70, 1032), dtype, "silu_mul", with_bias=True)
     check_up(memory, stream, (2, 9, 4, 100, 72), dtype, "relu2")
     linear_tiles.linear_plan.cache_clear()
     linear_tiles.expert_plan.cache_clear()
@@ -186,7 +200,7 @@ def test_all_rows_have_chosen_the_same_experts(memory, stream, monkeypatch):
 
 def test_the_largest_number_of_choices(memory, stream):
     shape = (MAX_EXPERT_ROWS, 40, MAX_EXPERT_PAIRS // MAX_EXPERT_ROWS, 17, 24)
-    check_up(memory, stream, shape, "float16", "silu")
+    check_up(memory, stream, shape, "float16", "silu_mul")
     check_down(memory, stream, shape, "float16")
 
 
@@ -196,8 +210,8 @@ def test_a_row_does_not_depend_on_the_others(memory, stream):
     problem = Problem(memory, stream, shape, "bfloat16", down=True)
     together = problem.run_down().copy()
     ups = Problem(memory, stream, shape, "bfloat16", gated=True)
-    up_together = ups.run_up("silu").copy()
-    for one, run, before in ((problem, problem.run_down, together), (ups, lambda: ups.run_up("silu"), up_together)):
+    up_together = ups.run_up("silu_mul").copy()
+    for one, run, before in ((problem, problem.run_down, together), (ups, lambda: ups.run_up("silu_mul"), up_together)):
         lonely = next(expert for expert in range(8) if (one.chosen[2:] == expert).any() and not (one.chosen[1] == expert).any())
         one.weight[lonely, 3] = np.inf
         one.x[0] = np.nan

@@ -219,6 +219,17 @@ def test_the_tables_of_packed_weights(monkeypatch):
     assert ("q4_0" in what, value) == (True, "2.50 ms (0.50 of the limit)")
 
 
+def test_the_tables_of_experts(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    to_table, tables = importlib.import_module("environment").to_table, importlib.import_module("tables")
+    experts = [
+        {"model": "a", "launch": launch, "rows": 1, "mb": mb, "of_copy": {"ours": 0.875}, "us": {"ours": 3.0, "engine": 4.0, "torch": 10.0}}
+        for launch, mb in (("up", 40), ("both", 40), ("both", 20))
+    ]
+    rows = [*tables._experts({"limits": {"of_copy": 0.8, "mb": 32}, "rows": to_table(experts)})]
+    assert [(value, limit) for _, value, limit in rows] == [("0.88; 2.5", "at least 0.8"), ("0.88; 2.5", "")]
+
+
 def compare_kernels(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "path", [*sys.path])  # the script puts the root in front

@@ -956,6 +956,7 @@ MISTAKES = {
         EXPERT_TESTS,
         "test_products_out_of_experts",
     ),
+    "up that is clamped on one side": (EXPERTS, "up < -limit ? -limit : up", "up", "none", EXPERT_TESTS, "ClampedSwiGLU"),
     "rows that have not chosen an expert": (
         EXPERTS,
         "        if (choice < 0) continue;\n",
@@ -978,7 +979,7 @@ MISTAKES = {
         "            unit_ = units();",
         "none",
         EXPERT_TESTS,
-        "several_tiles",
+        "test_products_into_experts",
     ),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_kernels.py", OVERRUN),
 }

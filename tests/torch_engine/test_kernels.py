@@ -25,7 +25,7 @@ from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCach
 from trt_kvcache.cache.edge_llm import make_cache  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
 from trt_kvcache.engine.decoder_cache import cache_config, decoder_cache_config  # noqa: E402
-from trt_kvcache.model import RoutedMlpConfig  # noqa: E402
+from trt_kvcache.model import MlpConfig, RoutedMlpConfig  # noqa: E402
 from trt_kvcache.torch_engine import (  # noqa: E402
     TorchEngine,
     engine,
@@ -36,6 +36,9 @@ from trt_kvcache.torch_engine import (  # noqa: E402
     state_kernels,
 )
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
+from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
+from trt_kvcache.torch_engine.experts import FixedProducts  # noqa: E402
+from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
 
 pytestmark = [needs_standin, pytest.mark.device]
 
@@ -181,13 +184,14 @@ def test_layer_norm_agrees_with_the_reference_engine(memory, calls, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 80)])
 @pytest.mark.parametrize(
-    ("name", "changes", "activation"),
+    ("name", "changes", "launched"),
     [
-        ("qwen3_moe", {}, "silu"),
-        ("nemotron_h-latent", {"moe_intermediate_size": 40, "mamba_head_dim": 64, "ssm_state_size": 128}, "relu2"),
+        ("qwen3_moe", {}, "expert_up silu_mul"),
+        ("gpt_oss", {"intermediate_size": 40}, "expert_up"),  # clamped SwiGLU
+        ("nemotron_h-latent", {"moe_intermediate_size": 40, "mamba_head_dim": 64, "ssm_state_size": 128}, "expert_up relu2"),
     ],
 )
-def test_experts_agree_with_the_reference_engine(memory, calls, name, changes, activation, dtype, head_dim):
+def test_experts_agree_with_the_reference_engine(memory, calls, name, changes, launched, dtype, head_dim):
     checkpoint, host = RandomCheckpoint(changed_model(name, **changes, head_dim=head_dim)), HostMemory()
     config = decoder_cache_config(checkpoint.config, **SIZES, dtype=dtype, attention="plugin")
     options = {"kv": config, "max_prefill_length": 7, "attention": "plugin"}
@@ -198,7 +202,27 @@ def test_experts_agree_with_the_reference_engine(memory, calls, name, changes, a
     ):
         check_agreement(session, expected, TOLERANCES[dtype])
     routed = sum(isinstance(layer.mlp, RoutedMlpConfig) for layer in checkpoint.config.layers)
-    assert calls[f"expert_up {activation}"] == calls["expert_down"] == 3 * routed > 0, "the second chunk and two decode steps have few rows"
+    assert calls[launched] == calls["expert_down"] == 3 * routed > 0, "the second chunk and two decode steps have few rows"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_other_activations_of_experts_follow_the_kernels(memory, calls, gated):
+    random, stream = torch.Generator().manual_seed(5), memory.create_stream()
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random).half()
+
+    config = MlpConfig(intermediate_size=24, activation="relu2" if gated else "gelu_tanh", gated=gated, bias=True)
+    width = 48 if gated else 24
+    experts = Experts(
+        config=config, inputs=normal(6, width, 16), inputs_bias=normal(6, width), down=normal(6, 16, 24), down_bias=normal(6, 16)
+    )
+    rows, chosen = normal(3, 16), torch.tensor([[5, 0], [2, 5], [0, 1]])
+    weights, others = torch.rand((3, 2), generator=random), FixedProducts(Projections(Elementwise()), Elementwise())
+    ours = kernel_experts.KernelExperts(others, Elementwise(), DeviceViews(memory), stream)
+    expected = others(rows, chosen, weights, experts).float()
+    assert (ours(rows, chosen, weights, experts) - expected).abs().max() <= 4e-3 * expected.abs().max()
+    assert calls == {"expert_up linear": 1, "expert_down": 1}
 
 
 @pytest.mark.parametrize("attention", ["native", "plugin"])

@@ -5,7 +5,7 @@ Shapes: n rows, k experts of each, E experts. For engines: nothing is checked.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,24 +16,34 @@ from trt_kvcache.kernels.launch import address, launch, starts_early
 from trt_kvcache.kernels.linear_tiles import TILE_ROWS, LinearPlan, expert_plan, linear_plan
 from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, variant_name
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import ClampedSwiGLU
 
 #: Rows at most, and rows times experts of each.
 MAX_EXPERT_ROWS, MAX_EXPERT_PAIRS = TILE_ROWS, 256
 
-#: Activations of experts with a gate, and of those without one.
-GATED_EXPERT_ACTIVATIONS, PLAIN_EXPERT_ACTIVATIONS = ("silu", "gelu_tanh"), ("relu2",)
+#: Epilogues of products into experts: an activation of the first half times the second one, an activation, and none.
+GATED_EPILOGUES, PLAIN_EPILOGUES = ("silu_mul", "gelu_tanh_mul"), ("relu2", "linear")
+
+#: The same, or clamped SwiGLU of both halves.
+Epilogue: TypeAlias = str | ClampedSwiGLU
 
 
 # --- NumPy, for host memory ---
 
 
 def _up_on_host(
-    x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, chosen: DeviceTensor, out: DeviceTensor, activation: str, stream: Any
+    x: DeviceTensor,
+    weight: DeviceTensor,
+    bias: DeviceTensor | None,
+    chosen: DeviceTensor,
+    out: DeviceTensor,
+    epilogue: Epilogue,
+    stream: Any,
 ) -> None:
     rows, results = array_of(x), array_of(out)
     for row, choice in np.ndindex(chosen.shape):
         product = _product(rows[row : row + 1], weight, bias, array_of(chosen)[row, choice])
-        results[row, choice] = (np.maximum(product, 0) ** 2 if activation in PLAIN_EXPERT_ACTIVATIONS else gated(activation, product))[0]
+        results[row, choice] = _results(epilogue, product)[0]
 
 
 def _down_on_host(
@@ -54,6 +64,20 @@ def _down_on_host(
         results[row] = np.sum(products, axis=0)
 
 
+def _results(epilogue: Epilogue, product: Array) -> Array:
+    """Return the epilogue of a product ``[1, width]``."""
+    if isinstance(epilogue, ClampedSwiGLU):
+        gate, up = np.split(product, 2, axis=1)
+        gate, up = np.minimum(gate, epilogue.limit), np.clip(up, -epilogue.limit, epilogue.limit)
+        with np.errstate(over="ignore"):  # far below 0, where the quotient becomes 0
+            clamped: Array = gate / (1 + np.exp(-epilogue.alpha * gate)) * (up + 1)
+        return clamped
+    if epilogue in GATED_EPILOGUES:
+        return gated(epilogue.removesuffix("_mul"), product)
+    squares: Array = np.maximum(product, 0) ** 2
+    return squares if epilogue == "relu2" else product
+
+
 def _product(rows: Array, weight: DeviceTensor, bias: DeviceTensor | None, expert: int) -> Array:
     """Return the product with an expert in float32."""
     with np.errstate(invalid="ignore"):  # infinity times a weight of 0
@@ -68,13 +92,21 @@ _WARP = 32
 
 
 def _up_on_device(
-    x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, chosen: DeviceTensor, out: DeviceTensor, activation: str, stream: Any
+    x: DeviceTensor,
+    weight: DeviceTensor,
+    bias: DeviceTensor | None,
+    chosen: DeviceTensor,
+    out: DeviceTensor,
+    epilogue: Epilogue,
+    stream: Any,
 ) -> None:
-    has_gate = activation in GATED_EXPERT_ACTIVATIONS
+    clamped = epilogue if isinstance(epilogue, ClampedSwiGLU) else None
+    has_gate = clamped is not None or epilogue in GATED_EPILOGUES
     memory: Any = out.memory
     experts = min(len(weight), chosen.shape[0] * chosen.shape[1])  # at most, if no two rows have chosen the same ones
     plan = expert_plan(out.shape[2], has_gate, experts, memory.arch, memory.multiprocessor_count)
-    _launch(f"experts_{activation}{'_mul' if has_gate else ''}", x, weight, bias, chosen, None, out, plan, stream)
+    name, limits = ("clamped_swiglu", (clamped.alpha, clamped.limit)) if clamped else (epilogue, (0.0, 0.0))
+    _launch(f"experts_{name}", x, weight, bias, chosen, None, out, plan, limits, stream)
 
 
 def _down_on_device(
@@ -88,7 +120,7 @@ def _down_on_device(
 ) -> None:
     memory: Any = out.memory
     plan = linear_plan(len(out), out.shape[1], False, memory.arch, memory.multiprocessor_count)
-    _launch(f"experts_down_{plan.tile}", x, weight, bias, chosen, router_weights, out, plan, stream)
+    _launch(f"experts_down_{plan.tile}", x, weight, bias, chosen, router_weights, out, plan, (0.0, 0.0), stream)
 
 
 def _launch(
@@ -100,6 +132,7 @@ def _launch(
     router_weights: DeviceTensor | None,
     out: DeviceTensor,
     plan: LinearPlan,
+    limits: tuple[float, float],  # alpha and limit of clamped SwiGLU
     stream: Any,
 ) -> None:
     memory: Any = out.memory
@@ -109,7 +142,7 @@ def _launch(
         variant_name(EXPERT_SOURCE, x.dtype, TILE_ROWS),
         name,
         (plan.blocks, 1, 1),
-        (*tensors, *chosen.shape, out.shape[-1], weight.shape[2], plan.tiles, plan.tile_outputs),
+        (*tensors, *chosen.shape, out.shape[-1], weight.shape[2], plan.tiles, plan.tile_outputs, *limits),
         stream,
         threads=_WARP * plan.warps,
         programmatic_dependent_launch=starts_early(memory),
@@ -120,7 +153,7 @@ def _launch(
 
 
 #: Multiply rows ``[n, in]`` with the experts ``chosen`` int32 ``[n, k]``, different ones for a row: ``weight [E, width, in]``, ``bias [E,
-#: width]`` or None. ``out`` ``[n, k, intermediate]`` is the activation of the product, or with a gate, of its first half times the other.
+#: width]`` or None. ``out`` is the epilogue of the product, ``[n, k, width]``, or with a gate ``[n, k, width / 2]``.
 expert_up_kernel = Kernel(_up_on_host, _up_on_device)
 
 #: Multiply ``x [n, k, in]`` with the experts ``chosen``: ``weight [E, out, in]``. ``out`` ``[n, out]`` is the sum of the products of a

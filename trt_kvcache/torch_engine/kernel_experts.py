@@ -7,47 +7,63 @@ from typing import Any
 import torch
 
 from trt_kvcache.kernels.expert_kernels import (
-    GATED_EXPERT_ACTIVATIONS,
+    GATED_EPILOGUES,
     MAX_EXPERT_PAIRS,
     MAX_EXPERT_ROWS,
-    PLAIN_EXPERT_ACTIVATIONS,
+    PLAIN_EPILOGUES,
+    Epilogue,
     expert_down_kernel,
     expert_up_kernel,
 )
 from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import ClampedSwiGLU, MlpConfig
 from trt_kvcache.torch_engine.device_views import DeviceViews
-from trt_kvcache.torch_engine.operations import ExpertProducts, Experts
+from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Experts
 
 
 class KernelExperts:
     """Products of a few rows by our kernels, of more by ``others``. No work in flight may write weights: the kernels prefetch them."""
 
-    def __init__(self, others: ExpertProducts, views: DeviceViews, stream: Any) -> None:
-        self._others, self._views, self._stream = others, views, stream
+    def __init__(self, others: ExpertProducts, elementwise: Elementwise, views: DeviceViews, stream: Any) -> None:
+        self._others, self._elementwise, self._views, self._stream = others, elementwise, views, stream
 
     def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
         """See :class:`ExpertProducts`."""
-        activation = experts.config.activation
-        if not isinstance(activation, str) or not _fits(rows, chosen, experts):
+        if not _fits(rows, chosen, experts):
             return self._others(rows, chosen, weights, experts)
         choices, factors = chosen.int(), weights.contiguous()
-        inner, out = rows.new_empty((*chosen.shape, experts.down.shape[2])), rows.new_empty((len(rows), experts.down.shape[1]))
-        up, down = (self._matrices(*pair) for pair in ((experts.inputs, experts.inputs_bias), (experts.down, experts.down_bias)))
-        view = self._views.of
-        expert_up_kernel(view(rows), *up, view(choices), view(inner), activation, self._stream)
+        inner = self._inner(rows, choices, experts)
+        out = rows.new_empty((len(rows), experts.down.shape[1]))
+        down, view = self._matrices(experts.down, experts.down_bias), self._views.of
         expert_down_kernel(view(inner), *down, view(choices), view(factors), view(out), self._stream)
         return out
+
+    def _inner(self, rows: torch.Tensor, choices: torch.Tensor, experts: Experts) -> torch.Tensor:
+        """Return the inner activations ``[n, k, intermediate]``."""
+        config, weights = experts.config, self._matrices(experts.inputs, experts.inputs_bias)
+        epilogue = epilogue_of(config)
+        outputs = experts.inputs.shape[1] if epilogue == "linear" else experts.down.shape[2]
+        results, view = rows.new_empty((*choices.shape, outputs)), self._views.of
+        expert_up_kernel(view(rows), *weights, view(choices), view(results), epilogue, self._stream)
+        if epilogue != "linear":
+            return results
+        return self._elementwise.inner(results, config)
 
     def _matrices(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[DeviceTensor, DeviceTensor | None]:
         return self._views.of(weight), None if bias is None else self._views.of(bias)
 
 
+def epilogue_of(config: MlpConfig) -> Epilogue:
+    """Return the activation of an MLP as an epilogue of the kernels, or ``"linear"`` if it is none of theirs."""
+    if isinstance(config.activation, ClampedSwiGLU):
+        return config.activation
+    epilogue = f"{config.activation}_mul" if config.gated else config.activation
+    return epilogue if epilogue in (GATED_EPILOGUES if config.gated else PLAIN_EPILOGUES) else "linear"
+
+
 def _fits(rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> bool:
-    """Return True if the kernels support the products and these tensors."""
-    activations = GATED_EXPERT_ACTIVATIONS if experts.config.gated else PLAIN_EXPERT_ACTIVATIONS
-    if experts.config.activation not in activations:
-        return False
+    """Return True if the kernels support these tensors."""
     if not 0 < len(rows) <= MAX_EXPERT_ROWS or chosen.numel() > MAX_EXPERT_PAIRS:
         return False
     read = (rows, experts.inputs, experts.down)
