@@ -24,6 +24,7 @@ HEAD_DIM = 128
 VARIANTS = (
     *(f"attention_{source}-float16-{HEAD_DIM}{kv}" for source in ("decode", "decode_few", "prefill") for kv in ("", "-int8")),
     *("linear-float16-8", "linear-float16-16", "decoder_layer", "embedding"),
+    "linear_experts-bfloat16-8",
     *(f"linear_packed-bfloat16-{rows}-{stored}" for rows in (8, 16) for stored in ("int4-float16", "int8-bfloat16")),
     *(f"recurrent_{source}-float16-float32" for source in ("causal_conv1d", "mamba2", "delta_rule")),
     *("recurrent_gated_norm", "kv", "states", "lengths", "sampling_choose", "sampling_logprobs", "sampling_rows"),

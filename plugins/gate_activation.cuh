@@ -1,4 +1,4 @@
-// Activations of the gate of an MLP. Each is x times a sigmoid.
+// Activations of an MLP. Those of a gate are x times a sigmoid.
 #pragma once
 
 struct Silu {
@@ -10,4 +10,9 @@ struct GeluTanh {
     static __device__ __forceinline__ float of(float x) {
         return x / (1.0f + expf(-1.5957691f * (x + 0.044715f * x * x * x)));
     }
+};
+
+// max(x, 0)^2, without a gate. A NaN stays one.
+struct Relu2 {
+    static __device__ __forceinline__ float of(float x) { return x < 0.0f ? 0.0f : x * x; }
 };

@@ -7,36 +7,9 @@
 // linear/product.cuh describes the distribution of W over blocks, warps and lanes.
 
 #include "attention/cp_async.cuh"
+#include "linear/dense_weights.cuh"
 #include "linear/product.cuh"
 #include "load_once.cuh"
-
-struct DenseParams : LinearParams {
-    const unsigned char* weight;
-};
-
-// The outputs that a block computes at once. With a gate, outputs n and `outputs` + n of W are gate and up of output n.
-template <int kTiles, bool kGated>
-struct OutputTile {
-    static constexpr int kOutputs = kGated ? kTileOutputs : kTiles * kTileOutputs;  // that there is room for
-
-    // Start of row `row` of the kTiles * kTileOutputs rows of W of a tile. Rows after the last one are replaced by the
-    // last one, so nothing else is loaded for them.
-    static __device__ __forceinline__ const unsigned char* weight_row(const DenseParams& params, int tile, int row) {
-        const int column = min(row % kOutputs, params.tile_outputs - 1);
-        const int output =
-            min(tile * params.tile_outputs + column, params.outputs - 1) + row / kOutputs * params.outputs;
-        return params.weight + static_cast<long long>(output) * params.inputs * kElementBytes;
-    }
-};
-
-// Registers of a lane for 64 inputs of kTiles * kTileOutputs rows of W: the first and the second half of rows g and g +
-// 8 of each tile.
-template <int kTiles>
-struct WeightFragment {
-    uint4 words[kTiles][2][2];
-
-    __device__ __forceinline__ uint4 elements(int tile, int i, int half) const { return words[tile][i][half]; }
-};
 
 template <int kTileCount, bool kGated>
 class WeightStream {

@@ -60,6 +60,7 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "builder_optimization_level": None,
         "timing_cache": None,
         "quantize": None,
+        "adapter": None,
     }
 
 

@@ -178,7 +178,7 @@ def test_a_changed_checkpoint_is_refused(folder: EngineFolder, model: Path, chan
 def test_a_checkpoint_that_is_refused_is_closed(folder: EngineFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(model)
     monkeypatch.setattr(checkpoint, "fingerprint", lambda progress: "another")
-    monkeypatch.setattr(Checkpoint, "open", lambda path, quantize: checkpoint)
+    monkeypatch.setattr(Checkpoint, "open", lambda path, quantize, adapter: checkpoint)
     with pytest.raises(CheckpointError, match="this checkpoint was changed"):
         folder.open_checkpoint()
     with pytest.raises(ClosedError):

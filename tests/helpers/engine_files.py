@@ -42,6 +42,8 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes
             embedded=embedded,
             weights=checkpoint.weights.format,
             quantize=quantize,
+            adapter=str(checkpoint.adapter.path) if checkpoint.adapter else "",
+            adapter_fingerprint=checkpoint.adapter.fingerprint() if checkpoint.adapter else "",
         ),
         "computed_dtype": None if quantized is None else dtype,
     }
@@ -64,8 +66,8 @@ def cuts_of(stages):
     return sum(isinstance(stage, Segment) for stage in stages) - 1
 
 
-def make_engine_folder(model, target, *, plan=PLAN, embedded=False, quantize="", **changes):
-    with Checkpoint.open(model, quantize=quantize or None) as checkpoint:
+def make_engine_folder(model, target, *, plan=PLAN, embedded=False, quantize="", adapter=None, **changes):
+    with Checkpoint.open(model, quantize=quantize or None, adapter=adapter) as checkpoint:
         config = make_config(checkpoint, plan=plan, embedded=embedded, quantize=quantize, **changes)
         constants = define_constants(checkpoint, config.cache, dtype=config.dtype) if config.segments else None
         plans = with_padding(segment_plans(cuts_of(config.segments.stages))) if config.segments else [plan]

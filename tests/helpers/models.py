@@ -67,6 +67,11 @@ def model_of(name: str) -> ModelConfig:
     return ModelConfig.from_dict(json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8")))
 
 
+def changed_model(name: str, **changes: Any) -> ModelConfig:
+    """Return the configuration of a golden model with ``changes`` of its fields."""
+    return ModelConfig.from_dict({**json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8")), **changes})
+
+
 def features_of(name: str) -> tuple[str, ...]:
     """Return the features that a golden model needs."""
     return tuple(features(model_of(name)))

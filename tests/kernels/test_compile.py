@@ -22,7 +22,7 @@ def test_every_source_for_every_architecture(arch, all_variants):
     variant = f"{('float16', 'bfloat16')[number % 2]}-{HEAD_DIMS[number % len(HEAD_DIMS)]}"  # others for others
     variants = ("", variant, f"{variant}-{tuple(STORED_TYPES)[number % len(STORED_TYPES)]}")
     names = [name for name in sources.source_names() if all_variants or name.partition("-")[2] in variants]
-    projections = variant_names("linear") + variant_names("linear_packed")
+    projections = variant_names("linear") + variant_names("linear_packed") + variant_names("linear_experts")
     for name in {*names, projections[number % len(projections)]}:
         code = compile.compile_cubin(name, arch)
         assert code[:4] == b"\x7fELF"

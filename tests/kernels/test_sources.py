@@ -21,6 +21,7 @@ from trt_kvcache.kernels.delta_rule_kernels import (
     MATRIX_WARPS,
     MAX_KEY_DIM,
 )
+from trt_kvcache.kernels.expert_kernels import MAX_EXPERT_PAIRS
 from trt_kvcache.kernels.gated_norm_kernels import NORM_THREADS
 from trt_kvcache.kernels.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
 from trt_kvcache.kernels.linear_tiles import FRAGMENT_INPUTS, ROW_COUNTS, TILE_ROWS, linear_macros
@@ -44,7 +45,7 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    assert len(names) == len(set(names)) == 9 + 3 * 2 * 5 * 3 + 5 * len(RECURRENT_SOURCES) + 12 * len(ROW_COUNTS)
+    assert len(names) == len(set(names)) == 9 + 3 * 2 * 5 * 3 + 5 * len(RECURRENT_SOURCES) + 12 * len(ROW_COUNTS) + 2
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -85,6 +86,7 @@ class TestBothSides:
             ("kRowWorkspaceBytes", ROW_WORKSPACE_NBYTES),
             ("kMaxBlocksOfRow", MAX_BLOCKS_OF_ROW),
             ("kTileRows", TILE_ROWS),
+            ("kMaxPairs", MAX_EXPERT_PAIRS),
             ("kFragmentInputs", FRAGMENT_INPUTS),
             ("kFractionBits", FRACTION_BITS),
             ("kWeightBits", WEIGHT_BITS),

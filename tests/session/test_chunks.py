@@ -9,7 +9,7 @@ from hypothesis import example, given, strategies as st
 
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import LayoutError
-from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
+from trt_kvcache.session.chunks import Chunk, bucket_widths, coarse_widths, plan_chunks
 
 
 def anywhere(slot: int) -> bool:
@@ -185,10 +185,10 @@ def test_a_slot_behind_a_full_one_that_no_view_can_start_at_is_refused():
 
 class TestBuckets:
     def widths(
-        self, *counts: int, length: int = 0, max_width: int = 512, limit: int = 10_000, buckets: Sequence[int] = POWERS
+        self, *counts: int, length: int = 0, max_width: int = 512, limit: int = 10_000, buckets: Sequence[int] = POWERS, pads: bool = False
     ) -> list[int]:
         allowed = in_buckets(max_width, buckets)
-        chunks = plan_chunks([length] * len(counts), counts, max_width=max_width, max_sequence_length=limit, buckets=allowed)
+        chunks = plan_chunks([length] * len(counts), counts, max_width=max_width, max_sequence_length=limit, buckets=allowed, pads=pads)
         return [chunk.width for chunk in chunks]
 
     def test_they_are_powers_of_two_and_the_maximum(self):
@@ -227,6 +227,14 @@ class TestBuckets:
     def test_a_long_prompt_is_padded_where_padding_is_little(self):
         assert self.widths(112) == [128]
         assert self.widths(600) == [512, 128]
+
+    def test_a_long_prompt_that_pads_is_padded_however_much_that_is(self):
+        assert self.widths(100, pads=True) == [128]
+        assert self.widths(512 + 65, pads=True) == [512, 128]
+        assert self.widths(100, pads=True, length=20, limit=130) == [64, 32, 4]
+
+    def test_coarse_widths_double(self):
+        assert coarse_widths([*range(1, 9), *range(12, 1025, 4)]) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024]
 
     @pytest.mark.parametrize("max_width", [512, 300, 64])
     def test_at_most_one_row_in_eight_is_padding(self, max_width):

@@ -129,8 +129,8 @@ class TestChunkedPrefill:
         for _ in range(5):
             session.step()
             held.append([len(session.tokens(slot)) for slot in (1, 2, 3)])
-        # Beside the last token of the first prompt, the others run as many.
-        assert held == [[4, 0, 0], [8, 0, 0], [9, 1, 1], [10, 2, 5], [11, 3, 6]]
+        # The last token of the first prompt has the first one of the second beside it: two slots, a power of two.
+        assert held == [[4, 0, 0], [8, 0, 0], [9, 1, 0], [10, 2, 4], [11, 3, 6]]
 
     def test_a_prompt_in_an_earlier_slot_does_not_overtake_an_older_one(self):
         session = make(slots=4, prefill_chunk=2)

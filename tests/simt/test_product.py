@@ -42,7 +42,16 @@ def count_passed(result: subprocess.CompletedProcess[str]) -> int:
 
 # Many layers take ThreadSanitizer many seconds and show it nothing new. It has room for 8128 threads that a process ever had, so sampling,
 # which has many, each of the layers with states, which have many kernels, and products of few rows have processes of their own.
-OWN_PROCESS = ("sampling", "causal_conv1d", "mamba2", "delta_rule", "gated_norm", "test_linear", "test_packed_linear_kernels")
+OWN_PROCESS = (
+    "sampling",
+    "causal_conv1d",
+    "mamba2",
+    "delta_rule",
+    "gated_norm",
+    "test_linear",
+    "test_packed_linear_kernels",
+    "test_expert_kernels",
+)
 ELSEWHERE = " or ".join((ATTENTION, *OWN_PROCESS))
 #: Copies, compaction and lengths: what every sequence passes through.
 MOVES, MOVING_SOURCES = "test_kv_kernels or test_compaction or test_length_kernels", ("kv", "lengths", "states")
@@ -141,6 +150,7 @@ DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
 )
 LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear_kernels.py", "test_decoder_layer_kernels.py"
 PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed.cu", "linear/packed_values.cuh"
+EXPERT_TESTS, EXPERTS = "test_expert_kernels.py", "linear/experts.cu"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -846,7 +856,7 @@ MISTAKES = {
         "nan",
     ),
     "weights of no output": (
-        "linear.cu",
+        "linear/dense_weights.cuh",
         "min(tile * params.tile_outputs + column, params.outputs - 1)",
         "(tile * params.tile_outputs + column)",
         "address",
@@ -911,6 +921,64 @@ MISTAKES = {
         "none",
         PACKED_TESTS,
         "Mismatched",
+    ),
+    "one expert for all": (
+        EXPERTS,
+        "chosen_.experts[index] * outputs",
+        "chosen_.experts[0] * outputs",
+        "none",
+        EXPERT_TESTS,
+        "test_products_",
+    ),
+    "experts that nobody has chosen": (EXPERTS, "chosen_.experts[index] * outputs", "index * outputs", "none", EXPERT_TESTS, "nan"),
+    "the first choice for all": (EXPERTS, "static_cast<signed char>(pair % params.choices)", "0", "none", EXPERT_TESTS, "nan"),
+    "only the first row of an expert": (
+        EXPERTS,
+        "        if (pair < pairs)\n            choice[rank",
+        "        if (is_first)\n            choice[rank",
+        "none",
+        EXPERT_TESTS,
+        "nan",
+    ),
+    "sums without the weights of the router": (
+        EXPERTS,
+        "weight = chosen.weights[row * params.choices + choice]",
+        "weight = 1.0f",
+        "none",
+        EXPERT_TESTS,
+        "test_products_out_of_experts",
+    ),
+    "biases without the weights of the router": (
+        EXPERTS,
+        "value += chosen.weights[pair] * expert_bias(",
+        "value += expert_bias(",
+        "none",
+        EXPERT_TESTS,
+        "test_products_out_of_experts",
+    ),
+    "rows that have not chosen an expert": (
+        EXPERTS,
+        "        if (choice < 0) continue;\n",
+        "",
+        "none",
+        f"{EXPERT_TESTS}::test_a_row_does_not_depend_on_the_others",
+        "Mismatched",
+    ),
+    "experts are read before they are listed": (
+        EXPERTS,
+        "        __syncthreads();\n    }\n    __device__ __forceinline__ int choice_of",
+        "    }\n    __device__ __forceinline__ int choice_of",
+        "thread",
+        f"{EXPERT_TESTS}::test_products_out_of_experts",
+        RACE,
+    ),
+    "only the first tile of a block, of experts": (
+        EXPERTS,
+        "            unit_ += gridDim.x;\n            index_ = 0;",
+        "            unit_ = units();",
+        "none",
+        EXPERT_TESTS,
+        "several_tiles",
     ),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_kernels.py", OVERRUN),
 }

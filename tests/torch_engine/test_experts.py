@@ -54,15 +54,21 @@ def products() -> tuple[SortedProducts, FixedProducts]:
     return SortedProducts(Projections(elementwise)), FixedProducts(Projections(elementwise), elementwise)
 
 
-def one_by_one(rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Compute each row with each of its experts alone."""
+def one_by_one(rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Compute each row with each of its experts alone, and add them."""
     projections = Projections(Elementwise())
     outputs = []
-    for row, of_row in zip(rows, chosen.tolist(), strict=True):
-        for expert in of_row:
+    for row, of_row, factors in zip(rows, chosen.tolist(), weights, strict=True):
+        sums = torch.zeros(experts.down.shape[1])
+        for expert, factor in zip(of_row, factors, strict=True):
             inputs, down = experts.of(expert)
-            outputs.append(projections.project(down, projections.activated(inputs, row[None], experts.config))[0])
-    return torch.stack(outputs).view(*chosen.shape, -1)
+            sums += factor * projections.project(down, projections.activated(inputs, row[None], experts.config))[0]
+        outputs.append(sums)
+    return torch.stack(outputs)
+
+
+def weights_of(chosen: torch.Tensor) -> torch.Tensor:
+    return torch.rand(chosen.shape, generator=torch.Generator().manual_seed(len(chosen))) + 0.1
 
 
 def choice(rows: int, experts: int, per_row: int) -> torch.Tensor:
@@ -92,21 +98,23 @@ def test_the_first_of_equal_experts_is_chosen() -> None:
 def test_all_variants_compute_the_chosen_experts(config: MlpConfig, rows: int, count: int) -> None:
     experts, chosen = experts_of(config, count), choice(rows, count, 2)
     x = torch.randn((rows, HIDDEN), generator=torch.Generator().manual_seed(rows))
-    expected = one_by_one(x, chosen, experts).numpy()
+    weights = weights_of(chosen)
+    expected = one_by_one(x, chosen, weights, experts).numpy()
     for variant in products():
-        assert_close(variant(x, chosen, experts).numpy(), expected)
+        assert_close(variant(x, chosen, weights, experts).numpy(), expected)
 
 
 def test_experts_that_are_not_chosen_do_not_matter() -> None:
     experts, chosen = experts_of(MLPS["biases"], 20), torch.tensor([[4, 11], [11, 0]])
     x = torch.randn((2, HIDDEN), generator=torch.Generator().manual_seed(1))
-    expected = [variant(x, chosen, experts) for variant in products()]
+    weights = weights_of(chosen)
+    expected = [variant(x, chosen, weights, experts) for variant in products()]
     others = [expert for expert in range(20) if expert not in (0, 4, 11)]
     for weight in (experts.inputs, experts.down, experts.inputs_bias, experts.down_bias):
         assert weight is not None
         weight[others] = torch.nan
     for variant, before in zip(products(), expected, strict=True):
-        assert torch.equal(variant(x, chosen, experts), before)
+        assert torch.equal(variant(x, chosen, weights, experts), before)
 
 
 @every_mlp
@@ -118,9 +126,9 @@ def test_few_rows_need_no_value_on_the_host(config: MlpConfig, rows: int, count:
         router = RouterConfig(num_experts=count, experts_per_token=2, scores="sigmoid", renormalise=True)
         chosen, weights = choose(router, torch.empty((rows, count)), torch.empty(count))
         sorted_products, fixed_products = products()
-        assert fixed_products(x, chosen, experts).shape == (*weights.shape, HIDDEN)
+        assert fixed_products(x, chosen, weights, experts).shape == (rows, HIDDEN)
         with pytest.raises(RuntimeError):
-            sorted_products(x, chosen, experts)
+            sorted_products(x, chosen, weights, experts)
 
 
 def test_groups_need_no_value_on_the_host() -> None:

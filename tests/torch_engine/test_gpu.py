@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.errors import raises
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
-from tests.helpers.models import HYBRID_TOLERANCES, HYBRIDS, hybrid_model, sinks_model, write_model
+from tests.helpers.models import HYBRID_TOLERANCES, HYBRIDS, changed_model, hybrid_model, sinks_model, write_model
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS
 from tests.torch_engine.needs_torch import need_torch
@@ -88,6 +88,22 @@ def test_layers_that_differ(head_dims, dtype, attention):
     ):
         known = dtype != "float32" and head_dims[0] == 64
         assert (ours.engine._kernel_inputs is not None) == known
+        compare(ours, reference, dtype)
+
+
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_experts(dtype, attention):
+    """All experts are chosen, or rounding would choose others where two have nearly the same score."""
+    checkpoint = RandomCheckpoint(changed_model("qwen3_moe", head_dim=64, num_experts_per_tok=7))
+    host, gpu = HostMemory(), CudaMemory()
+    kv = cache_config(checkpoint.config, max_batch_size=3, max_sequence_length=61, dtype=dtype, attention=attention)
+    options = {"kv": kv, "max_prefill_length": 9, "attention": attention}
+    with (
+        InferenceSession(TorchEngine.open(checkpoint, **options, memory=gpu), KVCacheManager(kv, memory=gpu)) as ours,
+        InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), KVCacheManager(kv, memory=host)) as reference,
+    ):
+        assert ours.engine._kernel_inputs is not None
         compare(ours, reference, dtype)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
-from tests.helpers.models import HYBRID_TOLERANCES, hybrid_model, sinks_model, write_model
+from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, sinks_model, write_model
 from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
@@ -22,11 +22,14 @@ need_torch()
 import torch  # noqa: E402
 
 from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
+from trt_kvcache.cache.edge_llm import make_cache  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
 from trt_kvcache.engine.decoder_cache import cache_config, decoder_cache_config  # noqa: E402
+from trt_kvcache.model import RoutedMlpConfig  # noqa: E402
 from trt_kvcache.torch_engine import (  # noqa: E402
     TorchEngine,
     engine,
+    kernel_experts,
     kernel_projections,
     kernels,
     packed_projections,
@@ -42,6 +45,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 #: By module, the kernels that it launches.
 LAUNCHED = {
     kernels: ("attend", "add_rms_norm", "gated_mul", "qk_rms_norm"),
+    kernel_experts: ("expert_up", "expert_down"),
     kernel_projections: ("linear", "linear_gated_mul"),
     packed_projections: ("packed_linear", "packed_linear_gated_mul", "packed_dequantize"),
     state_kernels: ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan"),
@@ -173,6 +177,28 @@ def test_layer_norm_agrees_with_the_reference_engine(memory, calls, tmp_path):
         check_agreement(session, reference, TOLERANCES["float16"])
     assert calls["attend"] > 0
     assert calls["add_rms_norm"] == 0, "which does not subtract the mean"
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 80)])
+@pytest.mark.parametrize(
+    ("name", "changes", "activation"),
+    [
+        ("qwen3_moe", {}, "silu"),
+        ("nemotron_h-latent", {"moe_intermediate_size": 40, "mamba_head_dim": 64, "ssm_state_size": 128}, "relu2"),
+    ],
+)
+def test_experts_agree_with_the_reference_engine(memory, calls, name, changes, activation, dtype, head_dim):
+    checkpoint, host = RandomCheckpoint(changed_model(name, **changes, head_dim=head_dim)), HostMemory()
+    config = decoder_cache_config(checkpoint.config, **SIZES, dtype=dtype, attention="plugin")
+    options = {"kv": config, "max_prefill_length": 7, "attention": "plugin"}
+    ours, reference = TorchEngine.open(checkpoint, **options, memory=memory), ReferenceEngine(checkpoint, **options, memory=host)
+    with (
+        InferenceSession(ours, make_cache(config, memory=memory)) as session,
+        InferenceSession(reference, make_cache(config, memory=host)) as expected,
+    ):
+        check_agreement(session, expected, TOLERANCES[dtype])
+    routed = sum(isinstance(layer.mlp, RoutedMlpConfig) for layer in checkpoint.config.layers)
+    assert calls[f"expert_up {activation}"] == calls["expert_down"] == 3 * routed > 0, "the second chunk and two decode steps have few rows"
 
 
 @pytest.mark.parametrize("attention", ["native", "plugin"])

@@ -242,6 +242,8 @@ def _config(
             embedded=options.embed_weights,
             weights=checkpoint.weights.format,
             quantize=options.quantize or "",
+            adapter="" if checkpoint.adapter is None else os.path.abspath(checkpoint.adapter.path),
+            adapter_fingerprint="" if checkpoint.adapter is None else checkpoint.adapter.fingerprint(),
         ),
         v_outputs=v_outputs(checkpoint.config, options.dtype) if options.v_outputs else (),
         computed_dtype=options.dtype if cache.kv is not None and cache.kv.has_scales else None,

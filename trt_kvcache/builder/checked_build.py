@@ -44,13 +44,13 @@ def checked_build(
     model = Path(model_path)
     Checkpoint.read_config(model)  # a model that is not supported is reported before TensorRT is imported
     if engine_path is not None:
-        check_target(Path(engine_path), model)
+        check_target(Path(engine_path), model, None if given.adapter is None else Path(given.adapter))
     if given.timing_cache is not None:
         check_timing_cache(Path(given.timing_cache))
     if given.plugin_library is not None:
         check_library_file(Path(given.plugin_library))
     tensorrt = installed_tensorrt(given.flavour) if dry_run else load(given.flavour, error=BuildError)
-    checkpoint = open_checkpoint(model, given.quantize, needs_weights=not dry_run)
+    checkpoint = open_checkpoint(model, given.quantize, given.adapter, needs_weights=not dry_run)
     try:
         # of the open checkpoint: weights may be stored in another dtype than config.json says
         options = ResolvedOptions.of_model(given, checkpoint.config, None if tensorrt is None else build_target(tensorrt, given))
@@ -100,9 +100,10 @@ def installed_tensorrt(flavour: str) -> TensorRT | None:
         return None
 
 
-def open_checkpoint(model: Path, quantize: str | None, *, needs_weights: bool) -> Checkpoint:
+def open_checkpoint(model: Path, quantize: str | None, adapter: str | os.PathLike[str] | None = None, *, needs_weights: bool) -> Checkpoint:
     """Open a checkpoint; without weights in the folder, one of ``config.json`` alone if it says enough."""
-    if needs_weights or has_weight_files(model) or quantized_format(ModelFiles(model).json(CONFIG_FILE), model) is not None:
-        return Checkpoint.open(model, quantize=quantize)
+    is_quantized = quantized_format(ModelFiles(model).json(CONFIG_FILE), model) is not None
+    if needs_weights or adapter is not None or has_weight_files(model) or is_quantized:
+        return Checkpoint.open(model, quantize=quantize, adapter=adapter)
     config = Checkpoint.read_config(model)
     return Checkpoint(model, config, {}, None if quantize is None else rounded_weights(config, Quantization.parse(quantize), {}))

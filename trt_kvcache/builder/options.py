@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
 from trt_kvcache._util.short_repr import short_repr
+from trt_kvcache.checkpoint.adapters.lora_adapter import adapter_folder
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO
@@ -68,6 +69,7 @@ class BuildKeywords(TypedDict, total=False):
     builder_optimization_level: int | None
     timing_cache: str | os.PathLike[str] | None
     quantize: str | None
+    adapter: str | os.PathLike[str] | None
     kv_dtype: str | None
     kv_scales: str | None
 
@@ -123,6 +125,9 @@ class BuildOptions:
     quantize : str, optional
         Round weights to the nearest integers of a scale, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or ``"int4,head=int8"``: see
         ``docs/quantization.md``. For a checkpoint that is not quantized.
+    adapter : path, optional
+        A folder of PEFT with a LoRA adapter, which is merged into the weights: see ``docs/adapters.md``. Before they are rounded, with
+        ``quantize``.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Quantize K and V, with plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
@@ -161,6 +166,7 @@ class BuildOptions:
     builder_optimization_level: int | None = None
     timing_cache: str | os.PathLike[str] | None = None
     quantize: str | None = None
+    adapter: str | os.PathLike[str] | None = None
     kv_dtype: str | None = None
     kv_scales: str | None = None
 
@@ -187,6 +193,7 @@ class BuildOptions:
         self._normalize("compute_capabilities", _as_capabilities)
         self._normalize("timing_cache", Path)
         self._normalize("quantize", lambda text: str(Quantization.parse(text)))
+        self._normalize("adapter", adapter_folder)
 
     def _normalize(self, name: str, convert: Callable[[Any], Any]) -> None:
         """Replace a value that was given by the converted one."""

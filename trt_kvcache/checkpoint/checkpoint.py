@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.caller_warning import warn_caller
+from trt_kvcache.checkpoint.adapters.lora_adapter import LoraAdapter
+from trt_kvcache.checkpoint.adapters.merged_weights import check_base, merged_weights, with_untied_head
 from trt_kvcache.checkpoint.gguf.weights import GGUFWeights
 from trt_kvcache.checkpoint.kv_scales import LayerScales, read_kv_scales
 from trt_kvcache.checkpoint.model_files import CONFIG_FILE, ModelFiles
@@ -71,6 +75,8 @@ class Checkpoint:
         The weights that are quantized, or are rounded when they are read, by name.
     kv_dtype : str, optional
         Dtype of K and V for which the checkpoint has static scales.
+    adapter : LoraAdapter, optional
+        The adapter that is merged into weights when they are read.
 
     Attributes
     ----------
@@ -80,6 +86,8 @@ class Checkpoint:
         The model that ``config.json`` describes.
     kv_dtype : str or None
         ``"float8_e4m3fn"`` or ``"int8"`` if there are static scales of K and V, see :meth:`kv_scales`; else None.
+    adapter : LoraAdapter or None
+        The merged adapter.
 
     Examples
     --------
@@ -98,17 +106,22 @@ class Checkpoint:
         files: Mapping[str, WeightFile],
         quantized: Mapping[str, StoredWeight | RoundedWeight] | None = None,
         kv_dtype: str | None = None,
+        adapter: LoraAdapter | None = None,
     ) -> None:
         self.path = path
+        self.adapter = adapter
         self.kv_dtype = kv_dtype
         self.config = config
         self._shapes = tensor_shapes(config)
         self._exact = exact_tensors(config)
         self._quantized = quantized or {}
+        self._merged = {} if adapter is None else merged_weights(adapter, config, files)
         self._files: Mapping[str, WeightFile] | None = files
 
     @classmethod
-    def open(cls, path: str | Path, *, quantize: str | Quantization | None = None) -> Checkpoint:
+    def open(
+        cls, path: str | Path, *, quantize: str | Quantization | None = None, adapter: str | os.PathLike[str] | None = None
+    ) -> Checkpoint:
         """Open a model folder and check it.
 
         Parameters
@@ -119,6 +132,8 @@ class Checkpoint:
         quantize : str or Quantization, optional
             Round weights to the nearest integers of a scale when they are read, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or
             ``"int4,head=int8"``: see ``docs/quantization.md``.
+        adapter : path, optional
+            A folder of PEFT with a LoRA adapter, which is merged into the weights in float32 when they are read: see ``docs/adapters.md``.
 
         Returns
         -------
@@ -129,7 +144,7 @@ class Checkpoint:
         ------
         CheckpointError
             The folder is incomplete, a file is damaged, or the model is not supported. The message names the file. Or its weights are
-            quantized already, and ``quantize`` is given.
+            quantized already, and ``quantize`` or ``adapter`` is given. Or the adapter is damaged, not supported, or for another model.
         ConfigError
             ``quantize`` is unknown, or does not fit the model.
 
@@ -153,8 +168,12 @@ class Checkpoint:
             config = _with_stored_dtype(config, files[embedding_name(config)])
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
         _check(config, files, folder, format_, quantized, source.name)
+        lora = None if adapter is None else LoraAdapter.open(adapter)
+        if lora is not None:
+            check_base(files, next((weight.quantized.title for weight in quantized.values()), None), folder)
+            config, files = with_untied_head(lora, config, files)
         rounded = {} if rounding is None else rounded_weights(config, rounding, quantized)
-        checkpoint = cls(folder, config, files, {**quantized, **rounded}, None if format_ is None else format_.kv_dtype)
+        checkpoint = cls(folder, config, files, {**quantized, **rounded}, None if format_ is None else format_.kv_dtype, lora)
         if source.name == CONFIG_FILE:  # config.json states a dtype; the metadata of GGUF does not
             kept = quantized.keys() | exact_tensors(config)
             converted = [name for name in checkpoint.tensor_names if name not in kept]
@@ -202,8 +221,8 @@ class Checkpoint:
         Returns
         -------
         ndarray
-            Read-only, in host memory, in the dtype of the model (bfloat16 through ml_dtypes); values of a quantized weight in float32,
-            so that an engine rounds them once; those of routers of experts in their stored dtype.
+            Read-only, in host memory, in the dtype of the model (bfloat16 through ml_dtypes); values of a quantized weight, and of one
+            with a merged adapter, in float32, so that an engine rounds them once; those of routers of experts in their stored dtype.
 
         Raises
         ------
@@ -217,7 +236,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: expected the name of a tensor of the model, got {name!r}.")
         packed = self.quantized_weight(name)
         if packed is None:
-            return _array(files[name], name, self._value_dtype(name, files))
+            values_file = self._merged.get(name, files[name])
+            return _array(values_file, name, self._value_dtype(name, {name: values_file}))
         values = packed.dequantized()
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.path}: expected finite values of {name}, got others. A scale may be damaged: fetch it again.")
@@ -250,7 +270,7 @@ class Checkpoint:
             The checkpoint is closed.
         """
         files = self._open_files()
-        return self._quantized[name].read(files) if name in self._quantized else None
+        return self._quantized[name].read(ChainMap(self._merged, dict(files))) if name in self._quantized else None
 
     def kv_scales(self) -> tuple[LayerScales, ...]:
         """Return the static scales of K and V: real value = stored value * scale.
@@ -367,7 +387,7 @@ class Checkpoint:
         -------
         str
             SHA-256 in hex over the configuration, the names, dtypes and shapes of the tensors, and their bytes. Of a quantized weight it
-            covers the packed tensors, and how they are read.
+            covers the packed tensors, and how they are read; of a merged adapter its own tensors and factors.
 
         Raises
         ------
@@ -379,7 +399,8 @@ class Checkpoint:
         files = self._open_files()
         names = sorted(self._shapes)
         index = [(name, self._how_stored(name, files), self._shapes[name]) for name in names]
-        digest = hashlib.sha256(json.dumps([self.config.to_description(), index], sort_keys=True).encode())
+        adapters = [] if self.adapter is None else [self.adapter.fingerprint()]  # of A and B, whose products differ from CPU to CPU
+        digest = hashlib.sha256(json.dumps([self.config.to_description(), index, *adapters], sort_keys=True).encode())
         done, total = 0, sum(self._content_nbytes(name, files) for name in names)
         for content in (content for name in names for content in self._contents(name, files)):
             for start in range(0, content.size, _HASH_CHUNK_BYTES):
@@ -401,7 +422,7 @@ class Checkpoint:
     def _contents(self, name: str, files: Mapping[str, WeightFile]) -> Iterator[npt.NDArray[np.uint8]]:
         """Return the bytes of a tensor, or of all stored tensors of a quantized weight."""
         if name not in self._quantized:
-            yield _bytes(self.tensor(name))
+            yield _bytes(_array(files[name], name, self._value_dtype(name, files)))
         else:
             yield from (_bytes(files[part].array(part)) for part in self._quantized[name].tensor_names)
             self.release(name)  # engines keep it packed

@@ -73,11 +73,12 @@ def safetensors_buffers(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
 class SafetensorsFile:
     """A :class:`~trt_kvcache.checkpoint.weight_file.WeightFile` of one safetensors file. Raises CheckpointError if it is damaged."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keeps_stored_dtype: bool = False) -> None:
         with naming_the_extra():
             from safetensors import SafetensorError, safe_open
 
         self.path = path
+        self.keeps_stored_dtype = keeps_stored_dtype  # if not, tensors are rounded to the dtype of the model, as transformers does
         try:
             with open_regular(path) as file:
                 with safe_open(path, framework="numpy"):  # checks the header and all sizes; its arrays would be copies
@@ -92,9 +93,6 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: cannot be read: {str(error) or 'there is not enough memory'}.") from error
         self.tensors = _stored_tensors(self._map)
 
-    #: Rounded to the dtype of the model before use, as transformers does.
-    keeps_stored_dtype = False
-
     @property
     def paths(self) -> tuple[Path, ...]:
         """The file."""
@@ -103,6 +101,10 @@ class SafetensorsFile:
     def rename(self, names: Mapping[str, str]) -> None:
         """See :meth:`WeightFile.rename <trt_kvcache.checkpoint.weight_file.WeightFile.rename>`."""
         self.tensors = {names[name]: stored for name, stored in self.tensors.items()}
+
+    def add_name(self, name: str, other: str) -> None:
+        """Give the tensor ``other`` a second name."""
+        self.tensors = {**self.tensors, name: self.tensors[other]}
 
     def split(self, parts: Mapping[str, Mapping[str, StoredTensor]]) -> None:
         """Replace tensors by others over the same bytes: for each, its parts by name."""

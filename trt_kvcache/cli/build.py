@@ -17,6 +17,7 @@ from trt_kvcache.cli.console import as_json, count, length_limit, note, progress
 from trt_kvcache.cli.formats import kv_format
 from trt_kvcache.cli.option_groups import Json, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import (
+    ADAPTER_HELP,
     ATTENTION_HELP,
     DTYPE_HELP,
     KV_DTYPE_HELP,
@@ -27,6 +28,7 @@ from trt_kvcache.cli.session_flags import (
     DTypeName,
     FlavourName,
     located,
+    located_adapter,
     located_headers,
 )
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
@@ -107,6 +109,7 @@ class BuildFlags:
         ),
     ] = None
     quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help=QUANTIZE_HELP)] = None
+    adapter: Annotated[str | None, typer.Option(metavar="ADAPTER", help=ADAPTER_HELP)] = None
     kv_dtype: Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP)] = None
     kv_scales: Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP)] = None
     timing_cache: Annotated[
@@ -118,6 +121,7 @@ class BuildFlags:
         """Return the arguments of ``build_engine``."""
         options = {**vars(self)}
         options["compute_capabilities"] = options.pop("compute_capability") or None
+        options["adapter"] = located_adapter(self.adapter)
         options["operations"] = None  # they are registered from Python
         return cast(BuildKeywords, options)
 

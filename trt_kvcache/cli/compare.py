@@ -53,6 +53,7 @@ def compare(
     attention: session_flags.AttentionOption = None,
     plugin_layers: session_flags.PluginLayersOption = None,
     quantize: session_flags.QuantizeOption = None,
+    adapter: session_flags.AdapterOption = None,
     kv_dtype: session_flags.KVDTypeOption = None,
     kv_scales: session_flags.KVScalesOption = None,
     json: Json = False,
@@ -84,6 +85,7 @@ def compare(
         attention=attention,
         plugin_layers=plugin_layers,
         quantize=quantize,
+        adapter=adapter,
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
     )
@@ -164,6 +166,7 @@ def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:
         max_prefill_length=config.max_prefill_length,
         dtype=cast(DTypeChoice, config.dtype),
         quantize=config.checkpoint.quantize or None,
+        adapter=str(engine.find_adapter() or config.checkpoint.adapter) or None,
         attention=_beside_plugin(config) if config.attention_variant == "plugin" else "plugin",
     )
 
@@ -175,6 +178,7 @@ def _other_than_auto(folder: Path, options: SessionOptions) -> AttentionName:
         flavour=options.flavour,
         device=options.device,
         quantize=options.quantize,
+        adapter=options.adapter,
         max_sequence_length=options.max_sequence_length,
     )
     try:

@@ -89,10 +89,13 @@ def _print_head(found: EngineInspection) -> None:
     say(f"cache: {count(cache.max_batch_size, 'slot')} of {length_limit(cache.max_sequence_length)}, {stored}, {', '.join(kinds)}")
     say(f"built by: {found.tensorrt_flavour} {found.tensorrt_version}; compute capabilities: {targets}")
     say(f"built from: {checkpoint.path}{' (embedded)' if checkpoint.embedded else ''}, fingerprint {checkpoint.fingerprint[:16]}")
+    if checkpoint.adapter:
+        say(f"merged adapter: {checkpoint.adapter}, fingerprint {checkpoint.adapter_fingerprint[:16]}")
     library = found.plugin_library
     if library is not None:
         say(f"carries a plugin library, whose code runs when it is opened: {size(library.nbytes)}, SHA-256 {library.sha256[:16]}")
-    gone = "" if "torch" in found.engines else "; torch and numpy need the checkpoint, which is gone"
+    needed = "the checkpoint and the adapter, one of which" if checkpoint.adapter else "the checkpoint, which"
+    gone = "" if "torch" in found.engines else f"; torch and numpy need {needed} is gone"
     say(f"can be run by: {', '.join(found.engines)}{gone}")
     _print_verdict(found)
 

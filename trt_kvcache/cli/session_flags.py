@@ -17,7 +17,7 @@ from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
 from trt_kvcache.engine.attention_variants import AttentionSetting
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.session.model_headers import model_headers
-from trt_kvcache.session.model_location import NEEDED_FILES, locate_model
+from trt_kvcache.session.model_location import NEEDED_FILES, locate_adapter, locate_model
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_options import (
     ENGINE_ALIASES,
@@ -42,6 +42,8 @@ QUANTIZE_HELP = (
     "Quantize the weights of linear layers without calibration: int8, int4 (groups of 32) or int4:128, optionally followed by "
     ",embedding=... and ,head=..., which otherwise stay as stored."
 )
+
+ADAPTER_HELP = "Merge a LoRA adapter of PEFT into the weights: its folder, or an id of the Hugging Face Hub."
 
 KV_DTYPE_HELP = "Quantize K and V to 8 bits, with plugin attention. Default: --dtype."
 KV_SCALES_HELP = (
@@ -119,6 +121,7 @@ PluginLayersOption = Annotated[
     choice(PluginLayersChoice, "--plugin-layers", help=f"{PLUGIN_LAYERS_HELP} Default: one-plan.", rich_help_panel=MODEL_PANEL),
 ]
 QuantizeOption = Annotated[str | None, typer.Option("--quantize", metavar="FORMAT", help=QUANTIZE_HELP, rich_help_panel=MODEL_PANEL)]
+AdapterOption = Annotated[str | None, typer.Option("--adapter", metavar="ADAPTER", help=ADAPTER_HELP, rich_help_panel=MODEL_PANEL)]
 KVDTypeOption = Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
 KVScalesOption = Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP, rich_help_panel=MODEL_PANEL)]
 
@@ -136,6 +139,7 @@ class SessionFlags:
     attention: AttentionOption = None
     plugin_layers: PluginLayersOption = None
     quantize: QuantizeOption = None
+    adapter: AdapterOption = None
     kv_dtype: KVDTypeOption = None
     kv_scales: KVScalesOption = None
 
@@ -154,6 +158,7 @@ class SessionFlags:
             attention=self.attention,
             plugin_layers=self.plugin_layers,
             quantize=self.quantize,
+            adapter=located_adapter(self.adapter),
             kv_dtype=self.kv_dtype,
             kv_scales=self.kv_scales,
         )
@@ -186,6 +191,14 @@ def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
         return folder
     _quieten_downloads()
     return locate_model(folder.as_posix(), files=files)
+
+
+def located_adapter(adapter: str | None) -> str | None:
+    """Return the folder of ``--adapter``; an adapter of the Hugging Face Hub is downloaded first."""
+    if adapter is None:
+        return None
+    _quieten_downloads()
+    return locate_adapter(adapter)
 
 
 def located_headers(folder: Path) -> AbstractContextManager[Path]:

@@ -105,8 +105,9 @@ class BoundTensors:
         step = self._steps.get(key)
         if step is None:
             step = self._new_step_tensors()
-            for old in [old for old, one in self._steps.items() if one.closed]:
-                del self._steps[old]
+            # Each look at a step asks some hundred owners: only where those of the last one have gone.
+            if self._steps and next(reversed(self._steps.values())).closed:
+                self._steps = OrderedDict((old, one) for old, one in self._steps.items() if not one.closed)
             self._steps[key] = step
             if len(self._steps) > MAX_STEPS:
                 self._steps.popitem(last=False)

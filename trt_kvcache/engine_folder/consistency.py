@@ -33,6 +33,11 @@ def check_consistency(config: EngineFolderConfig) -> None:
     one_of("computed_dtype", config.dtype, MODEL_DTYPES, error=EngineError)
     if config.plugin_library is not None and (config.attention_variant != "plugin" or config.segments is not None):
         raise EngineError(f"plugin_library: expected none without plugin layers ({config.attention_variant} attention), got one.")
+    record = config.checkpoint
+    if bool(record.adapter) is not bool(record.adapter_fingerprint):
+        raise EngineError(
+            f"checkpoint: expected adapter and adapter_fingerprint together, got {record.adapter!r} and {record.adapter_fingerprint!r}."
+        )
     if config.checkpoint.quantize:
         Quantization.parse(config.checkpoint.quantize)
     expected = decoder_cache_config(

@@ -5,6 +5,7 @@
     config.json             EngineFolderConfig
     tokenizer.json ...      the other files of the checkpoint
     checkpoint/             a copy of the checkpoint, if it was embedded
+    adapter/                a copy of the merged adapter, likewise
 
 A folder appears complete or not at all.
 """
@@ -41,8 +42,9 @@ PLAN_FILE = "engine.plan"
 CONFIG_FILE = "config.json"
 CONSTANTS_FILE = "constants.safetensors"
 CHECKPOINT_FOLDER = "checkpoint"
+ADAPTER_FOLDER = "adapter"
 
-_KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CONSTANTS_FILE, CHECKPOINT_FOLDER, *COMPANION_FILES})
+_KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CONSTANTS_FILE, CHECKPOINT_FOLDER, ADAPTER_FOLDER, *COMPANION_FILES})
 
 
 def is_engine_folder(path: str | os.PathLike[str]) -> bool:
@@ -115,6 +117,17 @@ class EngineFolder:
         """Return the folder of the checkpoint: the embedded copy, else the original, or None if that is gone too."""
         return next((place for place in (self.checkpoint_path, Path(self.config.checkpoint.path)) if place.exists()), None)
 
+    def find_adapter(self) -> Path | None:
+        """Return the folder of the merged adapter: the embedded copy, else the original, or None if that is gone or none was merged."""
+        recorded = self.config.checkpoint.adapter
+        places = (self.path / ADAPTER_FOLDER, Path(recorded)) if recorded else ()
+        return next((place for place in places if place.exists()), None)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """True if the checkpoint, and the adapter that was merged into it, still exist."""
+        return self.find_checkpoint() is not None and (not self.config.checkpoint.adapter or self.find_adapter() is not None)
+
     def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:
         """Open the checkpoint of the build: the embedded copy, else the original. ``progress(done_bytes, total_bytes)`` while hashing."""
         record, found_at = self.config.checkpoint, self.find_checkpoint()
@@ -123,8 +136,16 @@ class EngineFolder:
                 f"{self.path}: the checkpoint of this engine is gone: it is neither at {record.path}, where it was at the build, "
                 f"nor at {self.checkpoint_path}. Put it back, or build with embed_weights=True."
             )
-        checkpoint = Checkpoint.open(found_at, quantize=record.quantize or None)
+        adapter = self.find_adapter()
+        if record.adapter and adapter is None:
+            raise CheckpointError(
+                f"{self.path}: the adapter of this engine is gone: it is not at {record.adapter}, where it was at the build. "
+                "Put it back, or build with embed_weights=True."
+            )
+        checkpoint = Checkpoint.open(found_at, quantize=record.quantize or None, adapter=adapter)
         try:
+            if checkpoint.adapter is not None and checkpoint.adapter.fingerprint() != record.adapter_fingerprint:
+                raise CheckpointError(f"{adapter}: this adapter was changed since engine {self.path} was built with it. Build it again.")
             found = checkpoint.fingerprint(progress)
             if found != record.fingerprint:
                 raise CheckpointError(
@@ -153,7 +174,7 @@ def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
     return content
 
 
-def check_target(engine_path: Path, model_path: Path) -> None:
+def check_target(engine_path: Path, model_path: Path, adapter_path: Path | None = None) -> None:
     """Check that an engine folder can be made, before the build. A symbolic link is followed."""
     place = Path(os.path.realpath(engine_path))
     if place.is_symlink():
@@ -168,8 +189,9 @@ def check_target(engine_path: Path, model_path: Path) -> None:
                 f"engine path {engine_path}: expected a folder to make or an engine folder to replace, but it holds {', '.join(other[:3])}"
                 f"{', ...' if len(other) > 3 else ''}. Choose another path."
             )
-        if place in (model_path.resolve(), *model_path.resolve().parents):
-            raise ConfigError(f"engine path {engine_path}: the model {model_path} is in it and would be replaced. Choose another path.")
+        for what, source in {"model": model_path, "adapter": adapter_path}.items():
+            if source is not None and place in (source.resolve(), *source.resolve().parents):
+                raise ConfigError(f"engine path {engine_path}: the {what} {source} is in it and would be replaced. Choose another path.")
     parent = next(folder for folder in place.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"engine path {engine_path}: nothing can be written to {parent}. Choose another path.")
@@ -196,6 +218,11 @@ def write_engine_folder(
             copy.mkdir()
             for path in checkpoint.files:
                 shutil.copyfile(path, copy / path.name)
+            if checkpoint.adapter is not None:
+                copy = folder / ADAPTER_FOLDER
+                copy.mkdir()
+                for path in checkpoint.adapter.files:
+                    shutil.copyfile(path, copy / path.name)
         text = json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
     return EngineFolder(target, config)

@@ -205,7 +205,7 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         plan_nbytes=config.plan.nbytes,
         memory=estimate_memory(config.cache),
         checkpoint=config.checkpoint,
-        engines=("tensorrt",) if folder.find_checkpoint() is None else ("tensorrt", "torch", "numpy"),
+        engines=("tensorrt", "torch", "numpy") if folder.has_checkpoint else ("tensorrt",),
         segments=config.segments,
         plugin_library=config.plugin_library,
         v_outputs=config.v_outputs,

@@ -42,6 +42,8 @@ class CheckpointRecord:
     embedded: bool  # the engine folder holds a copy
     weights: str = ""  # format of the weights in the engine: WeightsSummary
     quantize: str = ""  # rounding of weights at the build; empty for none
+    adapter: str = ""  # absolute path of the folder of the merged adapter at the time of the build; empty for none
+    adapter_fingerprint: str = ""  # LoraAdapter.fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Compile-time tile sizes of ``plugins/linear.cu`` and ``plugins/linear/packed.cu``, and the blocks of their launches."""
+"""Compile-time tile sizes of ``plugins/linear.cu``, ``linear/packed.cu`` and ``linear/experts.cu``, and the blocks of their launches."""
 
 from __future__ import annotations
 
@@ -97,6 +97,24 @@ def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors
     step_nbytes = tile * tiles.warps * FRAGMENT_INPUTS * bits // 8
     prefetched_steps = tiles.prefetched_kib * _KIB * multiprocessors // (blocks * step_nbytes)
     return LinearPlan(compiled, tile, count, tile_outputs, tiles.warps, blocks, prefetched_steps)
+
+
+@lru_cache(maxsize=256)
+def expert_plan(outputs: int, gated: bool, experts: int, arch: str, multiprocessors: int) -> LinearPlan:
+    """Return the launch for products of few rows into ``experts`` chosen experts of ``outputs`` columns each, with a gate or not.
+
+    Their tiles have as many outputs as give blocks the most equal amounts to read.
+    """
+    tiles = linear_tiles(TILE_ROWS, arch)
+    slots, largest = multiprocessors * tiles.blocks_per_sm, SMALL_TILE if gated else LARGE_TILE
+
+    def longest(size: int) -> int:
+        """Outputs of the busiest block."""
+        return -(-experts * -(-outputs // size) // slots) * size
+
+    size = min(range(largest, 3 * largest // 4, -1), key=longest)  # smaller ones have fewer loads in flight
+    count = -(-outputs // size)
+    return LinearPlan(TILE_ROWS, LARGE_TILE, count, size, tiles.warps, min(experts * count, slots), 0)
 
 
 def _busy_share(count: int, slots: int) -> float:

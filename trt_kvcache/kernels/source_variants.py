@@ -14,7 +14,7 @@ from trt_kvcache.kernels.attention_tiles import (
     prefill_tiles,
     quantized_prefill_tiles,
 )
-from trt_kvcache.kernels.linear_tiles import PACKED_TYPES, ROW_COUNTS, linear_macros
+from trt_kvcache.kernels.linear_tiles import PACKED_TYPES, ROW_COUNTS, TILE_ROWS, linear_macros
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: The functions that choose the macros of each attention source, by head dim and architecture.
@@ -33,8 +33,8 @@ RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurre
 #: The dtypes of states for each dtype of activations.
 STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 
-#: The sources of projections of few rows: with weights in 16 bits, and with packed ones.
-LINEAR_SOURCE, PACKED_LINEAR_SOURCE = "linear", "linear_packed"
+#: The sources of projections of few rows: with weights in 16 bits, with packed ones, and with those of chosen experts.
+LINEAR_SOURCE, PACKED_LINEAR_SOURCE, EXPERT_SOURCE = "linear", "linear_packed", "linear_experts"
 
 #: The dtypes of scales of packed weights for each dtype of activations.
 SCALE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float16", "float32")}
@@ -52,6 +52,8 @@ def variant_names(source: str) -> list[str]:
         return [variant_name(source, dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
     if source == LINEAR_SOURCE:
         return [variant_name(source, dtype, rows) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS]
+    if source == EXPERT_SOURCE:
+        return [variant_name(source, dtype, TILE_ROWS) for dtype in ELEMENT_TYPES]
     if source == PACKED_LINEAR_SOURCE:
         pairs = [(dtype, scale) for dtype, scales in SCALE_DTYPES.items() for scale in scales]
         return [packed_variant_name(dtype, rows, kind, scale) for dtype, scale in pairs for rows in ROW_COUNTS for kind in PACKED_TYPES]
@@ -80,7 +82,7 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
     dtype, second, *kv_dtype = variant.split("-")  # of packed weights: quantized values and scales
     if source in RECURRENT_SOURCES:
         return {"ELEMENT": _ELEMENT_TYPES[dtype], "STATE": _ELEMENT_TYPES[second], "CHUNK_TOKENS": str(chunk_tokens(arch))}
-    if source in (LINEAR_SOURCE, PACKED_LINEAR_SOURCE):
+    if source in (LINEAR_SOURCE, PACKED_LINEAR_SOURCE, EXPERT_SOURCE):
         packed, scale = kv_dtype or (None, None)
         macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, packed).items()}
         stored = {} if packed is None or scale is None else {"STORED": PACKED_TYPES[packed], "SCALE": _ELEMENT_TYPES[scale]}

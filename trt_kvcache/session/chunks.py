@@ -4,8 +4,9 @@ A cache update of padded width ``c`` writes ``c`` rows for every slot of the enq
 them. The rows after a slot's own new tokens are padding; they are overwritten before they are read.
 
 Engines that compile, tune or capture each shape get few widths: buckets. A long prompt runs as several of them, all filled but the last.
-That one is padded if at most one row in eight is padding then, since each further enqueue reads all weights again. The number of slots has
-no buckets: a padding slot would need free rows and states of a slot that is not active, and B bounds the number of slots anyway.
+That one is padded if at most one row in eight is padding then, since each further enqueue reads all weights again; always beside requests
+that decode, where prompts are cut into few rows. The number of slots has no buckets: a padding slot would need free rows and states of a
+slot that is not active, and B bounds the number of slots anyway.
 """
 
 import itertools
@@ -59,6 +60,14 @@ def bucket_widths(buckets: Sequence[int], profiles: Iterable[EngineProfile], max
     return [width for width in widths if any(one.min_width <= width <= one.max_width for one in profiles)]
 
 
+def coarse_widths(buckets: Iterable[int]) -> list[int]:
+    """Return the few buckets for prompts beside requests that decode, whose chunks differ in their first slot too: powers of two, 192, 384.
+
+    With so few rows, an enqueue takes little longer than the time to read the weights, padded or not.
+    """
+    return [width for width in buckets if width & (width - 1) == 0 or width in (192, 384)]
+
+
 def plan_chunks(
     lengths: Sequence[int],
     remaining: Sequence[int],
@@ -67,12 +76,15 @@ def plan_chunks(
     max_sequence_length: int,
     can_start_at: Callable[[int], bool] = lambda slot: True,
     buckets: Sequence[int] = (),
+    pads: bool = False,
 ) -> list[Chunk]:
     """Cut the remaining tokens into enqueues, in order; widths up to the largest bucket are buckets. ``length + remaining <= S``.
 
+    ``pads``: the last enqueue of a long prompt is padded however much of it is padding.
+
     Raises LayoutError if a slot cannot be reached: a slot before it is full, and no enqueue may start between the two.
     """
-    planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at, buckets, tuple(remaining))
+    planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at, buckets, tuple(remaining), pads)
     chunks: list[Chunk] = []
     while any(planner.remaining):
         chunks += planner.next_chunks(0, len(planner.lengths))
@@ -91,6 +103,7 @@ class _Planner:
     buckets: Sequence[int]
     #: New tokens of each slot in all chunks.
     counts: tuple[int, ...]
+    pads: bool
 
     def next_chunks(self, low: int, high: int) -> Iterator[Chunk]:
         """Return chunks that do not overlap and advance every slot of ``low .. high - 1`` that can be advanced."""
@@ -131,7 +144,7 @@ class _Planner:
         padded = next((width for width in self.buckets if left <= width <= limit), None)
         if padded is not None:
             rows = self.counts[longest] - left + padded
-            if self.counts[longest] < _MIN_SPLIT or (padded - left) * _ROWS_PER_PADDING <= rows:
+            if self.pads or self.counts[longest] < _MIN_SPLIT or (padded - left) * _ROWS_PER_PADDING <= rows:
                 return padded
         return max(width for width in self.buckets if width <= min(left, limit))
 

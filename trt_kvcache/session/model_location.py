@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from trt_kvcache.checkpoint.adapters.lora_adapter import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from trt_kvcache.errors import CheckpointError, ConfigError
 
 #: Files of a model repository that are downloaded. Weights in other formats, and copies of weights in subfolders, are left out.
@@ -45,6 +46,13 @@ def locate_model(path_or_hub_id: str | os.PathLike[str], *, revision: str | None
             "got nothing there."
         )
     return _download(path_or_hub_id, revision, files)
+
+
+def locate_adapter(path_or_hub_id: str) -> str:
+    """Return the folder of an adapter; one of the Hub is downloaded first. Any other text stays: opening it says what is wrong."""
+    if expanded(path_or_hub_id).exists() or not _HUB_ID.fullmatch(path_or_hub_id):
+        return path_or_hub_id
+    return str(_download(path_or_hub_id, None, (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)))
 
 
 def _download(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:

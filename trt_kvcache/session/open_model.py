@@ -130,7 +130,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
     place = expanded(path)
     if is_engine_folder(place):
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
-    with Checkpoint.open(place, quantize=options.quantize) as checkpoint:
+    with Checkpoint.open(place, quantize=options.quantize, adapter=options.adapter) as checkpoint:
         model = checkpoint.config
         named = options.attention
         attention: Attention = "plugin" if options.kv_dtype else DEFAULT_ATTENTION if named is None or named == "auto" else named
@@ -157,7 +157,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             attention=attention,
             progress=_bytes_progress(progress, LOADING),
         )
-        fingerprint = partial(_fingerprint, checkpoint.path, options.quantize)
+        fingerprint = partial(_fingerprint, checkpoint.path, options)
         return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model, fingerprint, options, checkpoint.weights)
 
 
@@ -305,11 +305,11 @@ def _built_parts(path: Path, memory: CudaMemory, options: SessionOptions, progre
     return replace(parts, on_close=place.cleanup)
 
 
-def _fingerprint(path: Path, quantize: str | None) -> str:
+def _fingerprint(path: Path, options: SessionOptions) -> str:
     """Read all weights, once: only snapshots need it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the weights: shown when the session was opened
-        with Checkpoint.open(path, quantize=quantize) as checkpoint:
+        with Checkpoint.open(path, quantize=options.quantize, adapter=options.adapter) as checkpoint:
             return checkpoint.fingerprint()
 
 

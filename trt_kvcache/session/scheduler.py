@@ -99,7 +99,7 @@ class Scheduler:
     def plan_prefill(self, outcome: StepOutcome) -> list[StepPlan]:
         """Return the prompt tokens of the next step. Scored prompts run apart from the others where an enqueue may start at any slot."""
         rows = [self._next_row(outcome, slot) for slot in range(len(outcome.slots))]
-        if any(outcome.state(slot) == "decoding" for slot in range(len(rows))):
+        if any(rows) and any(outcome.state(slot) == "decoding" for slot in range(len(rows))):
             rows = self._beside_decodes(outcome, rows)
         scored = [bool(row) and queued.is_scored for row, queued in zip(rows, outcome.running, strict=True)]
         alone = StepPlan.of([row if is_scored else [] for row, is_scored in zip(rows, scored, strict=True)], LogitsWanted.ALL)
@@ -112,15 +112,15 @@ class Scheduler:
     def _beside_decodes(self, outcome: StepOutcome, rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Return the rows that run beside requests that decode, which wait for them: those of the oldest prompt, and its neighbours.
 
-        An enqueue computes a rectangle of slots and tokens, and a large one for each prompt that is long, or far from the others.
+        An enqueue computes a rectangle of slots and tokens: with a long prompt beside short ones, or slots between, most of it in vain. The
+        number of slots is a power of two, so that few shapes of steps are captured.
         """
         prompts = [slot for slot, row in enumerate(rows) if row]
-        first = min(prompts, key=lambda slot: outcome.running[slot].index, default=0)
-        width = max(1, min(len(rows[first]), self._prefill_chunk))
-        end = first
-        while end < len(rows) and rows[end] and (end + 1 - first) * width <= self._prefill_chunk:
-            end += 1
-        return [row if first <= slot < end else [] for slot, row in enumerate(rows)]
+        first, count = min(prompts, key=lambda slot: outcome.running[slot].index), 1
+        width = min(len(rows[first]), self._prefill_chunk)
+        while first + 2 * count <= len(rows) and all(rows[first : first + 2 * count]) and 2 * count * width <= self._prefill_chunk:
+            count *= 2
+        return [row if first <= slot < first + count else [] for slot, row in enumerate(rows)]
 
     def prefill_limit(self, outcome: StepOutcome, plan: StepPlan) -> int | None:
         """Return the most tokens of each prompt beside requests that decode, so that these do not wait for long; None without any."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
 from trt_kvcache.builder.options import OTHER_NAMES as OTHER_BUILD_NAMES, PLUGIN_LAYERS, BuildKeywords
+from trt_kvcache.checkpoint.adapters.lora_adapter import adapter_folder
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO, AttentionName, AttentionSetting
@@ -65,6 +66,7 @@ class ModelOptions(OpenOptions, total=False):
     attention: AttentionSetting | None
     plugin_layers: PluginLayersChoice | None
     quantize: str | None
+    adapter: str | None
     kv_dtype: KVDTypeChoice | None
     kv_scales: KVScalesChoice | None
 
@@ -72,7 +74,7 @@ class ModelOptions(OpenOptions, total=False):
 #: Options that an engine folder has fixed at its build.
 BUILD_OPTIONS = (
     *("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot"),
-    *("dtype", "attention", "plugin_layers", "quantize", "kv_dtype", "kv_scales"),
+    *("dtype", "attention", "plugin_layers", "quantize", "adapter", "kv_dtype", "kv_scales"),
 )
 
 
@@ -131,6 +133,9 @@ class SessionOptions:
     quantize : str, optional
         Round weights to the nearest multiples of a scale: ``"int8"``, ``"int4"`` (groups of 32) or ``"int4:128"``. Append
         ``",embedding=..."`` and ``",head=..."`` to round embedding and head too. See ``docs/quantization.md``.
+    adapter : path, optional
+        A folder of PEFT with a LoRA adapter, which is merged into the weights when they are read, and before they are rounded with
+        ``quantize``: see ``docs/adapters.md``. For a model in 16 or 32 bits. ``load`` also takes an id of the Hugging Face Hub.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Dtype of quantized K and V, with plugin attention. The first two are the same. If left out, K and V have ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
@@ -173,6 +178,7 @@ class SessionOptions:
     attention: AttentionSetting | None = None
     plugin_layers: PluginLayersChoice | None = None
     quantize: str | None = None
+    adapter: str | None = None
     kv_dtype: KVDTypeChoice | None = None
     kv_scales: KVScalesChoice | None = None
 
@@ -212,6 +218,8 @@ class SessionOptions:
                 raise ConfigError(f"kv_scales: expected kv_dtype with it, fp8 or int8, got {self.kv_scales} alone.")
         if self.quantize is not None:
             object.__setattr__(self, "quantize", str(Quantization.parse(self.quantize)))
+        if self.adapter is not None:
+            object.__setattr__(self, "adapter", adapter_folder(self.adapter))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SessionOptions:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trt_kvcache._util.progress import Progress
 from trt_kvcache.engine_folder.folder import is_engine_folder
-from trt_kvcache.session.model_location import locate_model
+from trt_kvcache.session.model_location import locate_adapter, locate_model
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_options import SessionOptions
 
@@ -77,6 +77,8 @@ class SessionSource:
         """Open a session."""
         folder = locate_model(self.folder)
         given = {name: value for name, value in vars(self.options).items() if value is not None}
+        if self.options.adapter is not None:
+            given["adapter"] = locate_adapter(self.options.adapter)
         if is_engine_folder(folder):
             return InferenceSession.open(folder, progress=progress, **given)
         return InferenceSession.from_model(folder, progress=progress, **given)

@@ -26,6 +26,7 @@ from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
 from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS, FixedProducts, SortedProducts
+from trt_kvcache.torch_engine.kernel_experts import KernelExperts
 from trt_kvcache.torch_engine.kernel_projections import KernelProjections
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import decoder_step
@@ -189,8 +190,9 @@ class TorchEngine(DecoderEngine):
         """Return the step over bound tensors. Views are made once."""
         step = self._steps.get(tensors)
         if step is None:
-            for old in [old for old in self._steps if old.closed]:
-                del self._steps[old]
+            if self._steps and next(reversed(self._steps)).closed:
+                for old in [old for old in self._steps if old.closed]:
+                    del self._steps[old]
             step = self._steps[tensors] = TorchStep.over(tensors, self._device)
             if len(self._steps) > MAX_STEPS:
                 self._steps.popitem(last=False)
@@ -220,13 +222,14 @@ class TorchEngine(DecoderEngine):
         projections = KernelProjections(elementwise, self._views, stream) if has_kernels else Projections(elementwise)
         if self._workspace is not None:
             projections = PackedProjections(projections, elementwise, self._workspace, self._views, stream)
+        experts = SortedProducts(projections) if self._device.graphs is None else FixedProducts(projections, elementwise)
         return Operations(
             rotation=RotationBeforeNorms(step, self._mixers, self._positions_before_norms),
             attention=self._attention_of(step, stream),
             states=KernelStates(step, self._views, stream) if self._has_state_kernels else TorchStates(step),
             elementwise=elementwise,
             projections=projections,
-            experts=SortedProducts(projections) if self._device.graphs is None else FixedProducts(projections, elementwise),
+            experts=KernelExperts(experts, self._views, stream) if has_kernels else experts,
         )
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:

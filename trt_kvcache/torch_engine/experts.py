@@ -26,7 +26,7 @@ class SortedProducts:
     def __init__(self, projections: Projections) -> None:
         self._projections = projections
 
-    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
         """See :class:`ExpertProducts`."""
         count = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)
@@ -40,7 +40,7 @@ class SortedProducts:
                 inner = self._projections.activated(inputs, sorted_rows[:, some], experts.config)
                 results[:, order[some]] = self._projections.project(down, inner)
                 first += size
-        return results.view(len(rows), count, -1)
+        return _sums(results.view(len(rows), count, -1), weights)
 
 
 class FixedProducts:
@@ -52,13 +52,13 @@ class FixedProducts:
     def __init__(self, projections: Projections, elementwise: Elementwise) -> None:
         self._sorted, self._elementwise = SortedProducts(projections), elementwise
 
-    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
         """See :class:`ExpertProducts`."""
         if len(rows) > MAX_FIXED_ROWS:
-            return self._sorted(rows, chosen, experts)
+            return self._sorted(rows, chosen, weights, experts)
         if _GATHER_ACCESSES * chosen.numel() <= len(experts.inputs):
-            return self._gathered(rows, chosen, experts)
-        return self._of_all(rows, chosen, experts)
+            return _sums(self._gathered(rows, chosen, experts), weights)
+        return _sums(self._of_all(rows, chosen, experts), weights)
 
     def _gathered(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
         indices = chosen.flatten()
@@ -80,3 +80,8 @@ class FixedProducts:
         inner = self._elementwise.inner(product(repeated, experts.inputs, experts.inputs_bias), experts.config)
         out = product(inner, experts.down, experts.down_bias)
         return out[chosen, torch.arange(len(rows), device=rows.device)[:, None]]
+
+
+def _sums(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the outputs ``[n, k, hidden]`` of a row's experts, times their weights."""
+    return (outputs.float() * weights[:, :, None]).sum(dim=1).to(outputs.dtype)

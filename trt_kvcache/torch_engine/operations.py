@@ -193,8 +193,10 @@ class StateOperations(Protocol):
 class ExpertProducts(Protocol):
     """Products of rows with the experts that a router has chosen for them."""
 
-    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
-        """Return the outputs ``[n, k, hidden]`` of the experts ``chosen`` int64 ``[n, k]`` for ``rows`` ``[n, hidden]``."""
+    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
+        """Return the sums ``[n, hidden]`` of the outputs of the experts ``chosen`` int64 ``[n, k]`` for ``rows`` ``[n, hidden]``, times
+        ``weights`` float32 ``[n, k]``.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,8 +52,7 @@ class RoutedMlp:
         project = operations.projections.project
         experts, weights = route(self.config.router, self.router, rows)
         taken = rows if self.latent is None else project(self.latent[0], normed).flatten(0, 1)
-        outputs = operations.experts(taken, experts, self.experts)
-        mixed = (outputs.float() * weights[:, :, None]).sum(dim=1).to(rows.dtype).unflatten(0, normed.shape[:2])
+        mixed = operations.experts(taken, experts, weights, self.experts).unflatten(0, normed.shape[:2])
         if self.latent is not None:
             mixed = project(self.latent[1], mixed)
         if self.shared is None:
