@@ -30,7 +30,7 @@ struct PrefillResults {
             (static_cast<long long>(rows.slot) * params.width + token) * params.num_kv_heads + kv_head;
         return params.out + (first * params.group_size + head) * kRowBytes;
     }
-    // What the output of a row is multiplied with, from the sum and the maximum of its softmax.
+    // Factor of the output of a row, from the sum and the maximum of its softmax.
     static __device__ __forceinline__ float output_factor(const PrefillParams& params, const Rows& rows, int kv_head,
                                                           int row, float sum, float maximum) {
         const int head = rows.head_of(params, row, rows.token_of(params, row));
