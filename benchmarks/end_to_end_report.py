@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,26 @@ def readme_block(content: dict[str, Any]) -> str:
         if past == _SHOWN_PAST:
             times = [f"{sides[side]['step_ms']['median']:.2f}" if side in sides else "not measured" for side in SIDES]
             lines.append(f"| {model} | {batch} | {sides['ours']['limit_ms']:.2f} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
+def llama_block(contents: Sequence[dict[str, Any]]) -> str:
+    """Return the block of README.md beside llama.cpp, from runs with and without packed weights."""
+    lines = [
+        f"Beside `llama-bench` of llama.cpp in the same run, on an {contents[0]['device']}, batch 1, in milliseconds: one token after "
+        f"{_SHOWN_PAST} tokens,",
+        f"and a prompt of {_SHOWN_PAST} tokens. Ours include sampling and text, which those of llama.cpp do not.",
+        "",
+        "| model | weights of ours, of llama.cpp | token | token, llama.cpp | prompt | prompt, llama.cpp |",
+        "|---|---|---|---|---|---|",
+    ]
+    for content in contents:
+        for (model, *_), sides in shapes(content).items():
+            if "llama" in sides:
+                prompts = [f"{sides[side]['first_token_ms']:.1f}" for side in ("ours", "llama")]
+                steps = [f"{sides[side]['step_ms']['median']:.2f}" for side in ("ours", "llama")]
+                weights = f"{content['weights'] or 'bfloat16'}, {sides['llama']['block_type']}"
+                lines.append(f"| {model} | {weights} | {' | '.join([*steps, *prompts])} |")
     return "\n".join(lines)
 
 

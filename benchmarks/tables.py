@@ -24,6 +24,9 @@ MAIN_README = HERE.parent / "README.md"
 QUANTIZATION = HERE.parent / "docs" / "quantization.md"
 PERPLEXITY = HERE / "results" / "perplexity.json"
 END_TO_END = HERE / "results" / "end_to_end.json"
+#: Runs that have the side of llama.cpp too.
+BESIDE_LLAMA = [HERE / "results" / f"end_to_end_{name}.json" for name in ("llama", "int8", "q4_0")]
+LLAMA_BEGIN, LLAMA_END = "<!-- llama.cpp: benchmarks/tables.py -->", "<!-- end of llama.cpp -->"
 
 _MIB = 2**20
 
@@ -523,8 +526,26 @@ def _experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _packed_end_to_end(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for cell in content["cells"].values():
-        what = f"{cell['model']}, weights in {content['weights']}, batch {cell['batch']}, {cell['past']} tokens past: a decode step"
-        yield what, f"{cell['step_ms']['median']:.2f} ms ({cell['of_limit']:.2f} of the limit)", ""
+        weights = f"weights in {content['weights'] or '16 bits'}"
+        what = f"{cell['model']}, {weights}, batch {cell['batch']}, {cell['past']} tokens past: a decode step"
+        if cell["side"] == "llama":
+            yield f"{what} of llama.cpp ({cell['block_type']})", f"{cell['step_ms']['median']:.2f} ms", ""
+        else:
+            yield what, f"{cell['step_ms']['median']:.2f} ms ({cell['of_limit']:.2f} of the limit)", ""
+
+
+def _serving_load(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    limits = content["limits"]
+    for row in content["rows"]:
+        at = f"server, {row['model']}, {row['clients']} client(s), chunks of {content['prefill_chunk']} prompt tokens"
+        server, session = row["server"], row["session"]
+        speeds = f"{server['tokens_per_second']:.0f}; {row['over_session']:.2f} ({session['tokens_per_second']:.0f})"
+        yield f"{at}: tokens per second; over those of the session", speeds, f"at least {limits['over_session']}"
+        times = [f"{side['ttft_ms']['median']:.0f} and {side['ttft_ms']['p99']:.0f}" for side in (server, session)]
+        yield f"{at}: TTFT, p50 and p99; of the session", f"{times[0]} ms; {times[1]} ms", ""
+        times = [f"{side['itl_ms']['median']:.1f} and {side['itl_ms']['p99']:.1f}" for side in (server, session)]
+        most = f"p99 at most {limits['itl_p99_over_median']:g} times p50"
+        yield f"{at}: ITL, p50 and p99; of the session", f"{times[0]} ms; {times[1]} ms", most
 
 
 _FILES = {
@@ -532,6 +553,7 @@ _FILES = {
     "sampling": _sampling,
     "sampling_gpu": _sampling_gpu,
     "serving": _serving,
+    "serving_load": _serving_load,
     "server_attacks": _server_attacks,
     "drafts": _drafts,
     "build": _build,
@@ -553,6 +575,7 @@ _FILES = {
     "linear": _linear,
     "packed_linear": _packed_linear,
     "experts": _experts,
+    "end_to_end_llama": _packed_end_to_end,
     "end_to_end_q4_0": _packed_end_to_end,
     "end_to_end_int8": _packed_end_to_end,
     "steps": _steps,
@@ -573,6 +596,8 @@ def main() -> int:
     if END_TO_END.is_file():
         content = json.loads(END_TO_END.read_text(encoding="utf-8"))
         readme = with_block(MAIN_README.read_text(encoding="utf-8"), end_to_end_report.readme_block(content))
+        beside_llama = end_to_end_report.llama_block([json.loads(path.read_text(encoding="utf-8")) for path in BESIDE_LLAMA])
+        readme = with_block(readme, beside_llama, LLAMA_BEGIN, LLAMA_END)
         wanted[MAIN_README] = with_block(readme, end_to_end_report.readme_sentence(content), FIGURE_BEGIN, FIGURE_END)
         wanted[HERE.parent / end_to_end_report.IMAGE] = end_to_end_report.picture(content)
     if "--check" in sys.argv[1:]:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.paths import ROOT
 from trt_kvcache.errors import CudaError
+from trt_kvcache.model import ModelConfig
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -214,9 +215,57 @@ def test_the_tables_of_packed_weights(monkeypatch):
         ("0.70 to 0.75", "at least 0.8"),
         ("1.20", "at most 1.5"),
     ]
-    cell = {"model": "a", "batch": 1, "past": 9, "step_ms": {"median": 2.5}, "of_limit": 0.5}
-    [(what, value, _)] = tables._packed_end_to_end({"weights": "q4_0", "cells": {"a": cell}})
+    cell = {"model": "a", "batch": 1, "past": 9, "side": "ours", "step_ms": {"median": 2.5}, "of_limit": 0.5}
+    peer = {**cell, "side": "llama", "step_ms": {"median": 3.5}, "block_type": "Q4_0"}
+    [(what, value, _), (other, their_value, _)] = tables._packed_end_to_end({"weights": "q4_0", "cells": {"a": cell, "b": peer}})
     assert ("q4_0" in what, value) == (True, "2.50 ms (0.50 of the limit)")
+    assert ("llama.cpp (Q4_0)" in other, their_value) == (True, "3.50 ms")
+
+
+def test_the_table_of_serving_under_load(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tables = importlib.import_module("tables")
+    sides = [
+        {"tokens_per_second": speed, "ttft_ms": {"median": ttft, "p99": 2 * ttft}, "itl_ms": {"median": 5.0, "p99": itl}}
+        for speed, ttft, itl in ((800.0, 40.0, 9.0), (1000.0, 30.0, 8.0))
+    ]
+    row = {"model": "a", "clients": 8, "server": sides[0], "session": sides[1], "over_session": 0.8}
+    limits = {"over_session": 0.93, "itl_p99_over_median": 2.0}
+    rows = [*tables._serving_load({"limits": limits, "prefill_chunk": 256, "rows": [row]})]
+    assert [(value, limit) for _, value, limit in rows] == [
+        ("800; 0.80 (1000)", "at least 0.93"),
+        ("40 and 80 ms; 30 and 60 ms", ""),
+        ("5.0 and 9.0 ms; 5.0 and 8.0 ms", "p99 at most 2 times p50"),
+    ]
+
+
+def test_the_side_of_llama_cpp(monkeypatch, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    side, shapes = importlib.import_module("end_to_end_llama"), importlib.import_module("random_model")
+    small = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = ModelConfig.from_dict({**shapes.QWEN3_4B, **small, "num_key_value_heads": 2, "head_dim": 32})
+    program = tmp_path / "llama-bench"
+    rows = [
+        {"n_prompt": prompt, "n_gen": 0 if prompt else 4, "n_depth": depth, "avg_ns": 8e6, "samples_ns": [8e6, 16e6], "avg_ts": 9.0}
+        for prompt in (7, 0)
+        for depth in (0, 7)
+    ]
+    found = json.dumps([{**row, "build_commit": "abc"} for row in rows])
+    program.write_text(f"#!/bin/sh\necho '{found}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("LLAMA_BENCH", str(program))
+    result = side.llama(config, "q4_0", 7, 4, tmp_path)
+    assert (result["first_token_ms"], result["step_ms"]["median"], result["llama_cpp"]) == (8.0, 3.0, "abc")
+    [path] = tmp_path.glob("*.gguf")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert len(tensors) == 2 + 2 * 11
+    query = tensors["blk.1.attn_q.weight"]
+    assert (query.shape.tolist(), query.tensor_type.name) == ([64, 128], "Q4_0")
+    assert tensors["blk.0.attn_k_norm.weight"].shape.tolist() == [32]
+    program.write_text("#!/bin/sh\necho no device >&2\nexit 3\n")
+    with pytest.raises(RuntimeError, match="exit code 3: no device"):
+        side.llama(config, "q4_0", 7, 4, tmp_path)
 
 
 def test_the_tables_of_experts(monkeypatch):

@@ -63,7 +63,7 @@ def bucket_widths(buckets: Sequence[int], profiles: Iterable[EngineProfile], max
 def coarse_widths(buckets: Iterable[int]) -> list[int]:
     """Return the few buckets for prompts beside requests that decode, whose chunks differ in their first slot too: powers of two, 192, 384.
 
-    With so few rows, an enqueue takes little longer than the time to read the weights, padded or not.
+    Few rows take little longer than the time to read the weights, padded or not.
     """
     return [width for width in buckets if width & (width - 1) == 0 or width in (192, 384)]
 
@@ -80,9 +80,7 @@ def plan_chunks(
 ) -> list[Chunk]:
     """Cut the remaining tokens into enqueues, in order; widths up to the largest bucket are buckets. ``length + remaining <= S``.
 
-    ``pads``: the last enqueue of a long prompt is padded however much of it is padding.
-
-    Raises LayoutError if a slot cannot be reached: a slot before it is full, and no enqueue may start between the two.
+    ``pads``: each prompt's last one is a whole bucket. Raises LayoutError if no enqueue may start between a full slot and a later one.
     """
     planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at, buckets, tuple(remaining), pads)
     chunks: list[Chunk] = []

@@ -110,11 +110,9 @@ class Scheduler:
         return [plan for plan in (alone, others) if any(plan.rows)]
 
     def _beside_decodes(self, outcome: StepOutcome, rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Return the rows that run beside requests that decode, which wait for them: those of the oldest prompt, and its neighbours.
-
-        An enqueue computes a rectangle of slots and tokens: with a long prompt beside short ones, or slots between, most of it in vain. The
-        number of slots is a power of two, so that few shapes of steps are captured.
-        """
+        """Return the rows that run beside requests that decode, which wait for them: those of the oldest prompt, and its neighbours."""
+        # An enqueue computes a rectangle of slots and tokens: with a long prompt beside short ones, or slots between, most of it in vain.
+        # The number of slots is a power of two, so that few shapes of steps are captured.
         prompts = [slot for slot, row in enumerate(rows) if row]
         first, count = min(prompts, key=lambda slot: outcome.running[slot].index), 1
         width = min(len(rows[first]), self._prefill_chunk)
