@@ -50,6 +50,7 @@ def main() -> int:
         **describe_environment(gpu=options.device != "cpu"),
         "limits": LIMITS,
         "prefill_chunk": options.prefill_chunk,
+        "warm_up": options.warm_up,
         "rows": [],
     }
     deadline = time.monotonic() + options.max_seconds
@@ -82,7 +83,7 @@ def measured(model: RandomModel, memory: Any, clients: int, options: argparse.Na
         width=min(sizes["longest"], max(64, 16384 // clients)),
         prefill_chunk=options.prefill_chunk,
     )
-    loads = [load(model, clients, seed, sizes["shortest"], sizes["longest"]) for seed in range(3)]
+    loads = [load(model, clients, seed, sizes["shortest"], sizes["longest"]) for seed in range(options.warm_up + 1)]
     with open_session() as session:
         [tokens] = direct(session, 1, min(16, count))["tokens"]  # alone, so that sums have one order
         of_session = [run_session(session, one, count) for one in loads]
@@ -169,6 +170,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--clients", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--warm-up", type=int, default=4, help="runs before the one that counts: they capture graphs")
     parser.add_argument("--prefill-chunk", type=int, default=DEFAULT_PREFILL_CHUNK)
     parser.add_argument("--quick", action="store_true", help="tiny models: tries the script, measures nothing of use")
     parser.add_argument("--max-seconds", type=float, default=300.0, help="begin no measurement after so long")
