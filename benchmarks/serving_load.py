@@ -50,7 +50,6 @@ def main() -> int:
         **describe_environment(gpu=options.device != "cpu"),
         "limits": LIMITS,
         "prefill_chunk": options.prefill_chunk,
-        "warm_up": options.warm_up,
         "rows": [],
     }
     deadline = time.monotonic() + options.max_seconds
@@ -98,7 +97,14 @@ def measured(model: RandomModel, memory: Any, clients: int, options: argparse.Na
     run_server(open_session, ask)
     session_side, server_side = (summary(runs[-1], count) for runs in (of_session, of_server))
     ratio = server_side["tokens_per_second"] / session_side["tokens_per_second"]
-    return {"clients": clients, "requests": clients * EACH_CLIENT, "session": session_side, "server": server_side, "over_session": ratio}
+    return {
+        "clients": clients,
+        "requests": clients * EACH_CLIENT,
+        "warm_up": options.warm_up,
+        "session": session_side,
+        "server": server_side,
+        "over_session": ratio,
+    }
 
 
 def written(model: RandomModel, token: int) -> str:
