@@ -69,8 +69,8 @@ test-long: $(READY)  ## Run the tests that take ten seconds and more, but for th
 	$(BIN)/pytest $(WORKERS) -m "long and not trt and not gpu and not slow" $(filter-out tests/server/%,$(call marked,long))
 
 .PHONY: test-slow
-test-slow: $(READY)  ## Run the tests that take minutes, and those that repeat others with more inputs
-	$(BIN)/pytest $(WORKERS) -m "slow and not gpu"
+test-slow: $(READY)  ## Run the tests that take minutes, and those that repeat others with more inputs; PART=1/6 to 6/6: a sixth each
+	$(BIN)/pytest $(WORKERS) $(if $(PART),--part $(PART)) -m "slow and not gpu"
 
 .PHONY: test-trt
 test-trt: $(READY)  ## Build engines with TensorRT for RTX (no GPU needed)
