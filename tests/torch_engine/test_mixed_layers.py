@@ -61,6 +61,8 @@ def test_the_model_has_all_features_of_attention():
         "mamba2",
         "gated_delta_net",
         "output_gate",
+        "sinks",
+        "clamped_swiglu",
         "relu2",
         "ungated_mlp",
     }
