@@ -68,6 +68,8 @@ TOLERANCE = {None: 0.02, "fp8": 0.12, "int8": 0.05}
 class Opened(RandomCheckpoint):
     """What a build reads of a checkpoint, too."""
 
+    adapter = None
+
     @property
     def weights(self):
         return WeightsSummary(format="float32", is_quantized=False, nbytes=self.nbytes, step_nbytes=self.nbytes)
