@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 
 _EXTRA_OF = {
     "cuda": "cuda",
@@ -36,6 +35,8 @@ def missing_library(error: ModuleNotFoundError) -> str | None:
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     """Return the versions of those distributions that are installed."""
+    from importlib.metadata import PackageNotFoundError, version  # takes longer to import than the rest of `import trt_kvcache`
+
     found = {}
     for name in distributions:
         with suppress(PackageNotFoundError):
