@@ -49,7 +49,7 @@ def rows(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         at = f"{model}, batch {batch}, {past} past"
         yield f"{at}: time per token", f"{ours['step_ms']['median']:.2f} ms", ""
         share = f"at least {limits['of_limit_8b_batch_1']:.2f}" if is_8b and batch == 1 else ""
-        yield f"{at}: share of the limit", f"{ours['of_limit']:.2f}", share
+        yield f"{at}: share of the bound", f"{ours['of_limit']:.2f}", share
         between = f"{limits['between_engine_us_05b']:g} us" if model == "Qwen2-0.5B" else ""
         yield f"{at}: time of a step outside the engine (a difference of two measurements)", f"{ours['between_engine_us']:.0f} us", between
         for side in ("compiled", "eager"):
@@ -69,13 +69,14 @@ def readme_block(content: dict[str, Any]) -> str:
         f"![Milliseconds per token of whole models on an {device}, with the time to read weights, K and V]({IMAGE})",
         "",
         f"Milliseconds per decode step (one token for every slot), after {_SHOWN_PAST} tokens. The models have random weights in bfloat16;",
-        f'the GPU is an {device}. trt_kvcache is `InferenceSession.generate` with `engine="torch"`, top-p sampling, text and a stop text.',
-        "The other columns are `generate` of transformers with sampling and text, with a static cache and `torch.compile`, and eager.",
-        "The limit is the time to read weights, K and V at the speed of a copy",
+        f'the GPU is an {device}. trt_kvcache is `InferenceSession.generate` with `engine="torch"`, top-p sampling, detokenization and a',
+        "stop string. The last two columns are `generate` of transformers with sampling and detokenization: one with a static cache and",
+        "`torch.compile`, one eager.",
+        "The bound is the time to read weights, K and V at the speed of a copy",
         copies,
         *_other_run(content),
         "",
-        "| model | batch | limit | trt_kvcache | static + compile | eager |",
+        "| model | batch | bound | trt_kvcache | static + compile | eager |",
         "|---|---|---|---|---|---|",
     ]
     for (model, batch, past), sides in shapes(content).items():
@@ -88,11 +89,11 @@ def readme_block(content: dict[str, Any]) -> str:
 def llama_block(contents: Sequence[dict[str, Any]]) -> str:
     """Return the block of README.md beside llama.cpp, from runs with and without packed weights."""
     lines = [
-        f"Beside `llama-bench` of llama.cpp in the same run, on an {contents[0]['device']}, batch 1, in milliseconds: one token after "
-        f"{_SHOWN_PAST} tokens,",
-        f"and a prompt of {_SHOWN_PAST} tokens. Ours include sampling and text, which those of llama.cpp do not.",
+        f"Compared with `llama-bench` of llama.cpp in the same run, on an {contents[0]['device']}, batch 1, in milliseconds: one token",
+        f"after {_SHOWN_PAST} tokens, and a prompt of {_SHOWN_PAST} tokens. The times of trt_kvcache include sampling and detokenization,",
+        "the times of llama.cpp do not.",
         "",
-        "| model | weights of ours, of llama.cpp | token | token, llama.cpp | prompt | prompt, llama.cpp |",
+        "| model | weights: trt_kvcache / llama.cpp | token: trt_kvcache | token: llama.cpp | prompt: trt_kvcache | prompt: llama.cpp |",
         "|---|---|---|---|---|---|",
     ]
     for content in contents:
@@ -100,7 +101,7 @@ def llama_block(contents: Sequence[dict[str, Any]]) -> str:
             if "llama" in sides:
                 prompts = [f"{sides[side]['first_token_ms']:.1f}" for side in ("ours", "llama")]
                 steps = [f"{sides[side]['step_ms']['median']:.2f}" for side in ("ours", "llama")]
-                weights = f"{content['weights'] or 'bfloat16'}, {sides['llama']['block_type']}"
+                weights = f"{content['weights'] or 'bfloat16'} / {sides['llama']['block_type']}"
                 lines.append(f"| {model} | {weights} | {' | '.join([*steps, *prompts])} |")
     return "\n".join(lines)
 

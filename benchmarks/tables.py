@@ -531,7 +531,7 @@ def _packed_end_to_end(content: dict[str, Any]) -> Iterator[tuple[str, str, str]
         if cell["side"] == "llama":
             yield f"{what} of llama.cpp ({cell['block_type']})", f"{cell['step_ms']['median']:.2f} ms", ""
         else:
-            yield what, f"{cell['step_ms']['median']:.2f} ms ({cell['of_limit']:.2f} of the limit)", ""
+            yield what, f"{cell['step_ms']['median']:.2f} ms ({cell['of_limit']:.2f} of the bound)", ""
 
 
 def _serving_load(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -18,7 +18,7 @@ EXTRAS = {
     "models": "model folders and the Hugging Face Hub, sessions, the command line",
     "torch": "the PyTorch engine, on a CPU or, with `cuda`, on a GPU",
     "rtx": "building engines with TensorRT for RTX, and running them",
-    "rtx-cu12": "the same for a driver of CUDA 12 (570 to 575)",
+    "rtx-cu12": "the same for a driver of CUDA 12.8 or 12.9 (570 to 575)",
     "tensorrt": "the same with full TensorRT, if the machine does not have it already",
     "tensorrt-cu12": "the same for a driver of CUDA 12",
     "cuda": "the cache in GPU memory, CUDA 13",
@@ -38,11 +38,12 @@ _MAX_PACKAGES = 8
 
 #: Facts by name. A page has them as ``<!-- fact: name -->...<!-- end of fact -->``.
 FACTS = {
-    "status": "TensorRT engines: built and checked layer by layer, not yet run on a GPU. PyTorch engine: measured on an H200.",
+    "status": "TensorRT engines: built and checked layer by layer, not yet run on a GPU. PyTorch engine: measured on an H100 and an H200.",
+    "runs": "the engine computes all models of the family that are not refused; tests compare small random ones with transformers",
     "no engine": "None has run on a GPU so far.",
     "rtx capabilities": "8.0, 8.6, 8.9, 12.0 and newer; 7.5 if the build names it",
     "kernel capabilities": "compute capability 8.0 and newer",
-    "torch on a GPU": "yes: an H200",
+    "torch on a GPU": "yes: an H100 and an H200",
     "rtx": "builds: yes, Linux on x86-64; runs: no",
     "full TensorRT": "no; tested with NVIDIA's Python bindings of 10.3 to 11.4 and a stand-in for the libraries",
     "jetson": "no",
@@ -58,7 +59,7 @@ def extras() -> dict[str, list[str]]:
 
 def extras_table() -> str:
     """Return the table of the extras."""
-    lines = ["| extra | use | installs |", "|---|---|---|", "| none | the cache in host memory | NumPy, ml_dtypes |"]
+    lines = ["| extra | use | installs |", "|---|---|---|", "| (no extra) | the cache in host memory | NumPy, ml_dtypes |"]
     return "\n".join([*lines, *(f"| `{name}` | {EXTRAS[name]} | {_packages(needed)} |" for name, needed in _in_order(extras()))])
 
 

@@ -34,6 +34,9 @@ ENGINES = {
     "TensorRT": ("trt_kvcache/builder/resolved_options.py", "builds"),
 }
 
+#: The cell of a family whose published checkpoints all have a vision tower: they are in the row of the vision family.
+_ONLY_VISION = "published with vision only"
+
 
 def checkpoints_table() -> str:
     """Return the published checkpoints that open and that are refused, one line per family; unknown families come last."""
@@ -50,7 +53,7 @@ def checkpoints_table() -> str:
         f"|---|---|---|{'---|' * len(ENGINES)}",
     ]
     for name, family in FAMILIES.items():
-        cells = [family.title, ", ".join(opens[name]) or "none", grouped(refused[name]), *verdicts(name)]
+        cells = [family.title, ", ".join(opens[name]) or _ONLY_VISION, grouped(refused[name]), *verdicts(name)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, f"| others | none | {grouped(refused[''])} |{' |' * len(ENGINES)}"])
 
@@ -92,7 +95,7 @@ def beyond_llama(models: list[ModelConfig]) -> list[str]:
     attention = [layer.mixer for model in models for layer in model.layers if isinstance(layer.mixer, AttentionConfig)]
     common = {
         "QKV bias": any(mixer.qkv_bias and not mixer.o_bias for mixer in attention),
-        "QK-norm": any(mixer.qk_norm is not None and mixer.qk_norm.over == "head" for mixer in attention),
+        "QK-norm": any(mixer.qk_norm is not None and mixer.qk_norm.over == "head" and not mixer.rotates_before_norm for mixer in attention),
     }
     needs = [features(model) for model in models]
     return [

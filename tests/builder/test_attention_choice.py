@@ -55,7 +55,7 @@ def choose(target: BuildTarget, model: ModelConfig = MODEL, *, named: str = "aut
         (rtx(doctor_passed=True), ("plugin", "native", "mask")),
         (rtx((1, 4)), ("mask", "plugin")),
         (rtx((1, 4), doctor_passed=True), ("plugin", "mask")),
-        (full(10, 3), ("plugin",)),  # JetPack 6
+        (full(10, 3), ("plugin",)),  # JetPack 6.1, 6.2
         (full(10, 13), ("plugin",)),
         (full(10, 15), ("plugin", "mask")),
         (full(11, 1), ("plugin", "mask")),

@@ -1,4 +1,4 @@
-"""The kernels compile with NVRTC 12.6 too, that of JetPack 6, for its GPU."""
+"""The kernels compile with NVRTC 12.6 too, the version of JetPack 6.1 and 6.2, for its GPU."""
 
 import ctypes
 from importlib.util import find_spec

@@ -218,7 +218,7 @@ def test_the_tables_of_packed_weights(monkeypatch):
     cell = {"model": "a", "batch": 1, "past": 9, "side": "ours", "step_ms": {"median": 2.5}, "of_limit": 0.5}
     peer = {**cell, "side": "llama", "step_ms": {"median": 3.5}, "block_type": "Q4_0"}
     [(what, value, _), (other, their_value, _)] = tables._packed_end_to_end({"weights": "q4_0", "cells": {"a": cell, "b": peer}})
-    assert ("q4_0" in what, value) == (True, "2.50 ms (0.50 of the limit)")
+    assert ("q4_0" in what, value) == (True, "2.50 ms (0.50 of the bound)")
     assert ("llama.cpp (Q4_0)" in other, their_value) == (True, "3.50 ms")
 
 
@@ -484,11 +484,11 @@ def test_the_table_of_end_to_end(monkeypatch):
     assert [*report.rows(content)] == [
         ("whole models: greedy tokens equal to those of transformers", "383, and 1 at ties of floats", ""),
         (f"{at}: time per token", "4.00 ms", ""),
-        (f"{at}: share of the limit", "0.81", "at least 0.80"),
+        (f"{at}: share of the bound", "0.81", "at least 0.80"),
         (f"{at}: time of a step outside the engine (a difference of two measurements)", "41 us", ""),
         (f"{at}: time of transformers, static cache + torch.compile over ours", "1.75", "at least 1.6"),
         ("Qwen2-0.5B, batch 1, 8192 past: time per token", "1.00 ms", ""),
-        ("Qwen2-0.5B, batch 1, 8192 past: share of the limit", "0.81", ""),
+        ("Qwen2-0.5B, batch 1, 8192 past: share of the bound", "0.81", ""),
         ("Qwen2-0.5B, batch 1, 8192 past: time of a step outside the engine (a difference of two measurements)", "41 us", "60 us"),
     ]
     assert report.readme_block(content).splitlines()[-1] == "| Llama-3-8B | 1 | 3.50 | 4.00 | 7.00 | not measured |"

@@ -51,11 +51,12 @@ def test_no_page_lists_compute_capabilities_in_words_of_its_own(facts):
         assert re.findall(r"8\.0,? (?:8\.6|or 8\.6).*", MARK.sub("", page)) in ([], ['8.0 8.6 8.9 12.0 12.1 >12.0" |']), name
 
 
-def test_the_gpu_of_the_status_is_that_of_the_results(facts):
-    device = json.loads((ROOT / "benchmarks" / "results" / "end_to_end.json").read_text(encoding="utf-8"))["device"]
-    gpu = device.removeprefix("NVIDIA ")
-    assert facts.FACTS["status"].endswith(f"measured on an {gpu}.")
-    assert facts.FACTS["torch on a GPU"] == f"yes: an {gpu}"
+def test_the_gpus_of_the_status_are_those_of_the_results(facts):
+    results = [ROOT / "benchmarks" / "results" / name for name in ("end_to_end.json", "end_to_end_llama.json")]
+    devices = {json.loads(path.read_text(encoding="utf-8"))["device"] for path in results}
+    gpus = " and ".join(f"an {device.split()[1]}" for device in sorted(devices))  # "NVIDIA H100 80GB HBM3"
+    assert facts.FACTS["status"].endswith(f"measured on {gpus}.")
+    assert facts.FACTS["torch on a GPU"] == f"yes: {gpus}"
 
 
 def test_the_bindings_of_full_tensorrt_are_those_of_the_test(facts):

@@ -4,8 +4,8 @@ A family of kernels is one file, ``*_kernels.py``: the functions that users impo
 first byte changes; the NumPy twins; the launches; and both as a pair, a :class:`~trt_kvcache.kernels.kernel.Kernel`, which the engines of
 this package call without a second check. Wrong arguments and closed objects raise the errors of :mod:`trt_kvcache.errors`.
 
-All work is stream-ordered; no function waits or allocates. The parameters of a kernel are arguments of its launch, or arrays that were made
-once (:class:`KVLayerInfos`, :class:`StateInfos`).
+All work is stream-ordered. After the first launch of a kernel, which may compile it, no function waits or allocates. The parameters of a
+kernel are arguments of its launch, or arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).
 """
 
 from trt_kvcache.kernels.attention_kernels import attend, split_qkv

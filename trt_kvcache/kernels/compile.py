@@ -1,4 +1,4 @@
-"""CUDA sources to machine code: by NVRTC, at first use and then from a folder, or ahead of time.
+"""CUDA sources to machine code: compiled by NVRTC at first use and cached in a folder, or compiled ahead of time.
 
 ``python -m trt_kvcache.kernels.compile`` compiles all sources for all architectures (``make plugins``). A device without
 NVRTC reads them from the folder in the environment variable ``TRT_KVCACHE_CUBIN_DIR``. None of this needs a GPU.

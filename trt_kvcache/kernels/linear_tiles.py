@@ -1,4 +1,4 @@
-"""Compile-time tile sizes of ``plugins/linear.cu``, ``linear/packed.cu`` and ``linear/experts.cu``, and the blocks of their launches."""
+"""Compile-time tile sizes of the sources ``linear.cu``, ``linear/packed.cu`` and ``linear/experts.cu``, and blocks of their launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Projections of a few rows with weights in 4 or 8 bits, and those weights in 16 bits. For engines: nothing is checked."""
+"""Projections of a few rows with weights in 4 or 8 bits, and their dequantization to 16 bits. For engines: nothing is checked."""
 
 from __future__ import annotations
 

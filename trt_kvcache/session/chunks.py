@@ -3,10 +3,10 @@
 A cache update of padded width ``c`` writes ``c`` rows for every slot of the enqueue, so ``length + c <= S`` must hold for all of
 them. The rows after a slot's own new tokens are padding; they are overwritten before they are read.
 
-Engines that compile, tune or capture each shape get few widths: buckets. A long prompt runs as several of them, all filled but the last.
-That one is padded if at most one row in eight is padding then, since each further enqueue reads all weights again; always beside requests
-that decode, where prompts are cut into few rows. The number of slots has no buckets: a padding slot would need free rows and states of a
-slot that is not active, and B bounds the number of slots anyway.
+Engines that compile, tune or capture each shape get few widths: buckets. A long prompt runs in several chunks whose widths are buckets, all
+filled but the last. The last chunk is padded if at most one row in eight is padding then, since each further enqueue reads all weights
+again. Next to requests that decode, prompts are cut into few rows, and the last chunk is always padded. The number of slots has no
+buckets: a padding slot would need free rows and states of a slot that is not active, and B bounds the number of slots anyway.
 """
 
 import itertools

@@ -1,6 +1,7 @@
 """``DecodeSteps``: run one token of each request and choose the next one, on the host, or on the device and one step ahead.
 
-Drafts (speculative decoding) run in the same enqueue, after these tokens. The tokens at their positions are chosen at once.
+Drafts (speculative decoding) run in the same enqueue, after these tokens. On the device, one launch samples all of
+their positions.
 """
 
 from __future__ import annotations

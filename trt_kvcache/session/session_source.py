@@ -1,4 +1,4 @@
-"""``SessionSource``: a session to be opened later, from an engine folder or from a Hugging Face folder."""
+"""``SessionSource``: a session to be opened later, from an engine folder or a model."""
 
 from __future__ import annotations
 

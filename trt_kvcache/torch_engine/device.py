@@ -1,4 +1,4 @@
-"""Devices of torch: views of bound memory, and the execution of a step on a stream."""
+"""Devices of torch: torch tensors over bound memory, and the execution of a step on a stream."""
 
 from __future__ import annotations
 

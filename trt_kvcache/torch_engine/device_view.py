@@ -1,4 +1,4 @@
-"""Tensors of torch as this package's kernels take them."""
+"""``device_view``: a ``DeviceTensor`` over a torch tensor, for the kernels of this package."""
 
 from __future__ import annotations
 

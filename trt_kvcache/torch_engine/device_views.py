@@ -1,4 +1,4 @@
-"""``DeviceViews``: tensors of torch as the ``DeviceTensor`` arguments of this package's kernels."""
+"""``DeviceViews``: a cache of the ``DeviceTensor`` views of torch tensors, which kernels of this package take as arguments."""
 
 from __future__ import annotations
 

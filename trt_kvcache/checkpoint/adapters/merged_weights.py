@@ -108,7 +108,7 @@ def check_base(files: Mapping[str, WeightFile], quantized_title: str | None, fol
         got = "a GGUF file" if is_gguf else f"weights in {quantized_title}"
         raise CheckpointError(
             f"adapter: expected a base model of safetensors in 16 or 32 bits, got {got} in {folder}. "
-            "Open the model that was quantized, with the adapter and with quantize=..., which rounds the merged weights."
+            "Open the 16-bit model from which it was made, with the adapter and with quantize=..., which rounds the merged weights."
         )
 
 
