@@ -155,7 +155,7 @@ bench: $(TRANSFORMERS_READY)  ## Measure what needs no GPU: host time of a step,
 	$(BIN)/python benchmarks/segments.py
 	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/server_attacks.py
-	$(BIN)/python benchmarks/drafts.py
+	$(BIN)/python benchmarks/drafts.py --engine numpy
 	$(BIN)/python benchmarks/torch_engine.py
 	$(BIN)/python benchmarks/tables.py
 

@@ -153,13 +153,15 @@ def smollm2() -> Path:
 def main() -> int:
     """Measure, write the result; exit code 1 says that a limit is not met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "drafts.json")
+    parser.add_argument("--out", type=Path, help="default: results/drafts.json, with --engine numpy results/drafts_host.json")
     parser.add_argument("--engine", choices=["numpy", "torch"], default="torch")
     parser.add_argument("--model", default=str(SHIPPED))
     parser.add_argument("--dtype", choices=[*TOLERANCES], default=None)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
+    if arguments.out is None:
+        arguments.out = HERE / "results" / ("drafts.json" if arguments.engine == "torch" else "drafts_host.json")
     count = 40 if arguments.quick else 200
     rows = []
     place = smollm2() if arguments.model == "smollm2" else Path(arguments.model)
@@ -187,7 +189,7 @@ def main() -> int:
     result = {
         **describe_environment(gpu=device != "cpu"),
         "engine": arguments.engine,
-        "device": device,
+        **({"device": device} if device == "cpu" else {}),
         "model": place.name,
         "limit": LIMIT,
         "rows": rows,

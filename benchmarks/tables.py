@@ -556,6 +556,7 @@ _FILES = {
     "serving_load": _serving_load,
     "server_attacks": _server_attacks,
     "drafts": _drafts,
+    "drafts_host": _drafts,
     "build": _build,
     "build_packed": _build_packed,
     "build_estimate": _build_estimate,

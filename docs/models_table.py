@@ -110,7 +110,7 @@ def verdicts(family: str) -> list[str]:
     for path, word in ENGINES.values():
         needs = [features(model) for model in golden_models(family)]
         computed = [path is None or need.keys() <= computed_features(ROOT / path) for need in needs]
-        found.append(word if all(computed) else f"{word} some" if any(computed) else "no")
+        found.append(word if all(computed) else f"{word} those without experts" if any(computed) else "no")
     return found
 
 

@@ -190,6 +190,7 @@ def test_more_rows_than_the_session_has_room_for_are_refused_and_change_nothing(
     [
         ("gemma3", "attention both ways inside an image"),
         ("qwen3_5", "positions of three axes"),
+        ("qwen3_5_moe", "positions of three axes"),
         ("qwen3_vl", "positions of three axes and rows that later layers add"),
         ("qwen2_5_vl", "positions of three axes"),
     ],

@@ -97,7 +97,7 @@ class SessionOptions:
         Limit in bytes for copies of earlier prompts, in the cache's memory: see
         :class:`~trt_kvcache.sequences.prompt_cache.PromptCache`. 0 keeps none.
     cuda_graphs : bool
-        True to capture decode steps of TensorRT engines as CUDA graphs.
+        True to run decode steps, verify steps and frequent prefills of TensorRT engines as CUDA graphs, as the PyTorch engine always does.
     draft : "ngram" or path, optional
         Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. ``"ngram"`` is prompt lookup. A
         path, or an id of the Hugging Face Hub, is a small model with the same tokenizer, which generates the drafts: an engine folder, or a

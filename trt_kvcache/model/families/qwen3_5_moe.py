@@ -10,4 +10,5 @@ FAMILY = with_tower(
     title="Qwen3.5-MoE (vision)",
     renamed=QWEN_NAMES,
     towers=QWEN_TOWERS,
+    images_need="positions of three axes",
 )
