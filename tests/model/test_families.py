@@ -14,6 +14,9 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig, QueryScaling, RopeConfig, RoutedMlpConfig
 from trt_kvcache.model.families.registry import FAMILIES
 
+#: RoPE of Devstral 2, whose queries are not scaled.
+_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 64.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.0}
+
 DEFAULTS = json.loads((GOLDEN / "defaults.json").read_text(encoding="utf-8"))
 
 
@@ -111,6 +114,10 @@ def test_rope_of_ministral_3_is_as_in_transformers_where_nothing_is_said() -> No
     assert mixer.query_scaling == QueryScaling(beta=0.1, period=16384)
 
 
+def test_a_scaling_of_queries_by_one_is_none() -> None:
+    assert {layer.attention.query_scaling for layer in golden("ministral3", rope_parameters=_YARN).layers} == {None}
+
+
 def test_infinity_is_read_as_transformers_writes_it() -> None:
     (mixer,) = {layer.mixer for layer in golden("mamba2", time_step_limit=[0.5, {"__float__": "Infinity"}]).layers}
     assert (mixer.dt_min, mixer.dt_max) == (0.5, None)
@@ -170,6 +177,8 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1 "),
         ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types: expected full_attention everywhere"),
         ("mistral-window", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types: expected 3 as num_hidden_layers"),
+        ("ministral3", {"rope_parameters": {**_YARN, "llama_4_scaling_beta": -0.1}}, "llama_4_scaling_beta: expected a finite number > 0"),
+        ("ministral3", {"rope_parameters": {**_YARN, "llama_4_scaling_beta": False}}, "llama_4_scaling_beta: expected "),
         ("ministral3", {"rope_parameters": {"rope_type": "default"}}, r"rope_parameters\.llama_4_scaling_beta: expected a value"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: .* has bidirectional attention, which is"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation: 'relu' is not supported"),

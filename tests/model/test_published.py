@@ -196,3 +196,7 @@ def test_there_are_published_models_of_every_family() -> None:
     read_ones = [read(path)["config"]["model_type"] for path in FILES if "is" in read(path)]
     assert set(read_ones) == set(FAMILIES)
     assert len(FILES) >= 30
+
+
+def test_a_hundred_published_models_open() -> None:
+    assert sum("is" in read(path) for path in FILES) >= 100

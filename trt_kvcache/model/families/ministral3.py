@@ -39,11 +39,13 @@ def read(fields: ConfigFields) -> ModelConfig:
     return model(fields, "ministral3", [layer] * num_layers(fields))
 
 
-def _query_scaling(fields: ConfigFields) -> QueryScaling:
-    """Return the query scaling, whose fields are in ``rope_parameters``."""
+def _query_scaling(fields: ConfigFields) -> QueryScaling | None:
+    """Return the query scaling, whose fields are in ``rope_parameters``; None with a factor that is 1 everywhere."""
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters")
     assert isinstance(scaling, dict)  # RoPE has been read from it
     numbers = ConfigFields(scaling, "rope_parameters.")
+    if (beta := numbers.get(_BETA)) == 0 and not isinstance(beta, bool):
+        return None
     return QueryScaling(beta=numbers.number(_BETA), period=numbers.integer("original_max_position_embeddings"))
 
 
