@@ -289,7 +289,7 @@ class LinkNames(SphinxTransform):
         for literal in list(self.document.findall(nodes.literal)):
             target = literal.astext().removesuffix("()")
             is_name = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", target) and target.partition(".")[0] in known
-            elsewhere = isinstance(literal.parent, nodes.title | nodes.reference | addnodes.pending_xref) or target.endswith(".py")
+            elsewhere = isinstance(literal.parent, nodes.title | nodes.reference | addnodes.pending_xref) or target.endswith((".py", ".cu"))
             if is_name and not elsewhere and not _is_cpp(literal):
                 options = {"refdomain": "py", "reftype": "obj", "reftarget": target, "refdoc": self.env.docname, "refwarn": True}
                 reference = addnodes.pending_xref("", **options)
