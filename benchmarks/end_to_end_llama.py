@@ -103,7 +103,7 @@ def _add_tensors(add: AddTensor, config: ModelConfig, mixer: AttentionConfig, ml
 
 
 def _adder(writer: gguf.GGUFWriter, kind: gguf.GGMLQuantizationType) -> AddTensor:
-    """Return a function that adds a matrix of so many rows and columns, or a vector."""
+    """Return a function ``add(name, *shape)`` that adds a tensor: a random matrix in the block type, or a vector of ones in float32."""
     random = np.random.default_rng(0)
 
     def add(name: str, *shape: int) -> None:

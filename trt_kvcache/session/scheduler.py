@@ -99,7 +99,7 @@ class Scheduler:
     def plan_prefill(self, outcome: StepOutcome) -> list[StepPlan]:
         """Return the prompt tokens of the next step. Scored prompts run apart from the others where an enqueue may start at any slot."""
         rows = [self._next_row(outcome, slot) for slot in range(len(outcome.slots))]
-        if any(rows) and any(outcome.state(slot) == "decoding" for slot in range(len(rows))):
+        if any(rows) and _has_decodes(outcome):
             rows = self._beside_decodes(outcome, rows)
         scored = [bool(row) and queued.is_scored for row, queued in zip(rows, outcome.running, strict=True)]
         alone = StepPlan.of([row if is_scored else [] for row, is_scored in zip(rows, scored, strict=True)], LogitsWanted.ALL)
@@ -122,8 +122,7 @@ class Scheduler:
 
     def prefill_limit(self, outcome: StepOutcome, plan: StepPlan) -> int | None:
         """Return the most tokens of each prompt beside requests that decode, so that these do not wait for long; None without any."""
-        decodes = any(outcome.state(slot) == "decoding" for slot in range(len(outcome.slots)))
-        return max(1, self._prefill_chunk // sum(map(bool, plan.rows))) if decodes else None
+        return max(1, self._prefill_chunk // sum(map(bool, plan.rows))) if _has_decodes(outcome) else None
 
     def _next_row(self, outcome: StepOutcome, slot: int) -> Sequence[int]:
         """Return the next tokens of a prompt: all that its slot does not hold, or fewer where states are to be copied first."""
@@ -134,3 +133,8 @@ class Scheduler:
         if self._batch.caches_prompt_without_last_token and held < len(row) - 1:
             end = min(end, len(row) - 1)
         return row[held:end]
+
+
+def _has_decodes(outcome: StepOutcome) -> bool:
+    """Return True if a request of a step decodes."""
+    return any(outcome.state(slot) == "decoding" for slot in range(len(outcome.slots)))

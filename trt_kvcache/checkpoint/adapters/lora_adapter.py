@@ -99,7 +99,7 @@ class LoraAdapter:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Names of the model's tensors that it changes, as PEFT has them."""
+        """PEFT's names of the model weights that the adapter changes."""
         return (*(f"{module}.weight" for module in self.updates), *sorted(self.replaced))
 
     @property
