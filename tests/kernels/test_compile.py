@@ -1,6 +1,7 @@
 """From ``plugins/*.cu`` to machine code: NVRTC (on the CPU: it needs no GPU), the folder made ahead of time, the cache."""
 
 import re
+import threading
 
 import pytest
 
@@ -85,6 +86,42 @@ class TestWhereFrom:
         for _ in range(2):
             assert compile.cubin("lengths", "sm_90") == b"lengths for sm_90"
         assert len(compiled) == 2
+
+    def test_ahead_of_the_launch(self, compiled, monkeypatch):
+        """A launch waits for a variant that is being compiled, and each is compiled once."""
+        monkeypatch.setattr(compile, "_ahead", set())
+        may_end, compile_now = threading.Event(), compile.compile_cubin
+
+        def compile_later(name, arch):
+            assert may_end.wait(30)
+            return compile_now(name, arch)
+
+        monkeypatch.setattr(compile, "compile_cubin", compile_later)
+        for _ in range(2):
+            compile.compile_ahead(["kv", "lengths", "kv"], "sm_90")
+        found = []
+        launches = [threading.Thread(target=lambda: found.append(compile.cubin("lengths", "sm_90"))) for _ in range(2)]
+        for launch in launches:
+            launch.start()
+        assert compiled == []
+        may_end.set()
+        for launch in launches:
+            launch.join()
+        assert found == [b"lengths for sm_90"] * 2
+        assert compile.cubin("kv", "sm_90") == b"kv for sm_90"
+        assert sorted(compiled) == [("kv", "sm_90"), ("lengths", "sm_90")]
+
+    def test_an_error_ahead_of_the_launch_is_raised_by_the_launch(self, compiled, monkeypatch):
+        monkeypatch.setattr(compile, "_ahead", set())
+
+        def fail(name, arch):
+            compiled.append((name, arch))
+            raise CudaError(f"{name} does not compile")
+
+        monkeypatch.setattr(compile, "compile_cubin", fail)
+        compile.compile_ahead(["lengths"], "sm_90")
+        with pytest.raises(CudaError, match="lengths does not compile"):
+            compile.cubin("lengths", "sm_90")
 
     @pytest.mark.usefixtures("compiled")
     def test_without_nvrtc(self, tmp_path, monkeypatch):

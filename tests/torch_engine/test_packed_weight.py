@@ -22,6 +22,7 @@ from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt  # noqa: E402
 from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest  # noqa: E402
 from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined  # noqa: E402
 from trt_kvcache.torch_engine.packing import packed_arrays  # noqa: E402
+from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
 
 SHAPE = (48, 256)
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ PACKED = {
 def packed_weight(weight, dtype):
     arrays = packed_arrays([weight], dtype)
     assert arrays is not None
-    return PackedWeight.of(arrays, dtype, CPU, HostMemory())
+    return PackedWeight.of(arrays, dtype, Upload(CPU), HostMemory())
 
 
 def bits_of(array):
@@ -183,14 +184,14 @@ def test_rows_of_a_fused_tensor(case):
     parts = [slice(8, 24), slice(32, 48)]
     arrays = packed_arrays([weight.rows(some) for some in parts], "float16")
     expected = np.concatenate([weight.dequantized("float16")[some] for some in parts])
-    check_values(PackedWeight.of(arrays, "float16", CPU, HostMemory()), expected)
+    check_values(PackedWeight.of(arrays, "float16", Upload(CPU), HostMemory()), expected)
 
 
 @pytest.mark.parametrize("case", ["gptq", "Q8_0", "rounded int4", "awq"])
 def test_rows_in_another_order(case):
     weight, order = PACKED[case][0](), [17, 3, 40, 41, 2, 0, 39, 18, 1]
     arrays = packed_arrays([weight.rows(order)], "float16")
-    check_values(PackedWeight.of(arrays, "float16", CPU, HostMemory()), weight.dequantized("float16")[order])
+    check_values(PackedWeight.of(arrays, "float16", Upload(CPU), HostMemory()), weight.dequantized("float16")[order])
 
 
 class TestJoined:

@@ -1,6 +1,5 @@
 """Speed of a plain copy: on the host by NumPy on all processors, on a GPU from device memory to device memory."""
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache._util.in_threads import count_processors
 from trt_kvcache.benchmarking.memory_use import free_and_total
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import check
@@ -49,7 +49,7 @@ def copy_bytes_per_second(memory: Memory) -> float:
 def _on_host() -> float:
     nbytes = max(_HOST_NBYTES, _OVER_LAST_LEVEL * _last_level_cache())
     source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
-    threads = _processors()
+    threads = count_processors()
     parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
     with ThreadPoolExecutor(threads) as pool:
         return 2 * nbytes / _fastest(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))
@@ -84,11 +84,6 @@ def _fastest(call: Callable[[], object], at_least_seconds: float = 0.0) -> float
         call()
         times.append(time.perf_counter() - started)
     return min(times[1:])
-
-
-def _processors() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _last_level_cache() -> int:

@@ -6,11 +6,14 @@ NVRTC reads them from the folder in the environment variable ``TRT_KVCACHE_CUBIN
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from trt_kvcache._util.atomic_file import atomic_file
+from trt_kvcache._util.in_threads import count_processors
 from trt_kvcache._util.user_cache import user_cache_folder
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels.source_variants import variant_macros
@@ -59,14 +62,32 @@ def cubin(name: str, arch: str) -> bytes:
     return cached_code("cubins", file_name, lambda: compile_cubin(name, arch))
 
 
+#: Variants for which :func:`compile_ahead` was called, and a lock for each file: only one thread compiles it.
+_ahead: set[tuple[str, str]] = set()
+_locks: dict[str, threading.Lock] = {}
+
+
+def compile_ahead(names: Iterable[str], arch: str) -> None:
+    """Compile those variants that are not in a folder, in threads: a launch that needs one waits for it, and raises its error."""
+    new = [name for name in dict.fromkeys(names) if (name, arch) not in _ahead]
+    if not new:
+        return
+    _ahead.update((name, arch) for name in new)
+    threads = ThreadPoolExecutor(min(len(new), count_processors()), thread_name_prefix="trt_kvcache NVRTC")
+    for name in new:
+        threads.submit(cubin, name, arch)
+    threads.shutdown(wait=False)
+
+
 def cached_code(kind: str, file_name: str, compile_code: Callable[[], bytes]) -> bytes:
     """Return code that NVRTC compiles once: later it comes from the user's cache folder."""
     cached = user_cache_folder() / kind / f"nvrtc-{nvrtc_version()}" / file_name
-    try:
-        return cached.read_bytes()
-    except OSError:
-        code = compile_code()
-    _write(cached, code)
+    with _locks.setdefault(file_name, threading.Lock()):
+        try:
+            return cached.read_bytes()
+        except OSError:
+            code = compile_code()
+        _write(cached, code)
     return code
 
 

@@ -10,10 +10,12 @@ import torch
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.decoder_weights import RoundedTensors
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.torch_engine.host_arrays import on_device
+from trt_kvcache.torch_engine.kernel_variants import packed_variant
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.packing import packed_arrays
+from trt_kvcache.torch_engine.upload import Upload
 
 
 class CheckpointTensors:
@@ -27,7 +29,8 @@ class CheckpointTensors:
         memory: Memory,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        self._checkpoint, self._dtype, self._device, self._memory = checkpoint, dtype, device, memory
+        self._checkpoint, self._dtype, self._memory = checkpoint, dtype, memory
+        self._upload = Upload(device)
         self._rounded = RoundedTensors(checkpoint, dtype, progress)
         self._last: tuple[str, QuantizedWeight | None] = ("", None)
 
@@ -35,7 +38,7 @@ class CheckpointTensors:
         """Return a tensor. Its values are rounded once, or not at all: tensors of routers are float32."""
         values = self._rounded(name)
         dtype = np.float32 if name in self._rounded.exact else self._rounded.dtype
-        return on_device(values.astype(dtype, copy=False), self._device)
+        return self._upload(values.astype(dtype, copy=False))
 
     def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:
         """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""
@@ -46,4 +49,6 @@ class CheckpointTensors:
         if arrays is None:
             return None
         self._rounded.count(name)
-        return PackedWeight.of(arrays, self._dtype, self._device, self._memory)
+        packed = PackedWeight.of(arrays, self._dtype, self._upload, self._memory)
+        compile_ahead([packed_variant(packed, self._dtype)], self._memory.arch)  # type: ignore[attr-defined]  # a GPU
+        return packed

@@ -18,6 +18,7 @@ from trt_kvcache.engine.bound_tensors import MAX_STEPS, StepTensors
 from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import CapacityError, ConfigError, EngineError, KVCacheError
+from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.features import check_features
@@ -28,6 +29,7 @@ from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS, FixedProducts, SortedProducts
 from trt_kvcache.torch_engine.kernel_experts import KernelExperts
 from trt_kvcache.torch_engine.kernel_projections import KernelProjections
+from trt_kvcache.torch_engine.kernel_variants import decoder_variants
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import decoder_step
 from trt_kvcache.torch_engine.operations import Elementwise, Operations, Projections, TorchAttention, TorchMatrix
@@ -104,6 +106,8 @@ class TorchEngine(DecoderEngine):
         if self._kv_dtype is not None and not known and not memory.is_host:
             raise ConfigError(f"kv_dtype: {self._kv_dtype} needs the attention kernels, which do not know the model, its dtype or the GPU.")
         self._kernel_inputs = AttentionInputs(self._mixers, kv.max_sequence_length, memory) if known else None
+        if known:
+            compile_ahead(decoder_variants(model, self._dtype, self._kv_dtype), memory.arch)  # type: ignore[attr-defined]  # a GPU
         self._has_state_kernels = states_are_supported(model.recurrent_layers, memory)
         try:
             with torch.inference_mode():

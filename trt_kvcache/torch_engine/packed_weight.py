@@ -18,8 +18,8 @@ from trt_kvcache.kernels.packed_layout import (
 from trt_kvcache.kernels.packed_linear_kernels import PackedTensors
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
-from trt_kvcache.torch_engine.host_arrays import on_device
 from trt_kvcache.torch_engine.packing import PackedArrays
+from trt_kvcache.torch_engine.upload import Upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class PackedWeight:
     zero_points: torch.Tensor | None
 
     @classmethod
-    def of(cls, arrays: PackedArrays, dtype: str, device: torch.device, memory: Memory) -> PackedWeight:
-        """Return the matrix on the device of ``memory``, which is ``device`` in torch's terms."""
+    def of(cls, arrays: PackedArrays, dtype: str, upload: Upload, memory: Memory) -> PackedWeight:
+        """Return the matrix on the device of ``memory``, to which ``upload`` copies."""
         return cls(
             dtype=getattr(torch, dtype),
             memory=memory,
@@ -46,9 +46,9 @@ class PackedWeight:
             outputs=arrays.outputs,
             inputs=arrays.inputs,
             group_shift=arrays.group_shift,
-            values=on_device(arrays.values, device),
-            scales=on_device(arrays.scales, device),
-            zero_points=None if arrays.zero_points is None else on_device(arrays.zero_points, device),
+            values=upload(arrays.values),
+            scales=upload(arrays.scales),
+            zero_points=None if arrays.zero_points is None else upload(arrays.zero_points),
         )
 
     @cached_property

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
-from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS, HALF_INPUTS, MIDDLES, ONE_GROUP, count_groups, pack_rows, pack_values
+from trt_kvcache.kernels.packed_layout import (
+    FRAGMENT_INPUTS,
+    FRAGMENT_NBYTES,
+    FRAGMENT_OUTPUTS,
+    HALF_INPUTS,
+    MIDDLES,
+    ONE_GROUP,
+    count_groups,
+    count_tiles,
+    pack_rows,
+    pack_values,
+)
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 
 #: By kind of quantized value: packed kind, and what is added to values and zero points.
@@ -21,8 +33,8 @@ _KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8
 _RANGES = {"int4": (0, 15), "int8": (-128, 127)}
 _DTYPES: dict[str, Any] = {"int4": np.uint8, "int8": np.int8}
 
-#: Values that are unpacked at a time.
-_CHUNK = 1 << 24
+#: Values that are unpacked at a time: few enough for the cache of a CPU core.
+_CHUNK = 1 << 18
 
 Float32 = npt.NDArray[np.float32]
 
@@ -67,7 +79,7 @@ def packed_arrays(parts: Sequence[QuantizedWeight], dtype: str) -> PackedArrays 
         outputs=len(scales),
         inputs=inputs,
         group_shift=shift,
-        values=np.concatenate([pack_values(values, kind) for values in _chunks(parts, kind, added)]),
+        values=_packed_values(parts, kind, added),
         scales=pack_rows(_stored_scales(scales, dtype), groups),
         zero_points=pack_rows(zero_points.astype(_DTYPES[kind]), groups) if has_zero_points else None,
     )
@@ -100,17 +112,21 @@ def _stored_scales(scales: Float32, dtype: str) -> npt.NDArray[Any]:
     return scales
 
 
-def _chunks(parts: Sequence[QuantizedWeight], kind: str, added: int) -> Iterator[npt.NDArray[Any]]:
-    """Yield the stored values of whole tiles of rows, ``[rows, inputs]``."""
-    inputs = parts[0].shape[1]
-    step = max(FRAGMENT_OUTPUTS, _CHUNK // inputs // FRAGMENT_OUTPUTS * FRAGMENT_OUTPUTS)
+def _packed_values(parts: Sequence[QuantizedWeight], kind: str, added: int) -> npt.NDArray[np.uint8]:
+    """Return the stored values, packed."""
+    outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    packed = np.empty((count_tiles(outputs), -(-inputs // FRAGMENT_INPUTS) * FRAGMENT_NBYTES[kind]), np.uint8)
+    whole: npt.NDArray[Any] | None = None
     if len(parts) > 1 or parts[0].row_order is not None:  # heads, whose rows may end within a tile, or rows that are stored apart
         whole = np.concatenate([part.unpacked() for part in parts])
-        yield from (_shifted(whole[first : first + step], kind, added) for first in range(0, len(whole), step))
-        return
-    (part,) = parts
-    for first in range(0, part.shape[0], step):
-        yield _shifted(part.rows(slice(first, first + step)).unpacked(), kind, added)
+
+    def pack(rows: slice) -> None:
+        values = parts[0].rows(rows).unpacked() if whole is None else whole[rows]
+        tiles = slice(rows.start // FRAGMENT_OUTPUTS, count_tiles(rows.stop))
+        packed[tiles] = pack_values(_shifted(values, kind, added), kind)
+
+    for_each(pack, row_slices(outputs, inputs, _CHUNK, multiple=FRAGMENT_OUTPUTS))
+    return packed
 
 
 def _shifted(values: npt.NDArray[Any], kind: str, added: int) -> npt.NDArray[Any]:

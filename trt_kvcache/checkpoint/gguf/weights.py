@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache._util.mapped_pages import release_pages
 from trt_kvcache.checkpoint.gguf.architectures import Architecture
 from trt_kvcache.checkpoint.gguf.header import StoredBlocks
@@ -29,6 +30,9 @@ _ARRAYS = {"F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F32": 
 
 #: Types that are not weights, or that no library dequantizes.
 _NOT_READ = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0"})
+
+#: Values that are dequantized at a time: few enough for the cache of a CPU core.
+_CHUNK = 1 << 18
 
 _A, _CONVOLUTIONS, _FLAT = "ssm_a", ("ssm_conv1d", "shortconv.conv"), ("ssm_a", "ssm_d", "ssm_norm")
 
@@ -122,8 +126,15 @@ def _stored(blocks: StoredBlocks) -> npt.NDArray[Any]:
 def _dequantized(blocks: StoredBlocks) -> npt.NDArray[np.float32]:
     import gguf
 
-    array: npt.NDArray[np.float32] = gguf.quants.dequantize(_stored(blocks), gguf.GGMLQuantizationType[blocks.kind])
-    return array
+    kind, stored = gguf.GGMLQuantizationType[blocks.kind], _stored(blocks)
+    values = np.empty(blocks.shape, np.float32)
+    rows, stored_rows = values.reshape(-1, blocks.shape[-1]), stored.reshape(-1, stored.shape[-1])
+
+    def dequantize(some: slice) -> None:
+        rows[some] = gguf.quants.dequantize(stored_rows[some], kind)
+
+    for_each(dequantize, row_slices(*rows.shape, _CHUNK))
+    return values
 
 
 def _sources(model: GGUFModel) -> dict[str, _Source]:

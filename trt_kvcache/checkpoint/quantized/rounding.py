@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES
 from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
@@ -33,7 +34,8 @@ def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> Qua
     blocks, stored_width = -(-inputs // width), -(-inputs * bits // 8)
     packed = np.empty((outputs, stored_width), np.uint8)
     scales = np.empty((outputs, blocks), numpy_dtype(dtype))
-    for rows in _row_chunks(outputs, inputs):
+
+    def round_rows(rows: slice) -> None:
         groups = _groups(values[rows], blocks, width)
         with np.errstate(over="ignore", invalid="ignore"):  # groups with values that are not finite
             best = _best_scales(groups, bits, scales.dtype)
@@ -41,16 +43,13 @@ def rounded_to_nearest(values: npt.NDArray[Any], scheme: str, dtype: str) -> Qua
             found = nearest.astype(np.int8).reshape(-1, blocks * width)
         scales[rows] = best.reshape(-1, blocks)
         packed[rows] = (found.view(np.uint8) if bits == 8 else _packed(found))[:, :stored_width]
+
+    for_each(round_rows, row_slices(outputs, inputs, _CHUNK))
     stored = packed.view(np.int8) if bits == 8 else packed
     return QuantizedWeight(
         quantized_values=QuantizedValues(stored=stored, kind=f"int{bits}", shape=(outputs, inputs)),
         scales=Scales(stored=scales, block=(1, width)),
     )
-
-
-def _row_chunks(outputs: int, inputs: int) -> Iterator[slice]:
-    step = max(1, _CHUNK // inputs)
-    return (slice(first, min(first + step, outputs)) for first in range(0, outputs, step))
 
 
 def _groups(values: npt.NDArray[Any], blocks: int, width: int) -> Float32:

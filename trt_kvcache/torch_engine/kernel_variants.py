@@ -1,0 +1,30 @@
+"""The compiled variants of kernels that a decoder needs, so that they can be compiled while its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
+from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, TILE_ROWS
+from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, LINEAR_SOURCE, TILES, packed_variant_name, variant_name
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
+from trt_kvcache.torch_engine.packed_weight import PackedWeight
+
+
+def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> Iterator[str]:
+    """Yield the variants of prompts and decode steps, but for recurrent layers and packed weights. Those that take longest come first."""
+    if dtype not in ELEMENT_TYPES:
+        return
+    head_dims = sorted({mixer.head_dim for mixer in model.attention_layers} & set(HEAD_DIMS))
+    yield from (variant_name("attention_prefill", dtype, head_dim, kv_dtype) for head_dim in head_dims)
+    yield "sampling_choose"
+    yield from (variant_name(source, dtype, head_dim, kv_dtype) for source in TILES for head_dim in head_dims)
+    yield variant_name(LINEAR_SOURCE, dtype, ROW_COUNTS[0])
+    if any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers):
+        yield variant_name(EXPERT_SOURCE, dtype, TILE_ROWS)
+    yield from ("decoder_layer", "lengths")
+
+
+def packed_variant(weight: PackedWeight, dtype: str) -> str:
+    """Return the variant of decode steps for a packed weight."""
+    return packed_variant_name(dtype, ROW_COUNTS[0], weight.kind, str(weight.scales.dtype).removeprefix("torch."))
